@@ -1,0 +1,1 @@
+"""Reference implementation of fully sharded data parallel (flat-parameter FSDP)."""

@@ -1,0 +1,1 @@
+"""Multi-rank pytest plugin, rank pool and conformance harness for data-parallel sharding."""

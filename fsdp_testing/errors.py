@@ -1,0 +1,42 @@
+"""What can go wrong in the harness itself: one tree, each class says what it means and what to do.
+
+A failing *test* is not in this tree; failures of ranks are told through verdicts (`fsdp_testing.records`).
+"""
+
+from __future__ import annotations
+
+
+class HarnessError(Exception):
+    """Base of every error that fsdp_testing raises about its own use or its own state."""
+
+
+class InvalidArgument(HarnessError, ValueError):
+    """An argument, marker, option or name is not usable; the message says where, expected, got and what to do."""
+
+
+class UnsendableFunction(InvalidArgument):
+    """A function cannot be named in another process: it must be importable (module level, not a lambda or closure)."""
+
+
+class BackendUnavailable(HarnessError):
+    """A communication backend cannot run on this machine; the message gives the one reason."""
+
+
+class WorldFailed(HarnessError):
+    """A function run on a world did not return on every rank; carries the full account of every rank."""
+
+
+class PoolBroken(HarnessError):
+    """The rank pool itself could not be started or was lost; the verdict of what ran on it is unknown."""
+
+
+class CollectiveMismatch(HarnessError):
+    """Ranks disagree about a collective; raised in the rank that notices, before bytes are exchanged."""
+
+
+class InvalidImplementation(HarnessError):
+    """An adapter does not keep the implementation protocol: the adapter's mistake, not a sharding bug."""
+
+
+class InvalidRecord(HarnessError, ValueError):
+    """A case, replay or report file is damaged, newer than this version, or not legal."""
