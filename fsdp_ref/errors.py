@@ -1,7 +1,106 @@
-"""What can go wrong in the reference: one tree; classes mix in the built-in type that torch's FSDP raises."""
+"""What can go wrong in the reference: one tree; classes mix in the built-in type that torch's FSDP raises.
+
+``except FsdpError`` catches everything the reference raises on purpose, while code written for torch's FSDP, which
+catches ``ValueError``, ``RuntimeError``, ``AssertionError``, ``NotImplementedError`` or ``TypeError``, keeps working.
+Messages follow one form, built by :func:`explain`: where, what was expected, what was found, what to do.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 
 class FsdpError(Exception):
     """Base of every error that fsdp_ref raises."""
+
+
+class FsdpValueError(FsdpError, ValueError):
+    """An argument has the right type and a value that cannot be used."""
+
+
+class FsdpTypeError(FsdpError, TypeError):
+    """An argument has a type that cannot be used."""
+
+
+class FsdpRuntimeError(FsdpError, RuntimeError):
+    """An operation was asked for at a time or in a setting where it has no meaning."""
+
+
+class FsdpAssertionError(FsdpError, AssertionError):
+    """A rule of use was broken where torch's FSDP asserts: always checked, whatever ``python -O`` says."""
+
+
+class UnsupportedError(FsdpError, NotImplementedError):
+    """A combination of options that the reference refuses; the message says what to use instead."""
+
+
+class LayoutError(FsdpValueError):
+    """A flat layout or a shard map was asked for sizes it cannot have, or disproved itself on construction."""
+
+
+class FlattenError(FsdpValueError):
+    """Parameters cannot share one flat parameter (dtype, ``requires_grad``, emptiness, device)."""
+
+
+class ConfigError(FsdpValueError):
+    """Configuration values contradict each other or cannot be read."""
+
+
+class ConfigTypeError(FsdpTypeError):
+    """A configuration value is neither ours nor torch's object of that name."""
+
+
+class TransitionError(FsdpRuntimeError):
+    """A shard or a handle was asked to move to a state that its transition table does not allow."""
+
+
+class TrainingStateError(FsdpValueError):
+    """An operation ran while the unit was in a training state that forbids it ("expected to be in states")."""
+
+
+class UnshardConflictError(FsdpAssertionError):
+    """Parameters were to be unsharded by hand while forward, backward or another unshard holds them."""
+
+
+class RootError(FsdpRuntimeError):
+    """A root-only operation was called on a nested unit, or two units both claim to be the root."""
+
+
+class WritebackError(FsdpRuntimeError):
+    """A parameter or gradient that the user replaced cannot be copied into the flat parameter."""
+
+
+class ParametersChangedError(FsdpAssertionError):
+    """Parameters were replaced between forward and backward of a strategy that does not reshard in between."""
+
+
+class SharedParameterError(UnsupportedError):
+    """The set of tied parameters changed after construction."""
+
+
+class ExecutionOrderError(FsdpRuntimeError):
+    """Ranks are about to run their units in different orders, which would mismatch collectives."""
+
+
+class CommHookError(FsdpAssertionError):
+    """A communication hook was registered twice, on a nested unit, or for a strategy that takes none."""
+
+
+class AlreadyAppliedError(FsdpAssertionError):
+    """A composable API was applied to a module that already carries it or an incompatible one."""
+
+
+class ModifiedFqnsError(FsdpRuntimeError):
+    """A composable API changed parameter, buffer or module names."""
+
+
+def explain(where: str, *, expected: str, got: str, remedy: str) -> str:
+    """Return the one message form of the package: ``<where>: expected <x>, got <y>. <what to do>.``"""
+    return f"{where}: expected {expected}, got {got}. {remedy.rstrip('.')}."
+
+
+def listing(items: Iterable[object], *, limit: int = 50) -> str:
+    """Return the offenders as one comma separated string, with a count of those beyond ``limit``."""
+    shown = [str(item) for item in items]
+    hidden = len(shown) - limit
+    return ", ".join(shown[:limit]) + (f" and {hidden} more" if hidden > 0 else "")
