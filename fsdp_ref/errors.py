@@ -7,7 +7,10 @@ Messages follow one form, built by :func:`explain`: where, what was expected, wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class FsdpError(Exception):
@@ -95,7 +98,7 @@ class ModifiedFqnsError(FsdpRuntimeError):
 
 
 def explain(where: str, *, expected: str, got: str, remedy: str) -> str:
-    """Return the one message form of the package: ``<where>: expected <x>, got <y>. <what to do>.``"""
+    """Return the one message form of the package: ``<where>: expected <x>, got <y>. <what to do>.``."""
     return f"{where}: expected {expected}, got {got}. {remedy.rstrip('.')}."
 
 

@@ -7,11 +7,13 @@ storage is read. Source: ``torch.distributed.fsdp._common_utils`` for the names 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import Enum, auto
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from fsdp_ref.errors import TransitionError, explain, listing
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 S = TypeVar("S", bound=Enum)
 

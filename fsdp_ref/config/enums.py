@@ -48,9 +48,7 @@ class OptimStateKeyType(Enum):
     PARAM_ID = auto()
 
 
-HYBRID_SHARDING_STRATEGIES: Final = frozenset(
-    {ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2}
-)
+HYBRID_SHARDING_STRATEGIES: Final = frozenset({ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2})
 NO_RESHARD_AFTER_FORWARD_STRATEGIES: Final = frozenset(
     {ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2}
 )

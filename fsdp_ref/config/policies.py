@@ -7,13 +7,16 @@ it for one flat parameter (is precision really mixed, in which dtype is reduced)
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING
 
 from fsdp_ref.compat import BatchNormBase
-from fsdp_ref.config.enums import StateDictType
 from fsdp_ref.errors import ConfigError, explain
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from fsdp_ref.config.enums import StateDictType
 
 
 @dataclass(frozen=True, init=False, slots=True)
@@ -39,7 +42,7 @@ class MixedPrecision:
     cast_root_forward_inputs: bool
     _module_classes_to_ignore: tuple[type[nn.Module], ...]
 
-    def __init__(
+    def __init__(  # noqa: PLR0917  # torch's positional order
         self,
         param_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,

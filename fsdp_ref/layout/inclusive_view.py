@@ -1,0 +1,84 @@
+"""How do our half-open spans read in FSDP1's metadata tuples, whose ends are inclusive?
+
+A thin translation for tests and tools that know torch's names (``_shard_param_infos``, ``shard_metadata()``,
+``_numels_with_padding``). Nothing in the package computes with these tuples.
+Source: ``torch.distributed.fsdp._flat_param`` (names and meaning of the fields).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from fsdp_ref.layout.span import Span
+
+if TYPE_CHECKING:
+    from fsdp_ref.layout.flat_layout import FlatLayout
+    from fsdp_ref.layout.shard_map import ShardMap
+
+
+class ShardParamInfo(NamedTuple):
+    """One parameter on one rank; all but the first field are None when the rank holds none of it."""
+
+    in_shard: bool
+    offset_in_shard: int | None
+    numel_in_shard: int | None
+    intra_param_start_idx: int | None
+    intra_param_end_idx: int | None
+    """Inclusive."""
+
+
+ABSENT = ShardParamInfo(False, None, None, None, None)
+
+
+class FlatParamShardMetadata(NamedTuple):
+    """The parameters present in one shard; ``param_offsets`` holds inclusive (first, last) element numbers."""
+
+    param_names: tuple[str, ...]
+    param_shapes: tuple[tuple[int, ...], ...]
+    param_strides: tuple[tuple[int, ...], ...]
+    param_contiguities: tuple[bool, ...]
+    param_numels: tuple[int, ...]
+    param_offsets: tuple[tuple[int, int], ...]
+
+
+def infos_between(layout: FlatLayout, start: int, last: int) -> tuple[ShardParamInfo, ...]:
+    """Return one info per parameter for the flat elements ``start`` to ``last`` inclusive.
+
+    A ``last`` beyond the end is clipped; ``last < start`` is an empty range.
+    """
+    infos = [ABSENT] * len(layout)
+    for index, piece in layout.overlapping(Span(start, max(start, last + 1))):
+        inside = piece.shift(-layout.starts[index])
+        infos[index] = ShardParamInfo(True, piece.start - start, piece.numel, inside.start, inside.stop - 1)
+    return tuple(infos)
+
+
+def shard_param_infos(shard_map: ShardMap, rank: int) -> tuple[ShardParamInfo, ...]:
+    """Return one info per parameter of the layout for ``rank``'s shard."""
+    shard = shard_map.shard_span(rank)
+    return infos_between(shard_map.layout, shard.start, shard.stop - 1)
+
+
+def shard_metadata(shard_map: ShardMap, rank: int) -> FlatParamShardMetadata:
+    """Return FSDP1's description of the parameters that ``rank`` holds."""
+    params = shard_map.layout.params
+    pieces = shard_map.param_spans(rank)
+    held = [params[piece.param_index] for piece in pieces]
+    return FlatParamShardMetadata(
+        tuple(param.fqn for param in held),
+        tuple(param.shape for param in held),
+        tuple(param.stride for param in held),
+        tuple(param.contiguous for param in held),
+        tuple(param.numel for param in held),
+        tuple((piece.span_in_param.start, piece.span_in_param.stop - 1) for piece in pieces),
+    )
+
+
+def numels_with_padding(layout: FlatLayout) -> tuple[int, ...]:
+    """Return the sizes of parameters, gaps and tail in buffer order."""
+    return tuple(span.numel for _, span in layout.segments())
+
+
+def is_padding_mask(layout: FlatLayout) -> tuple[bool, ...]:
+    """Return, for each entry of :func:`numels_with_padding`, whether it is a gap or the tail."""
+    return tuple(index is None for index, _ in layout.segments())

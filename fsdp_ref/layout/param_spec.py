@@ -1,0 +1,118 @@
+"""What must be known of one parameter to place it in a flat buffer and to rebuild it from there?
+
+A name, a shape, the order in which its elements are stored, and the other names it is known by. No tensor, no dtype:
+one flat buffer has one dtype, and the layout counts elements.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fsdp_ref.errors import LayoutError, explain
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def row_major_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor of ``shape`` (a dimension of size 0 counts as 1, as torch does)."""
+    stride: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Tell whether ``stride`` walks ``shape`` in row-major order; strides of dimensions of size 1 do not matter."""
+    if 0 in shape:
+        return True
+    wanted = row_major_stride(shape)
+    return all(size == 1 or have == want for size, have, want in zip(shape, stride, wanted, strict=True))
+
+
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Tell whether the elements fill one gapless block of storage, each place once, in whatever order."""
+    if 0 in shape:
+        return True
+    step = 1
+    for have, size in sorted((st, sz) for sz, st in zip(shape, stride, strict=True) if sz != 1):
+        if have != step:
+            return False
+        step *= size
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """One parameter as the layout sees it.
+
+    Attributes:
+        fqn: fully qualified name, relative to the module that the flat parameter belongs to.
+        shape: sizes per dimension; ``()`` is a scalar of one element.
+        stride: element strides with which the parameter is rebuilt from its flat range.
+        contiguous: whether that order is row-major.
+        numel: number of elements.
+        aliases: further names of the same (tied) parameter, in registration order.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    contiguous: bool
+    numel: int
+    aliases: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Prove that shape, stride, order and size agree."""
+        problems: list[str] = []
+        if any(size < 0 for size in self.shape):
+            problems.append("a negative size")
+        if len(self.stride) != len(self.shape):
+            problems.append(f"{len(self.stride)} strides for {len(self.shape)} dimensions")
+        elif self.numel != math.prod(self.shape):
+            problems.append(f"numel {self.numel} where the shape holds {math.prod(self.shape)}")
+        elif not is_dense(self.shape, self.stride):
+            problems.append("strides that leave gaps or overlap")
+        elif self.contiguous != is_row_major(self.shape, self.stride):
+            problems.append(f"contiguous={self.contiguous}, which its strides contradict")
+        if problems:
+            raise LayoutError(
+                explain(
+                    f"ParamSpec({self.fqn!r})",
+                    expected="a dense tensor description",
+                    got=f"{', '.join(problems)} (shape {self.shape}, stride {self.stride})",
+                    remedy="Build it with ParamSpec.of(...)",
+                )
+            )
+
+    @classmethod
+    def of(
+        cls, fqn: str, shape: Sequence[int], stride: Sequence[int] | None = None, aliases: Sequence[str] = ()
+    ) -> ParamSpec:
+        """Describe a tensor of ``shape`` and ``stride``.
+
+        A dense tensor keeps its own element order (channels-last weights stay channels-last). One whose strides leave
+        gaps or overlap cannot be rebuilt from as many elements as it has, so it is laid out in row-major order.
+        """
+        sizes = tuple(int(size) for size in shape)
+        wanted = row_major_stride(sizes)
+        steps = wanted if stride is None else tuple(int(step) for step in stride)
+        # In row-major order dimensions of size 1 may carry any stride; torch's own values are kept.
+        if len(steps) == len(sizes) and not is_dense(sizes, steps):
+            steps = wanted
+        contiguous = len(steps) == len(sizes) and is_row_major(sizes, steps)
+        return cls(fqn, sizes, steps, contiguous, math.prod(sizes), tuple(aliases))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name of the parameter, its own first."""
+        return (self.fqn, *self.aliases)
+
+    @property
+    def storage_order(self) -> tuple[int, ...]:
+        """Dimensions from outermost to innermost in storage: permuting by it makes the parameter row-major."""
+        return tuple(sorted(range(len(self.shape)), key=lambda dim: (-self.stride[dim], dim)))

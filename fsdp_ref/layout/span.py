@@ -1,0 +1,59 @@
+"""What is a half-open range of elements, and how do two of them meet?
+
+Every range in the package is one of these: ``start`` belongs to it, ``stop`` does not. Empty spans are legal and
+common (a rank beyond the end of a small parameter holds one).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsdp_ref.errors import LayoutError, explain
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Span:
+    """Elements ``start, start + 1, ..., stop - 1``; both ends in elements, never negative."""
+
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        """Refuse a span that ends before it starts or starts before zero."""
+        if not 0 <= self.start <= self.stop:
+            raise LayoutError(
+                explain(
+                    "Span",
+                    expected="0 <= start <= stop",
+                    got=f"start={self.start}, stop={self.stop}",
+                    remedy="Give the first element and one past the last",
+                )
+            )
+
+    @property
+    def numel(self) -> int:
+        """How many elements the span holds."""
+        return self.stop - self.start
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __contains__(self, index: object) -> bool:
+        return isinstance(index, int) and self.start <= index < self.stop
+
+    def contains(self, other: Span) -> bool:
+        """Tell whether every element of ``other`` lies in this span (an empty one needs its position inside)."""
+        return self.start <= other.start and other.stop <= self.stop
+
+    def intersect(self, other: Span) -> Span:
+        """Return the elements in both; when there are none, an empty span that starts where they would."""
+        start = max(self.start, other.start)
+        return Span(start, max(start, min(self.stop, other.stop)))
+
+    def shift(self, offset: int) -> Span:
+        """Return the span moved by ``offset`` elements (negative: towards zero)."""
+        return Span(self.start + offset, self.stop + offset)
+
+    def as_slice(self) -> slice:
+        """Return the span as an index for a flat tensor or a list."""
+        return slice(self.start, self.stop)
