@@ -1,0 +1,103 @@
+"""Constructs that the house style bans do not appear, and each ban is shown to work on a planted fault."""
+
+from __future__ import annotations
+
+import pytest
+from tree_rules import (
+    FORBIDDEN_STEMS,
+    PACKAGES,
+    ROOT,
+    banned_offences,
+    bare_ignores,
+    foreign_attribute_offences,
+    python_files,
+    settings,
+)
+
+TREE = python_files(*PACKAGES, "tests")
+FOREIGN_ALLOWED = {entry["file"] for entry in settings()["foreign_attributes"]}
+
+
+def _read(path: object) -> str:
+    return (ROOT / str(path)).read_text(encoding="utf-8")
+
+
+def test_no_banned_construct() -> None:
+    found = [
+        offence
+        for path in TREE
+        for check in (banned_offences, bare_ignores)
+        for offence in check(str(path), _read(path))
+        if "tests/arch" not in offence.path
+    ]
+    assert not found, "\n".join(map(str, found))
+
+
+def test_nobody_sets_attributes_of_what_it_was_given() -> None:
+    found = [
+        offence
+        for path in python_files(*PACKAGES)
+        for offence in foreign_attribute_offences(str(path), _read(path), FOREIGN_ALLOWED)
+    ]
+    assert not found, "\n".join(map(str, found))
+
+
+def test_no_module_is_named_after_nothing() -> None:
+    bad = [path for path in python_files(*PACKAGES) if FORBIDDEN_STEMS.search(path.stem)]
+    assert not bad, f"name these after what they hold: {[str(path) for path in bad]}"
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "source"),
+    [
+        ("no_type_check", "fsdp_ref/x.py", "import typing\n@typing.no_type_check\ndef f(): ..."),
+        ("sleep", "tests/x.py", "import time\ntime.sleep(1)"),
+        ("environment", "fsdp_testing/pool/x.py", "import os\nos.environ['A'] = '1'"),
+        ("print", "fsdp_testing/report/x.py", "print('hello')"),
+        ("exit", "fsdp_testing/pool/x.py", "import sys\nsys.exit(1)"),
+        ("exit", "fsdp_testing/pool/x.py", "raise SystemExit(1)"),
+        ("hasattr", "fsdp_ref/x.py", "def f(self):\n    return hasattr(self, 'ready')"),
+    ],
+)
+def test_each_ban_can_be_broken(rule: str, path: str, source: str) -> None:
+    assert {offence.rule for offence in banned_offences(path, source)} == {rule}
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("fsdp_testing/env.py", "import os\nvalue = os.environ.get('A')"),
+        ("fsdp_testing/cli/main.py", "import sys\nprint('x')\nsys.exit(2)"),
+    ],
+)
+def test_what_has_its_place_is_left_alone(path: str, source: str) -> None:
+    assert not list(banned_offences(path, source))
+
+
+@pytest.mark.parametrize(
+    ("source", "broken"),
+    [
+        ("x = 1  # type: ignore\n", True),
+        ("x = 1  # type: ignore[assignment]\n", True),
+        ("x = 1  # type: ignore[assignment]  # torch types it as Any\n", False),
+        ("x = 1  # noqa\n", True),
+        ("x = 1  # noqa: B007\n", False),
+        ("x = 'type: ignore'\n", False),
+    ],
+)
+def test_an_ignore_needs_a_code_and_a_reason(source: str, broken: bool) -> None:
+    assert bool(list(bare_ignores("fsdp_ref/x.py", source))) is broken
+
+
+@pytest.mark.parametrize(
+    ("source", "broken"),
+    [
+        ("def f(unit):\n    unit.ready = True", True),
+        ("def f(unit):\n    alias = unit\n    alias.count += 1", True),
+        ("def f(self):\n    self.ready = True", False),
+        ("def f(parameter):\n    parameter.grad = None", False),
+        ("def f():\n    made = make()\n    made.ready = True", False),
+    ],
+)
+def test_foreign_attributes_are_told_from_own(source: str, broken: bool) -> None:
+    assert bool(list(foreign_attribute_offences("fsdp_ref/x.py", source, set()))) is broken

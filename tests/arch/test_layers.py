@@ -1,0 +1,127 @@
+"""Imports go one way: the contracts of ci/layers.toml, the reserved modules of ci/architecture.toml, and no cycle."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tree_rules import (
+    PACKAGES,
+    ROOT,
+    import_cycle,
+    module_name,
+    private_torch_offences,
+    python_files,
+    reserved_import_offences,
+    settings,
+    stdlib_only_offences,
+)
+
+RULES = settings()
+FILES = python_files(*PACKAGES)
+
+
+def _source(path: Path) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+def test_import_contracts_are_kept() -> None:
+    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()"]
+    done = subprocess.run(
+        [*command, "--config", "ci/layers.toml", "--no-cache"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 broken" in done.stdout
+
+
+def test_every_package_has_a_place_among_the_layers() -> None:
+    text = (ROOT / "ci/layers.toml").read_text(encoding="utf-8")
+    for package in PACKAGES:
+        children = {path.parts[1].removesuffix(".py") for path in python_files(package)} - {"__init__"}
+        missing = [child for child in sorted(children) if child not in _layer_names(text)]
+        assert not missing, f"{package}: give {missing} a layer in ci/layers.toml"
+
+
+def _layer_names(text: str) -> set[str]:
+    return set(text.replace("(", " ").replace(")", " ").replace('"', " ").replace("|", " ").replace(",", " ").split())
+
+
+def test_reserved_modules_stay_where_they_belong() -> None:
+    found = [o for path in FILES for o in reserved_import_offences(str(path), _source(path), RULES["reserved"])]
+    assert not found, "\n".join(map(str, found))
+
+
+def test_pure_packages_need_the_standard_library_alone() -> None:
+    found = [o for path in FILES for o in stdlib_only_offences(str(path), _source(path), RULES["stdlib_only"])]
+    assert not found, "\n".join(map(str, found))
+
+
+def test_private_names_of_torch_go_through_one_file() -> None:
+    found = [o for path in FILES for o in private_torch_offences(str(path), _source(path), RULES["private_torch"])]
+    assert not found, "\n".join(map(str, found))
+
+
+def test_no_import_cycle() -> None:
+    cycle = import_cycle({module_name(path): _source(path) for path in FILES})
+    assert cycle is None, " -> ".join(cycle)
+
+
+def test_a_cycle_is_found_and_named() -> None:
+    sources = {"a": "from b import x", "b": "import c", "c": "import a", "d": "import a"}
+    assert set(import_cycle(sources) or []) == {"a", "b", "c"}
+    assert import_cycle({"a": "import b", "b": "def f():\n    import a"}) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("fsdp_testing/pool/x.py", "import pytest"),
+        ("fsdp_testing/pool/x.py", "def f():\n    from _pytest.nodes import Item"),
+        ("fsdp_testing/report/x.py", "import torch"),
+        ("fsdp_testing/suites/x.py", "from fsdp_ref.layout import span"),
+        ("fsdp_testing/suites/x.py", "import fsdp_ref"),
+        ("fsdp_ref/runtime/x.py", "from torch.distributed import fsdp"),
+        ("fsdp_ref/storage/x.py", "import torch.distributed as dist"),
+    ],
+)
+def test_each_reserved_import_can_be_broken(path: str, source: str) -> None:
+    assert list(reserved_import_offences(path, source, RULES["reserved"]))
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("fsdp_testing/pytest_plugin/x.py", "import pytest"),
+        ("fsdp_testing/implementations/x.py", "import fsdp_ref"),
+        ("fsdp_ref/comm/x.py", "import torch.distributed as dist"),
+        ("fsdp_testing/implementations/x.py", "import torch.distributed.fsdp"),
+    ],
+)
+def test_owners_of_reserved_modules_may_import_them(path: str, source: str) -> None:
+    assert not list(reserved_import_offences(path, source, RULES["reserved"]))
+
+
+def test_the_other_import_rules_can_be_broken() -> None:
+    assert list(stdlib_only_offences("fsdp_ref/layout/x.py", "import torch", RULES["stdlib_only"]))
+    assert list(stdlib_only_offences("fsdp_ref/layout/x.py", "from fsdp_ref.storage import y", RULES["stdlib_only"]))
+    assert not list(stdlib_only_offences("fsdp_ref/layout/x.py", "import math", RULES["stdlib_only"]))
+    assert list(private_torch_offences("fsdp_ref/x.py", "from torch._C import y", []))
+    assert list(private_torch_offences("fsdp_ref/x.py", "import torch\ntorch._foreach_add_(a, b)", []))
+    assert not list(private_torch_offences("fsdp_ref/x.py", "import torch\ntorch.__version__", []))
+
+
+def test_the_entry_point_of_the_plugin_is_light() -> None:
+    """Every pytest run of every project that has us installed pays for this import."""
+    heavy = {"torch", "numpy", "rich", "jinja2", "hypothesis"}
+    code = f"import sys, fsdp_testing.plugin; print(sorted({heavy!r} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,61 @@
+"""Tests mirror packages, and workflows do nothing that a developer cannot do at home."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tree_rules import PACKAGES, ROOT, python_files
+
+# Test folders that are about the tree or the product as a whole, not about one package.
+WHOLE = {"arch", "docs", "quality", "acceptance"}
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+RUN_STEPS = re.compile(
+    r"tox -e [\w,-]+( -- [\w ./-]+)?"
+    r"|python -m pip install -c ci/constraints\.txt tox"
+    r"|(bash )?(ci/|\.ci/run)[\w./ -]*"
+)
+
+
+def test_every_test_folder_mirrors_a_package() -> None:
+    strangers = []
+    for path in python_files("tests"):
+        folder = path.parent.relative_to("tests")
+        if folder == Path() or folder.parts[0] in WHOLE:
+            continue
+        if not (ROOT / folder).is_dir():
+            strangers.append(str(path))
+    assert not strangers, f"no package of that name: {strangers}"
+
+
+def test_every_package_has_tests() -> None:
+    packages = {path.parent for path in python_files(*PACKAGES) if path.name == "__init__.py" and len(path.parts) > 2}
+    bare = [str(p) for p in sorted(packages) if not any(python_files(f"tests/{p}"))]
+    assert not bare, f"packages without a test folder: {bare}"
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_workflows_call_tox_and_ci_alone_and_pin_their_actions(path: Path) -> None:
+    document: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    steps = [step for job in document["jobs"].values() for step in job["steps"]]
+    assert steps
+    for step in steps:
+        if "uses" in step:
+            assert re.fullmatch(r"[\w.-]+/[\w./-]+@[0-9a-f]{40}", step["uses"]), f"not pinned by hash: {step['uses']}"
+        else:
+            for line in step["run"].strip().splitlines():
+                assert RUN_STEPS.fullmatch(line.strip()), f"{path.name} does what nobody does at home: {line!r}"
+
+
+def test_there_are_workflows() -> None:
+    assert {path.name for path in WORKFLOWS} >= {"tests.yml"}
+
+
+def test_workflow_environments_exist() -> None:
+    known = set(re.findall(r"^\[testenv:([\w-]+)\]", (ROOT / "tox.ini").read_text(encoding="utf-8"), re.M))
+    for path in WORKFLOWS:
+        for group in re.findall(r"tox(?: run)? -e ([\w,-]+)", path.read_text(encoding="utf-8")):
+            assert set(group.split(",")) <= known, f"{path.name}: tox.ini has no environment {group}"
