@@ -1,0 +1,142 @@
+"""How does an implementation of any make become one object with every method that the checks call?
+
+`TorchStyle` is what an adapter's author fills in; `Adapter.of` completes it (or any other object that keeps the
+protocol): a method that is absent is replaced by what works for torch-style models (the model's own method of that
+name, DTensor or replicated parameters read in place, gathering through `full_parameters`), or by one that says what
+is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_testing.errors import InvalidImplementation
+from fsdp_testing.implementations import defaults
+from fsdp_testing.implementations.protocol import Division, Piece, Setup, StateEntry
+
+Model = nn.Module
+Optimizer = torch.optim.Optimizer
+State = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchStyle:
+    """An adapter as data: three required fields, and a callable for whatever the defaults do not cover.
+
+    Attributes:
+        name: As registered; shown in reports.
+        wrap: `(module, setup) -> model`, called on every rank.
+        capabilities: What the implementation claims; anything not claimed is reported so and not judged.
+        source: Where the implementation documents its claims, for the report.
+        replicated: Every rank holds complete parameters, as DDP does (for the defaults of observation).
+
+    The other fields have the meaning of the method of that name in `fsdp_testing.implementations.protocol`.
+    """
+
+    name: str
+    wrap: Callable[[nn.Module, Setup], nn.Module]
+    capabilities: frozenset[str]
+    source: str = ""
+    replicated: bool = False
+    no_sync: Callable[[Model], AbstractContextManager[Any]] | None = None
+    clip_grad_norm: Callable[[Model, float, float], torch.Tensor] | None = None
+    full_parameters: Callable[..., AbstractContextManager[Mapping[str, torch.Tensor]]] | None = None
+    local_pieces: Callable[[Model], Mapping[str, tuple[Piece, ...]]] | None = None
+    optimizer_pieces: Callable[[Model, Optimizer], Mapping[str, Mapping[str, StateEntry]]] | None = None
+    named_parameters: Callable[[Model], Iterable[tuple[str, nn.Parameter]]] | None = None
+    named_buffers: Callable[[Model], Iterable[tuple[str, torch.Tensor]]] | None = None
+    division: Callable[[Setup], Division] | None = None
+    full_state_dict: Callable[[Model], Mapping[str, torch.Tensor]] | None = None
+    load_full_state_dict: Callable[[Model, Mapping[str, torch.Tensor]], None] | None = None
+    sharded_state_dict: Callable[[Model], State] | None = None
+    load_sharded_state_dict: Callable[[Model, State], None] | None = None
+    full_optimizer_state: Callable[[Model, Optimizer], State] | None = None
+    load_full_optimizer_state: Callable[[Model, Optimizer, State], None] | None = None
+    register_comm_hook: Callable[[Model, object, Callable[..., Any]], None] | None = None
+    unshard: Callable[[Model, str], None] | None = None
+    reshard: Callable[[Model, str], None] | None = None
+    unit_states: Callable[[Model], Mapping[str, bool]] | None = None
+    finish: Callable[[Model], None] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """The completed form: every method is callable. Made by `Adapter.of`, never by hand.
+
+    Attributes:
+        observes_locally: `local_pieces` needs no collective and may be called by one rank alone; if not, every rank
+            calls it at the same point.
+        observes_gradients: `local_pieces` shows gradients; if not, gradients are compared through the optimizer's step.
+        finish: Called on every rank when a case is over, to drop what the implementation keeps globally.
+    """
+
+    name: str
+    capabilities: frozenset[str]
+    source: str
+    observes_locally: bool
+    observes_gradients: bool
+    wrap: Callable[[nn.Module, Setup], nn.Module]
+    no_sync: Callable[[Model], AbstractContextManager[Any]]
+    clip_grad_norm: Callable[[Model, float, float], torch.Tensor]
+    full_parameters: Callable[..., AbstractContextManager[Mapping[str, torch.Tensor]]]
+    local_pieces: Callable[[Model], Mapping[str, tuple[Piece, ...]]]
+    optimizer_pieces: Callable[[Model, Optimizer], Mapping[str, Mapping[str, StateEntry]]]
+    named_parameters: Callable[[Model], Iterable[tuple[str, nn.Parameter]]]
+    named_buffers: Callable[[Model], Iterable[tuple[str, torch.Tensor]]]
+    division: Callable[[Setup], Division | None]
+    full_state_dict: Callable[[Model], Mapping[str, torch.Tensor]]
+    load_full_state_dict: Callable[[Model, Mapping[str, torch.Tensor]], None]
+    sharded_state_dict: Callable[[Model], State]
+    load_sharded_state_dict: Callable[[Model, State], None]
+    full_optimizer_state: Callable[[Model, Optimizer], State]
+    load_full_optimizer_state: Callable[[Model, Optimizer, State], None]
+    register_comm_hook: Callable[[Model, object, Callable[..., Any]], None]
+    unshard: Callable[[Model, str], None]
+    reshard: Callable[[Model, str], None]
+    unit_states: Callable[[Model], Mapping[str, bool]]
+    finish: Callable[[Model], None]
+
+    @classmethod
+    def of(cls, implementation: object) -> Adapter:
+        """Complete `implementation`; one that is complete already is returned as it is.
+
+        Raises:
+            InvalidImplementation: A required attribute is missing or of the wrong type; all of them are listed.
+        """
+        if isinstance(implementation, cls):
+            return implementation
+        _require(implementation)
+        given = {f.name: method for f in fields(cls) if callable(method := getattr(implementation, f.name, None))}
+        locally = "local_pieces" in given or "full_parameters" not in given
+        return cls(
+            name=getattr(implementation, "name"),  # noqa: B009 - `implementation` is foreign, checked by _require
+            capabilities=frozenset(getattr(implementation, "capabilities")),  # noqa: B009 - as above
+            source=str(getattr(implementation, "source", "")),
+            observes_locally=locally,
+            observes_gradients=locally,
+            **(defaults.methods(implementation, given) | given),
+        )
+
+
+def _require(implementation: object) -> None:
+    """Check name, capabilities and wrap: without them there is nothing to complete."""
+    offenders = []
+    name = getattr(implementation, "name", None)
+    if not isinstance(name, str) or not name:
+        offenders.append(f"`name` is {name!r}, not a non-empty string")
+    capabilities = getattr(implementation, "capabilities", None)
+    if not isinstance(capabilities, (frozenset, set)) or not all(isinstance(tag, str) for tag in capabilities):
+        offenders.append(f"`capabilities` is {type(capabilities).__name__}, not a frozenset of strings")
+    if not callable(getattr(implementation, "wrap", None)):
+        offenders.append("`wrap` is not callable")
+    if offenders:
+        raise InvalidImplementation(
+            f"implementation {name if isinstance(name, str) else type(implementation).__name__!r}: expected `name`, "
+            f"`capabilities` and `wrap`, got: {'; '.join(offenders)}. Correct the adapter (docs/adapters.md)."
+        )

@@ -1,0 +1,131 @@
+"""What does the harness do where an adapter leaves a method out?
+
+Torch-style models name their methods alike (`no_sync`, `clip_grad_norm_`), hold parameters that are complete or are
+DTensors, and can be gathered. These defaults use that and nothing of any one implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_testing.errors import InvalidImplementation
+from fsdp_testing.implementations import naming, pieces
+from fsdp_testing.implementations.protocol import Piece, StateEntry
+
+_Given = Mapping[str, Callable[..., Any]]
+
+
+def methods(implementation: object, given: _Given) -> dict[str, Callable[..., Any]]:
+    """A default for every optional method of the protocol, made from the methods that are `given`."""
+    name = str(getattr(implementation, "name", "?"))
+    local = given.get("local_pieces") or _default_local_pieces(name, given)
+    named = given.get("named_parameters", naming.named_parameters)
+
+    def optimizer_pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Mapping[str, StateEntry]]:
+        return pieces.optimizer_state(dict(named(model)), optimizer)
+
+    filled: dict[str, Callable[..., Any]] = {
+        "no_sync": _own_method(name, "no_sync", "no_sync"),
+        "clip_grad_norm": clip_grad_norm,
+        "local_pieces": local,
+        "full_parameters": _gathering_full_parameters(local),
+        "optimizer_pieces": optimizer_pieces,
+        "named_parameters": naming.named_parameters,
+        "named_buffers": naming.named_buffers,
+        "division": lambda setup: None,
+        "finish": lambda model: None,
+    }
+    for method in OPTIONAL_WITHOUT_DEFAULT:
+        filled[method] = _missing(name, method)
+    return filled
+
+
+OPTIONAL_WITHOUT_DEFAULT = (
+    "full_state_dict",
+    "load_full_state_dict",
+    "sharded_state_dict",
+    "load_sharded_state_dict",
+    "full_optimizer_state",
+    "load_full_optimizer_state",
+    "register_comm_hook",
+    "unshard",
+    "reshard",
+    "unit_states",
+)
+
+
+def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float) -> torch.Tensor:
+    """The model's own `clip_grad_norm_` if it has one, else torch's, whose result over DTensors is made complete.
+
+    Collectives: those of the model's method, or of DTensor's norm; every rank calls.
+    """
+    own = getattr(model, "clip_grad_norm_", None)
+    norm = (
+        own(max_norm, norm_type) if callable(own) else nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
+    )
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _own_method(name: str, method: str, attribute: str) -> Callable[[nn.Module], AbstractContextManager[Any]]:
+    def call(model: nn.Module) -> AbstractContextManager[Any]:
+        own = getattr(model, attribute, None)
+        if not callable(own):
+            raise InvalidImplementation(
+                _missing_text(name, method) + f" The model has no `{attribute}` of its own either."
+            )
+        context: AbstractContextManager[Any] = own()
+        return context
+
+    return call
+
+
+def _missing_text(name: str, method: str) -> str:
+    return (
+        f"implementation {name!r}: expected the method `{method}`, got none. "
+        f"Add it to the adapter, or do not claim the capability that needs it."
+    )
+
+
+def _missing(name: str, method: str) -> Callable[..., Any]:
+    def refuse(*_args: object, **_kwargs: object) -> Any:
+        raise InvalidImplementation(_missing_text(name, method))
+
+    return refuse
+
+
+def _default_local_pieces(name: str, given: _Given) -> Callable[[nn.Module], Mapping[str, tuple[Piece, ...]]]:
+    full_parameters = given.get("full_parameters")
+    if full_parameters is not None:
+
+        def through_gathering(model: nn.Module) -> Mapping[str, tuple[Piece, ...]]:
+            with full_parameters(model, writeback=False) as full:
+                # Cloned: the complete tensors may be freed or overwritten as soon as the context is left.
+                return {fqn: (pieces.whole(tensor.detach().clone()),) for fqn, tensor in full.items()}
+
+        return through_gathering
+    named = given.get("named_parameters", naming.named_parameters)
+
+    def in_place(model: nn.Module) -> Mapping[str, tuple[Piece, ...]]:
+        return pieces.of_parameters(named(model))
+
+    return in_place
+
+
+def _gathering_full_parameters(
+    local_pieces: Callable[[nn.Module], Mapping[str, tuple[Piece, ...]]],
+) -> Callable[..., AbstractContextManager[Mapping[str, torch.Tensor]]]:
+    @contextmanager
+    def full_parameters(model: nn.Module, *, writeback: bool) -> Iterator[Mapping[str, torch.Tensor]]:
+        held = local_pieces(model)
+        full = pieces.gather(held)
+        yield full
+        if writeback:
+            pieces.scatter_back(full, held)
+
+    return full_parameters

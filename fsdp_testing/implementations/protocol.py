@@ -1,0 +1,294 @@
+"""What must an implementation offer to be judged, and what is it told about the world it runs in?
+
+An implementation is any object with `name`, `capabilities` and `wrap`; nothing is inherited. Everything else is
+optional: a capability that is claimed names the methods that it needs (`METHODS_OF_CAPABILITY`), and a method that
+is absent is filled in from what is present where that is possible
+(`fsdp_testing.implementations.adapter.Adapter.of`). Checks and the engine only ever see that completed form.
+
+FQNs are always those of the module before it was wrapped. Spans are half-open and count elements of the parameter
+flattened in row-major (logical) order, whatever its strides are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.distributed import DeviceMesh, ProcessGroup
+
+#: Every value of `Setup.strategy`. The two hybrid ones need `Setup.shard_size`.
+STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
+
+#: Claiming the capability on the left promises the methods on the right (none of them may be left to raise).
+METHODS_OF_CAPABILITY: Mapping[str, tuple[str, ...]] = {
+    "no_sync": ("no_sync",),
+    "clip_grad_norm": ("clip_grad_norm",),
+    "summon_writeback": ("full_parameters",),
+    "full_state_dict": ("full_state_dict", "load_full_state_dict"),
+    "sharded_state_dict": ("sharded_state_dict", "load_sharded_state_dict"),
+    "optim_state": ("full_optimizer_state", "load_full_optimizer_state"),
+    "comm_hook": ("register_comm_hook",),
+    "explicit_unshard": ("unshard", "reshard"),
+    "unit_trace": ("unit_states",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Dtypes of compute, gradient reduction and buffers; `None` leaves the dtype the module has.
+
+    Attributes:
+        param_dtype: Dtype in which forward and backward run.
+        reduce_dtype: Dtype of the gradients on the wire; `None` with a `param_dtype` means `param_dtype`.
+        buffer_dtype: Dtype of floating-point buffers in forward; only with the capability `buffer_dtype`.
+        cast_inputs: The root casts floating-point inputs to `param_dtype`.
+        cast_unit_inputs: Every unit does.
+        keep_low_precision_grads: Gradients stay in the reduction's dtype after backward.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    cast_inputs: bool = True
+    cast_unit_inputs: bool = False
+    keep_low_precision_grads: bool = False
+
+    @property
+    def on_the_wire(self) -> torch.dtype | None:
+        """Dtype that gradients are reduced in, after inference (pytorch PR 90660); `None`: that of the parameter."""
+        return self.reduce_dtype if self.reduce_dtype is not None else self.param_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class WrapPolicy:
+    """Automatic wrapping as data: exactly one of the fields is set.
+
+    Attributes:
+        classes: Every instance of one of these becomes a unit.
+        min_numel: A module becomes a unit when its elements that no inner unit holds reach this number.
+        names: Every module with one of these FQNs becomes a unit, told to the implementation as a predicate over
+            modules.
+    """
+
+    classes: tuple[type[nn.Module], ...] = ()
+    min_numel: int | None = None
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """All that `wrap` is told; equal on every rank but for `rank` and `device`.
+
+    Attributes:
+        rank: This rank in `group`.
+        world_size: Number of ranks in `group`.
+        device: Where parameters live and computation runs.
+        group: The world's process group (the default group); `None` for an implementation that runs without one.
+        mesh: The world as a 1-D mesh, or 2-D (replicate, shard) for the hybrid strategies; `None` without a group.
+        units: FQNs of the submodules to wrap besides the root, any order; "" (the root) is implied.
+        wrap_root: Whether the root itself is a unit; `False` leaves several independent roots.
+        policy: Wrap by policy instead; then `units` is empty.
+        strategy: One of `STRATEGIES`.
+        shard_size: Ranks per shard group, for the hybrid strategies.
+        unit_strategies: Strategy of single units where it differs, by FQN.
+        precision: Mixed precision of every unit.
+        unit_precisions: Precision of single units where it differs, by FQN.
+        cpu_offload: Keep parameters, gradients and optimizer state on the CPU.
+        ignored: FQNs of modules that the implementation must leave alone.
+        checkpointed: FQNs of modules whose activations are recomputed in backward (non-reentrant).
+        sync_module_states: Rank 0's parameters and buffers are broadcast at construction.
+        forward_prefetch: Ask for prefetching in forward, where the implementation has the option.
+        backward_prefetch: One of "pre", "post", "none".
+        extra: Options known to this adapter alone, for its own tests.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    group: ProcessGroup | None = None
+    mesh: DeviceMesh | None = None
+    units: tuple[str, ...] = ()
+    wrap_root: bool = True
+    policy: WrapPolicy | None = None
+    strategy: str = "full_shard"
+    shard_size: int | None = None
+    unit_strategies: Mapping[str, str] = field(default_factory=dict)
+    precision: Precision = Precision()
+    unit_precisions: Mapping[str, Precision] = field(default_factory=dict)
+    cpu_offload: bool = False
+    ignored: tuple[str, ...] = ()
+    checkpointed: tuple[str, ...] = ()
+    sync_module_states: bool = False
+    forward_prefetch: bool = False
+    backward_prefetch: str = "pre"
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What this rank holds of one span of one parameter: views, never copies.
+
+    A span whose value and gradient are both here is one piece. Where they live apart (a gradient that is accumulated
+    unsharded under `no_sync` while the value is sharded) they are separate pieces with the other side `None`.
+
+    Attributes:
+        shape: Shape of the whole parameter.
+        start: First element, in the parameter flattened in row-major order.
+        stop: One past the last element; equal to `start` where this rank holds the parameter object but no element.
+        value: Detached tensor of `stop - start` elements, of any shape and strides, which flattened in row-major
+            order is the span; `None` if this piece is about the gradient alone.
+        grad: The same for the gradient; `None` if there is no gradient, or this piece is about the value alone.
+        reduced: Whether `grad` has been reduced over the ranks; `False` for what `no_sync` has accumulated on this
+            rank.
+        requires_grad: The parameter's flag on this rank.
+    """
+
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    value: torch.Tensor | None
+    grad: torch.Tensor | None = None
+    reduced: bool = True
+    requires_grad: bool = True
+
+
+#: What one optimizer state entry of one parameter is: its pieces (in `value`), or a scalar such as Adam's step.
+StateEntry = tuple[Piece, ...] | float
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How the mean over ranks is formed, for an exact replay in low precision.
+
+    Each rank's gradient is divided by `before` in the dtype on the wire, summed over ranks, divided by `after`.
+    `mean_by_backend` means that one AVG reduction does it: the sum first, then one division by the world size.
+    """
+
+    before: float
+    after: float
+    mean_by_backend: bool = False
+
+
+@runtime_checkable
+class Implementation(Protocol):
+    """The required part. Called on every rank, in the same order."""
+
+    @property
+    def name(self) -> str:
+        """Registered name, for reports."""
+        ...
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        """Tags of `fsdp_testing.records.capabilities` that this implementation claims."""
+        ...
+
+    def wrap(self, module: nn.Module, setup: Setup) -> nn.Module:
+        """Shard `module`, in place or not, and return what is trained.
+
+        The values of parameters and buffers, `requires_grad` flags and the training mode are those of `module`.
+
+        Collectives: as the implementation likes; called by every rank.
+        """
+        ...
+
+
+class Accumulates(Protocol):
+    """Gives the capability `no_sync`."""
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Backwards that run inside accumulate on this rank; the next one outside reduces everything."""
+        ...
+
+
+class Clips(Protocol):
+    """Gives the capability `clip_grad_norm`."""
+
+    def clip_grad_norm(self, model: nn.Module, max_norm: float, norm_type: float) -> torch.Tensor:
+        """Clip by the norm of all ranks' gradients and return that norm (0-dim plain tensor, before clipping)."""
+        ...
+
+
+class Summons(Protocol):
+    """Gives the capability `summon_writeback`, and a default for observation and state."""
+
+    def full_parameters(
+        self, model: nn.Module, *, writeback: bool
+    ) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
+        """Full parameters by original FQN while the context is open; edits in place last if `writeback`.
+
+        Collectives: allowed; every rank enters.
+        """
+        ...
+
+
+class Observable(Protocol):
+    """Lets a program be compared at any point without disturbing it."""
+
+    def local_pieces(self, model: nn.Module) -> Mapping[str, tuple[Piece, ...]]:
+        """What this rank holds now of each parameter, by original FQN (tied parameters under the first name, once).
+
+        Collectives: none, and no change of state: no unshard, no reshard, no lazy initialisation. It may be called at
+        any point between operations, also by one rank alone.
+        """
+        ...
+
+    def optimizer_pieces(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> Mapping[str, Mapping[str, StateEntry]]:
+        """This rank's optimizer state, by original FQN and state name. Same rules as `local_pieces`."""
+        ...
+
+
+class Named(Protocol):
+    """Original names of what the wrapped model holds, where stripping known prefixes is not enough."""
+
+    def named_parameters(self, model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
+        """The parameters an optimizer takes, by original FQN; for a flat parameter the FQN of its unit plus `.flat`."""
+        ...
+
+    def named_buffers(self, model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+        """Live buffers by original FQN."""
+        ...
+
+
+class Replayable(Protocol):
+    """Lets low precision be compared bit by bit."""
+
+    def division(self, setup: Setup) -> Division:
+        """How this implementation forms the mean over ranks in this setup."""
+        ...
+
+
+class Stateful(Protocol):
+    """Gives `full_state_dict`, `sharded_state_dict` and `optim_state`."""
+
+    def full_state_dict(self, model: nn.Module) -> Mapping[str, torch.Tensor]:
+        """Whole parameters and persistent buffers on every rank. Collectives: allowed; every rank calls."""
+        ...
+
+    def load_full_state_dict(self, model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+        """Load what `full_state_dict` of any implementation gave. Collectives: allowed; every rank calls."""
+        ...
+
+    def sharded_state_dict(self, model: nn.Module) -> Mapping[str, Any]:
+        """This rank's part, in whatever form the implementation loads again."""
+        ...
+
+    def load_sharded_state_dict(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Load what `sharded_state_dict` gave on the same world size."""
+        ...
+
+    def full_optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
+        """`{"state": {fqn: {name: value}}, "param_groups": [...]}` with complete tensors, on every rank."""
+        ...
+
+    def load_full_optimizer_state(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+    ) -> None:
+        """Load what `full_optimizer_state` gave, also into a fresh optimizer."""
+        ...
