@@ -1,0 +1,90 @@
+"""What can an implementation claim?
+
+A capability is a tag that an implementation lists in `capabilities`. Checks name the tags they need; a check whose
+tags are not all claimed is reported "not claimed". Claims are the implementation's own: nothing is inferred from its
+code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fsdp_testing.errors import InvalidImplementation
+
+CAPABILITIES: dict[str, str] = {
+    # strategies
+    "full_shard": "parameters, gradients and optimizer state are sharded; parameters are freed after forward",
+    "shard_grad_op": "gradients and optimizer state are sharded; parameters stay whole from forward to backward",
+    "no_shard": "every rank holds everything; gradients are averaged",
+    "hybrid": "sharded inside a group of ranks, replicated across groups",
+    # wrapping
+    "nested_wrapping": "units chosen by name, one inside another",
+    "policy_wrapping": "units chosen by a policy (module classes, size)",
+    "ignored_parameters": "parameters that stay outside the implementation",
+    # schedule
+    "no_sync": "gradients of some micro-batches stay local until a later one is reduced",
+    "accumulate_without_no_sync": "several reduced backward passes add up",
+    "forward_only": "a forward pass need not be followed by a backward pass; eval, no_grad and inference included",
+    "inference_mode": "forward passes under torch.inference_mode",
+    "late_optimizer": "the optimizer may be built after training has begun",
+    # parameters
+    "shared_parameters": "one parameter under several names inside one unit",
+    "shared_parameters_across_units": "one parameter used by several units",
+    "repeated_modules": "one module called several times in a forward pass",
+    "frozen_parameters": "parameters with requires_grad=False from the start",
+    "thawed_parameters": "requires_grad may change between iterations",
+    "unused_parameters": "parameters that no rank uses in some iteration",
+    "unused_parameters_differ": "parameters that only some ranks use in some iteration",
+    "unused_gradient_is_none": "a parameter that no rank used has gradient None, as in one process",
+    "uneven_parameters": "sizes that the number of ranks does not divide, fewer elements than ranks included",
+    "scalar_parameters": "0-dimensional parameters",
+    "empty_parameters": "parameters without elements",
+    "buffers": "modules with buffers, which every rank computes from its own data",
+    "uneven_batches": "ranks with different numbers of rows, none included",
+    # numbers
+    "mixed_precision": "parameters compute in a lower dtype than they are stored in",
+    "reduce_dtype": "gradients are reduced in a dtype of their own",
+    "buffer_dtype": "floating buffers are held in a dtype of their own",
+    "clip_grad_norm": "gradients are clipped by their total norm over all ranks",
+    "cpu_offload": "sharded parameters and gradients live on the CPU",
+    # access and state
+    "summon_writeback": "full parameters can be gathered, edited and written back",
+    "full_state_dict": "the model's whole state can be saved and loaded",
+    "sharded_state_dict": "the model's state can be saved and loaded in shards",
+    "local_state_dict": "each rank's raw shards can be saved and loaded",
+    "optim_state": "optimizer state can be saved and loaded by parameter name",
+    "optimizer_pieces": "each rank's optimizer state can be read without communication",
+    # around
+    "comm_hook": "a user's function reduces the gradients",
+    "activation_checkpointing": "units recompute their forward in backward",
+    "meta_init": "modules on the meta device are materialized while wrapping",
+    "sync_module_states": "rank 0's parameters and buffers are broadcast while wrapping",
+    "unit_trace": "unshard, reshard and free of every unit can be recorded",
+    "prefetch": "units are gathered before they are needed",
+    "exception_recovery": "an exception in forward or backward leaves the model usable",
+}
+
+STRATEGIES: dict[str, str] = {
+    "full_shard": "full_shard",
+    "shard_grad_op": "shard_grad_op",
+    "no_shard": "no_shard",
+    "hybrid_shard": "hybrid",
+    "hybrid_shard_zero2": "hybrid",
+}
+"""Strategy of a case -> the capability that an implementation must claim to run it."""
+
+
+def check_capabilities(claimed: Iterable[str], where: str) -> frozenset[str]:
+    """Returns the claimed tags as a set.
+
+    Raises:
+        InvalidImplementation: A tag is not one of `CAPABILITIES`; every offender is listed.
+    """
+    tags = frozenset(claimed)
+    unknown = sorted(tags - set(CAPABILITIES))
+    if unknown:
+        raise InvalidImplementation(
+            f"{where}: expected tags out of {', '.join(sorted(CAPABILITIES))}, got {unknown}. "
+            "Correct the spelling; `fsdp-verify list` shows every tag with its meaning."
+        )
+    return tags

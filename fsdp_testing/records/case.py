@@ -1,0 +1,202 @@
+"""What exactly is run? One case is one value, and one value is one JSON document.
+
+The same case gives the same collectives and the same numbers on every run. Nothing in a case names an implementation:
+any of them may be asked to run it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fsdp_testing.errors import InvalidRecord
+from fsdp_testing.records.capabilities import STRATEGIES
+from fsdp_testing.records.document import check_format, decode, encode, load_json, to_json
+from fsdp_testing.records.operation import Operation
+
+CASE_FORMAT = "fsdp_testing/case"
+CASE_VERSION = 1
+
+DTYPES = ("float64", "float32", "float16", "bfloat16")
+OPTIMIZERS = ("sgd", "adamw", "adam")
+POLICIES = ("module_class", "size", "always")
+
+Scalar = str | int | float | bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Which module is trained.
+
+    Attributes:
+        name: A model of the zoo, or `tree` for a module tree drawn by the fuzzer.
+        arguments: Keyword arguments of the zoo's builder (scalars and tuples of scalars).
+        dtype: Dtype of parameters and floating buffers before wrapping.
+        tree: The module tree of a drawn model, as plain data; None for a zoo model.
+        freeze: Parameters (fnmatch patterns) with `requires_grad=False` before wrapping.
+    """
+
+    name: str
+    arguments: Mapping[str, Scalar | tuple[Scalar, ...]] = field(default_factory=dict)
+    dtype: str = "float64"
+    tree: Any = None
+    freeze: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySpec:
+    """A wrapping policy.
+
+    Attributes:
+        kind: `module_class` (every module of one of the classes), `size` (by number of elements), `always`.
+        classes: Names of the module classes (class `__name__`), for `module_class`.
+        min_numel: Smallest number of elements that makes a unit, for `size`.
+    """
+
+    kind: str
+    classes: tuple[str, ...] = ()
+    min_numel: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WrappingPlan:
+    """Which modules become units. The root always is one.
+
+    Attributes:
+        units: FQNs of the inner modules wrapped by hand, in any order; the implementation wraps children before
+            parents.
+        policy: Wraps automatically instead of (or, where claimed, beside) the list.
+        ignored: FQNs of modules whose parameters stay outside.
+    """
+
+    units: tuple[str, ...] = ()
+    policy: PolicySpec | None = None
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WorldSpec:
+    """Which ranks run it. `mesh` is the shape of the device mesh: (size,) or (replicas, shards)."""
+
+    size: int
+    backend: str = "gloo"
+    mesh: tuple[int, ...] = ()
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """The mesh shape, one-dimensional unless told otherwise."""
+        return self.mesh or (self.size,)
+
+
+@dataclass(frozen=True, slots=True)
+class MixedPrecisionSpec:
+    """Dtypes by name; None leaves the original (`reduce_dtype` None: the dtype of the computed gradient)."""
+
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    buffer_dtype: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """Which optimizer; `arguments` are its keyword arguments. Its name is one of `OPTIMIZERS`."""
+
+    name: str = "sgd"
+    arguments: Mapping[str, Scalar | tuple[Scalar, ...]] = field(default_factory=lambda: {"lr": 0.1})
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Everything that determines a run, except the implementation."""
+
+    model: ModelSpec
+    world: WorldSpec
+    program: tuple[Operation, ...]
+    seed: int = 0
+    wrapping: WrappingPlan = WrappingPlan()
+    strategy: str = "full_shard"
+    mixed_precision: MixedPrecisionSpec | None = None
+    cpu_offload: bool = False
+    optimizer: OptimizerSpec = OptimizerSpec()
+
+    def with_program(self, *operations: Operation) -> Case:
+        """Returns this case with another program."""
+        return replace(self, program=tuple(operations))
+
+    def without_operation(self, index: int) -> Case:
+        """Returns this case with operation `index` left out; always a legal case again."""
+        return replace(self, program=self.program[:index] + self.program[index + 1 :])
+
+    def required(self) -> frozenset[str]:
+        """Returns the capabilities an implementation must claim to be asked this case."""
+        tags = {STRATEGIES[self.strategy]}
+        tags |= {"cpu_offload"} if self.cpu_offload else set()
+        tags |= {"nested_wrapping"} if self.wrapping.units else set()
+        tags |= {"policy_wrapping"} if self.wrapping.policy else set()
+        tags |= {"ignored_parameters"} if self.wrapping.ignored else set()
+        tags |= {"frozen_parameters"} if self.model.freeze else set()
+        if self.mixed_precision is not None:
+            tags |= {"mixed_precision"} if self.mixed_precision.param_dtype else set()
+            tags |= {"reduce_dtype"} if self.mixed_precision.reduce_dtype else set()
+            tags |= {"buffer_dtype"} if self.mixed_precision.buffer_dtype else set()
+        return frozenset(tags).union(*(operation.required() for operation in self.program))
+
+    @property
+    def identity(self) -> str:
+        """Twelve hex digits that name this case in reports and file names."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:12]
+
+    def to_json(self, *, indent: int | None = None) -> str:
+        """Returns the case as a JSON document; `Case.from_json` gives back an equal case."""
+        return to_json({"format": CASE_FORMAT, "version": CASE_VERSION, **encode(self)}, indent=indent)
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "case") -> Case:
+        """Reads a case.
+
+        Raises:
+            InvalidRecord: The document is damaged, newer than this version, or describes no legal case.
+        """
+        return cls.from_document(load_json(text, where), where)
+
+    @classmethod
+    def from_document(cls, data: Mapping[str, Any], where: str = "case") -> Case:
+        """Reads a case from parsed JSON data; raises like `from_json`."""
+        check_format(data, CASE_FORMAT, CASE_VERSION, where)
+        body = {key: item for key, item in data.items() if key not in ("format", "version")}
+        case = decode(cls, body, where)
+        check_case(case, where)
+        return case
+
+
+def check_case(case: Case, where: str = "case") -> None:
+    """Checks what must hold of a case as a whole, whatever its program.
+
+    Raises:
+        InvalidRecord: Every offender is listed.
+    """
+    problems: list[str] = []
+
+    def demand(name: str, value: Any, known: tuple[str, ...]) -> None:
+        if value not in known:
+            problems.append(f"{name}: expected one of {', '.join(known)}, got {value!r}")
+
+    demand("strategy", case.strategy, tuple(STRATEGIES))
+    demand("model.dtype", case.model.dtype, DTYPES)
+    demand("optimizer.name", case.optimizer.name, OPTIMIZERS)
+    if case.wrapping.policy is not None:
+        demand("wrapping.policy.kind", case.wrapping.policy.kind, POLICIES)
+    for name in ("param_dtype", "reduce_dtype", "buffer_dtype") if case.mixed_precision else ():
+        if getattr(case.mixed_precision, name) is not None:
+            demand(f"mixed_precision.{name}", getattr(case.mixed_precision, name), DTYPES)
+    if case.world.size < 1:
+        problems.append(f"world.size: expected at least 1, got {case.world.size}")
+    product = 1
+    for extent in case.world.mesh_shape:
+        product *= extent
+    if product != case.world.size:
+        problems.append(f"world.mesh: expected {case.world.size} ranks in all, got shape {case.world.mesh_shape}")
+    if problems:
+        raise InvalidRecord(f"{where}.{'; '.join(problems)}. Mend the document.")

@@ -1,0 +1,232 @@
+"""How does a record become a JSON document and come back, with every damage named?
+
+One codec for all records: frozen dataclasses whose fields are scalars, enums, tuples, string-keyed mappings, other
+records, or tagged unions (records that share a base with a `kind` class attribute). Decoding checks every field against
+its annotation and names the path of the first offender; it never executes anything found in a document.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import json
+import math
+import types
+import typing
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, TypeVar, cast
+
+from fsdp_testing.errors import InvalidRecord
+
+R = TypeVar("R")
+
+_TAGGED: dict[type[Any], Callable[[str], type[Any] | None]] = {}
+_NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+
+
+def register_union(base: type[Any], find: Callable[[str], type[Any] | None]) -> None:
+    """Lets fields annotated with `base` hold any of its registered kinds.
+
+    Args:
+        base: The common base; its instances carry a class attribute `kind`, written into the document.
+        find: Returns the class of a kind, or None if no such kind exists.
+    """
+    _TAGGED[base] = find
+
+
+def encode(value: Any) -> Any:
+    """Returns `value` as plain JSON data: records become objects, tuples become arrays, non-finite floats strings."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        data = {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        kind = getattr(type(value), "kind", None)
+        return {"kind": kind, **data} if isinstance(kind, str) else data
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    if isinstance(value, Mapping):
+        return {str(key): encode(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list, frozenset, set)):
+        items = sorted(value) if isinstance(value, (frozenset, set)) else value
+        return [encode(item) for item in items]
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    raise InvalidRecord(
+        f"record: expected JSON data, got a {type(value).__name__}. "
+        "Keep tensors and other live objects out of records that are written to files."
+    )
+
+
+def decode(cls: type[R], data: Any, where: str | None = None) -> R:
+    """Builds a `cls` from plain JSON data.
+
+    Raises:
+        InvalidRecord: A field is missing, unknown, or of the wrong type; the message names its path.
+    """
+    return cast("R", _decode(cls, data, where or cls.__name__))
+
+
+def to_json(value: Any, *, indent: int | None = None) -> str:
+    """Returns `value` as JSON text; the same value always gives the same text."""
+    return json.dumps(encode(value), indent=indent, allow_nan=False)
+
+
+def load_json(text: str, where: str) -> dict[str, Any]:
+    """Parses the JSON object in `text`.
+
+    Raises:
+        InvalidRecord: The text is not JSON, or not an object.
+    """
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise InvalidRecord(f"{where}: expected a JSON document, got {error}. Is the file complete?") from error
+    if not isinstance(data, dict):
+        raise InvalidRecord(f"{where}: expected a JSON object, got {_shown(data)}. Is this the right file?")
+    return data
+
+
+def check_format(data: Mapping[str, Any], name: str, version: int, where: str) -> None:
+    """Checks the header that every document carries: what it is, and that this version can read it.
+
+    Raises:
+        InvalidRecord: Another kind of document, or one written by a newer version.
+    """
+    if data.get("format") != name:
+        raise InvalidRecord(f"{where}: expected format {name!r}, got {data.get('format')!r}. Is this the right file?")
+    found = data.get("version")
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        raise InvalidRecord(f"{where}.version: expected a positive integer, got {_shown(found)}. The file is damaged.")
+    if found > version:
+        raise InvalidRecord(
+            f"{where}.version: expected at most {version}, got {found}. It was written by a newer fsdp-testing; update."
+        )
+
+
+def _decode(hint: Any, data: Any, where: str) -> Any:
+    origin = typing.get_origin(hint)
+    if hint is Any:
+        return data
+    if origin in (typing.Union, types.UnionType):
+        return _decode_union(hint, data, where)
+    if origin is tuple:
+        return _decode_tuple(typing.get_args(hint), data, where)
+    if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
+        return _decode_mapping(typing.get_args(hint)[1], data, where)
+    if isinstance(hint, type):
+        return _decode_type(hint, data, where)
+    raise InvalidRecord(f"{where}: expected a field that a document can hold, got annotation {hint!r}.")
+
+
+def _decode_type(hint: type[Any], data: Any, where: str) -> Any:
+    if issubclass(hint, enum.Enum):
+        try:
+            return hint(data)
+        except ValueError:
+            known = ", ".join(repr(member.value) for member in hint)
+            raise _wrong(where, f"one of {known}", data) from None
+    if hint in _TAGGED:
+        return _decode_tagged(hint, data, where)
+    if dataclasses.is_dataclass(hint):
+        return _decode_record(hint, data, where)
+    return _decode_scalar(hint, data, where)
+
+
+def _decode_scalar(hint: type[Any], data: Any, where: str) -> Any:
+    if hint is float:
+        if isinstance(data, str) and data in _NON_FINITE:
+            return _NON_FINITE[data]
+        if isinstance(data, (int, float)) and not isinstance(data, bool):
+            return float(data)
+        raise _wrong(where, "a number", data)
+    if hint in (int, bool, str) and type(data) is hint:
+        return data
+    if hint is type(None) and data is None:
+        return None
+    raise _wrong(where, _hint_name(hint), data)
+
+
+def _decode_tagged(base: type[Any], data: Any, where: str) -> Any:
+    if not isinstance(data, dict):
+        raise _wrong(where, f"an object with a kind of {base.__name__.lower()}", data)
+    kind = data.get("kind")
+    cls = _TAGGED[base](kind) if isinstance(kind, str) else None
+    if cls is None:
+        raise _wrong(f"{where}.kind", f"a known kind of {base.__name__.lower()}", kind)
+    return _decode_record(cls, {key: item for key, item in data.items() if key != "kind"}, where)
+
+
+def _decode_record(cls: type[Any], data: Any, where: str) -> Any:
+    if not isinstance(data, dict):
+        raise _wrong(where, f"an object ({cls.__name__})", data)
+    hints = _hints(cast("Hashable", cls))
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    unknown = sorted(set(data) - set(fields))
+    required = {
+        name
+        for name, field in fields.items()
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    }
+    missing = sorted(required - set(data))
+    if unknown or missing:
+        raise InvalidRecord(
+            f"{where}: expected the fields {', '.join(fields)}, got unknown {unknown} and missing {missing}. "
+            "The document is damaged or was written for another record."
+        )
+    values = {name: _decode(hints[name], item, f"{where}.{name}") for name, item in data.items()}
+    try:
+        return cls(**values)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, InvalidRecord):
+            raise
+        raise InvalidRecord(f"{where}: expected a legal {cls.__name__}, got {error}. Mend the document.") from error
+
+
+def _decode_union(hint: Any, data: Any, where: str) -> Any:
+    args = typing.get_args(hint)
+    if data is None and type(None) in args:
+        return None
+    options = [arg for arg in args if arg is not type(None)]
+    if len(options) == 1:
+        return _decode(options[0], data, where)
+    for option in options:
+        try:
+            return _decode(option, data, where)
+        except InvalidRecord:
+            continue
+    raise _wrong(where, " or ".join(_hint_name(option) for option in options), data)
+
+
+def _decode_tuple(args: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
+    if not isinstance(data, list):
+        raise _wrong(where, "an array", data)
+    if len(args) == 2 and args[1] is Ellipsis:
+        return tuple(_decode(args[0], item, f"{where}[{index}]") for index, item in enumerate(data))
+    if len(args) != len(data):
+        raise _wrong(where, f"an array of {len(args)}", data)
+    return tuple(_decode(arg, item, f"{where}[{index}]") for index, (arg, item) in enumerate(zip(args, data)))
+
+
+def _decode_mapping(hint: Any, data: Any, where: str) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise _wrong(where, "an object", data)
+    return {key: _decode(hint, item, f"{where}.{key}") for key, item in data.items()}
+
+
+@functools.cache
+def _hints(cls: Hashable) -> dict[str, Any]:
+    return typing.get_type_hints(cast("type[Any]", cls))
+
+
+def _hint_name(hint: Any) -> str:
+    return str(getattr(hint, "__name__", hint))
+
+
+def _shown(data: Any) -> str:
+    text = repr(data)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _wrong(where: str, expected: str, data: Any) -> InvalidRecord:
+    return InvalidRecord(f"{where}: expected {expected}, got {_shown(data)}. Mend or regenerate the document.")

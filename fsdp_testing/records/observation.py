@@ -1,0 +1,138 @@
+"""What does a rank report about its own state?
+
+Local pieces only: a rank names which elements of which original parameter it holds, as half-open spans of the flattened
+parameter, and their values. Reading them needs no communication and changes nothing, so that looking does not mend a
+stale state. Tensors are typed `Any`: records depend on the standard library alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The elements [start, stop) of a flattened original tensor that this rank holds.
+
+    Attributes:
+        start: First element, inclusive.
+        stop: Last element, exclusive; a rank without elements reports no piece, or an empty one.
+        value: 1-D tensor of `stop - start` elements.
+    """
+
+    start: int
+    stop: int
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterObservation:
+    """One original parameter as one rank sees it.
+
+    Attributes:
+        fqn: Name in the unwrapped module (the first one, for a shared parameter).
+        shape: Shape of the whole parameter.
+        dtype: Dtype of the held values, such as `float32`.
+        requires_grad: Flag of the parameter that the optimizer sees.
+        pieces: Values held here.
+        grad_pieces: Gradient held here; None if the gradient is None.
+        grad_dtype: Dtype of the gradient; None without one.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+    pieces: tuple[Piece, ...]
+    grad_pieces: tuple[Piece, ...] | None
+    grad_dtype: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class BufferObservation:
+    """One buffer of one rank: never sharded, never reduced."""
+
+    fqn: str
+    dtype: str
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerObservation:
+    """Optimizer state of one original parameter on one rank.
+
+    Attributes:
+        fqn: Name of the parameter.
+        tensors: Per state name (`exp_avg`) the pieces held here.
+        scalars: Per state name (`step`) the value.
+    """
+
+    fqn: str
+    tensors: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
+    scalars: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything one rank reports at one marked point.
+
+    Attributes:
+        index: Operation after which it was taken; `len(program)` at the end.
+        label: Label of the `observe` operation, or `end`.
+        parameters: By FQN.
+        buffers: By FQN.
+        optimizer: By FQN; None if the implementation does not tell.
+    """
+
+    index: int
+    label: str
+    parameters: Mapping[str, ParameterObservation]
+    buffers: Mapping[str, BufferObservation]
+    optimizer: Mapping[str, OptimizerObservation] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OperationResult:
+    """What one operation gave on one rank.
+
+    Attributes:
+        index: Position in the program.
+        values: Named results: `loss`, `output.0`, `total_norm`, as tensors.
+    """
+
+    index: int
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RaisedError:
+    """An exception that an operation raised on one rank.
+
+    Attributes:
+        index: Operation that raised; -1 while building or wrapping.
+        type_name: Qualified name of the exception's class.
+        message: Its text.
+        traceback: The formatted traceback.
+        innocent: False if the harness or the model itself raised (then the verdict is unknown, not fail).
+        not_supported: The implementation said so itself (NotImplementedError).
+    """
+
+    index: int
+    type_name: str
+    message: str
+    traceback: str
+    innocent: bool = False
+    not_supported: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RankObservation:
+    """All that one rank reports of one case."""
+
+    rank: int
+    results: tuple[OperationResult, ...] = ()
+    snapshots: tuple[Snapshot, ...] = ()
+    error: RaisedError | None = None
+    seconds: float = 0.0

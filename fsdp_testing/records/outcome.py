@@ -1,0 +1,108 @@
+"""What came out of a run: one result per implementation and check, and the report over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from fsdp_testing.records import verdict as verdicts
+from fsdp_testing.records.document import check_format, decode, encode, load_json, to_json
+from fsdp_testing.records.finding import Finding
+from fsdp_testing.records.verdict import Verdict
+
+REPORT_FORMAT = "fsdp_testing/report"
+REPORT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class CaseOutcome:
+    """What one case gave. `error` is set only if nothing could be said (then the verdict is `UNKNOWN`)."""
+
+    identity: str
+    verdict: Verdict
+    world_size: int
+    strategy: str
+    seconds: float = 0.0
+    worst_ratio: float = 0.0
+    """Largest error divided by its bound over all comparisons that passed: how close to a failure it came."""
+    comparisons: int = 0
+    """Number of tensors compared; a passed case with none would be a check that cannot fail, and is `UNKNOWN`."""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """One check on one implementation.
+
+    Attributes:
+        implementation: Registered name or import string.
+        check: Name of the check, `suite.check`.
+        meaning: One line.
+        capabilities: Tags that the check needs.
+        verdict: After expected failures were applied.
+        explanation: One sentence: the first finding, or what is not claimed, or what is unknown.
+        findings: First divergence of every failing case.
+        cases: One outcome per case.
+        expected: The user's reason, if a failure was expected.
+        seconds: Wall time spent.
+    """
+
+    implementation: str
+    check: str
+    meaning: str
+    capabilities: tuple[str, ...]
+    verdict: Verdict
+    explanation: str = ""
+    findings: tuple[Finding, ...] = ()
+    cases: tuple[CaseOutcome, ...] = ()
+    expected: str = ""
+    seconds: float = 0.0
+
+    def expecting(self, reason: str) -> CheckResult:
+        """Returns the result seen by a user who expected this check to fail, for `reason`."""
+        return replace(self, verdict=verdicts.with_expectation(self.verdict), expected=reason)
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """Everything a run found, as one value and one JSON document.
+
+    Attributes:
+        results: In the order they were run.
+        implementations: Names asked for, in that order.
+        environment: Versions and machine facts that a reader needs (`torch`, `python`, `platform`, ...).
+        world_sizes: Sizes run.
+        backend: Backend run.
+        seconds: Wall time of the whole run.
+    """
+
+    results: tuple[CheckResult, ...]
+    implementations: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    world_sizes: tuple[int, ...] = ()
+    backend: str = "gloo"
+    seconds: float = 0.0
+
+    @property
+    def exit_code(self) -> int:
+        """0 all claims hold, 1 a check failed, 3 a verdict is unknown."""
+        return verdicts.exit_code(result.verdict for result in self.results)
+
+    def count(self, verdict: Verdict) -> int:
+        """Returns how many results have this verdict."""
+        return sum(result.verdict is verdict for result in self.results)
+
+    def to_json(self, *, indent: int | None = None) -> str:
+        """Returns the report as a JSON document."""
+        return to_json({"format": REPORT_FORMAT, "version": REPORT_VERSION, **encode(self)}, indent=indent)
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "report") -> RunReport:
+        """Reads a report.
+
+        Raises:
+            InvalidRecord: The document is damaged or newer than this version.
+        """
+        data = load_json(text, where)
+        check_format(data, REPORT_FORMAT, REPORT_VERSION, where)
+        return decode(cls, {key: item for key, item in data.items() if key not in ("format", "version")}, where)
