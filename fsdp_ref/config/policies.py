@@ -42,7 +42,7 @@ class MixedPrecision:
     cast_root_forward_inputs: bool
     _module_classes_to_ignore: tuple[type[nn.Module], ...]
 
-    def __init__(  # noqa: PLR0917  # torch's positional order
+    def __init__(
         self,
         param_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
