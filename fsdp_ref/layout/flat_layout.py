@@ -148,8 +148,9 @@ class FlatLayout:
             start, stop = self.starts[index], self.stops[index]
             if start >= window.stop:
                 return
-            if start < stop:
-                yield index, Span(max(start, window.start), min(stop, window.stop))
+            piece = Span(start, stop).intersect(window)
+            if piece.numel:
+                yield index, piece
 
     def segments(self) -> Iterator[tuple[int | None, Span]]:
         """Yield the whole buffer in order as (parameter index, span), with None for each gap and for the tail."""

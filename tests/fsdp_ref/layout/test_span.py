@@ -1,0 +1,32 @@
+"""Spans by example: the ends that are refused, and the ones that are empty."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp_ref.errors import FsdpError, LayoutError
+from fsdp_ref.layout import Span
+
+
+@pytest.mark.parametrize(("start", "stop"), [(3, 2), (-1, 2), (-3, -1)])
+def test_a_backward_or_negative_span_is_refused_with_its_values(start, stop):
+    with pytest.raises(LayoutError, match=f"start={start}, stop={stop}") as info:
+        Span(start, stop)
+    assert isinstance(info.value, FsdpError)
+    assert isinstance(info.value, ValueError)
+
+
+def test_shifting_and_containing():
+    span = Span(3, 7)
+    assert span.shift(-3) == Span(0, 4)
+    assert span.contains(Span(3, 3))
+    assert span.contains(Span(7, 7))
+    assert not span.contains(Span(6, 8))
+    assert len(span) == 4
+    assert "3" not in span
+
+
+def test_disjoint_spans_meet_in_an_empty_span():
+    assert Span(0, 2).intersect(Span(5, 9)).numel == 0
+    with pytest.raises(LayoutError, match="start=-1"):
+        Span(0, 2).shift(-1)
