@@ -29,8 +29,8 @@ CAPABILITIES: dict[str, str] = {
     "late_optimizer": "the optimizer may be built after training has begun",
     # parameters
     "shared_parameters": "one parameter under several names inside one unit",
-    "shared_parameters_across_units": "one parameter used by several units",
-    "repeated_modules": "one module called several times in a forward pass",
+    "shared_across_units": "one parameter used by several units",
+    "reused_modules": "one module called several times in a forward pass",
     "frozen_parameters": "parameters with requires_grad=False from the start",
     "thawed_parameters": "requires_grad may change between iterations",
     "unused_parameters": "parameters that no rank uses in some iteration",
@@ -59,6 +59,7 @@ CAPABILITIES: dict[str, str] = {
     "activation_checkpointing": "units recompute their forward in backward",
     "meta_init": "modules on the meta device are materialized while wrapping",
     "sync_module_states": "rank 0's parameters and buffers are broadcast while wrapping",
+    "explicit_unshard": "units can be gathered and released by hand",
     "unit_trace": "unshard, reshard and free of every unit can be recorded",
     "prefetch": "units are gathered before they are needed",
     "exception_recovery": "an exception in forward or backward leaves the model usable",
