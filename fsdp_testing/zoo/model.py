@@ -1,0 +1,137 @@
+"""What is a zoo model, and where do its numbers come from?
+
+Every number is drawn from a generator made for it: the values of a model and of an input are a function of their
+arguments alone, on any rank of any world, and the global random state is left as it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+
+class Inputs(NamedTuple):
+    """What to call the model with: `model(*inputs.args, **inputs.kwargs)`."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+class MakeInput(Protocol):
+    """Inputs of one rank at one step; `options` are those of `ZooModel.input_options`."""
+
+    def __call__(self, seed: int, rank: int, step: int, batch: int, dtype: torch.dtype, **options: Any) -> Inputs: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ZooModel:
+    """One small model with one trait, and all that is needed to train it.
+
+    Attributes:
+        name: Key in the registry.
+        summary: The trait in one sentence.
+        construct: Makes the module with whatever values; `build` replaces them.
+        make_input: `(seed, rank, step, batch, dtype, **options) -> Inputs`; any batch size, 0 included.
+        units: FQNs worth wrapping, outermost first (the root is always a unit besides).
+        traits: What the model has, for choosing models by trait.
+        needs: Capabilities without which no claim covers this model.
+        arguments: Keyword arguments of `build`, each with the values it may take (first: the default).
+        input_options: The same for `make_input`.
+        finish: Called with the module and dtype after the values are set, for what `module.to(dtype)` undid.
+    """
+
+    name: str
+    summary: str
+    construct: Callable[..., nn.Module]
+    make_input: MakeInput
+    units: tuple[str, ...]
+    traits: frozenset[str] = frozenset()
+    needs: frozenset[str] = frozenset()
+    arguments: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    input_options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    finish: Callable[[nn.Module, torch.dtype], None] | None = None
+
+    def build(self, seed: int, dtype: torch.dtype = torch.float64, **arguments: Any) -> nn.Module:
+        """The model with its values; equal for equal arguments, wherever and however often it is called.
+
+        Args:
+            seed: Chooses the values.
+            dtype: Of all floating-point parameters and buffers, unless mixed dtypes are the model's trait.
+            **arguments: Those of `arguments`.
+        """
+        with torch.random.fork_rng(devices=[]):  # the constructors of torch.nn draw values that are then replaced
+            module = self.construct(**arguments).to(dtype)
+        fill(module, generator(seed))
+        if self.finish is not None:
+            self.finish(module, dtype)
+        return module
+
+    def loss(self, output: Any) -> torch.Tensor:
+        """A scalar of every tensor in `output`: sums and no means, so that an empty batch gives zero and not NaN."""
+        return loss_of(output)
+
+
+def generator(*key: int) -> torch.Generator:
+    """A generator for one purpose; nearby keys give unrelated numbers."""
+    mixed = 0x9E3779B97F4A7C15
+    for part in key:
+        mixed = ((mixed ^ (part + 0x632BE59BD9B4E019)) * 0xD1342543DE82EF95 + (mixed >> 29)) % 2**63
+    return torch.Generator().manual_seed(mixed)
+
+
+def fill(module: nn.Module, draw: torch.Generator) -> None:
+    """Give every parameter values of a size that keeps activations of order one; drawn in float64, then rounded."""
+    norms = (nn.LayerNorm, nn.modules.batchnorm._NormBase, nn.GroupNorm)
+    scales = {id(m.weight) for m in module.modules() if isinstance(m, norms)}
+    with torch.no_grad():
+        for parameter in module.parameters():
+            values = torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
+            fan_in = math.prod(parameter.shape[1:]) if parameter.ndim > 1 else 16
+            values = values / math.sqrt(max(fan_in, 1))
+            parameter.copy_(values + 1.0 if id(parameter) in scales else values)
+
+
+def features(seed: int, rank: int, step: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Floating-point input of one rank at one step, drawn in float64, then rounded."""
+    return torch.randn(shape, generator=generator(seed, step, rank, 1), dtype=torch.float64).to(dtype)
+
+
+def tokens(seed: int, rank: int, step: int, shape: tuple[int, ...], vocabulary: int) -> torch.Tensor:
+    """Token ids of one rank at one step."""
+    return torch.randint(0, vocabulary, shape, generator=generator(seed, step, rank, 2))
+
+
+def float_input(width: int) -> MakeInput:
+    """`make_input` for a model that takes one `[batch, width]` tensor."""
+
+    def make_input(seed: int, rank: int, step: int, batch: int, dtype: torch.dtype, **_options: Any) -> Inputs:
+        return Inputs((features(seed, rank, step, (batch, width), dtype),), {})
+
+    return make_input
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """Half the sum of squares of every floating-point tensor in `output`, each weighted by its place."""
+    terms = [0.5 * (1 + 0.25 * place) * tensor.square().sum() for place, tensor in enumerate(tensors_in(output))]
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term.to(total.dtype)
+    return total
+
+
+def tensors_in(output: Any) -> list[torch.Tensor]:
+    """Floating-point tensors of any nesting of containers and objects with attributes, in order."""
+    if isinstance(output, torch.Tensor):
+        return [output] if output.is_floating_point() else []
+    if isinstance(output, Mapping):
+        return [tensor for value in output.values() for tensor in tensors_in(value)]
+    if isinstance(output, (list, tuple)):
+        return [tensor for value in output for tensor in tensors_in(value)]
+    if hasattr(output, "__dict__"):
+        return tensors_in(vars(output))
+    return []
