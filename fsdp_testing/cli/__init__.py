@@ -1,0 +1,1 @@
+"""The command line `fsdp-verify`: one file per command."""

@@ -1,0 +1,258 @@
+"""What can be wrong with a machine that ranks are to run on? One function per question, each returns one symptom.
+
+Nothing here changes the machine, and nothing takes more than a moment; `doctor` prints what these find.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from fsdp_testing import env
+
+MIB = 1 << 20
+SUPPORTED_TORCH = ((2, 11), (2, 15))
+SHARED_MEMORY_BYTES = 64 * MIB
+OPEN_FILES = 1024
+MEMORY_BYTES_PER_RANK = 400 * MIB
+RANK_MARKS = ("fsdp_testing", "multiprocessing.forkserver")
+# Variables that change what ranks do, and that people forget in their shells.
+NOTABLE = (
+    "FSDP_",
+    "GLOO_",
+    "NCCL_",
+    "TORCH_DISTRIBUTED_",
+    "TORCH_NCCL_",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "RANK",
+    "WORLD_SIZE",
+)
+
+
+class Condition(Enum):
+    """How an examined part of the machine is."""
+
+    GOOD = "good"
+    ODD = "odd"  # works, but slower or with less than a user may expect
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True, slots=True)
+class Symptom:
+    """The answer to one examination; `remedy` is empty when there is nothing to do."""
+
+    name: str
+    condition: Condition
+    said: str
+    remedy: str = ""
+
+
+def examine() -> Iterator[Symptom]:
+    """All examinations in the order in which a fault would explain the later ones."""
+    for examination in EXAMINATIONS:
+        try:
+            yield examination()
+        except Exception as error:  # noqa: BLE001  (whatever goes wrong while looking is itself the finding)
+            name = examination.__name__.replace("_", " ")
+            yield Symptom(name, Condition.BROKEN, f"{type(error).__name__}: {error}", "Mend this first.")
+
+
+def python() -> Symptom:
+    """Interpreter and platform."""
+    said = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
+    if platform.system() != "Linux":
+        return Symptom("python", Condition.ODD, said, "Ranks are tested on Linux only.")
+    return Symptom("python", Condition.GOOD, said)
+
+
+def torch() -> Symptom:
+    """Is torch there, in a version that we support, with torch.distributed?"""
+    import torch as installed
+    import torch.distributed as dist
+
+    version = installed.__version__
+    if not dist.is_available():
+        return Symptom(
+            "torch", Condition.BROKEN, f"{version} without torch.distributed", "Install a build that has it."
+        )
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    low, high = SUPPORTED_TORCH
+    if not low <= numbers <= high:
+        said = f"{version}, supported are {low[0]}.{low[1]} to {high[0]}.{high[1]}"
+        return Symptom("torch", Condition.BROKEN, said, "Install a supported version.")
+    return Symptom("torch", Condition.GOOD, version)
+
+
+def backends() -> Symptom:
+    """Which communication backends can run here."""
+    import torch as installed
+    import torch.distributed as dist
+
+    devices = installed.cuda.device_count() if installed.cuda.is_available() else 0
+    nccl = f"nccl on {devices} GPUs" if dist.is_nccl_available() and devices else "no nccl: no CUDA device"
+    if not dist.is_gloo_available():
+        return Symptom("backends", Condition.BROKEN, f"no gloo; {nccl}", "Install a build of torch that has gloo.")
+    return Symptom("backends", Condition.GOOD, f"gloo, fake; {nccl}")
+
+
+def loopback() -> Symptom:
+    """Can processes here listen and connect on 127.0.0.1, at a port that the kernel chooses?"""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(5)
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port), timeout=5), server.accept()[0]:
+            return Symptom("loopback", Condition.GOOD, "127.0.0.1 accepts connections on ports of the kernel's choice")
+
+
+def host_name() -> Symptom:
+    """Does this host's own name resolve to an address of this host? gloo asks for it when no interface is named."""
+    name = socket.gethostname()
+    try:
+        address = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
+        with socket.create_server((str(address), 0)):
+            return Symptom("host name", Condition.GOOD, f"{name} is {address}")
+    except OSError as error:
+        said = f"{name} does not lead to this machine ({error})"
+        return Symptom("host name", Condition.ODD, said, "Add the name to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo.")
+
+
+def shared_memory() -> Symptom:
+    """Is there room in /dev/shm, where tensors sent between processes live?"""
+    place = Path("/dev/shm")
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        return Symptom("shared memory", Condition.BROKEN, f"{place} is not writable", "Mount a tmpfs there.")
+    free = shutil.disk_usage(place).free
+    said = f"{free // MIB} MiB free in {place}"
+    if free < SHARED_MEMORY_BYTES:
+        return Symptom("shared memory", Condition.ODD, said, "In a container, start it with a larger --shm-size.")
+    return Symptom("shared memory", Condition.GOOD, said)
+
+
+def temporary_files() -> Symptom:
+    """Can the temporary directory be written to?"""
+    place = tempfile.gettempdir()
+    with tempfile.TemporaryFile():
+        free = shutil.disk_usage(place).free
+    said = f"{free // MIB} MiB free in {place}"
+    if free < SHARED_MEMORY_BYTES:
+        return Symptom("temporary files", Condition.ODD, said, "Make room, or point TMPDIR elsewhere.")
+    return Symptom("temporary files", Condition.GOOD, said)
+
+
+def limits() -> Symptom:
+    """Open files: each rank needs a few dozen, each connection between ranks two."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    said = f"{soft} open files per process (at most {hard})"
+    if 0 <= soft < OPEN_FILES:
+        return Symptom("limits", Condition.ODD, said, f"Raise it: ulimit -n {min(hard, 65536)}.")
+    return Symptom("limits", Condition.GOOD, said)
+
+
+def processors() -> Symptom:
+    """Processors that this process may use, and the threads that torch would start on them in every rank."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _cgroup_processors()
+    threads = env.get("OMP_NUM_THREADS")
+    said = f"{usable} usable" + (f", {quota:g} by quota" if quota else "")
+    said += f"; OMP_NUM_THREADS={threads}" if threads else "; OMP_NUM_THREADS is not set"
+    if usable < 2 or (quota and quota < 2):
+        return Symptom("processors", Condition.ODD, said, "Ranks take turns on one processor: allow longer timeouts.")
+    return Symptom("processors", Condition.GOOD, said)
+
+
+def _cgroup_processors() -> float | None:
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return None
+    return None if quota == "max" else int(quota) / int(period)
+
+
+def memory() -> Symptom:
+    """How many ranks fit in the memory that is free now."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return Symptom("memory", Condition.ODD, "cannot be told: no /proc/meminfo")
+    ranks = free // MEMORY_BYTES_PER_RANK
+    said = f"{free // MIB} MiB available, room for about {ranks} ranks"
+    if ranks < 4:
+        return Symptom("memory", Condition.ODD, said, "Close something, or keep to small worlds.")
+    return Symptom("memory", Condition.GOOD, said)
+
+
+def leftover_ranks() -> Symptom:
+    """Processes of this user that look like ranks whose controller is gone (adopted by process 1 or a subreaper)."""
+    found = sorted(_orphans())
+    if not found:
+        return Symptom("leftover ranks", Condition.GOOD, "none")
+    said = "; ".join(f"{number}: {command}" for number, command in found)
+    numbers = " ".join(str(number) for number, _ in found)
+    return Symptom(
+        "leftover ranks", Condition.BROKEN, said, f"End them (kill {numbers}) and report how they came about."
+    )
+
+
+def _orphans() -> Iterator[tuple[int, str]]:
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            parent = int((entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1])
+            mine = entry.stat().st_uid == os.getuid()
+        except (OSError, ValueError, IndexError):
+            continue  # it ended while we looked
+        if mine and parent == 1 and any(mark in command for mark in RANK_MARKS) and int(entry.name) != os.getpid():
+            yield int(entry.name), command[:120]
+
+
+def environment() -> Symptom:
+    """Variables that change what ranks do."""
+    launch = env.torchrun()  # raises, and so reports, what is inconsistent
+    values = {name: value for name, value in sorted(env.snapshot().items()) if name.startswith(NOTABLE)}
+    if launch is not None:
+        return Symptom("environment", Condition.GOOD, f"rank {launch.rank} of {launch.world_size} under torchrun")
+    if values:
+        said = ", ".join(f"{name}={value}" for name, value in values.items())
+        return Symptom("environment", Condition.ODD, said, "Unset what you did not mean to set.")
+    return Symptom("environment", Condition.GOOD, "no variable that changes what ranks do")
+
+
+def packages() -> Symptom:
+    """Is numpy there (torch warns without it), and does the plugin's entry point lead to us?"""
+    from importlib import metadata
+
+    import numpy as np
+
+    entries = [entry.value for entry in metadata.entry_points(group="pytest11") if entry.name == "fsdp_testing"]
+    said = f"fsdp-testing {metadata.version('fsdp-testing')}, numpy {np.__version__}, {Path(sys.executable)}"
+    if len(entries) != 1:
+        return Symptom("packages", Condition.BROKEN, f"{said}; pytest11 entry points: {entries}", "Install it once.")
+    return Symptom("packages", Condition.GOOD, said)
+
+
+EXAMINATIONS: tuple[Callable[[], Symptom], ...] = (
+    python,
+    packages,
+    torch,
+    backends,
+    processors,
+    memory,
+    limits,
+    shared_memory,
+    temporary_files,
+    loopback,
+    host_name,
+    environment,
+    leftover_ranks,
+)

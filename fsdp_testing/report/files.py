@@ -1,0 +1,68 @@
+"""How does an output file appear all at once or not at all?
+
+Every report is written to a temporary file beside its target and renamed over it, so that a reader never sees half a
+report and an interrupted run leaves the previous one whole.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+from fsdp_testing.errors import InvalidArgument
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Find out before a long run that its report could not be written afterwards.
+
+    Args:
+        path: The file to be written; missing parent directories are made.
+        option: How the user named it, for the message.
+
+    Raises:
+        InvalidArgument: The directory cannot be made or written to, or a directory is in the file's place.
+    """
+    probe = _beside(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(21, "it is a directory", str(path))
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise _unwritable(path, option, error) from error
+
+
+def write_atomically(path: Path, text: str, option: str = "report") -> None:
+    """Write `text` to `path` as UTF-8, whole or not at all.
+
+    Raises:
+        InvalidArgument: It cannot be written; what was there before is still there.
+    """
+    temporary = _beside(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A path or message may hold bytes that are no UTF-8; a report that shows them escaped beats none.
+            with temporary.open("x", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise _unwritable(path, option, error) from error
+    finally:
+        with suppress(OSError):  # after a success it is gone, after a failure the folder may never have been there
+            temporary.unlink()
+
+
+def _beside(path: Path) -> Path:
+    return path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
+
+
+def _unwritable(path: Path, option: str, error: OSError) -> InvalidArgument:
+    return InvalidArgument(
+        f"{option}: expected a place that can be written to, got {str(path)!r} ({error.strerror or error}). "
+        "Give another path, or make that one writable."
+    )

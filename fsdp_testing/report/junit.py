@@ -1,0 +1,87 @@
+"""How do continuous-integration servers read a report? As JUnit XML, one suite per implementation.
+
+`pass` is a passed test; `fail` a failure; `unknown` an error; `not claimed` and an expected failure are skipped, with
+the reason; a stale expectation passes and says so in its output.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+from fsdp_testing.records import CheckResult, RunReport, Verdict
+from fsdp_testing.report.files import write_atomically
+from fsdp_testing.report.summary import implementations, place_text, replay_line, sentence, size_text, suite_of
+
+# What XML 1.0 cannot hold, not even escaped: control characters of captured output, lone surrogates.
+UNPRINTABLE = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def write_junit(report: RunReport, path: Path) -> None:
+    """Write the report as JUnit XML.
+
+    Raises:
+        InvalidArgument: The file cannot be written.
+    """
+    write_atomically(path, junit_text(report), option="--junit")
+
+
+def junit_text(report: RunReport) -> str:
+    """The XML document."""
+    root = ET.Element("testsuites", name="fsdp-verify", time=f"{report.seconds:.3f}")
+    for name in implementations(report):
+        results = [result for result in report.results if result.implementation == name]
+        suite = ET.SubElement(root, "testsuite", {"name": _clean(name), **_counts(results)})
+        properties = ET.SubElement(suite, "properties")
+        for key, value in [*report.environment.items(), ("backend", report.backend)]:
+            ET.SubElement(properties, "property", name=_clean(key), value=_clean(value))
+        for result in results:
+            suite.append(_test_case(result, report))
+    ET.indent(root)
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
+
+
+def _counts(results: list[CheckResult]) -> dict[str, str]:
+    verdicts = [result.verdict for result in results]
+    return {
+        "tests": str(len(results)),
+        "failures": str(verdicts.count(Verdict.FAIL)),
+        "errors": str(verdicts.count(Verdict.UNKNOWN)),
+        "skipped": str(verdicts.count(Verdict.NOT_CLAIMED) + verdicts.count(Verdict.EXPECTED_FAILURE)),
+        "time": f"{sum(result.seconds for result in results):.3f}",
+    }
+
+
+def _test_case(result: CheckResult, report: RunReport) -> ET.Element:
+    case = ET.Element(
+        "testcase",
+        classname=_clean(f"{result.implementation}.{suite_of(result.check)}"),
+        name=_clean(result.check),
+        time=f"{result.seconds:.3f}",
+    )
+    message = _clean(sentence(result))
+    if result.verdict is Verdict.FAIL:
+        ET.SubElement(case, "failure", message=message, type="fail").text = _account(result, report)
+    elif result.verdict is Verdict.UNKNOWN:
+        ET.SubElement(case, "error", message=message, type="unknown").text = _account(result, report)
+    elif result.verdict is Verdict.NOT_CLAIMED:
+        ET.SubElement(case, "skipped", message=message, type="not_claimed")
+    elif result.verdict is Verdict.EXPECTED_FAILURE:
+        ET.SubElement(case, "skipped", message=_clean(result.expected), type="expected_failure")
+    elif result.verdict is Verdict.STALE:
+        ET.SubElement(case, "system-out").text = _clean(f"stale expected failure: {result.expected}")
+    return case
+
+
+def _account(result: CheckResult, report: RunReport) -> str:
+    lines = [result.meaning]
+    for finding in result.findings:
+        told = (finding.explanation, place_text(finding), finding.quantity, size_text(finding), finding.detail)
+        lines += ["", *(line for line in told if line)]
+    lines += [case.error for case in result.cases if case.error]
+    return _clean("\n".join([*lines, "", f"replay: {replay_line(result, report)}"]))
+
+
+def _clean(text: str) -> str:
+    return UNPRINTABLE.sub("\ufffd", text)

@@ -1,0 +1,45 @@
+(() => {
+  "use strict";
+  const all = (selector, root = document) => [...root.querySelectorAll(selector)];
+
+  for (const row of all("tr.check")) row.classList.toggle("calm", !row.querySelector(".trouble"));
+  const box = document.getElementById("only-trouble");
+  box.closest("p").hidden = false;
+  box.addEventListener("change", () => document.body.classList.toggle("only-trouble", box.checked));
+
+  const articles = all("article");
+  let current = -1;
+  const go = (step) => {
+    if (!articles.length) return;
+    current = (current + step + articles.length) % articles.length;
+    if (current < 0) current = articles.length - 1;
+    articles[current].focus({ preventScroll: true });
+    articles[current].scrollIntoView({ block: "start" });
+  };
+  for (const [index, article] of articles.entries()) {
+    article.addEventListener("focusin", () => { current = index; });
+  }
+  document.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName)) return;
+    if (event.key === "n") go(1);
+    else if (event.key === "p") go(current < 0 ? 0 : -1);
+    else if (event.key === "t") { current = -1; window.scrollTo(0, 0); }
+  });
+
+  if (navigator.clipboard) {
+    for (const button of all("button.copy")) {
+      button.hidden = false;
+      button.addEventListener("click", async () => {
+        await navigator.clipboard.writeText(button.parentElement.querySelector("code").textContent);
+        button.textContent = "copied";
+      });
+    }
+  }
+
+  let opened = [];
+  window.addEventListener("beforeprint", () => {
+    opened = all("details:not([open])");
+    for (const details of opened) details.open = true;
+  });
+  window.addEventListener("afterprint", () => { for (const details of opened) details.open = false; });
+})();

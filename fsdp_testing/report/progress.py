@@ -1,0 +1,113 @@
+"""What does a person see while a run goes on? One moving line in a terminal, one line per trouble in a log file."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from fsdp_testing.records import CheckResult, Verdict
+from fsdp_testing.report import summary
+from fsdp_testing.report.terminal import STYLES
+
+# Told the moment they are known; everything else waits for the table.
+TOLD_AT_ONCE = (Verdict.FAIL, Verdict.UNKNOWN, Verdict.STALE)
+
+
+class RunListener(Protocol):
+    """What a run tells while it goes on; a listener only looks and never changes the run."""
+
+    def planned(self, total: int) -> None:
+        """`total` pairs of check and implementation will be judged."""
+        ...
+
+    def started(self, implementation: str, check: str) -> None:
+        """This pair runs now."""
+        ...
+
+    def finished(self, result: CheckResult) -> None:
+        """Its result."""
+        ...
+
+
+class SilentListener:
+    """Looks at nothing; the default of programs that want the report alone."""
+
+    def planned(self, total: int) -> None:
+        """Do nothing."""
+
+    def started(self, implementation: str, check: str) -> None:
+        """Do nothing."""
+
+    def finished(self, result: CheckResult) -> None:
+        """Do nothing."""
+
+
+class ProgressListener:
+    """Draws progress with rich; usable as a context manager that leaves the terminal as it was.
+
+    In a terminal one line moves: what runs now, how much is done, what was found so far. Elsewhere nothing moves; each
+    failed, unknown or stale result is one line, and each implementation one when it is through.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._moving = console.is_terminal
+        self._counts: dict[str, dict[Verdict, int]] = {}
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not self._moving,
+        )
+        self._task: TaskID = self._progress.add_task("starting ranks", total=None)
+        self._current = ""
+
+    def __enter__(self) -> ProgressListener:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._tell_about(self._current)
+        self._progress.stop()
+
+    def planned(self, total: int) -> None:
+        """Set the length of the bar."""
+        self._progress.update(self._task, total=total)
+
+    def started(self, implementation: str, check: str) -> None:
+        """Show what runs now."""
+        if implementation != self._current:
+            self._tell_about(self._current)
+            self._current = implementation
+        self._progress.update(self._task, description=f"{implementation} {check}{self._found_so_far()}")
+
+    def finished(self, result: CheckResult) -> None:
+        """Count it, and tell trouble at once."""
+        counts = self._counts.setdefault(result.implementation, dict.fromkeys(Verdict, 0))
+        counts[result.verdict] += 1
+        self._progress.advance(self._task)
+        if result.verdict in TOLD_AT_ONCE:
+            word = (summary.WORDS[result.verdict], STYLES[result.verdict])
+            line = Text.assemble(word, f" {result.implementation} {result.check}: {summary.sentence(result)}")
+            self._console.print(line, soft_wrap=not self._moving)
+
+    def _found_so_far(self) -> str:
+        totals = {v: sum(counts[v] for counts in self._counts.values()) for v in TOLD_AT_ONCE}
+        told = ", ".join(f"{count} {summary.WORDS[v]}" for v, count in totals.items() if count)
+        return f" ({told})" if told else ""
+
+    def _tell_about(self, implementation: str) -> None:
+        counts = self._counts.get(implementation)
+        if counts is None or self._moving:
+            return
+        told = ", ".join(f"{count} {summary.WORDS[v]}" for v, count in counts.items() if count)
+        self._console.print(f"{implementation}: {told}", soft_wrap=True)

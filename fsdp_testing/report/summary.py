@@ -1,0 +1,240 @@
+"""What does a report say, once it is sorted for a reader?
+
+Pure functions from a `RunReport` to rows, tallies and sentences. Terminal, HTML and JUnit draw what is
+computed here, so that they cannot disagree.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fsdp_testing.records import CheckResult, Finding, RunReport, Verdict, merge
+
+# Order in which a reader wants them: what is wrong, what is unclear, what was foreseen.
+ATTENTION = (Verdict.FAIL, Verdict.UNKNOWN, Verdict.STALE, Verdict.EXPECTED_FAILURE)
+
+WORDS = {
+    Verdict.PASS: "pass",
+    Verdict.FAIL: "FAIL",
+    Verdict.UNKNOWN: "unknown",
+    Verdict.NOT_CLAIMED: "not claimed",
+    Verdict.EXPECTED_FAILURE: "expected",
+    Verdict.STALE: "stale",
+}
+
+MEANINGS = {
+    Verdict.PASS: "the claim held in every case that was run",
+    Verdict.FAIL: "the claim was refuted; the first divergence is shown",
+    Verdict.UNKNOWN: "nothing can be said: the check, the adapter or the pool failed",
+    Verdict.NOT_CLAIMED: "the implementation does not claim what the check needs; it was not run",
+    Verdict.EXPECTED_FAILURE: "failed, as the list of expected failures says",
+    Verdict.STALE: "listed as an expected failure, but it does not fail; take it off the list",
+}
+
+EXIT_MEANINGS = {
+    0: "all claims that were checked hold",
+    1: "a claim was refuted",
+    2: "bad usage or a bad adapter",
+    3: "of some claims nothing is known",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One check over all implementations; `results` has one entry for each, None where it was not run."""
+
+    suite: str
+    check: str
+    meaning: str
+    results: tuple[CheckResult | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """Checks by implementations, in the order in which they were asked."""
+
+    implementations: tuple[str, ...]
+    rows: tuple[Row, ...]
+
+    @property
+    def suites(self) -> tuple[tuple[str, tuple[Row, ...]], ...]:
+        """Rows by suite, suites in order of first appearance."""
+        names = dict.fromkeys(row.suite for row in self.rows)
+        return tuple((name, tuple(row for row in self.rows if row.suite == name)) for name in names)
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """How the checks of one implementation came out. `asked` counts all but those not claimed."""
+
+    implementation: str
+    asked: int
+    counts: dict[Verdict, int]
+    cases: int
+    seconds: float
+
+    @property
+    def sentence(self) -> str:
+        """The tally in one line."""
+        held = self.counts[Verdict.PASS] + self.counts[Verdict.STALE]
+        parts = [f"{held} of {self.asked} claims hold" if self.asked else "nothing was asked"]
+        for verdict, word in ((Verdict.FAIL, "refuted"), (Verdict.UNKNOWN, "unknown")):
+            if self.counts[verdict]:
+                parts.append(f"{self.counts[verdict]} {word}")
+        if self.counts[Verdict.EXPECTED_FAILURE]:
+            parts.append(f"{self.counts[Verdict.EXPECTED_FAILURE]} expected to fail")
+        if self.counts[Verdict.STALE]:
+            parts.append(f"{self.counts[Verdict.STALE]} stale")
+        if self.counts[Verdict.NOT_CLAIMED]:
+            parts.append(f"{self.counts[Verdict.NOT_CLAIMED]} not claimed")
+        return ", ".join(parts)
+
+
+def implementations(report: RunReport) -> tuple[str, ...]:
+    """Names asked for, then any other that has results."""
+    return tuple(dict.fromkeys([*report.implementations, *(result.implementation for result in report.results)]))
+
+
+def matrix(report: RunReport) -> Matrix:
+    """Checks by implementations."""
+    names = implementations(report)
+    cells: dict[str, dict[str, list[CheckResult]]] = {}
+    for result in report.results:
+        cells.setdefault(result.check, {}).setdefault(result.implementation, []).append(result)
+    rows = []
+    for check, found in cells.items():
+        results = tuple(strongest(found[name]) if name in found else None for name in names)
+        meaning = next(result.meaning for result in results if result is not None)
+        rows.append(Row(suite_of(check), check, meaning, results))
+    return Matrix(names, tuple(rows))
+
+
+def suite_of(check: str) -> str:
+    """The part of a check's name before the first dot."""
+    return check.partition(".")[0]
+
+
+def strongest(results: Iterable[CheckResult]) -> CheckResult:
+    """Of several results of one check on one implementation the one that decides: no verdict hides a worse one."""
+    found = list(results)
+    decisive = merge(result.verdict for result in found)
+    return next(result for result in found if result.verdict is decisive)
+
+
+def tallies(report: RunReport) -> tuple[Tally, ...]:
+    """One tally per implementation."""
+    return tuple(
+        _tally(name, [r for r in report.results if r.implementation == name]) for name in implementations(report)
+    )
+
+
+def _tally(name: str, results: list[CheckResult]) -> Tally:
+    counts = {verdict: sum(result.verdict is verdict for result in results) for verdict in Verdict}
+    return Tally(
+        implementation=name,
+        asked=len(results) - counts[Verdict.NOT_CLAIMED],
+        counts=counts,
+        cases=sum(len(result.cases) for result in results),
+        seconds=sum(result.seconds for result in results),
+    )
+
+
+def attention(report: RunReport, verdict: Verdict) -> tuple[CheckResult, ...]:
+    """Results with this verdict, in the order of the run."""
+    return tuple(result for result in report.results if result.verdict is verdict)
+
+
+def report_exit_code(report: RunReport) -> int:
+    """The documented exit code, and 3 where an implementation was asked for but no claim of it was checked at all."""
+    if report.exit_code:
+        return report.exit_code
+    idle = [tally for tally in tallies(report) if tally.asked == 0]
+    return 3 if idle or not report.results else 0
+
+
+def conclusion(report: RunReport) -> str:
+    """The last line a reader sees: what the exit code means, and for whom."""
+    code = report_exit_code(report)
+    idle = [tally.implementation for tally in tallies(report) if tally.asked == 0]
+    if code == 3 and (idle or not report.results) and not report.count(Verdict.UNKNOWN):
+        whose = f" of {', '.join(idle)}" if idle else ""
+        return f"exit code 3: no claim{whose} was checked, so nothing is known"
+    return f"exit code {code}: {EXIT_MEANINGS[code]}"
+
+
+# ------------------------------------------------------------------------------------------------ one failure
+def size_text(finding: Finding) -> str:
+    """By how much against which bound; empty where the difference has no size."""
+    if finding.max_error is None:
+        return ""
+    text = f"max error {_number(finding.max_error)}"
+    if finding.bound is None:
+        return text
+    if finding.bound == 0:
+        return f"{text}, equal bits were due"
+    text += f", bound {_number(finding.bound)}"
+    ratio = finding.max_error / finding.bound
+    return f"{text} ({_number(ratio)} times the bound)" if math.isfinite(ratio) else text
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def place_text(finding: Finding) -> str:
+    """After which operation and on which ranks."""
+    place = finding.operation_text or ("while wrapping" if finding.operation < 0 else f"operation {finding.operation}")
+    if not finding.ranks:
+        return place
+    return f"{place}, rank{'s' if len(finding.ranks) > 1 else ''} {', '.join(map(str, finding.ranks))}"
+
+
+def world_text(finding: Finding) -> str:
+    """The case in a few words: model, world, strategy, dtypes."""
+    case = finding.case
+    parts = [case.model.name, f"{case.world.size} ranks", case.strategy, case.model.dtype]
+    if case.mixed_precision is not None:
+        dtypes = (
+            case.mixed_precision.param_dtype,
+            case.mixed_precision.reduce_dtype,
+            case.mixed_precision.buffer_dtype,
+        )
+        parts.append("mixed precision " + "/".join(dtype or "-" for dtype in dtypes))
+    if case.cpu_offload:
+        parts.append("CPU offload")
+    return ", ".join(parts)
+
+
+def replay_line(result: CheckResult, report: RunReport) -> str:
+    """The command that runs this check on this implementation again, on the world where it first failed."""
+    sizes = [finding.case.world.size for finding in result.findings] or list(report.world_sizes)
+    backends = [finding.case.world.backend for finding in result.findings] or [report.backend]
+    words = ["fsdp-verify", "run", result.implementation, "--check", result.check]
+    if sizes:
+        words += ["--world-size", str(sizes[0])]
+    if backends[0] != "gloo":
+        words += ["--backend", backends[0]]
+    return shlex.join(words)
+
+
+def sentence(result: CheckResult) -> str:
+    """Why the verdict is what it is, in one sentence; never empty."""
+    if result.explanation:
+        return result.explanation
+    if result.findings:
+        return result.findings[0].explanation
+    errors = [case.error for case in result.cases if case.error]
+    return errors[0].strip().splitlines()[-1] if errors else MEANINGS[result.verdict]
+
+
+def nearest(report: RunReport, count: int = 10) -> tuple[tuple[CheckResult, float], ...]:
+    """Passed results that came closest to their bound, with the largest error as a part of the bound."""
+    ranked = [
+        (result, max((case.worst_ratio for case in result.cases), default=0.0))
+        for result in report.results
+        if result.verdict is Verdict.PASS
+    ]
+    return tuple(sorted((item for item in ranked if item[1] > 0), key=lambda item: -item[1])[:count])

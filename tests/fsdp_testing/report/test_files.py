@@ -1,0 +1,93 @@
+"""Reports appear whole or not at all, and a place that cannot be written to gives one clear message."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from fsdp_testing.errors import InvalidArgument, InvalidRecord
+from fsdp_testing.records import RunReport
+from fsdp_testing.report import check_writable, read_json, write_atomically, write_html, write_json, write_junit
+
+
+def test_text_arrives_with_the_usual_permissions_and_nothing_else_is_left(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "folder" / "file.txt"
+    write_atomically(target, "é\n")
+    assert target.read_bytes() == "é\n".encode()
+    assert os.listdir(target.parent) == ["file.txt"]
+    mask = os.umask(0)
+    os.umask(mask)
+    assert stat.S_IMODE(target.stat().st_mode) == 0o666 & ~mask
+
+
+def test_an_interrupted_write_leaves_the_previous_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "report.json"
+    target.write_text("before", encoding="utf-8")
+
+    def interrupted(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fsdp_testing.report.files.os.fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(target, "after")
+    assert target.read_text(encoding="utf-8") == "before"
+    assert os.listdir(tmp_path) == ["report.json"]
+
+
+@pytest.mark.parametrize("writer", [write_json, write_junit, write_html])
+def test_a_file_in_the_place_of_a_directory_is_told(writer: object, good: RunReport, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    place = tmp_path / "file" / "inner"
+    with pytest.raises(
+        InvalidArgument, match=r"^--\w+: expected a place that can be written to, got '.*file"
+    ) as caught:
+        writer(good, place)  # type: ignore[operator]  # each takes a report and a path
+    assert "\n" not in str(caught.value)
+
+
+def test_a_directory_in_the_place_of_the_file_is_told(tmp_path: Path) -> None:
+    (tmp_path / "report.json").mkdir()
+    with pytest.raises(InvalidArgument, match="--json: expected a place that can be written to"):
+        check_writable(tmp_path / "report.json", "--json")
+    with pytest.raises(InvalidArgument, match="--json: expected a place that can be written to"):
+        write_atomically(tmp_path / "report.json", "x", "--json")
+    assert os.listdir(tmp_path) == ["report.json"]
+
+
+def test_a_full_or_read_only_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("fsdp_testing.report.files.os.fsync", refuse)
+    with pytest.raises(InvalidArgument, match="No space left on device"):
+        write_atomically(tmp_path / "x", "text")
+    assert os.listdir(tmp_path) == []
+
+
+def test_looking_first_leaves_no_trace(tmp_path: Path) -> None:
+    check_writable(tmp_path / "new" / "report.json", "--json")
+    assert os.listdir(tmp_path / "new") == []
+    with pytest.raises(InvalidArgument):
+        check_writable(Path("/proc/nothing/report.json"), "--json")
+
+
+def test_json_comes_back_equal(mixed: RunReport, good: RunReport, tmp_path: Path) -> None:
+    write_json(good, tmp_path / "good.json")
+    assert read_json(tmp_path / "good.json") == good
+    write_json(mixed, tmp_path / "mixed.json")
+    assert read_json(tmp_path / "mixed.json").to_json() == mixed.to_json()  # nan is not equal to itself
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": "other"}', "\udcff"])
+def test_a_damaged_report_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(InvalidRecord, match=r"r\.json"):
+        read_json(tmp_path / "r.json")
+
+
+def test_a_missing_report_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRecord, match=r"none\.json: expected a report"):
+        read_json(tmp_path / "none.json")

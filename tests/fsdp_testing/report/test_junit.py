@@ -1,0 +1,57 @@
+"""The JUnit file says what the report says, and stays XML whatever the run printed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+from fsdp_testing.records import RunReport
+from fsdp_testing.report.junit import junit_text, write_junit
+
+
+def test_every_verdict_has_its_element(mixed: RunReport) -> None:
+    root = ET.fromstring(junit_text(mixed).encode())
+    suites = root.findall("testsuite")
+    assert [suite.get("name") for suite in suites] == ["one", "two & co"]
+    kinds = {
+        (suite.get("name"), case.get("name")): [(child.tag, child.get("type")) for child in case]
+        for suite in suites
+        for case in suite.findall("testcase")
+    }
+    assert kinds == {
+        ("one", "training.sgd"): [],
+        ("one", "training.adamw"): [("failure", "fail")],
+        ("one", "clip.inf"): [("error", "unknown")],
+        ("one", "clip.two"): [("skipped", "expected_failure")],
+        ("one", "clip.one"): [("system-out", None)],
+        ("one", "hybrid.steps"): [("skipped", "not_claimed")],
+        ("two & co", "training.sgd"): [("failure", "fail")],
+        ("two & co", "training.adamw"): [],
+    }
+
+
+def test_totals_agree_with_the_elements(mixed: RunReport) -> None:
+    for suite in ET.fromstring(junit_text(mixed).encode()).findall("testsuite"):
+        cases = suite.findall("testcase")
+        assert suite.get("tests") == str(len(cases))
+        for total, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
+            assert suite.get(total) == str(sum(case.find(tag) is not None for case in cases)), tag
+
+
+def test_a_failure_is_told_completely(mixed: RunReport) -> None:
+    root = ET.fromstring(junit_text(mixed).encode())
+    failure = root.find("testsuite[@name='one']/testcase[@name='training.adamw']/failure")
+    assert failure is not None
+    assert failure.text is not None
+    for part in (
+        "gradient of blocks.1.weight",
+        "operation 0 forward_backward(batch 1), ranks 0, 1",
+        "max error 0.37, bound 2e-12",
+        "replay: fsdp-verify run one --check training.adamw --world-size 2",
+    ):
+        assert part in failure.text
+
+
+def test_the_file_is_utf8_xml(mixed: RunReport, tmp_path: Path) -> None:
+    write_junit(mixed, tmp_path / "junit.xml")
+    assert ET.parse(tmp_path / "junit.xml").getroot().tag == "testsuites"

@@ -1,0 +1,117 @@
+"""What is computed for a reader is right whatever draws it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from fsdp_testing.records import RunReport, Verdict
+from fsdp_testing.report import summary
+
+
+def test_the_matrix_has_every_check_and_implementation_in_order(mixed: RunReport) -> None:
+    found = summary.matrix(mixed)
+    assert found.implementations == ("one", "two & co")
+    assert [row.check for row in found.rows][:2] == ["training.sgd", "training.adamw"]
+    assert [name for name, _ in found.suites] == ["training", "clip", "hybrid"]
+    verdicts = {row.check: [r and r.verdict for r in row.results] for row in found.rows}
+    assert verdicts["training.sgd"] == [Verdict.PASS, Verdict.FAIL]
+    assert verdicts["clip.inf"] == [Verdict.UNKNOWN, None]
+
+
+def test_an_implementation_that_nobody_announced_is_shown_too(make: SimpleNamespace) -> None:
+    report = RunReport(results=(make.result("b", "s.c", Verdict.PASS),), implementations=("a",))
+    assert summary.matrix(report).implementations == ("a", "b")
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations([Verdict.PASS, Verdict.UNKNOWN, Verdict.FAIL])))
+def test_no_result_hides_a_worse_one(make: SimpleNamespace, order: tuple[Verdict, ...]) -> None:
+    report = RunReport(results=tuple(make.result("a", "s.c", verdict) for verdict in order))
+    (row,) = summary.matrix(report).rows
+    assert row.results[0] is not None
+    assert row.results[0].verdict is Verdict.FAIL
+
+
+def test_tallies_count_claims_apart_from_what_was_not_claimed(mixed: RunReport) -> None:
+    one, two = summary.tallies(mixed)
+    assert one.asked == 5
+    assert one.sentence == ("2 of 5 claims hold, 1 refuted, 1 unknown, 1 expected to fail, 1 stale, 1 not claimed")
+    assert two.sentence == "1 of 2 claims hold, 1 refuted"
+    assert one.cases == 5
+
+
+def test_exit_codes(good: RunReport, mixed: RunReport, make: SimpleNamespace) -> None:
+    assert summary.report_exit_code(good) == 0
+    assert summary.report_exit_code(mixed) == 1
+    unknown = RunReport(results=(make.result("a", "s.c", Verdict.UNKNOWN),))
+    assert summary.report_exit_code(unknown) == 3
+    assert "nothing is known" in summary.conclusion(unknown)
+    expected = RunReport(results=(make.result("a", "s.c", Verdict.EXPECTED_FAILURE),))
+    assert summary.report_exit_code(expected) == 0
+
+
+def test_nothing_checked_is_never_a_success(make: SimpleNamespace) -> None:
+    assert summary.report_exit_code(RunReport(results=())) == 3
+    idle = RunReport(results=(make.result("a", "s.c", Verdict.NOT_CLAIMED),))
+    assert summary.report_exit_code(idle) == 3
+    assert summary.conclusion(idle) == "exit code 3: no claim of a was checked, so nothing is known"
+    lost = RunReport(results=(make.result("a", "s.c", Verdict.PASS),), implementations=("a", "lost"))
+    assert summary.report_exit_code(lost) == 3
+    assert "lost" in summary.conclusion(lost)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"max_error": None, "bound": None}, ""),
+        ({"max_error": 0.5, "bound": None}, "max error 0.5"),
+        ({"max_error": 0.5, "bound": 0.0}, "max error 0.5, equal bits were due"),
+        ({"max_error": 0.5, "bound": 0.25}, "max error 0.5, bound 0.25 (2 times the bound)"),
+        ({"max_error": math.nan, "bound": 0.25}, "max error nan, bound 0.25"),
+        ({"max_error": math.inf, "bound": 0.25}, "max error inf, bound 0.25"),
+    ],
+)
+def test_sizes(make: SimpleNamespace, fields: dict[str, float | None], text: str) -> None:
+    assert summary.size_text(make.diverged(**fields)) == text
+
+
+def test_places(make: SimpleNamespace) -> None:
+    assert summary.place_text(make.diverged()) == "operation 0 forward_backward(batch 1), ranks 0, 1"
+    assert summary.place_text(make.diverged(operation=-1, operation_text="", ranks=(1,))) == "while wrapping, rank 1"
+    assert summary.place_text(make.diverged(operation=4, operation_text="", ranks=())) == "operation 4"
+    assert summary.world_text(make.diverged()) == "mlp, 2 ranks, full_shard, float64"
+
+
+def test_the_replay_line_names_everything_and_quotes(make: SimpleNamespace) -> None:
+    failing = make.result("my.mod:make one", "clip.two", Verdict.FAIL, findings=(make.diverged(),))
+    line = summary.replay_line(failing, RunReport(results=(failing,)))
+    assert line == "fsdp-verify run 'my.mod:make one' --check clip.two --world-size 2"
+    bare = make.result("a", "clip.two", Verdict.UNKNOWN)
+    line = summary.replay_line(bare, RunReport(results=(bare,), world_sizes=(3, 4), backend="fake"))
+    assert line == "fsdp-verify run a --check clip.two --world-size 3 --backend fake"
+
+
+@pytest.mark.parametrize("verdict", list(Verdict))
+def test_every_result_has_a_sentence(make: SimpleNamespace, verdict: Verdict) -> None:
+    assert summary.sentence(make.result("a", "s.c", verdict, cases=()))
+
+
+def test_the_sentence_falls_back_to_finding_then_error(make: SimpleNamespace) -> None:
+    assert "0.37" in summary.sentence(make.result("a", "s.c", Verdict.FAIL, findings=(make.diverged(),)))
+    case = make.outcome(Verdict.UNKNOWN, error="Traceback\n  ...\nPoolBroken: gone\n")
+    assert summary.sentence(make.result("a", "s.c", Verdict.UNKNOWN, cases=(case,))) == "PoolBroken: gone"
+
+
+def test_nearest_ranks_passed_results_by_their_largest_error(good: RunReport) -> None:
+    assert [(found.check, ratio) for found, ratio in summary.nearest(good)] == [
+        ("training.adamw", 0.8),
+        ("training.sgd", 0.1),
+    ]
+
+
+def test_every_verdict_has_words() -> None:
+    for table in (summary.WORDS, summary.MEANINGS):
+        assert set(table) == set(Verdict)
