@@ -1,0 +1,70 @@
+"""What has been applied to a module, and where in a tree are the units?
+
+A module carries two things of ours in its ``__dict__``, outside its parameters, buffers and children: the unit that
+it is (if it is one), and an ordered registry of the composable APIs that were applied to it. They live on the module,
+not in a table of ours, so that they die with it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import nn
+
+UNIT_KEY: Final = "_fsdp_ref_unit"
+REGISTRY_KEY: Final = "_fsdp_ref_registry"
+REPLICATE: Final = "replicate"
+"""Name under which the replicating API registers itself."""
+
+
+def unit_of(module: nn.Module) -> Any | None:
+    """Return the unit that ``module`` is: a wrapper module, or a module that the composable API was applied to."""
+    return module.__dict__.get(UNIT_KEY)
+
+
+def set_unit(module: nn.Module, unit: object) -> None:
+    """Make ``module`` known as ``unit`` (bypasses ``__setattr__``, which would register a unit that is a module)."""
+    module.__dict__[UNIT_KEY] = unit
+
+
+def registry_of(module: nn.Module) -> Mapping[str, Any] | None:
+    """Return the composable APIs applied to ``module``, name to state in order of application; None without any."""
+    return module.__dict__.get(REGISTRY_KEY)
+
+
+def register(module: nn.Module, api: str, state: object) -> None:
+    """Add ``api`` with its ``state`` to the registry of ``module``."""
+    module.__dict__.setdefault(REGISTRY_KEY, {})[api] = state
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Tell whether the replicating API was applied to this very module."""
+    return REPLICATE in (registry_of(module) or {})
+
+
+def walk(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield every module once as (name, module), in ``named_modules()`` order, leaving out replicated subtrees.
+
+    A replicated subtree belongs to another parallelism, units inside it included (pytorch PR 91044).
+    """
+    visited: set[nn.Module] = set()
+    stack = [("", root)]
+    while stack:
+        name, module = stack.pop()
+        if module in visited or is_replicated(module):
+            continue
+        visited.add(module)
+        yield name, module
+        children = [
+            (f"{name}.{child_name}" if name else child_name, child) for child_name, child in module.named_children()
+        ]
+        stack.extend(reversed(children))
+
+
+def units_under(root: nn.Module) -> list[tuple[str, nn.Module, Any]]:
+    """Return every unit at or below ``root`` as (name, module, unit), depth first, without duplicates."""
+    found = [(name, module, unit_of(module)) for name, module in walk(root)]
+    return [(name, module, unit) for name, module, unit in found if unit is not None]

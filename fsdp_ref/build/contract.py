@@ -1,0 +1,141 @@
+"""How does a composable API leave its mark on a module without changing it?
+
+``contract()`` turns a function that takes a module into an API: it makes one state per application, registers it on the
+module in order of application, and proves afterwards that no parameter, buffer or module changed its name.
+Source: ``torch.distributed._composable.contract`` for the behaviour.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Concatenate, Final, Generic, ParamSpec, Protocol, TypeVar
+
+from torch import nn
+
+from fsdp_ref.annotations import register, registry_of
+from fsdp_ref.errors import AlreadyAppliedError, FsdpTypeError, ModifiedFqnsError, listing
+
+P = ParamSpec("P")
+S = TypeVar("S")
+Target = nn.Module | Sequence[nn.Module]
+
+
+class ContractState:
+    """Default state of an API that needs none of its own."""
+
+
+class ComposableApi(Protocol, Generic[P]):
+    """A function made composable: call it with a module, ask it for the state it left."""
+
+    __name__: str
+
+    def __call__(self, module: Target, *args: P.args, **kwargs: P.kwargs) -> Any: ...
+
+    def state(self, module: nn.Module) -> Any:
+        """Return the state that the API left on ``module``; None when it was not applied."""
+
+
+Implementation = Callable[Concatenate[Any, P], Target | None]
+
+
+def contract(state_cls: Callable[[], Any] = ContractState) -> Callable[[Implementation[P]], ComposableApi[P]]:
+    """Return a decorator that makes ``func(module, ...)`` a composable API.
+
+    The function may take a list of modules; they share one state. It returns the module (or as many modules), or None
+    for "the same". It finds its state with ``func.state(module)`` while it runs.
+
+    Raises (by the decorated function):
+        AlreadyAppliedError: the API was applied to one of the modules before.
+        ModifiedFqnsError: names of parameters, buffers or modules changed, or their order did.
+        FsdpTypeError: not a module or a list of modules.
+    """
+
+    def decorate(func: Implementation[P]) -> ComposableApi[P]:
+        @functools.wraps(func)
+        def wrapper(module: Target, *args: P.args, **kwargs: P.kwargs) -> Any:
+            modules = _as_list(module, name)
+            state = state_cls()
+            _register_all(modules, name, state)
+            before = [_names(each) for each in modules]
+            try:
+                result = func(module, *args, **kwargs)
+            except BaseException:
+                # A refused application must leave the modules free for a corrected one.
+                _unregister_all(modules, name)
+                raise
+            updated = modules if result is None else _as_list(result, name)
+            _check_names(name, before, [_names(each) for each in updated])
+            for old, new in zip(modules, updated, strict=True):
+                if new is not old:
+                    register(new, name, state)
+            return module if result is None else result
+
+        name = func.__name__
+        wrapper.state = lambda module: (registry_of(module) or {}).get(name)  # type: ignore[attr-defined]  # a function with an attribute
+        return wrapper  # type: ignore[return-value]  # see above
+
+    return decorate
+
+
+def _get_registry(module: nn.Module) -> Mapping[str, Any] | None:
+    """Return the APIs applied to ``module``, name to state, in order of application; None without any."""
+    return registry_of(module)
+
+
+Names = tuple[list[str], list[str], list[str]]
+_KINDS: Final = ("parameters", "buffers", "modules")
+
+
+def _as_list(module: Target, name: str) -> list[nn.Module]:
+    modules: list[Any] = [module] if isinstance(module, nn.Module) else list(module)
+    bad = sorted({type(each).__name__ for each in modules if not isinstance(each, nn.Module)})
+    if bad or not modules:
+        raise FsdpTypeError(
+            f"{name}: expected a module or a list of modules, got {listing(bad) or 'an empty list'}. "
+            "Pass nn.Module objects."
+        )
+    return modules
+
+
+def _register_all(modules: Iterable[nn.Module], name: str, state: object) -> None:
+    taken = [type(each).__name__ for each in modules if name in (registry_of(each) or {})]
+    if taken:
+        raise AlreadyAppliedError(
+            f"{name} has already been applied to the following module: {listing(taken)}. "
+            "Apply each API once per module."
+        )
+    for each in modules:
+        register(each, name, state)
+
+
+def _unregister_all(modules: Iterable[nn.Module], name: str) -> None:
+    for each in modules:
+        registry = registry_of(each)
+        if isinstance(registry, dict):
+            registry.pop(name, None)
+
+
+def _names(module: nn.Module) -> Names:
+    return (
+        [name for name, _ in module.named_parameters()],
+        [name for name, _ in module.named_buffers()],
+        [name for name, _ in module.named_modules()],
+    )
+
+
+def _check_names(name: str, before: list[Names], after: list[Names]) -> None:
+    problems: list[str] = []
+    if len(before) != len(after):
+        problems.append(f"Checking modules: {len(before)} modules were given and {len(after)} returned")
+    for old, new in zip(before, after):
+        for kind, had, has in zip(_KINDS, old, new, strict=True):
+            if had != has:
+                lost = [fqn for fqn in had if fqn not in set(has)]
+                gained = [fqn for fqn in has if fqn not in set(had)]
+                what = f"only before: {lost}, only after: {gained}" if lost or gained else f"order {had} became {has}"
+                problems.append(
+                    f"Checking {kind}: Composable distributed API implementations cannot modify FQNs. {name}: {what}"
+                )
+    if problems:
+        raise ModifiedFqnsError("; ".join(problems))

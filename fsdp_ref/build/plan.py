@@ -1,0 +1,285 @@
+"""Which parameter goes to which unit?
+
+The one plan behind the wrapper and the composable API: a list of units in depth-first order, each with the parameters
+it will flatten. Reads a module tree and decides; it moves no tensor and changes no module.
+
+[Note: ownership] A parameter belongs to the nearest unit at or above the module that holds it. One that is held in
+several places belongs to the lowest unit that contains them all: the last common element of the chains of units that
+lead from the root to each place. It is flattened there once, and each place is one of its sites.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fsdp_ref.annotations import is_replicated, unit_of
+from fsdp_ref.build.ignored import Ignored
+from fsdp_ref.errors import FsdpValueError, listing
+from fsdp_ref.naming import clean_tensor_name, join_fqn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import nn
+
+    from fsdp_ref.build.targets import Targets
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One place that holds a parameter: ``module.name``, called ``fqn`` relative to the owning unit's module."""
+
+    fqn: str
+    module: nn.Module
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedParam:
+    """A parameter and all its sites; the first one names it."""
+
+    param: nn.Parameter
+    sites: tuple[Site, ...]
+
+    @property
+    def fqn(self) -> str:
+        """Name relative to the owning unit's module, without wrapper prefixes."""
+        return self.sites[0].fqn
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """Names of the further sites."""
+        return tuple(site.fqn for site in self.sites[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedUnit:
+    """One unit to be made.
+
+    Attributes:
+        module: the module that becomes a unit.
+        fqn: its name below the root; empty for the root.
+        options: keyword arguments of the unit.
+        params: what it flattens, in the order of ``named_modules()``; may be empty.
+        modules: the modules it is responsible for (buffers, precision): itself and everything below that is not
+            ignored and has no nearer unit.
+        full_precision: made because mixed precision leaves its class alone.
+    """
+
+    module: nn.Module
+    fqn: str
+    options: dict[str, Any]
+    params: tuple[PlannedParam, ...]
+    modules: tuple[nn.Module, ...]
+    full_precision: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WrapPlan:
+    """All units that one application makes, in depth-first (``modules()``) order, the root first."""
+
+    units: tuple[PlannedUnit, ...]
+    ignored: Ignored = field(default_factory=Ignored)
+
+    @property
+    def root(self) -> PlannedUnit:
+        """The unit of the module that the API was applied to."""
+        return self.units[0]
+
+    def init_order(self) -> Iterator[PlannedUnit]:
+        """Yield the units children first: the reverse of depth-first order.
+
+        For ``mod(s1, s2(ss))`` units are made ss, s2, s1, mod and listed mod, s1, s2, ss. Both APIs and every rank use
+        it, so that collectives during construction match.
+        """
+        return reversed(self.units)
+
+    def describe(self) -> str:
+        """Return the units as text, one line each: ``name[Class]: parameter names``."""
+        lines = []
+        for unit in self.units:
+            depth = "  " * (unit.fqn.count(".") + bool(unit.fqn))
+            names = listing(param.fqn for param in unit.params)
+            lines.append(f"{depth}{unit.fqn}[{type(unit.module).__name__}]: {names}".rstrip())
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A site before its owner is known; ``chain`` holds (unit module, its path) from the root inwards."""
+
+    path: str
+    name: str
+    module: nn.Module
+    chain: tuple[tuple[nn.Module, str], ...]
+
+
+@dataclass(slots=True)
+class _Walk:
+    """What one pass over the tree collects."""
+
+    places: dict[nn.Parameter, list[_Place]] = field(default_factory=dict)
+    modules: dict[nn.Module, list[nn.Module]] = field(default_factory=dict)
+    paths: dict[nn.Module, str] = field(default_factory=dict)
+    taken: list[str] = field(default_factory=list)
+
+
+def make_plan(
+    root: nn.Module,
+    targets: Targets,
+    options: dict[str, Any],
+    ignored: Ignored,
+    *,
+    is_managed: Callable[[nn.Parameter], bool] = lambda param: False,
+) -> WrapPlan:
+    """Assign every parameter below ``root`` to a unit.
+
+    Args:
+        root: the module that the API is applied to.
+        targets: nested units to make.
+        options: the root's keyword arguments.
+        ignored: what to leave alone, nested units' included.
+        is_managed: tells whether a unit already holds the parameter.
+
+    Raises:
+        FsdpValueError: a parameter outside the units below ``root`` is already held by one: it is tied across units
+            that were made one after the other.
+    """
+    walk = _walk(root, frozenset(targets.options), ignored, is_managed)
+    if walk.taken:
+        raise FsdpValueError(
+            f"{type(root).__name__}: expected parameters that no unit holds yet, got {listing(walk.taken)}, shared "
+            "with a unit that was made before. Make both units in one call with a policy, so that the lowest common "
+            "unit owns the shared parameter, or keep all modules that share it in one unit."
+        )
+    owned: dict[nn.Module, list[PlannedParam]] = {}
+    for param, places in walk.places.items():
+        owner, planned = _assign(param, places)
+        owned.setdefault(owner, []).append(planned)
+    units = [
+        PlannedUnit(
+            module,
+            clean_tensor_name(walk.paths[module]),
+            options if module is root else targets.options[module],
+            tuple(owned.get(module, ())),
+            tuple(walk.modules[module]),
+            module in targets.full_precision,
+        )
+        for module in walk.modules
+    ]
+    return WrapPlan(tuple(units), ignored)
+
+
+def _walk(
+    root: nn.Module, targets: frozenset[nn.Module], ignored: Ignored, is_managed: Callable[[nn.Parameter], bool]
+) -> _Walk:
+    """Visit every path (shared modules once per path) and note each parameter's places.
+
+    Subtrees of ignored modules, of replicated modules and of units that are already there are not entered.
+    """
+    walk = _Walk()
+    chains: dict[str, tuple[tuple[nn.Module, str], ...]] = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        parent = path.rpartition(".")[0]
+        is_root = module is root and not path
+        if not is_root and parent not in chains:
+            continue
+        # The root is planned for even when it carries a unit of its own: wrapping a wrapper is legal.
+        if not is_root and (unit_of(module) is not None or module in ignored.modules or is_replicated(module)):
+            continue
+        chain = () if is_root else chains[parent]
+        if is_root or (module in targets and all(module is not unit for unit, _ in chain)):
+            chain = (*chain, (module, path))
+            walk.modules.setdefault(module, [])
+            walk.paths.setdefault(module, path)
+        chains[path] = chain
+        nearest = walk.modules[chain[-1][0]]
+        if module not in nearest:
+            nearest.append(module)
+        if is_root and module in ignored.modules:
+            continue
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            if param in ignored.params:
+                continue
+            if is_managed(param):
+                walk.taken.append(join_fqn(path, name))
+                continue
+            walk.places.setdefault(param, []).append(_Place(path, name, module, chain))
+    return walk
+
+
+def _assign(param: nn.Parameter, places: list[_Place]) -> tuple[nn.Module, PlannedParam]:
+    """Return the owner (see [Note: ownership]) and the parameter with its sites relative to it."""
+    common = [unit for unit, _ in places[0].chain]
+    for place in places[1:]:
+        along = [unit for unit, _ in place.chain]
+        same = 0
+        while same < min(len(common), len(along)) and common[same] is along[same]:
+            same += 1
+        common = common[:same]
+    depth = len(common) - 1
+    sites: dict[str, Site] = {}
+    for place in places:
+        base = place.chain[depth][1]
+        relative = place.path[len(base) :].lstrip(".")
+        fqn = clean_tensor_name(join_fqn(relative, place.name))
+        # A unit that itself occurs twice reaches the same site by two paths; relative to it they are one.
+        sites.setdefault(fqn, Site(fqn, place.module, place.name))
+    return common[depth], PlannedParam(param, tuple(sites.values()))
+
+
+def check_frozen(plan: WrapPlan, *, use_orig_params: bool) -> None:
+    """Check that each nested unit's parameters are all frozen or all trainable.
+
+    Mixed units work only with original parameters, and even then gather gradients for the frozen ones.
+
+    Raises:
+        FsdpValueError: a mixed unit without original parameters; names the first one in post-order and the others.
+
+    Warns:
+        UserWarning: a mixed unit with original parameters.
+    """
+    mixed = [(unit, *_by_requires_grad(unit)) for unit in _post_order(plan) if unit is not plan.root]
+    mixed = [(unit, trained, frozen) for unit, trained, frozen in mixed if trained and frozen]
+    texts = []
+    for unit, trained, frozen in mixed:
+        numel = {name: param.param.numel() for param in unit.params for name in [join_fqn(unit.fqn, param.fqn)]}
+        cost = (
+            " We do not recommend wrapping such modules since the gradient memory usage will be higher than expected "
+            f"({sum(numel.values())} numel instead of {sum(numel[name] for name in trained)} numel before sharding via "
+            "reduce-scatter)."
+            if use_orig_params
+            else " FSDP does not support wrapping such modules when use_orig_params=False."
+        )
+        texts.append(
+            f"{unit.fqn} has both parameters with requires_grad=True and False.{cost} If possible, wrap the frozen "
+            f"parameters with FSDP separately.\nThe following parameters have requires_grad=True:\n{trained}\n"
+            f"The following parameters have requires_grad=False:\n{frozen}"
+        )
+    if texts and not use_orig_params:
+        raise FsdpValueError("\n".join(texts))
+    for text in texts:
+        warnings.warn(text, UserWarning, stacklevel=3)
+
+
+def _by_requires_grad(unit: PlannedUnit) -> tuple[list[str], list[str]]:
+    trained = [join_fqn(unit.fqn, planned.fqn) for planned in unit.params if planned.param.requires_grad]
+    frozen = [join_fqn(unit.fqn, planned.fqn) for planned in unit.params if not planned.param.requires_grad]
+    return trained, frozen
+
+
+def _post_order(plan: WrapPlan) -> list[PlannedUnit]:
+    """Return the units children before parents, siblings in registration order."""
+    order: list[PlannedUnit] = []
+    open_units: list[PlannedUnit] = []
+    for unit in plan.units:
+        while open_units and not _is_below(unit.fqn, open_units[-1].fqn):
+            order.append(open_units.pop())
+        open_units.append(unit)
+    return order + open_units[::-1]
+
+
+def _is_below(fqn: str, ancestor: str) -> bool:
+    return not ancestor or fqn.startswith(ancestor + ".")

@@ -1,0 +1,143 @@
+"""What does a policy's answer mean: which modules become units, with which options?
+
+Runs the policy (object or callable), adds the modules that mixed precision leaves in full precision, and sorts out
+manual units that are already in the tree. Decides only; nothing is changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fsdp_ref.annotations import unit_of, units_under
+from fsdp_ref.build.wrap_policy import PolicyObject, WrapFunction, choose_by_function
+from fsdp_ref.errors import FsdpTypeError, FsdpValueError, listing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from fsdp_ref.build.ignored import Ignored
+    from fsdp_ref.config import MixedPrecision
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """The modules below a root that become units, each with its options.
+
+    Attributes:
+        options: module -> keyword arguments of its unit.
+        full_precision: those that are units because mixed precision leaves their class alone; their inputs are cast
+            up and their outputs back down.
+        by_object: whether a policy object chose them (its choice is checked for frozen parameters).
+    """
+
+    options: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
+    full_precision: frozenset[nn.Module] = frozenset()
+    by_object: bool = False
+
+
+def is_policy_object(policy: object) -> bool:
+    """Tell whether ``policy`` answers for a whole tree at once."""
+    return isinstance(policy, PolicyObject)
+
+
+def choose_targets(
+    root: nn.Module,
+    policy: PolicyObject | WrapFunction | None,
+    options: dict[str, Any],
+    ignored: Ignored,
+    *,
+    mixed_precision: MixedPrecision | None = None,
+    may_hold_units: bool = False,
+) -> Targets:
+    """Run ``policy`` over the tree of ``root``.
+
+    Args:
+        root: the module that the API is applied to; it is a unit whatever the policy says and is not in the result.
+        policy: a policy object, a callable policy, or None for no nested units.
+        options: the root's keyword arguments, which nested units inherit.
+        ignored: what no unit may hold.
+        mixed_precision: the root's policy of precision, None when none was given.
+        may_hold_units: units that are already below ``root`` are kept (they win over the policy) instead of refused.
+
+    Raises:
+        FsdpTypeError: ``policy`` is neither kind.
+        FsdpValueError: units below ``root`` where they are refused, or a policy that contradicts one of them.
+    """
+    if policy is None:
+        return Targets()
+    if not isinstance(policy, PolicyObject) and not callable(policy):
+        raise FsdpTypeError(
+            f"auto_wrap_policy: expected a policy object or a callable, got {type(policy).__name__}. "
+            "Pass for example ModuleWrapPolicy({Block})."
+        )
+    manual = units_under(root)
+    if manual and not may_hold_units:
+        raise FsdpValueError(
+            "FSDP auto wrapping requires modules to not already have FSDP applied but found "
+            f"{listing(name or 'the root itself' for name, _, _ in manual)} in {type(root).__name__}. "
+            "Wrap by hand or by policy, or use fully_shard, which takes both."
+        )
+    chosen = _run(policy, root, options, ignored)
+    full = _full_precision(root, mixed_precision, ignored)
+    for module in full:
+        # A module that the policy did not choose starts from the root's options.
+        chosen.setdefault(module, copy.copy(options))["mixed_precision"] = None
+    chosen = {module: kwargs for module, kwargs in chosen.items() if module is not root}
+    if manual:
+        chosen = _without_manual(root, chosen, options)
+    return Targets(chosen, frozenset(full), isinstance(policy, PolicyObject))
+
+
+def _run(
+    policy: PolicyObject | Callable[..., bool], root: nn.Module, options: dict[str, Any], ignored: Ignored
+) -> dict[nn.Module, dict[str, Any]]:
+    if isinstance(policy, PolicyObject):
+        return dict(policy._run_policy(root, set(ignored.modules), copy.copy(options)))
+    chosen = choose_by_function(root, policy, ignored.modules, ignored.params)
+    return {module: copy.copy(options) for module in chosen}
+
+
+def _full_precision(root: nn.Module, mixed_precision: MixedPrecision | None, ignored: Ignored) -> list[nn.Module]:
+    classes = () if mixed_precision is None else mixed_precision._module_classes_to_ignore
+    found = [m for m in root.modules() if classes and isinstance(m, classes) and m not in ignored.modules]
+    if found:
+        warnings.warn(
+            "Both mixed precision and an auto_wrap_policy were specified to FSDP, where the wrapped module has "
+            f"submodules of type: {listing(sorted({type(m).__name__ for m in found}))}. "
+            "These modules will be wrapped as separate FSDP units with mixed precision disabled.",
+            UserWarning,
+            stacklevel=4,
+        )
+    return found
+
+
+def _without_manual(
+    root: nn.Module, chosen: dict[nn.Module, dict[str, Any]], options: dict[str, Any]
+) -> dict[nn.Module, dict[str, Any]]:
+    """Drop targets that already are units; refuse those that contradict one.
+
+    A unit that was made by hand keeps its own settings. It is ambiguous, and refused, when the policy gives such a
+    module options of its own, or chooses a module whose parameters a manual unit above it already holds.
+    """
+    names = {module: name for name, module in root.named_modules()}
+    inside: dict[nn.Module, str] = {}
+    for name, module, _ in units_under(root):
+        for child in module.modules():
+            if child is not module and unit_of(child) is None:
+                inside.setdefault(child, name)
+    problems = [f"{names[m]} (chosen by the policy, inside the unit {inside[m]})" for m in chosen if m in inside] + [
+        f"{names[m]} (already a unit, with options of its own in the policy)"
+        for m, kwargs in chosen.items()
+        if unit_of(m) is not None and any(kwargs.get(key) is not value for key, value in options.items())
+    ]
+    if problems:
+        raise FsdpValueError(
+            f"fully_shard: expected a policy that agrees with the units made by hand, got {listing(problems)}. "
+            "Leave these modules to one of the two."
+        )
+    return {module: kwargs for module, kwargs in chosen.items() if unit_of(module) is None}

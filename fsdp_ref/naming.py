@@ -1,0 +1,51 @@
+"""How are parameters named once wrappers stand between a module and its children?
+
+A wrapper adds one attribute to every name below it. Users and checkpoints speak of names without these.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+
+FSDP_WRAPPED_MODULE: Final = "_fsdp_wrapped_module"
+"""Attribute under which our wrapper holds the module it wraps."""
+
+FSDP_PREFIX: Final = FSDP_WRAPPED_MODULE + "."
+FLAT_PARAM: Final = "_flat_param"
+"""Attribute under which a flat parameter is registered when original parameters are not kept."""
+
+CHECKPOINT_PREFIX: Final = "_checkpoint_wrapped_module."
+"""What torch's activation-checkpoint wrapper adds to names."""
+
+_WRAPPER_SEGMENTS: Final = frozenset({FSDP_WRAPPED_MODULE, CHECKPOINT_PREFIX.rstrip(".")})
+
+
+def clean_tensor_name(name: str) -> str:
+    """Return ``name`` without the segments that FSDP and activation-checkpoint wrappers added, wherever they occur.
+
+    Works on whole segments: a user's module whose name merely contains such a word keeps it.
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_SEGMENTS)
+
+
+def replace_prefix(mapping: MutableMapping[str, Any], old: str, new: str) -> None:
+    """Rename, in place and in order, the keys that start with ``old``; reversible by swapping the arguments.
+
+    Raises:
+        ValueError: both prefixes are empty-equal, so that nothing would be said by the call.
+    """
+    if old == new:
+        raise ValueError(
+            f"replace_prefix: expected two different prefixes, got {old!r} twice. Pass the old and the new."
+        )
+    for key in list(mapping):
+        value = mapping.pop(key)
+        mapping[new + key.removeprefix(old) if key.startswith(old) else key] = value
+
+
+def join_fqn(prefix: str, name: str) -> str:
+    """Return ``prefix.name``, leaving out the dot when either is empty."""
+    return f"{prefix}.{name}" if prefix and name else prefix or name
