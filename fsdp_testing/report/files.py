@@ -45,7 +45,7 @@ def write_atomically(path: Path, text: str, option: str = "report") -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # A path or message may hold bytes that are no UTF-8; a report that shows them escaped beats none.
-            with temporary.open("x", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
+        with temporary.open("x", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
