@@ -18,6 +18,7 @@ from fsdp_ref.annotations import is_replicated, unit_of
 from fsdp_ref.build.ignored import Ignored
 from fsdp_ref.errors import FsdpValueError, listing
 from fsdp_ref.naming import clean_tensor_name, join_fqn
+from fsdp_ref.storage.param_sites import ManagedParam, ParamSite
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,33 +26,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fsdp_ref.build.targets import Targets
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """One place that holds a parameter: ``module.name``, called ``fqn`` relative to the owning unit's module."""
-
-    fqn: str
-    module: nn.Module
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedParam:
-    """A parameter and all its sites; the first one names it."""
-
-    param: nn.Parameter
-    sites: tuple[Site, ...]
-
-    @property
-    def fqn(self) -> str:
-        """Name relative to the owning unit's module, without wrapper prefixes."""
-        return self.sites[0].fqn
-
-    @property
-    def aliases(self) -> tuple[str, ...]:
-        """Names of the further sites."""
-        return tuple(site.fqn for site in self.sites[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +45,7 @@ class PlannedUnit:
     module: nn.Module
     fqn: str
     options: dict[str, Any]
-    params: tuple[PlannedParam, ...]
+    params: tuple[ManagedParam, ...]
     modules: tuple[nn.Module, ...]
     full_precision: bool = False
 
@@ -154,7 +128,7 @@ def make_plan(
             "with a unit that was made before. Make both units in one call with a policy, so that the lowest common "
             "unit owns the shared parameter, or keep all modules that share it in one unit."
         )
-    owned: dict[nn.Module, list[PlannedParam]] = {}
+    owned: dict[nn.Module, list[ManagedParam]] = {}
     for param, places in walk.places.items():
         owner, planned = _assign(param, places)
         owned.setdefault(owner, []).append(planned)
@@ -210,7 +184,7 @@ def _walk(
     return walk
 
 
-def _assign(param: nn.Parameter, places: list[_Place]) -> tuple[nn.Module, PlannedParam]:
+def _assign(param: nn.Parameter, places: list[_Place]) -> tuple[nn.Module, ManagedParam]:
     """Return the owner (see [Note: ownership]) and the parameter with its sites relative to it."""
     common = [unit for unit, _ in places[0].chain]
     for place in places[1:]:
@@ -220,14 +194,16 @@ def _assign(param: nn.Parameter, places: list[_Place]) -> tuple[nn.Module, Plann
             same += 1
         common = common[:same]
     depth = len(common) - 1
-    sites: dict[str, Site] = {}
+    sites: dict[tuple[nn.Module, str], ParamSite] = {}
+    names: dict[str, None] = {}
     for place in places:
         base = place.chain[depth][1]
         relative = place.path[len(base) :].lstrip(".")
         fqn = clean_tensor_name(join_fqn(relative, place.name))
-        # A unit that itself occurs twice reaches the same site by two paths; relative to it they are one.
-        sites.setdefault(fqn, Site(fqn, place.module, place.name))
-    return common[depth], PlannedParam(param, tuple(sites.values()))
+        names.setdefault(fqn)
+        # A module that occurs twice is one site with two names.
+        sites.setdefault((place.module, place.name), ParamSite(place.module, place.name, fqn))
+    return common[depth], ManagedParam(param, tuple(sites.values()), tuple(names)[1:])
 
 
 def check_frozen(plan: WrapPlan, *, use_orig_params: bool) -> None:
