@@ -23,7 +23,14 @@ class BackendUnavailable(HarnessError):
 
 
 class WorldFailed(HarnessError):
-    """A function run on a world did not return on every rank; carries the full account of every rank."""
+    """A function run on a world did not return on every rank.
+
+    The message is the account of every rank; `outcome` is the same as data (`fsdp_testing.pool.WorldOutcome`).
+    """
+
+    def __init__(self, message: str, outcome: object = None) -> None:
+        super().__init__(message)
+        self.outcome = outcome
 
 
 class PoolBroken(HarnessError):
@@ -36,6 +43,10 @@ class CollectiveMismatch(HarnessError):
 
 class InvalidImplementation(HarnessError):
     """An adapter does not keep the implementation protocol: the adapter's mistake, not a sharding bug."""
+
+
+class UnknownImplementation(InvalidArgument):
+    """A name is neither built in, nor registered by an entry point, nor an import string; near names are listed."""
 
 
 class InvalidRecord(HarnessError, ValueError):

@@ -1,0 +1,5 @@
+"""Which communication backends can a world use, and how does a rank join one?"""
+
+from fsdp_testing.backends.registry import Backend, RankPlace, backend_named, register_backend, registered_backends
+
+__all__ = ["Backend", "RankPlace", "backend_named", "register_backend", "registered_backends"]

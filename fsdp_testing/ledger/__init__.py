@@ -1,0 +1,7 @@
+"""Which collectives did every rank issue, and do the ranks agree? Recorded in shared memory, compared while they run.
+
+- `memory`: the shared-memory layout, one writer per rank, any reader.
+- `recorder`: what a rank does at each collective: record, compare with the peers, refuse a mismatch.
+- `interception`: how the recorder sees every collective of torch, whichever way it was called.
+- `reading`: what the controller makes of the memory of a rank that can no longer be asked.
+"""

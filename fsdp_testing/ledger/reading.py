@@ -1,0 +1,52 @@
+"""What does the ledger of a rank say, read from outside, also when the rank is dead or stuck?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsdp_testing.ledger.memory import Area
+from fsdp_testing.ledger.recorder import group_fact
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerEntry:
+    """One collective: `number` in its group from 1, readable `group`, `group_key`, what, where, when (ns, monotonic)."""
+
+    number: int
+    group: str
+    group_key: int
+    what: str
+    call_site: str
+    moment_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankLedger:
+    """What one rank issued in a job: last entries over all groups, oldest first; counts and members by group key."""
+
+    entries: tuple[LedgerEntry, ...]
+    issued: dict[int, int]
+    members: dict[int, tuple[int, ...]]
+
+
+def read_rank(area: Area, epoch: int, last: int = 8) -> RankLedger:
+    """Read `area`; empty when the rank has not begun job `epoch`."""
+    if area.epoch() != epoch:
+        return RankLedger((), {}, {})
+    strings = area.strings()
+    groups = area.groups()
+    entries: list[LedgerEntry] = []
+    for slot, (key, count) in enumerate(groups):
+        label = group_fact(strings, key, 2)
+        for number in range(max(1, count - last + 1), count + 1):
+            entry = area.entry(slot, number)
+            if entry is not None:
+                what, site = (strings[i] if i < len(strings) else "?" for i in (entry.description, entry.call_site))
+                entries.append(LedgerEntry(number, label, key, what, site, entry.moment_ns))
+    entries.sort(key=lambda entry: entry.moment_ns)
+    members = {key: _members(group_fact(strings, key, 3)) for key, _ in groups}
+    return RankLedger(tuple(entries[-last:]), dict(groups), members)
+
+
+def _members(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(",") if part)

@@ -1,0 +1,17 @@
+"""Ranks on demand: a fork server, worlds that are kept and replaced, and the account of what every rank did."""
+
+from fsdp_testing.pool.controller import Pool, PooledWorld, default_pool
+from fsdp_testing.pool.jobs import Failed
+from fsdp_testing.pool.outcome import CollectiveRecord, ErrorRecord, Fate, RankOutcome, WorldOutcome
+
+__all__ = [
+    "CollectiveRecord",
+    "ErrorRecord",
+    "Failed",
+    "Fate",
+    "Pool",
+    "PooledWorld",
+    "RankOutcome",
+    "WorldOutcome",
+    "default_pool",
+]

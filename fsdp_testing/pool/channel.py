@@ -1,0 +1,141 @@
+"""How do controller and rank exchange messages? Length-prefixed pickles over one inherited socket pair.
+
+Trust: the socket is a nameless pair that only the controller and its own child hold, so a pickle can come from
+nobody else. Tensors travel as raw bytes with dtype and shape, not through `torch.load`.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import select
+import socket
+import struct
+import sys
+from typing import Any
+
+_HEADER = struct.Struct("<Q")
+_CHUNK = 1 << 20
+
+
+def rebuild_tensor(data: bytes, dtype: str, shape: tuple[int, ...], requires_grad: bool, is_parameter: bool) -> Any:
+    """Make a contiguous CPU tensor from bytes written by `dumps`."""
+    import torch
+
+    kind = getattr(torch, dtype)
+    count = 1
+    for extent in shape:
+        count *= extent
+    flat = torch.frombuffer(bytearray(data), dtype=kind) if count else torch.empty(0, dtype=kind)
+    tensor = flat.reshape(shape)
+    if is_parameter:
+        return torch.nn.Parameter(tensor, requires_grad=requires_grad)
+    return tensor.requires_grad_(requires_grad)
+
+
+def rebuild_plain(name: str) -> Any:
+    """Give back a torch dtype or device from its text."""
+    import torch
+
+    return getattr(torch, name) if hasattr(torch, name) else torch.device(name)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickle that sends plain strided tensors as bytes (on CPU, contiguous: strides are not kept)."""
+
+    def reducer_override(self, value: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is None or not isinstance(value, torch.Tensor):
+            return NotImplemented
+        if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
+            return NotImplemented
+        plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        data = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+        dtype = str(value.dtype).removeprefix("torch.")
+        parameter = type(value) is torch.nn.Parameter
+        return rebuild_tensor, (data, dtype, tuple(value.shape), bool(value.requires_grad), parameter)
+
+
+def dumps(value: object) -> bytes:
+    """Serialise `value`; raises whatever pickle raises for a value that cannot travel."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=5).dump(value)
+    return buffer.getvalue()
+
+
+def loads(data: bytes) -> Any:
+    """Inverse of `dumps`."""
+    return pickle.loads(data)
+
+
+class Channel:
+    """One end of a controller-rank connection.
+
+    The controller reads with `take_ready` (never blocks, tolerates a peer that stops in the middle of a message);
+    a rank reads with `receive` (blocks until a message or the end of the controller).
+    """
+
+    def __init__(self, sock: socket.socket, *, send_timeout: float | None = None) -> None:
+        self._sock = sock
+        self._pending = bytearray()
+        self._closed = False
+        self._send_timeout = send_timeout
+
+    def fileno(self) -> int:
+        """Descriptor for selectors; -1 once closed."""
+        return self._sock.fileno()
+
+    @property
+    def closed(self) -> bool:
+        """True when the peer has gone or `close` was called."""
+        return self._closed
+
+    def send(self, message: object) -> None:
+        """Send one message. Raises `OSError` when the peer has gone or does not read within `send_timeout`."""
+        data = dumps(message)
+        self._sock.settimeout(self._send_timeout)
+        self._sock.sendall(_HEADER.pack(len(data)) + data)
+
+    def receive(self) -> Any:
+        """Wait for one message. Raises `EOFError` when the peer has gone."""
+        self._sock.settimeout(None)
+        while True:
+            message = self._next()
+            if message is not None:
+                return message[0]
+            data = self._sock.recv(_CHUNK)
+            if not data:
+                self._closed = True
+                raise EOFError("the other end of the channel has gone")
+            self._pending += data
+
+    def take_ready(self) -> list[Any]:
+        """Return every message that is complete by now; sets `closed` at the end of the stream."""
+        messages: list[Any] = []
+        while not self._closed and select.select([self._sock], [], [], 0)[0]:
+            try:
+                data = self._sock.recv(_CHUNK)
+            except (ConnectionResetError, BrokenPipeError):
+                data = b""
+            if not data:
+                self._closed = True
+            self._pending += data
+        while (message := self._next()) is not None:
+            messages.append(message[0])
+        return messages
+
+    def _next(self) -> tuple[Any] | None:
+        if len(self._pending) < _HEADER.size:
+            return None
+        (length,) = _HEADER.unpack_from(self._pending)
+        end = _HEADER.size + length
+        if len(self._pending) < end:
+            return None
+        data = bytes(self._pending[_HEADER.size : end])
+        del self._pending[:end]
+        return (loads(data),)
+
+    def close(self) -> None:
+        """Close this end; safe to call twice."""
+        self._closed = True
+        self._sock.close()

@@ -1,0 +1,83 @@
+"""What do controller and rank say to each other? The messages, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from fsdp_testing.pool.targets import Target
+from fsdp_testing.records.dirt import Dirt
+
+
+@dataclass(frozen=True, slots=True)
+class Bootstrap:
+    """What a new rank needs to join its world."""
+
+    rank: int
+    size: int
+    backend: str
+    device_index: int
+    store_port: int
+    environment: dict[str, str]
+    sys_path: list[str]
+    directory: str
+    argv: list[str]
+    preloaded: bool = True
+    coverage: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Another rank and size for a single-process world (fake backend)."""
+
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Call `target` with `arguments` (args and kwargs, serialised once for all ranks)."""
+
+    number: int
+    name: str
+    target: Target
+    arguments: bytes
+    hygiene: bool = True
+    sys_path: list[str] | None = None
+    place: Place | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A rank is in its world, or says why it is not."""
+
+    problem: str = ""
+    traceback: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The end of a job on one rank. `payload` is the serialised result, made in the rank so that its errors stay there."""
+
+    number: int
+    payload: bytes
+    failed: bool
+    error_type: str = ""
+    error_message: str = ""
+    error_traceback: str = ""
+    dirt: tuple[Dirt, ...] = ()
+    seconds: float = 0.0
+    finished_at: float = 0.0
+    new_modules: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Leave: run exit work (coverage) and end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A target returns this to say: done, and the result is a failure; the other ranks get the grace period only."""
+
+    value: Any = field(default=None)

@@ -1,0 +1,238 @@
+"""What does a rank do? Join its world, run one call at a time, report, leave without ceremony.
+
+Knows no pytest: a test is a call like any other. Leaves through `os._exit` after flushing, since interpreter shutdown
+with a live gloo thread can abort (pytorch #179291, #190489).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from typing import Any
+
+from fsdp_testing import env
+from fsdp_testing.ledger.memory import LedgerMemory
+from fsdp_testing.pool import world as world_place
+from fsdp_testing.pool.channel import Channel, dumps, loads
+from fsdp_testing.pool.jobs import Bootstrap, Close, Failed, Job, Joined, Place, Report
+from fsdp_testing.pool.targets import resolve
+
+
+def main(fds: dict[str, int]) -> None:
+    """Run as a rank on inherited descriptors: conn, stdout, stderr, stacks, ledger and, for rank 0, listen."""
+    _redirect(fds)
+    channel = Channel(socket.socket(fileno=fds["conn"]))
+    bootstrap: Bootstrap = channel.receive()
+    _adopt(bootstrap)
+    coverage = _start_coverage(bootstrap.coverage)
+    rank = _Rank(bootstrap, fds)
+    try:
+        try:
+            rank.join()
+        except BaseException as error:
+            channel.send(Joined(f"{type(error).__name__}: {error}", traceback.format_exc()))
+            return
+        channel.send(Joined())
+        while True:
+            message = channel.receive()
+            if isinstance(message, Close):
+                return
+            channel.send(rank.run(message))
+    except (EOFError, OSError):
+        return
+    finally:
+        if coverage is not None:
+            coverage.stop()
+            coverage.save()
+        _flush()
+
+
+def _redirect(fds: dict[str, int]) -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.close(null)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        os.dup2(fds[name], number)
+        os.close(fds[name])
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError):
+            stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]  # TextIOWrapper at run time
+    faulthandler.enable(file=2, all_threads=True)
+    # The handler runs in C without the GIL: it answers also for a rank that is stuck inside an extension.
+    faulthandler.register(signal.SIGUSR1, file=fds["stacks"], all_threads=True, chain=False)
+
+
+def _adopt(bootstrap: Bootstrap) -> None:
+    env.restore(bootstrap.environment)
+    sys.path[:] = bootstrap.sys_path
+    sys.argv[:] = bootstrap.argv
+    with contextlib.suppress(OSError):
+        os.chdir(bootstrap.directory)
+
+
+def _start_coverage(settings: dict[str, Any] | None) -> Any:
+    if settings is None:
+        return None
+    import coverage
+
+    measuring = coverage.Coverage(data_suffix=True, **settings)
+    measuring.start()
+    return measuring
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        with contextlib.suppress(Exception):
+            if stream is not None:
+                stream.flush()
+
+
+class _Rank:
+    def __init__(self, bootstrap: Bootstrap, fds: dict[str, int]) -> None:
+        self._bootstrap = bootstrap
+        self._listen = fds.get("listen")
+        self._ledger_fd = fds["ledger"]
+        self._modules = frozenset(sys.modules)
+        self._recorder: Any = None
+        self._hygiene: Any = None
+        self._flush_c: Any = None
+        self._forget_groups: Any = None
+        self._device = "cpu"
+
+    def join(self) -> None:
+        """Make the process group, the world and the ledger of this rank."""
+        import ctypes
+
+        import torch
+
+        from fsdp_testing.backends import RankPlace, backend_named
+        from fsdp_testing.ledger import interception
+        from fsdp_testing.ledger.recorder import Recorder
+        from fsdp_testing.pool import hygiene
+
+        boot = self._bootstrap
+        torch.set_num_threads(1)
+        backend = backend_named(boot.backend)
+        place = RankPlace(boot.rank, boot.size, boot.device_index)
+        if backend.prepare is not None:
+            backend.prepare(place)
+        self._init_group(place.rank, place.size)
+        memory = LedgerMemory(self._ledger_fd, 1 if backend.single_process else boot.size)
+        self._recorder = Recorder(memory, boot.rank, compare=not backend.single_process)
+        interception.activate(self._recorder)
+        self._forget_groups = interception.forget_groups
+        self._hygiene = hygiene
+        self._flush_c = ctypes.CDLL(None).fflush
+        device = backend.device_type if backend.device_type == "cpu" else f"{backend.device_type}:{boot.device_index}"
+        self._device = device
+        world_place.enter(world_place.World(boot.rank, boot.size, boot.backend, device))
+
+    def _init_group(self, rank: int, size: int) -> None:
+        import torch.distributed as dist
+
+        from fsdp_testing.backends import backend_named
+
+        backend = backend_named(self._bootstrap.backend)
+        if backend.single_process:
+            from fsdp_testing.compat import fake_store
+
+            dist.init_process_group(backend.torch_backend, store=fake_store(), rank=rank, world_size=size)
+            return
+        if env.get("GLOO_SOCKET_IFNAME") is None:
+            env.update({"GLOO_SOCKET_IFNAME": "lo"})
+        listen = {} if self._listen is None else {"master_listen_fd": self._listen}
+        store = dist.TCPStore(
+            "127.0.0.1",
+            self._bootstrap.store_port,
+            world_size=size,
+            is_master=rank == 0,
+            wait_for_workers=False,
+            **listen,  # type: ignore[arg-type]  # one keyword of an untyped pybind constructor
+        )
+        dist.init_process_group(backend.torch_backend, store=store, rank=rank, world_size=size)
+
+    def _move(self, place: Place) -> None:
+        current = world_place.current_world()
+        if (current.rank, current.size) == (place.rank, place.size):
+            return
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+        self._init_group(place.rank, place.size)
+        self._forget_groups()
+        world_place.enter(world_place.World(place.rank, place.size, current.backend, self._device))
+
+    def run(self, job: Job) -> Report:
+        """Run one job: clean state before, call, put state back, report."""
+        if job.sys_path is not None:
+            sys.path[:] = job.sys_path
+        if job.place is not None:
+            self._move(job.place)
+        self._recorder.start_job(job.number)
+        snapshot = self._hygiene.take_snapshot() if job.hygiene else None
+        started = time.perf_counter()
+        report = _call(job)
+        seconds = time.perf_counter() - started
+        finished = time.monotonic()
+        self._flush_c(None)
+        _flush()
+        dirt = () if snapshot is None else snapshot.restore()
+        self._forget_groups()
+        return Report(
+            number=job.number,
+            dirt=tuple(dirt),
+            seconds=seconds,
+            finished_at=finished,
+            new_modules=self._new_modules(),
+            **report,
+        )
+
+    def _new_modules(self) -> tuple[str, ...]:
+        if len(sys.modules) == len(self._modules):
+            return ()
+        new = tuple(name for name in sys.modules if name not in self._modules)
+        self._modules = frozenset(sys.modules)
+        return new
+
+
+def _call(job: Job) -> dict[str, Any]:
+    """Result or error of the call, as fields of `Report`."""
+    try:
+        function = resolve(job.target)
+        args, kwargs = loads(job.arguments)
+        value = function(*args, **kwargs)
+    except BaseException as error:
+        return _error_fields(error)
+    failed = isinstance(value, Failed)
+    try:
+        return {"payload": dumps(value.value if isinstance(value, Failed) else value), "failed": failed}
+    except Exception as error:
+        note = TypeError(
+            f"{job.target} returned a {type(value).__name__} that cannot be sent to the controller "
+            f"({type(error).__name__}: {error}). Return plain data and tensors."
+        )
+        return _error_fields(note)
+
+
+def _error_fields(error: BaseException) -> dict[str, Any]:
+    lines = traceback.format_exception(type(error), error, _without_own_frames(error))
+    return {
+        "payload": b"",
+        "failed": True,
+        "error_type": type(error).__name__,
+        "error_message": str(error),
+        "error_traceback": "".join(lines),
+    }
+
+
+def _without_own_frames(error: BaseException) -> Any:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return trace

@@ -1,0 +1,61 @@
+"""How does one run a function on N ranks without pytest? `run_ranks`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fsdp_testing.errors import BackendUnavailable, WorldFailed
+from fsdp_testing.pool import default_pool
+from fsdp_testing.pool.outcome import WorldOutcome
+
+
+def run_ranks(
+    function: Callable[..., Any] | str,
+    *args: Any,
+    size: int = 2,
+    backend: str = "gloo",
+    timeout: float | None = 60.0,
+    isolation: str = "warm",
+    **kwargs: Any,
+) -> list[Any]:
+    """Call `function(*args, **kwargs)` on `size` ranks and return one result per rank.
+
+    Inside, torch's default process group is the world's, and `fsdp_testing.current_world()` is the rank's view of it.
+    Ranks are kept for the next call unless `isolation="fresh"`.
+
+    Args:
+        function: importable by name (module level), or "package.module:function".
+        args: picklable; tensors travel as CPU tensors.
+        size: number of ranks.
+        backend: "gloo", "nccl", "fake" or a registered one.
+        timeout: seconds until a rank counts as hung; None waits for ever.
+        isolation: "warm" or "fresh".
+        kwargs: like `args`.
+
+    Returns:
+        Results by rank.
+
+    Raises:
+        WorldFailed: a rank raised, died, hung or disagreed; the message is the account of every rank, the attribute
+            `outcome` holds it as data.
+        InvalidArgument, UnsendableFunction, BackendUnavailable: before anything runs.
+    """
+    pool = default_pool()
+    world = pool.world(size, backend, isolation)
+    try:
+        outcome = world.execute(function, args, kwargs, timeout=timeout)
+    finally:
+        world.release()
+    raise_unless_ok(outcome)
+    return outcome.values
+
+
+def raise_unless_ok(outcome: WorldOutcome) -> None:
+    """Raise `WorldFailed` (or `BackendUnavailable`) unless every rank returned."""
+    if outcome.ok:
+        return
+    first = outcome.ranks[0].error
+    if first is not None and first.type_name == "BackendUnavailable":
+        raise BackendUnavailable(first.message)
+    raise WorldFailed(outcome.describe(), outcome)
