@@ -39,6 +39,13 @@ CAPABILITIES: dict[str, str] = {
     "uneven_parameters": "sizes that the number of ranks does not divide, fewer elements than ranks included",
     "scalar_parameters": "0-dimensional parameters",
     "empty_parameters": "parameters without elements",
+    "strided_parameters": "parameters that are not contiguous, channels-last included",
+    "mixed_dtype_units": "parameters of several dtypes inside one unit",
+    "frozen_mixed_unit": "trainable and frozen parameters inside one unit",
+    "container_outputs": "units and models that return tuples, lists, dicts, named tuples, dataclasses",
+    "opaque_outputs": "units that return objects of the user's own classes",
+    "inplace_on_output": "a unit's output that is a view may be changed in place by the caller",
+    "loss_bypasses_output": "a loss may use a tensor that a unit kept instead of what it returned",
     "buffers": "modules with buffers, which every rank computes from its own data",
     "uneven_batches": "ranks with different numbers of rows, none included",
     # numbers
