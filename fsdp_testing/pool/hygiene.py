@@ -1,0 +1,109 @@
+"""Is a rank after a job as it was before? A snapshot says what is not, and puts back what can be put back.
+
+Cheap comparisons come first: a job that leaves nothing behind pays for reading some hundred values twice. Only a
+difference is examined, named and undone. Random generators are not compared: every job starts from seeds, so that a
+test draws the same numbers alone, in any order, and on a kept or a new rank.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fsdp_testing.pool import hygiene_process, hygiene_python, hygiene_torch
+from fsdp_testing.pool.hygiene_probe import Probe
+from fsdp_testing.records.dirt import Dirt
+
+PROBES: tuple[Probe, ...] = (*hygiene_python.PROBES, *hygiene_torch.PROBES, *hygiene_process.PROBES)
+_READERS = tuple(probe.read for probe in PROBES)
+
+
+def seed_generators(seed: int) -> None:
+    """Seed Python's, numpy's (when imported) and torch's generators.
+
+    Every rank gets the same seed: a model built from it starts equal on all ranks, as with one process. A test that
+    wants other numbers on each rank adds the rank to a seed of its own.
+    """
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+
+
+class Snapshot:
+    """The state of this process at one moment; `restore` compares with the present."""
+
+    def __init__(self) -> None:
+        self._values: list[Any] = [read() for read in _READERS]
+
+    def restore(self) -> tuple[Dirt, ...]:
+        """Put back what differs and name it.
+
+        Returns:
+            One record for each difference; `restored` is False for what only a new process is free of.
+        """
+        try:
+            now = [read() for read in _READERS]
+        except Exception:  # noqa: BLE001 - what a job left (a mode on torch's stack, say) may break any reader
+            now = [_read(probe) for probe in PROBES]
+        if now == self._values:
+            return ()
+        return tuple(self._examine(now))
+
+    def _examine(self, now: list[Any]) -> list[Dirt]:
+        suspects = [i for i, (old, new) in enumerate(zip(self._values, now, strict=True)) if old != new]
+        if any(PROBES[i].collect_first for i in suspects):
+            gc.collect()
+        dirt: list[Dirt] = []
+        for i in suspects:
+            value = _read(PROBES[i])
+            if isinstance(value, _Unreadable):
+                dirt.append(Dirt(PROBES[i].kind, f"can no longer be read ({value.why})", restored=False))
+            elif value != self._values[i]:
+                dirt.extend(_clean(PROBES[i], self._values[i], value))
+        if any(entry.kind == "process group" for entry in dirt):
+            # A group holds its connections open; one leak is told once.
+            dirt = [entry for entry in dirt if not (entry.kind == "open file" and entry.what.endswith("]"))]
+        return dirt
+
+
+@dataclass(frozen=True, slots=True)
+class _Unreadable:
+    why: str
+
+
+def _read(probe: Probe) -> Any:
+    try:
+        return probe.read()
+    except Exception as error:  # noqa: BLE001 - see restore
+        return _Unreadable(type(error).__name__)
+
+
+def _clean(probe: Probe, before: Any, now: Any) -> list[Dirt]:
+    texts = list(probe.tell(before, now))
+    if not texts:
+        return []
+    if probe.put_back is None:
+        return [Dirt(probe.kind, text, restored=False) for text in texts]
+    try:
+        probe.put_back(before, now)
+    except Exception as error:  # noqa: BLE001 - whatever a setter refuses with, the rank is no longer as it was
+        return [Dirt(probe.kind, f"{text}; putting it back failed: {error}", restored=False) for text in texts]
+    # Told again after the repair: what is still told could not be put back.
+    left = set(probe.tell(before, probe.read()))
+    return [Dirt(probe.kind, text, restored=text not in left) for text in texts]
+
+
+def take_snapshot(seed: int | None = 0) -> Snapshot:
+    """Record the state of this process, and seed its generators unless `seed` is None."""
+    if seed is not None:
+        seed_generators(seed)
+    return Snapshot()

@@ -1,0 +1,171 @@
+"""What of the operating system may a job leave behind? Threads, child processes, open files, temporary files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import stat
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from fsdp_testing.pool.hygiene_probe import Probe
+
+# A thread that was told to stop gets this long to do so before it counts as left behind.
+_THREAD_GRACE_SECONDS = 0.2
+# Made once per process by the standard library for as long as it lives.
+_LASTING_CHILDREN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+# Caches that torch.compile keeps between processes on purpose.
+_LASTING_FILES = ("torchinductor_",)
+
+
+class PrivateTemporaryDirectory:
+    """The rank's own directory for temporary files, so that what is left in it was left by this rank."""
+
+    def __init__(self) -> None:
+        self.path: Path | None = None
+
+    def use(self, path: Path) -> None:
+        """Make `path` the directory of `tempfile` in this process."""
+        self.path = path
+        tempfile.tempdir = str(path)
+
+
+TEMPORARY = PrivateTemporaryDirectory()
+
+
+def _threads() -> set[threading.Thread]:
+    return set(threading.enumerate())
+
+
+def _tell_threads(before: set[threading.Thread], now: set[threading.Thread]) -> Iterator[str]:
+    for thread in sorted(now - before, key=lambda thread: thread.name):
+        thread.join(_THREAD_GRACE_SECONDS)
+        if thread.is_alive():
+            daemon = " (daemon)" if thread.daemon else ""
+            yield f"thread {thread.name!r}{daemon} still runs {_what_runs(thread)}"
+
+
+def _what_runs(thread: threading.Thread) -> str:
+    target = getattr(thread, "_target", None) or type(thread).run
+    return str(getattr(target, "__qualname__", repr(target)))
+
+
+def _has_children() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _children() -> tuple[int, ...]:
+    if not _has_children():
+        return ()
+    found: list[int] = []
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            found.extend(int(pid) for pid in (task / "children").read_text(encoding="ascii").split())
+        except OSError:
+            continue  # the thread ended between the listing and the reading
+    return tuple(sorted(pid for pid in found if not _lasting(pid)))
+
+
+def _command(pid: int) -> str:
+    try:
+        raw = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return ""
+    return raw.replace(b"\0", b" ").decode("utf-8", "replace").strip()
+
+
+def _lasting(pid: int) -> bool:
+    command = _command(pid)
+    return any(name in command for name in _LASTING_CHILDREN)
+
+
+def _tell_children(before: tuple[int, ...], now: tuple[int, ...]) -> Iterator[str]:
+    for pid in now:
+        if pid not in before:
+            yield f"child process {pid} ({_command(pid) or 'ended, but nobody waited for it'})"
+
+
+def _end_children(before: tuple[int, ...], now: tuple[int, ...]) -> None:
+    for pid in now:
+        if pid not in before:
+            _end(pid)
+
+
+def _end(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    except (ProcessLookupError, ChildProcessError):
+        return  # it had ended, or somebody else waited for it
+
+
+def _descriptors() -> list[str]:
+    numbers = os.listdir("/proc/self/fd")
+    # The listing itself held the lowest free number, which the next file opened will get.
+    lowest_free = os.dup(2)
+    os.close(lowest_free)
+    own = str(lowest_free)
+    return [number for number in numbers if number != own]
+
+
+def _tell_descriptors(before: list[str], now: list[str]) -> Iterator[str]:
+    for number in sorted(set(now) - set(before), key=int):
+        name = _descriptor(int(number))
+        if name:
+            yield f"descriptor {number} is open on {name}"
+
+
+def _descriptor(number: int) -> str:
+    """What an open descriptor leads to; empty for one that is gone or that libraries keep for good."""
+    try:
+        kind = os.fstat(number).st_mode
+        name = str(Path(f"/proc/self/fd/{number}").readlink())
+    except OSError:
+        return ""
+    kept = name.startswith(("/dev/", "/proc/", "/sys/", "anon_inode:", "/memfd:"))
+    return "" if kept or stat.S_ISCHR(kind) else name
+
+
+def _temporary_files() -> list[str]:
+    if TEMPORARY.path is None:
+        return []
+    try:
+        return os.listdir(TEMPORARY.path)
+    except FileNotFoundError:
+        return ["(the directory itself was removed)"]
+
+
+def _new_files(before: list[str], now: list[str]) -> list[str]:
+    return sorted(name for name in set(now) - set(before) if not name.startswith(_LASTING_FILES))
+
+
+def _tell_files(before: list[str], now: list[str]) -> Iterator[str]:
+    for name in _new_files(before, now):
+        yield f"{TEMPORARY.path}/{name}"
+
+
+def _remove_files(before: list[str], now: list[str]) -> None:
+    if TEMPORARY.path is None:
+        return
+    TEMPORARY.path.mkdir(parents=True, exist_ok=True)
+    for name in _new_files(before, now):
+        path = TEMPORARY.path / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+PROBES: tuple[Probe, ...] = (
+    Probe("thread", _threads, None, _tell_threads, collect_first=True),
+    Probe("child process", _children, _end_children, _tell_children),
+    Probe("open file", _descriptors, None, _tell_descriptors, collect_first=True),
+    Probe("temporary file", _temporary_files, _remove_files, _tell_files, collect_first=True),
+)

@@ -1,0 +1,196 @@
+"""What of Python's own state may a job leave changed? Environment, paths, handlers, hooks, warnings, logging."""
+
+from __future__ import annotations
+
+import builtins
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from fsdp_testing import env
+from fsdp_testing.pool.hygiene_probe import Probe, Setting, settings_probe
+
+_SIGNALS = (
+    signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE,
+    signal.SIGUSR1, signal.SIGSEGV, signal.SIGUSR2, signal.SIGPIPE, signal.SIGALRM, signal.SIGTERM, signal.SIGCHLD,
+    signal.SIGCONT, signal.SIGTSTP, signal.SIGVTALRM, signal.SIGPROF, signal.SIGWINCH,
+)  # fmt: skip
+# pytest names the running test and its phase here, and changes it itself.
+_CURRENT_TEST = b"PYTEST_CURRENT_TEST"
+# torch.compile sets these once, when it is imported: taking them away would break it, naming them would blame the test.
+_SET_BY_IMPORT = (b"TORCHINDUCTOR_CACHE_DIR", b"TRITON_CACHE_DIR")
+
+
+def _environment() -> dict[bytes, bytes]:
+    values = env.encoded()
+    values.pop(_CURRENT_TEST, None)
+    return values
+
+
+def _tell_environment(before: dict[bytes, bytes], now: dict[bytes, bytes]) -> Iterator[str]:
+    for key in sorted(_changed(before, now)):
+        name = os.fsdecode(key)
+        old, new = (None if key not in values else os.fsdecode(values[key]) for values in (before, now))
+        if new is None:
+            yield f"{name} was removed"
+        elif old is None:
+            yield f"{name}={new!r} was added"
+        else:
+            yield f"{name}: {old!r} -> {new!r}"
+
+
+def _put_environment(before: dict[bytes, bytes], now: dict[bytes, bytes]) -> None:
+    earlier = {key: os.fsdecode(before[key]) if key in before else None for key in _changed(before, now)}
+    env.update({os.fsdecode(key): value for key, value in earlier.items()})
+
+
+def _changed(before: dict[bytes, bytes], now: dict[bytes, bytes]) -> set[bytes]:
+    differing = {key for key in {*before, *now} if before.get(key) != now.get(key)}
+    return {key for key in differing if key in before or key not in _SET_BY_IMPORT}
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()  # noqa: PTH109 - a text, read around every job
+    except FileNotFoundError:
+        return "(a directory that was removed)"
+
+
+def _handlers() -> list[Any]:
+    return list(map(signal.getsignal, _SIGNALS))
+
+
+def _tell_handlers(before: list[Any], now: list[Any]) -> Iterator[str]:
+    for number, old, new in zip(_SIGNALS, before, now, strict=True):
+        if old != new:
+            yield f"{signal.Signals(number).name}: {old!r} -> {new!r}"
+
+
+def _put_handlers(before: list[Any], now: list[Any]) -> None:
+    for number, old, new in zip(_SIGNALS, before, now, strict=True):
+        # None stands for a handler that was not installed from Python, which nobody can install again.
+        if old != new and old is not None:
+            signal.signal(number, old)
+
+
+def _tell_lists(before: tuple[list[Any], ...], now: tuple[list[Any], ...]) -> Iterator[str]:
+    for name, old, new in zip(("sys.path", "sys.meta_path", "sys.path_hooks", "sys.argv"), before, now, strict=True):
+        added = [entry for entry in new if entry not in old]
+        removed = [entry for entry in old if entry not in new]
+        if old != new:
+            yield f"{name}: " + (f"added {added}, removed {removed}" if added or removed else "reordered")
+
+
+def _put_lists(before: tuple[list[Any], ...], now: tuple[list[Any], ...]) -> None:
+    del now
+    sys.path[:], sys.meta_path[:], sys.path_hooks[:], sys.argv[:] = before
+
+
+def _filters() -> list[Any]:
+    return list(warnings.filters)
+
+
+def _tell_filters(before: list[Any], now: list[Any]) -> Iterator[str]:
+    # A library that is imported late adds a filter for its own warnings, for good.
+    added = [entry for entry in now if entry not in before and entry[2].__module__ == "builtins"]
+    removed = [entry for entry in before if entry not in now]
+    if added or removed:
+        yield f"added {added}, removed {removed}"
+    elif [entry for entry in now if entry in before] != before:
+        yield "reordered"
+
+
+def _put_filters(before: list[Any], now: list[Any]) -> None:
+    del now
+    # The module caches by a version that only its own functions advance, hence the filter added first.
+    warnings.simplefilter("default", append=True)
+    warnings.filters[:] = before  # type: ignore[index]  # typeshed calls the list a Sequence
+
+
+def _umask() -> int:
+    value = os.umask(0o077)
+    os.umask(value)
+    return value
+
+
+def _put_faulthandler(enabled: bool) -> None:
+    if enabled:
+        faulthandler.enable(file=2)
+    else:
+        faulthandler.disable()
+
+
+def _setter(holder: Any, name: str) -> Setting:
+    label = f"{getattr(holder, '__name__', type(holder).__name__)}.{name}"
+    return Setting(label, lambda: getattr(holder, name), lambda value: setattr(holder, name, value))
+
+
+def _set_stream(name: str) -> Setting:
+    return _setter(sys, name)
+
+
+INTERPRETER = settings_probe(
+    "interpreter",
+    [
+        Setting("working directory", _working_directory, os.chdir),
+        Setting("umask", _umask, os.umask),
+        *(_set_stream(name) for name in ("stdin", "stdout", "stderr", "excepthook", "displayhook", "unraisablehook")),
+        _setter(threading, "excepthook"),
+        *(_setter(builtins, name) for name in ("__import__", "print", "open", "input", "breakpoint")),
+        Setting("sys.settrace", sys.gettrace, sys.settrace),
+        Setting("sys.setprofile", sys.getprofile, sys.setprofile),
+        Setting("recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
+        Setting("switch interval", sys.getswitchinterval, sys.setswitchinterval),
+        Setting("gc enabled", gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
+        Setting("gc threshold", gc.get_threshold, lambda value: gc.set_threshold(*value)),
+        Setting("gc debug flags", gc.get_debug, gc.set_debug),
+        Setting("faulthandler enabled", faulthandler.is_enabled, _put_faulthandler),
+        Setting(
+            "blocked signals",
+            lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+            lambda mask: signal.pthread_sigmask(signal.SIG_SETMASK, mask),
+        ),
+        Setting(
+            "timer armed",
+            lambda: signal.getitimer(signal.ITIMER_REAL)[0] > 0,
+            lambda _: signal.setitimer(signal.ITIMER_REAL, 0),
+        ),
+        Setting("CPU affinity", lambda: os.sched_getaffinity(0), lambda value: os.sched_setaffinity(0, value)),
+    ],
+)
+
+LOGGING = settings_probe(
+    "logging",
+    [
+        Setting("level of the root logger", lambda: logging.root.level, logging.root.setLevel),
+        Setting("logging.disable", lambda: logging.root.manager.disable, logging.disable),
+        Setting(
+            "handlers of the root logger",
+            lambda: list(logging.root.handlers),
+            lambda value: logging.root.handlers.__setitem__(slice(None), value),
+        ),
+        Setting("logging.raiseExceptions", lambda: logging.raiseExceptions, _setter(logging, "raiseExceptions").set),
+        Setting("logger class", logging.getLoggerClass, logging.setLoggerClass),
+    ],
+)
+
+PROBES: tuple[Probe, ...] = (
+    Probe("environment", _environment, _put_environment, _tell_environment),
+    INTERPRETER,
+    LOGGING,
+    Probe("signal handler", _handlers, _put_handlers, _tell_handlers),
+    Probe(
+        "import path",
+        lambda: (list(sys.path), list(sys.meta_path), list(sys.path_hooks), list(sys.argv)),
+        _put_lists,
+        _tell_lists,
+    ),
+    Probe("warnings filters", _filters, _put_filters, _tell_filters),
+)

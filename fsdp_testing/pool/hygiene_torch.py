@@ -1,0 +1,192 @@
+"""What of torch's state may a job leave changed? Defaults, autograd and autocast, determinism, hooks, groups."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_testing import compat
+from fsdp_testing.pool.hygiene_probe import Probe, Setting, settings_probe
+
+_DEVICES = ("cpu", "cuda")
+_TINIEST = torch.tensor(5e-324, dtype=torch.float64)
+
+
+def _attribute(label: str, holder: Any, name: str) -> Setting:
+    return Setting(label, lambda: getattr(holder, name), lambda value: setattr(holder, name, value))
+
+
+def _put_deterministic(value: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _put_device(before: torch.device) -> None:
+    # `None` removes the mode that any other value would leave on the stack.
+    torch.set_default_device(None if before.type == "cpu" else before)
+
+
+def _autocast(device: str) -> list[Setting]:
+    def set_enabled(value: bool) -> None:
+        torch.set_autocast_enabled(device, value)
+        torch.clear_autocast_cache()
+
+    return [
+        Setting(f"autocast of {device}", lambda: torch.is_autocast_enabled(device), set_enabled),
+        Setting(
+            f"autocast dtype of {device}",
+            lambda: torch.get_autocast_dtype(device),
+            lambda value: torch.set_autocast_dtype(device, value),
+        ),
+    ]
+
+
+def _anomaly() -> tuple[bool, bool]:
+    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+
+
+DEFAULTS = settings_probe(
+    "torch default",
+    [
+        Setting("default dtype", torch.get_default_dtype, torch.set_default_dtype),
+        Setting("default device", torch.get_default_device, _put_device),
+        Setting("intra-op threads", torch.get_num_threads, torch.set_num_threads),
+        Setting("grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
+        Setting("inference mode", torch.is_inference_mode_enabled),
+        Setting("anomaly mode", _anomaly, lambda value: torch.autograd.set_detect_anomaly(*value)),
+        *(setting for device in _DEVICES for setting in _autocast(device)),
+        Setting("autocast cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+        Setting("deterministic algorithms", _deterministic, _put_deterministic),
+        _attribute("fill_uninitialized_memory", torch.utils.deterministic, "fill_uninitialized_memory"),
+        Setting("float32 matmul precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+        _attribute("cudnn.enabled", torch.backends.cudnn, "enabled"),
+        _attribute("cudnn.benchmark", torch.backends.cudnn, "benchmark"),
+        _attribute("cudnn.deterministic", torch.backends.cudnn, "deterministic"),
+        Setting(
+            "flush denormals",
+            lambda: bool(_TINIEST + 0.0 == 0.0),
+            torch.set_flush_denormal,
+        ),
+        Setting("tensor sharing strategy", torch.multiprocessing.get_sharing_strategy, None),
+        Setting("warn_always", torch.is_warn_always_enabled, torch.set_warn_always),
+    ],
+)
+
+
+def _hooks() -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(hooks) for hooks in compat.global_module_hooks())
+
+
+def _tell_hooks(before: tuple[tuple[int, ...], ...], now: tuple[tuple[int, ...], ...]) -> Iterator[str]:
+    for hooks, old, new in zip(compat.global_module_hooks(), before, now, strict=True):
+        for key in set(new) - set(old):
+            yield f"{hooks[key]!r} on every module was added"
+        if set(old) - set(new):
+            yield f"{len(set(old) - set(new))} hooks on every module were removed"
+
+
+def _put_hooks(before: tuple[tuple[int, ...], ...], now: tuple[tuple[int, ...], ...]) -> None:
+    for hooks, old, new in zip(compat.global_module_hooks(), before, now, strict=True):
+        for key in set(new) - set(old):
+            hooks.pop(key, None)
+
+
+def _groups() -> tuple[Any, list[Any]]:
+    if not dist.is_available() or not dist.is_initialized():
+        return None, []
+    return dist.group.WORLD, list(compat.process_groups())
+
+
+def _tell_groups(before: tuple[Any, list[Any]], now: tuple[Any, list[Any]]) -> Iterator[str]:
+    if before[0] is not now[0]:
+        yield "the default process group was destroyed" if now[0] is None else "the default process group was replaced"
+        return
+    for group in now[1]:
+        if group not in before[1]:
+            ranks = dist.get_process_group_ranks(group)
+            name = getattr(group, "group_desc", "") or getattr(group, "group_name", "")
+            yield f"process group {name!r} of ranks {ranks} was not destroyed"
+    for group in before[1]:
+        if group not in now[1]:
+            yield "a process group that the job did not make was destroyed"
+
+
+def _patchable() -> tuple[Any, ...]:
+    """Namespaces in which tests replace functions and forget them."""
+    return (
+        torch.nn.functional, dist, torch.nn.Module, torch.Tensor, torch.autograd, torch, torch.nn, torch.optim,
+        torch.nn.init, torch.nn.Linear, torch.optim.Optimizer, dist.ProcessGroup,
+    )  # fmt: skip
+
+
+_PLACES = _patchable()
+_CALLABLE = (types.FunctionType, types.BuiltinFunctionType, type, property, staticmethod, classmethod)
+# torch.compile wraps functions of these namespaces on first use, for good.
+_COMPILER = ("/torch/_dynamo/", "/torch/_compile.py", "/torch/_inductor/", "/torch/_functorch/")
+
+
+def _contents() -> list[tuple[Any, ...]]:
+    return [tuple(vars(place).values()) for place in _PLACES]
+
+
+def _replaced(before: list[tuple[Any, ...]], now: list[tuple[Any, ...]]) -> Iterator[tuple[Any, str, Any]]:
+    """Yield (namespace, name, earlier value) of each callable that another object has taken the place of."""
+    for place, old, new in zip(_PLACES, before, now, strict=True):
+        if old == new:
+            continue
+        kept = set(map(id, new))
+        lost = [value for value in old if id(value) not in kept and isinstance(value, _CALLABLE)]
+        for value in lost:
+            name = _name_of(value)
+            current = vars(place).get(name)
+            if current is not value and not _made_by_compiler(current):
+                yield place, name, value
+
+
+def _name_of(value: Any) -> str:
+    holder = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    return str(getattr(holder, "__name__", ""))
+
+
+def _made_by_compiler(value: Any) -> bool:
+    code = getattr(getattr(value, "__func__", value), "__code__", None)
+    return code is not None and any(part in code.co_filename for part in _COMPILER)
+
+
+def _tell_contents(before: list[tuple[Any, ...]], now: list[tuple[Any, ...]]) -> Iterator[str]:
+    for place, name, value in _replaced(before, now):
+        owner = f"{place.__module__}.{place.__qualname__}" if isinstance(place, type) else place.__name__
+        yield f"{owner}.{name}: {value!r} -> {vars(place).get(name)!r}"
+
+
+def _put_contents(before: list[tuple[Any, ...]], now: list[tuple[Any, ...]]) -> None:
+    for place, name, value in list(_replaced(before, now)):
+        setattr(place, name, value)
+
+
+def _cuda_memory() -> int:
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return 0
+    return torch.cuda.memory_allocated()
+
+
+def _tell_memory(before: int, now: int) -> Iterator[str]:
+    if now > before:
+        yield f"{now - before} bytes of CUDA memory are still held"
+
+
+PROBES: tuple[Probe, ...] = (
+    DEFAULTS,
+    Probe("torch mode", compat.mode_depths),
+    Probe("module hook", _hooks, _put_hooks, _tell_hooks),
+    Probe("process group", _groups, None, _tell_groups),
+    Probe("patched function", _contents, _put_contents, _tell_contents),
+    Probe("CUDA memory", _cuda_memory, None, _tell_memory, collect_first=True),
+)
