@@ -34,7 +34,6 @@ class TorchStyle:
         wrap: `(module, setup) -> model`, called on every rank.
         capabilities: What the implementation claims; anything not claimed is reported so and not judged.
         source: Where the implementation documents its claims, for the report.
-        replicated: Every rank holds complete parameters, as DDP does (for the defaults of observation).
 
     The other fields have the meaning of the method of that name in `fsdp_testing.implementations.protocol`.
     """
@@ -43,7 +42,6 @@ class TorchStyle:
     wrap: Callable[[nn.Module, Setup], nn.Module]
     capabilities: frozenset[str]
     source: str = ""
-    replicated: bool = False
     no_sync: Callable[[Model], AbstractContextManager[Any]] | None = None
     clip_grad_norm: Callable[[Model, float, float], torch.Tensor] | None = None
     full_parameters: Callable[..., AbstractContextManager[Mapping[str, torch.Tensor]]] | None = None

@@ -166,11 +166,14 @@ class Division:
 
     Each rank's gradient is divided by `before` in the dtype on the wire, summed over ranks, divided by `after`.
     `mean_by_backend` means that one AVG reduction does it: the sum first, then one division by the world size.
+    `by_reciprocal` means that instead of dividing it multiplies by the rounded reciprocal, which differs in the last
+    bit.
     """
 
     before: float
     after: float
     mean_by_backend: bool = False
+    by_reciprocal: bool = False
 
 
 @runtime_checkable

@@ -295,7 +295,6 @@ MODELS = (
         float_input(6),
         ("wide", "narrow"),
         frozenset({"mixed_dtypes"}),
-        frozenset({"mixed_dtype_units"}),
         finish=_narrow,
     ),
     ZooModel(

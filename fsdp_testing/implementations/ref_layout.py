@@ -1,0 +1,90 @@
+"""How would the reference lay out a model on any number of ranks? Planning only: no process, no collective, no memory.
+
+This is the one door through which the command line reaches `fsdp_ref`'s pure planning, so that `plan` draws what the
+reference does and has no arithmetic of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from fsdp_ref.build.ignored import Ignored
+from fsdp_ref.build.plan import PlannedUnit, make_plan
+from fsdp_ref.build.targets import choose_targets
+from fsdp_ref.layout import FlatLayout, ShardMap
+from fsdp_ref.wrap import CustomPolicy
+from fsdp_testing.errors import InvalidArgument
+
+ALIGNMENT_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class UnitLayout:
+    """One flat parameter on all ranks.
+
+    Attributes:
+        name: FQN of the unit's module; "" is the root.
+        class_name: Class of the unit's module.
+        dtype: Dtype of all its parameters.
+        element_bytes: Bytes of one element.
+        shards: Offsets of the parameters (`shards.layout`) and what each rank holds of them.
+    """
+
+    name: str
+    class_name: str
+    dtype: str
+    element_bytes: int
+    shards: ShardMap
+
+
+def unit_layouts(
+    model: nn.Module, *, world_size: int, units: Sequence[str] = (), aligned: bool = True
+) -> tuple[UnitLayout, ...]:
+    """Lay out every unit of `model` that has parameters, the root first.
+
+    Args:
+        model: Any module; the meta device is enough.
+        world_size: Ranks in the shard group.
+        units: Which submodules become units besides the root: FQN patterns (`blocks.*`) or class names (`Block`).
+        aligned: Start each parameter at a multiple of 16 bytes, as for original parameters; else pack them.
+
+    Raises:
+        InvalidArgument: A pattern that matches no submodule, parameters of several dtypes in one unit.
+    """
+    names = {module: name for name, module in model.named_modules() if name}
+    unused = [p for p in units if not any(_is_unit(module, name, [p]) for module, name in names.items())]
+    if unused:
+        raise InvalidArgument(
+            f"--unit: expected FQN patterns or class names of submodules of {type(model).__name__}, got {unused}. "
+            f"Names are such as {', '.join(list(names.values())[:8]) or 'none: it has no submodules'}."
+        )
+    policy = CustomPolicy(lambda module: module in names and _is_unit(module, names[module], units))
+    ignored = Ignored()
+    plan = make_plan(model, choose_targets(model, policy, {}, ignored), {}, ignored)
+    return tuple(_laid_out(unit, world_size, aligned=aligned) for unit in plan.units if unit.params)
+
+
+def _is_unit(module: nn.Module, name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) or type(module).__name__ == pattern for pattern in patterns)
+
+
+def _laid_out(unit: PlannedUnit, world_size: int, *, aligned: bool) -> UnitLayout:
+    dtypes = sorted({str(param.param.dtype) for param in unit.params})
+    if len(dtypes) > 1:
+        raise InvalidArgument(
+            f"plan: expected parameters of one dtype in unit {unit.fqn or 'root'!r}, got {', '.join(dtypes)}. "
+            "Wrap the modules of different dtypes as units of their own (--unit)."
+        )
+    size = torch.empty((), dtype=unit.params[0].param.dtype, device="meta").element_size()
+    layout = FlatLayout.build(
+        [param.spec() for param in unit.params],
+        alignment_numel=max(ALIGNMENT_BYTES // size, 1) if aligned else 1,
+        pad_to_multiple=world_size if aligned else 1,
+    )
+    shards = ShardMap(layout, world_size)
+    return UnitLayout(unit.fqn, type(unit.module).__name__, dtypes[0].removeprefix("torch."), size, shards)

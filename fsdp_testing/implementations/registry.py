@@ -1,0 +1,142 @@
+"""Which implementation does a name mean?
+
+A name is built in, registered by an installed distribution under the entry-point group
+`fsdp_testing.implementations`, or an import string `package.module:attribute`. Nothing is imported until a name is
+loaded, so that one broken adapter breaks only those who ask for it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from fsdp_testing.errors import InvalidArgument, InvalidImplementation, UnknownImplementation
+from fsdp_testing.implementations.adapter import Adapter
+
+ENTRY_POINT_GROUP = "fsdp_testing.implementations"
+
+#: Name -> import string of what ships with fsdp_testing.
+BUILT_IN: Mapping[str, str] = {
+    "torch-ddp": "fsdp_testing.implementations.torch_ddp:IMPLEMENTATION",
+    "torch-fsdp1": "fsdp_testing.implementations.torch_fsdp1:IMPLEMENTATION",
+    "torch-fsdp1-flat": "fsdp_testing.implementations.torch_fsdp1:FLAT",
+    "torch-fsdp2": "fsdp_testing.implementations.torch_fsdp2:IMPLEMENTATION",
+    "single-process": "fsdp_testing.implementations.single_process:IMPLEMENTATION",
+}
+
+_BUILT_IN_ORIGIN = "fsdp-testing"
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """One way to reach an implementation.
+
+    Attributes:
+        name: What a user types.
+        target: Import string.
+        origin: Distribution that registered it.
+    """
+
+    name: str
+    target: str
+    origin: str
+
+
+def registrations() -> dict[str, tuple[Registration, ...]]:
+    """Every registered name with all that claim it (more than one is a conflict, reported when the name is loaded)."""
+    found = [Registration(name, target, _BUILT_IN_ORIGIN) for name, target in BUILT_IN.items()]
+    for point in metadata.entry_points(group=ENTRY_POINT_GROUP):
+        origin = point.dist.name if point.dist is not None else "unknown distribution"
+        found.append(Registration(point.name, point.value, origin))
+    result: dict[str, tuple[Registration, ...]] = {}
+    for registration in found:
+        known = result.get(registration.name, ())
+        # A distribution that is installed twice (editable and built) registers the same thing twice: no conflict.
+        if all((k.target, k.origin) != (registration.target, registration.origin) for k in known):
+            result[registration.name] = (*known, registration)
+    return result
+
+
+def names() -> tuple[str, ...]:
+    """Every registered name, sorted."""
+    return tuple(sorted(registrations()))
+
+
+def load(name: object) -> Adapter:
+    """The implementation of that name or import string, completed.
+
+    Raises:
+        UnknownImplementation: No such name; near ones are listed.
+        InvalidImplementation: It cannot be imported, is registered by two distributions, or is no implementation.
+    """
+    if not isinstance(name, str) or not name.strip():
+        raise InvalidArgument(
+            f"implementation: expected a name or `package.module:attribute`, got {name!r}. Give a string."
+        )
+    registered = registrations().get(name, ())
+    if len(registered) > 1:
+        claimants = ", ".join(f"{r.origin} ({r.target})" for r in registered)
+        raise InvalidImplementation(
+            f"implementation {name!r}: expected one registration, got {len(registered)}: {claimants}. "
+            "Uninstall all but one, or give the import string of the one that is meant."
+        )
+    if registered:
+        return _completed(registered[0].target, f"implementation {name!r} of {registered[0].origin}", name)
+    if ":" in name:
+        return _completed(name, f"implementation {name!r}", None)
+    raise UnknownImplementation(_unknown_text(name))
+
+
+def _unknown_text(name: str) -> str:
+    known = names()
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else "Give one of these or an import string."
+    return f"implementation: expected one of {', '.join(known)} or `package.module:attribute`, got {name!r}. {hint}"
+
+
+def _completed(target: str, where: str, registered_name: str | None) -> Adapter:
+    found = _resolve(target, where, hops=3)
+    if not hasattr(found, "wrap") and callable(found):
+        try:
+            found = found()
+        except Exception as error:
+            raise InvalidImplementation(
+                f"{where}: expected {target} to return an implementation, got {_told(error)}. Correct the adapter."
+            ) from error
+    adapter = Adapter.of(found)
+    if registered_name is not None and adapter.name != registered_name:
+        raise InvalidImplementation(
+            f"{where}: expected an implementation named {registered_name!r}, got one named {adapter.name!r}. "
+            "Give the adapter the name under which it is registered."
+        )
+    return adapter
+
+
+def _resolve(target: str, where: str, hops: int) -> Any:
+    """Import `module:attribute`; the attribute may itself be an import string."""
+    module_name, separator, path = target.partition(":")
+    if not (separator and module_name and path):
+        raise InvalidImplementation(f"{where}: expected `package.module:attribute`, got {target!r}. Correct the entry.")
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except Exception as error:
+        raise InvalidImplementation(
+            f"{where}: expected {target} to be importable, got {_told(error)}. "
+            "Correct the adapter or install what it needs."
+        ) from error
+    if isinstance(found, str):
+        if hops == 0:
+            raise InvalidImplementation(f"{where}: expected an adapter, got import strings that never end. Correct it.")
+        return _resolve(found, where, hops - 1)
+    return found
+
+
+def _told(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

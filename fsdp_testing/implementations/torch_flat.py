@@ -1,0 +1,219 @@
+"""What does a rank hold of each original parameter inside torch FSDP1's flat parameters?
+
+Read from the flat parameters' metadata: no collective, no unshard, no lazy initialisation. torch offers no public
+way to this; the attributes used are listed in `_Flat` and nowhere else. Value spans are those of the persistent
+shard, whatever copy is on the module at the moment. Gradients are those that the user and the optimizer see: of the
+original parameters where these exist, else of the flat parameter.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from fsdp_testing.implementations import naming, pieces
+from fsdp_testing.implementations.protocol import Piece, StateEntry
+
+
+@dataclass(frozen=True, slots=True)
+class _Original:
+    """One original parameter inside a flat parameter.
+
+    Attributes:
+        fqn: Original name.
+        shape: Whole shape.
+        stride: Strides under which the flat parameter stores it.
+        contiguous: Whether storage order is row-major order.
+        parameter: The original's own object, or None for a plain flat parameter.
+        unsharded_start: Offset in the unsharded flat parameter.
+        shard_start: Offset in this rank's shard; None if the rank holds none of it.
+        first: First held element, in storage order.
+        count: Number of held elements.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    contiguous: bool
+    parameter: nn.Parameter | None
+    unsharded_start: int
+    shard_start: int | None
+    first: int
+    count: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return torch.Size(self.shape).numel()
+
+
+class _Flat:
+    """One unit's flat parameter, read through the private attributes that torch 2.11 to 2.15 share."""
+
+    def __init__(self, prefix: str, unit: FullyShardedDataParallel) -> None:
+        handle: Any = unit._handle
+        flat: Any = handle.flat_param
+        self.parameter: nn.Parameter = flat
+        local = getattr(flat, "_local_shard", None)  # absent before lazy initialisation, when the data is the shard
+        self.shard: torch.Tensor = (flat.data if local is None else local).detach()
+        self.saved_grad: torch.Tensor | None = getattr(flat, "_saved_grad_shard", None)
+        self.originals: list[_Original] = list(self._read(prefix, flat))
+        self.by_original = bool(handle._use_orig_params)
+
+    @staticmethod
+    def _read(prefix: str, flat: Any) -> Iterator[_Original]:
+        starts = itertools.accumulate(flat._numels_with_padding, initial=0)
+        real = [start for start, padding in zip(starts, flat._is_padding_mask) if not padding]
+        objects = flat._params if flat._params is not None else [None] * len(flat._fqns)
+        rows = zip(flat._fqns, flat._shapes, flat._strides, flat._contiguities, objects, real, flat._shard_param_infos)
+        for fqn, shape, stride, contiguous, parameter, start, info in rows:
+            whole_name = ".".join(part for part in (prefix, naming.original(fqn)) if part)
+            held = (info.offset_in_shard, info.intra_param_start_idx, info.numel_in_shard)
+            place = held if info.in_shard else (None, 0, 0)
+            yield _Original(whole_name, tuple(shape), tuple(stride), bool(contiguous), parameter, start, *place)
+
+    def source(self, original: _Original) -> nn.Parameter:
+        """The object whose flag, gradient and optimizer state are those of `original`."""
+        return original.parameter if self.by_original and original.parameter is not None else self.parameter
+
+    @property
+    def gradient_is_unsharded(self) -> bool:
+        """Whether `.grad` is what this rank accumulated itself, laid out like the unsharded flat parameter."""
+        grad = self.parameter.grad
+        return grad is not None and grad.numel() != self.shard.numel()
+
+
+def _flats(model: nn.Module) -> Iterator[_Flat]:
+    for name, unit in model.named_modules():
+        if isinstance(unit, FullyShardedDataParallel) and unit._handle is not None:
+            yield _Flat(naming.original(name), unit)
+
+
+def local_pieces(model: nn.Module) -> Mapping[str, tuple[Piece, ...]]:
+    """See `Observable.local_pieces`. Parameters outside every unit (ignored ones) are whole."""
+    result: dict[str, tuple[Piece, ...]] = {}
+    managed: set[int] = set()
+    for flat in _flats(model):
+        managed.add(id(flat.parameter))
+        for original in flat.originals:
+            managed.add(id(original.parameter))
+            result[original.fqn] = _pieces_of(flat, original)
+    for fqn, parameter in naming.named_parameters(model):
+        if id(parameter) not in managed:
+            result[fqn] = pieces.of_parameter(parameter)
+    return result
+
+
+def _pieces_of(flat: _Flat, original: _Original) -> tuple[Piece, ...]:
+    value = _held(flat.shard, original)
+    source = flat.source(original)
+    grad, saved = _gradient(flat, original), flat.saved_grad
+    unsharded = grad is not None and flat.gradient_is_unsharded
+    beside = grad if not unsharded else (None if saved is None else _held(saved, original))
+    flag = source.requires_grad
+    values = _spans(original, original.first, original.count, value, beside, requires_grad=flag)
+    if not unsharded:
+        return tuple(values)
+    own = _spans(original, 0, original.numel, grad, None, requires_grad=flag)
+    return (*values, *(replace(p, value=None, grad=p.value, reduced=False) for p in own))
+
+
+def _held(shard: torch.Tensor, original: _Original) -> torch.Tensor:
+    if original.shard_start is None:
+        return shard[:0]
+    return shard[original.shard_start : original.shard_start + original.count]
+
+
+def _gradient(flat: _Flat, original: _Original) -> torch.Tensor | None:
+    """The original's gradient in storage order: of its held span, or all of it while it is unsharded."""
+    if flat.by_original and original.parameter is not None:
+        grad = original.parameter.grad
+        if grad is None:
+            return None
+        return grad.detach().as_strided((grad.numel(),), (1,)) if grad.ndim != 1 else grad.detach()
+    if flat.parameter.grad is None:
+        return None
+    grad = flat.parameter.grad.detach().reshape(-1)
+    if flat.gradient_is_unsharded:
+        return grad[original.unsharded_start : original.unsharded_start + original.numel]
+    return _held(grad, original)
+
+
+def _spans(
+    original: _Original,
+    first: int,
+    count: int,
+    value: torch.Tensor | None,
+    grad: torch.Tensor | None,
+    *,
+    requires_grad: bool,
+) -> Iterator[Piece]:
+    """Elements [first, first+count) in storage order as spans in row-major order."""
+    whole = partial_piece(original, requires_grad=requires_grad)
+    if original.contiguous or count == 0:
+        yield replace(whole, start=first, stop=first + count, value=value, grad=grad)
+        return
+    for offset, start, length in _runs(original, first, count):
+        cut = slice(offset, offset + length)
+        yield replace(
+            whole,
+            start=start,
+            stop=start + length,
+            value=None if value is None else value[cut],
+            grad=None if grad is None else grad[cut],
+        )
+
+
+def partial_piece(original: _Original, *, requires_grad: bool) -> Piece:
+    """An empty piece of the original, to be filled."""
+    return Piece(original.shape, 0, 0, None, requires_grad=requires_grad)
+
+
+def _runs(original: _Original, first: int, count: int) -> Iterator[tuple[int, int, int]]:
+    """`(offset in the held elements, row-major start, length)` of each run of neighbours."""
+    order = torch.empty_strided(original.shape, original.stride, dtype=torch.int64)
+    order.copy_(torch.arange(original.numel).view(original.shape))
+    logical = order.as_strided((original.numel,), (1,))[first : first + count].tolist()
+    begin = 0
+    for end in range(1, count + 1):
+        if end == count or logical[end] != logical[end - 1] + 1:
+            yield begin, logical[begin], end - begin
+            begin = end
+
+
+def optimizer_pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Mapping[str, StateEntry]]:
+    """See `Observable.optimizer_pieces`: an original's own state, or its part of the flat parameter's."""
+    result: dict[str, dict[str, StateEntry]] = {}
+    managed: set[int] = set()
+    for flat in _flats(model):
+        managed.add(id(flat.parameter))
+        for original in flat.originals:
+            managed.add(id(original.parameter))
+            own = flat.by_original and original.parameter is not None
+            state = optimizer.state.get(flat.source(original))
+            if state:
+                result[original.fqn] = {
+                    name: _entry(original, value, own) for name, value in state.items() if _kept(value)
+                }
+    outside = {fqn: p for fqn, p in naming.named_parameters(model) if id(p) not in managed}
+    return result | pieces.optimizer_state(outside, optimizer)
+
+
+def _kept(value: object) -> bool:
+    return isinstance(value, (torch.Tensor, int, float))
+
+
+def _entry(original: _Original, value: torch.Tensor | float, own: bool) -> StateEntry:
+    if not isinstance(value, torch.Tensor) or value.ndim == 0:
+        return float(value)
+    flat_value = value.detach()
+    if flat_value.ndim != 1:
+        flat_value = flat_value.as_strided((flat_value.numel(),), (1,))
+    held = flat_value if own else _held(flat_value, original)
+    return tuple(_spans(original, original.first, original.count, held, None, requires_grad=True))

@@ -1,0 +1,209 @@
+"""torch's FullyShardedDataParallel (FSDP1) on the CPU, with `use_orig_params` (`torch-fsdp1`) and without (`-flat`).
+
+Claims follow the class documentation and what its constructor accepts for `device_id=cpu`. Not claimed: CPU offload and
+`sync_module_states` (both need an accelerator), 0-dim parameters (refused), parameters shared across units
+(documented as unsupported), parts that only some ranks use, None for unused gradients (a flat parameter's gradient
+is one tensor).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
+
+from fsdp_testing.implementations import naming, torch_flat, torch_state
+from fsdp_testing.implementations.adapter import TorchStyle
+from fsdp_testing.implementations.protocol import Division, Precision, Setup, WrapPolicy
+from fsdp_testing.implementations.sites import innermost_first, replace_module
+from fsdp_testing.implementations.torch_checkpointing import checkpoint_modules
+
+_SHARED_CLAIMS = frozenset(
+    {
+        "full_shard",
+        "shard_grad_op",
+        "no_shard",
+        "hybrid",
+        "nested_wrapping",
+        "policy_wrapping",
+        "ignored_parameters",
+        "no_sync",
+        "accumulate_without_no_sync",
+        "forward_only",
+        "inference_mode",
+        "late_optimizer",
+        "shared_parameters",
+        "reused_modules",
+        "frozen_parameters",
+        "unused_parameters",
+        "uneven_parameters",
+        "empty_parameters",
+        "strided_parameters",
+        "buffers",
+        "container_outputs",
+        "uneven_batches",
+        "mixed_precision",
+        "reduce_dtype",
+        "buffer_dtype",
+        "clip_grad_norm",
+        "summon_writeback",
+        "full_state_dict",
+        "sharded_state_dict",
+        "optim_state",
+        "optimizer_pieces",
+        "comm_hook",
+        "activation_checkpointing",
+        "meta_init",
+        "prefetch",
+    }
+)
+
+#: Only with original parameters: one unit may mix frozen and trainable ones, and flags may change.
+_ORIGINAL_CLAIMS = frozenset({"frozen_mixed_unit", "thawed_parameters"})
+
+_STRATEGIES = {
+    "full_shard": ShardingStrategy.FULL_SHARD,
+    "shard_grad_op": ShardingStrategy.SHARD_GRAD_OP,
+    "no_shard": ShardingStrategy.NO_SHARD,
+    "hybrid_shard": ShardingStrategy.HYBRID_SHARD,
+    "hybrid_shard_zero2": ShardingStrategy._HYBRID_SHARD_ZERO2,
+}
+_PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
+
+
+def wrap(module: nn.Module, setup: Setup, *, use_orig_params: bool) -> nn.Module:
+    """FSDP around every unit, children first, then around the root.
+
+    Collectives: those of group creation for a 2-D mesh, which `setup.mesh` has behind it.
+    """
+    checkpoint_modules(module, setup.checkpointed)
+    ignored = [module.get_submodule(name) for name in setup.ignored]
+    with warnings.catch_warnings():
+        # Deprecated, but documented and judged: NO_SHARD; the class itself since 2.13.
+        warnings.simplefilter("ignore", FutureWarning)
+        for name, unit in innermost_first(module, setup.units):
+            options = _options(setup, name, use_orig_params)
+            inside = {id(m) for m in unit.modules()}
+            options["ignored_modules"] = [m for m in ignored if id(m) in inside]
+            replace_module(module, unit, FullyShardedDataParallel(unit, **options))
+        options = _options(setup, "", use_orig_params) | {"ignored_modules": ignored}
+        if setup.policy is not None:
+            options["auto_wrap_policy"] = _policy(module, setup.policy)
+        return FullyShardedDataParallel(module, **options) if setup.wrap_root else module
+
+
+def _options(setup: Setup, name: str, use_orig_params: bool) -> dict[str, Any]:
+    strategy = setup.unit_strategies.get(name, setup.strategy)
+    on_mesh = strategy.startswith("hybrid")
+    return {
+        "device_mesh": setup.mesh if on_mesh else None,
+        "process_group": None if on_mesh else setup.group,
+        "sharding_strategy": _STRATEGIES[strategy],
+        "mixed_precision": _mixed_precision(setup.unit_precisions.get(name, setup.precision)),
+        "cpu_offload": CPUOffload(offload_params=True) if setup.cpu_offload else None,
+        "sync_module_states": setup.sync_module_states,
+        "backward_prefetch": _PREFETCH[setup.backward_prefetch],
+        "forward_prefetch": setup.forward_prefetch,
+        "use_orig_params": use_orig_params,
+        "device_id": setup.device,
+    }
+
+
+def _mixed_precision(precision: Precision) -> MixedPrecision | None:
+    if precision == Precision():
+        return None
+    return MixedPrecision(
+        param_dtype=precision.param_dtype,
+        reduce_dtype=precision.reduce_dtype,
+        buffer_dtype=precision.buffer_dtype,
+        keep_low_precision_grads=precision.keep_low_precision_grads,
+        cast_forward_inputs=precision.cast_unit_inputs,
+        cast_root_forward_inputs=precision.cast_inputs,
+    )
+
+
+def _policy(module: nn.Module, policy: WrapPolicy) -> Any:
+    if policy.classes:
+        return ModuleWrapPolicy(set(policy.classes))
+    if policy.min_numel is not None:
+        return partial(size_based_auto_wrap_policy, min_num_params=policy.min_numel)
+    chosen = {id(module.get_submodule(name)) for name in policy.names}
+    return CustomPolicy(lambda candidate: id(candidate) in chosen)
+
+
+def no_sync(model: nn.Module) -> AbstractContextManager[Any]:
+    """`no_sync` of the root, or of every unit that is a root of its own under a plain module."""
+    if isinstance(model, FullyShardedDataParallel):
+        return model.no_sync()
+    return _no_sync_of_each(model)
+
+
+@contextmanager
+def _no_sync_of_each(model: nn.Module) -> Iterator[None]:
+    with ExitStack() as stack:
+        for unit in FullyShardedDataParallel.fsdp_modules(model, root_only=True):
+            stack.enter_context(unit.no_sync())
+        yield
+
+
+def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float) -> torch.Tensor:
+    """FSDP's own clipping. Collectives: one all-reduce over the shard group; every rank calls."""
+    assert isinstance(model, FullyShardedDataParallel)
+    return model.clip_grad_norm_(max_norm, norm_type)
+
+
+@contextmanager
+def full_parameters(model: nn.Module, *, writeback: bool) -> Iterator[Mapping[str, torch.Tensor]]:
+    """`summon_full_params`. Collectives: an all-gather per unit; every rank enters."""
+    with FullyShardedDataParallel.summon_full_params(model, writeback=writeback):
+        yield {naming.original(fqn): parameter.data for fqn, parameter in model.named_parameters()}
+
+
+def register_comm_hook(model: nn.Module, state: object, hook: Callable[..., Any]) -> None:
+    """FSDP's own registration."""
+    assert isinstance(model, FullyShardedDataParallel)
+    model.register_comm_hook(state, hook)
+
+
+def division(setup: Setup) -> Division:
+    """The factor is split in two around the sum, in every dtype."""
+    return torch_state.split_division(setup.world_size)
+
+
+def _implementation(name: str, *, use_orig_params: bool) -> TorchStyle:
+    return TorchStyle(
+        name=name,
+        wrap=partial(wrap, use_orig_params=use_orig_params),
+        capabilities=_SHARED_CLAIMS | (_ORIGINAL_CLAIMS if use_orig_params else frozenset()),
+        source="https://pytorch.org/docs/stable/fsdp.html",
+        no_sync=no_sync,
+        clip_grad_norm=clip_grad_norm,
+        full_parameters=full_parameters,
+        local_pieces=torch_flat.local_pieces,
+        optimizer_pieces=torch_flat.optimizer_pieces,
+        division=division,
+        register_comm_hook=register_comm_hook,
+        full_state_dict=torch_state.full_state_dict,
+        load_full_state_dict=torch_state.load_full_state_dict,
+        sharded_state_dict=torch_state.sharded_state_dict,
+        load_sharded_state_dict=torch_state.load_sharded_state_dict,
+        full_optimizer_state=torch_state.full_optimizer_state,
+        load_full_optimizer_state=torch_state.load_full_optimizer_state,
+    )
+
+
+IMPLEMENTATION = _implementation("torch-fsdp1", use_orig_params=True)
+FLAT = _implementation("torch-fsdp1-flat", use_orig_params=False)
