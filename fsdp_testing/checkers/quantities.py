@@ -1,0 +1,81 @@
+"""What is compared? Named quantities of a program, in the order in which they come into being."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+KIND_ORDER = ("result", "gradient", "value", "optimizer", "buffer")
+
+
+class Quantity(NamedTuple):
+    """One thing that can diverge.
+
+    Attributes:
+        kind: One of `KIND_ORDER`.
+        name: FQN, or the name of a result (`loss`, `output.0`, `total_norm`).
+        part: Name of an optimizer state (`exp_avg`), else empty.
+        rank: The rank that holds it alone (results, buffers); -1 if it is one value over all ranks.
+    """
+
+    kind: str
+    name: str
+    part: str = ""
+    rank: int = -1
+
+    def __str__(self) -> str:
+        text = {
+            "result": self.name.replace("_", " ").replace("output.", "output "),
+            "gradient": f"gradient of {self.name}",
+            "value": f"parameter {self.name}",
+            "optimizer": f"optimizer state {self.part} of {self.name}",
+            "buffer": f"buffer {self.name}",
+        }[self.kind]
+        return text if self.rank < 0 else f"{text} on rank {self.rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What the oracle says of one quantity.
+
+    Attributes:
+        value: The tensor, a scalar as a 0-dim tensor, or None (a gradient that is None).
+        bound: Largest admissible absolute difference, one number or one per element; 0 demands equal bits.
+        derivation: How the bound came about.
+    """
+
+    value: torch.Tensor | None
+    bound: float | torch.Tensor = 0.0
+    derivation: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedPoint:
+    """What the oracle says of one point of the program.
+
+    Attributes:
+        index: Operation after which it holds; `len(program)` at the end.
+        quantities: In model order.
+        requires_grad: Flag per parameter (snapshots only).
+        dtypes: Dtype name per parameter (snapshots only).
+        snapshot: Whether this is a marked point; else it holds an operation's results only.
+        pending: Gradients await reduction: none is compared.
+    """
+
+    index: int
+    quantities: dict[Quantity, Expected]
+    requires_grad: dict[str, bool] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
+    snapshot: bool = False
+    pending: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """Everything the oracle says of a case, in the order of the program."""
+
+    points: tuple[ExpectedPoint, ...]
+    shapes: dict[str, tuple[int, ...]]
+    notes: dict[str, Any] = field(default_factory=dict)

@@ -1,0 +1,75 @@
+"""Are the losses, outputs and norms of one operation what they must be, on every rank?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fsdp_testing.checkers.divergence import Divergence, Tally
+from fsdp_testing.checkers.quantities import Expected, ExpectedPoint, Quantity
+from fsdp_testing.checkers.tensors import difference
+from fsdp_testing.records import OperationResult
+
+
+def check_results(tally: Tally, point: ExpectedPoint, results: Sequence[OperationResult | None]) -> None:
+    """Compares every result of one operation.
+
+    Args:
+        tally: Takes what is found.
+        point: What the oracle says.
+        results: What each rank reports, by rank.
+    """
+    for quantity, expected in point.quantities.items():
+        result = results[quantity.rank]
+        actual = None if result is None else result.values.get(quantity.name)
+        if actual is None:
+            _missing(tally, point.index, quantity)
+        elif expected.value is not None:
+            compare_tensor(tally, point.index, quantity, actual, expected)
+    _check_agreement(tally, point, results)
+
+
+def compare_tensor(tally: Tally, index: int, quantity: Quantity, actual: torch.Tensor, expected: Expected) -> None:
+    """Compares one whole tensor that one rank reports."""
+    wanted = expected.value
+    if wanted is None:
+        return
+    tally.comparisons += 1
+    ranks = (quantity.rank,)
+    if actual.shape != wanted.shape:
+        sentence = f"has shape {tuple(actual.shape)}, expected {tuple(wanted.shape)}"
+        tally.divergences.append(Divergence("diverged", quantity, index, ranks, sentence))
+        return
+    # The dtype of a norm is each implementation's own affair; its value is not.
+    if actual.dtype != wanted.dtype and quantity.name != "total_norm":
+        sentence = f"has dtype {_name(actual)}, expected {_name(wanted)}"
+        tally.divergences.append(Divergence("diverged", quantity, index, ranks, sentence))
+        return
+    found = difference(actual, wanted, expected.bound)
+    if not found.exceeded:
+        tally.worst_ratio = max(tally.worst_ratio, found.ratio)
+        return
+    sentence = f"is off by {found.error:.3g} (bound {found.bound:.3g}): {found.actual!r} for {found.expected!r}"
+    tally.divergences.append(
+        Divergence("diverged", quantity, index, ranks, sentence, found.error, found.bound, expected.derivation)
+    )
+
+
+def _check_agreement(tally: Tally, point: ExpectedPoint, results: Sequence[OperationResult | None]) -> None:
+    """The total norm is one number over all ranks: they must agree to the bit."""
+    norms = [result.values["total_norm"] for result in results if result is not None and "total_norm" in result.values]
+    differing = tuple(rank for rank, norm in enumerate(norms) if not torch.equal(norm, norms[0]) and not norm.isnan())
+    if differing and not tally.divergences:
+        quantity = Quantity("result", "total_norm")
+        sentence = f"differs between ranks: {', '.join(repr(float(norm)) for norm in norms)}"
+        tally.divergences.append(Divergence("disagreed", quantity, point.index, (0, *differing), sentence))
+
+
+def _missing(tally: Tally, index: int, quantity: Quantity) -> None:
+    sentence = "was not reported"
+    tally.divergences.append(Divergence("missing", quantity, index, (quantity.rank,), sentence))
+
+
+def _name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

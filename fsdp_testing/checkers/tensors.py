@@ -1,0 +1,72 @@
+"""Are two tensors the same, within a bound or to the bit?"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How far a tensor is from what was expected.
+
+    Attributes:
+        error: Largest absolute difference; infinite where one side is not finite and the other is.
+        bound: The bound at the element where error minus bound is largest.
+        position: Flat index of that element.
+        ratio: Error over bound at that element; 0 if both are 0.
+        exceeded: Whether any element is beyond its bound.
+        actual: The number there.
+        expected: The number expected there.
+    """
+
+    error: float
+    bound: float
+    position: int
+    ratio: float
+    exceeded: bool
+    actual: float
+    expected: float
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both hold the same dtype, shape and bits: NaN equals NaN, and 0.0 differs from -0.0."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    if not one.dtype.is_floating_point:
+        return bool(torch.equal(one, other))
+    kind = _BITS[one.element_size()]
+    return bool(torch.equal(one.contiguous().view(kind), other.contiguous().view(kind)))
+
+
+def difference(actual: torch.Tensor, expected: torch.Tensor, bound: float | torch.Tensor) -> Difference:
+    """Compares element by element; both tensors have the same shape.
+
+    A bound of 0 admits equal numbers only (0.0 and -0.0 are equal numbers). NaN where a number is expected, or a
+    number where NaN is expected, is an infinite error.
+    """
+    if not expected.numel():
+        return Difference(0.0, 0.0, 0, 0.0, exceeded=False, actual=0.0, expected=0.0)
+    left, right = actual.reshape(-1).to(torch.float64), expected.reshape(-1).to(torch.float64)
+    limit = torch.as_tensor(bound, dtype=torch.float64).reshape(-1).expand(right.shape)
+    error = (left - right).abs()
+    error = torch.where((left == right) | (left.isnan() & right.isnan()), 0.0, error)
+    error = torch.where(error.isnan(), math.inf, error)
+    excess = error - limit
+    excess = torch.where(excess.isnan(), math.inf, excess)
+    position = int(excess.argmax())
+    worst, allowed = float(error[position]), float(limit[position])
+    ratios = torch.where(limit > 0, error / limit, torch.where(error > 0, math.inf, 0.0))
+    return Difference(
+        error=worst,
+        bound=allowed,
+        position=position,
+        ratio=float(ratios.max()),
+        exceeded=bool((excess > 0).any()),
+        actual=float(left[position]),
+        expected=float(right[position]),
+    )

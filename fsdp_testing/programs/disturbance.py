@@ -1,0 +1,63 @@
+"""How sensitive is a program to roundings? A replay disturbed by as much as rounding may do shows it.
+
+An a-priori bound over several iterations would need Lipschitz constants of the model and the optimizer. Instead the same
+program runs twice, once with every reduced gradient, clipped gradient and stepped parameter moved by the largest amount
+that another order of the same operations may move it, in directions drawn at random. How far the two runs are apart
+anywhere is how far two correct implementations may be apart there, up to a factor for the directions not drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from fsdp_testing.programs.models import dtype_name
+from fsdp_testing.programs.randomness import derive
+from fsdp_testing.records import UNIT_ROUNDOFF
+
+STEP_ROUNDINGS = 16
+"""Roundings of one optimizer step on one element: AdamW with weight decay does about fourteen."""
+
+
+class Disturbance:
+    """Moves numbers by up to `roundings` roundings; zero roundings move nothing."""
+
+    def __init__(self, seed: int, roundings: float) -> None:
+        self.roundings = roundings
+        self._generator = torch.Generator().manual_seed(derive(seed, "disturbance"))
+
+    def gradient(self, fqn: str, mean: torch.Tensor, magnitude: torch.Tensor) -> torch.Tensor:
+        """Returns a reduced gradient moved by `roundings` roundings of its largest summands; exact zeros stay."""
+        del fqn
+        if not self.roundings or not mean.numel():
+            return mean
+        unit = UNIT_ROUNDOFF[dtype_name(mean.dtype)]
+        reach = self.roundings * unit * float(magnitude.max())
+        return mean + self._signs(mean) * reach * (magnitude != 0)
+
+    def step(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Moves parameters by what the optimizer's own roundings may do."""
+        if not self.roundings:
+            return
+        with torch.no_grad():
+            for parameter in parameters.values():
+                if parameter.is_floating_point() and parameter.grad is not None:
+                    unit = UNIT_ROUNDOFF[dtype_name(parameter.dtype)]
+                    parameter.mul_(1 + self._signs(parameter) * STEP_ROUNDINGS * unit)
+
+    def clip(self, parameters: Iterable[nn.Parameter], count: int) -> None:
+        """Scales clipped gradients by what a norm of `count` elements, added in another order, may do."""
+        if not self.roundings:
+            return
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(1 + (count + 4) * UNIT_ROUNDOFF[dtype_name(parameter.dtype)])
+
+    def _signs(self, like: torch.Tensor) -> torch.Tensor:
+        drawn = torch.randint(0, 2, like.shape, generator=self._generator)
+        return (2 * drawn - 1).to(like.dtype)
+
+
+NO_DISTURBANCE = Disturbance(0, 0.0)

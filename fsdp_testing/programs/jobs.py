@@ -1,0 +1,64 @@
+"""What do rank processes run for the harness? Functions that are named, not sent: one case per call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from fsdp_testing.checkers.adoption import AdoptedState
+from fsdp_testing.checkers.quantities import Expectation
+from fsdp_testing.implementations import registry
+from fsdp_testing.implementations.adapter import Adapter
+from fsdp_testing.implementations.protocol import Division, Setup
+from fsdp_testing.pool import Failed
+from fsdp_testing.pool.world import current_world
+from fsdp_testing.programs import oracle
+from fsdp_testing.programs.execute import RankProgram, SetupMaker
+from fsdp_testing.programs.setup import setup_of
+from fsdp_testing.records import Case, RankObservation
+
+
+@functools.cache
+def _adapter(name: str) -> Adapter:
+    return registry.load(name)
+
+
+def run_case(name: str, case: Case, observe_all: bool) -> RankObservation | Failed:  # noqa: FBT001 - sent by position
+    """Runs `case` through implementation `name` on this rank of the current world.
+
+    Collectives: those of the implementation; every rank of the world runs the same call.
+    """
+    world = current_world()
+    adapter = _adapter(name)
+    program = RankProgram(case, adapter, world.rank, _setup_maker())
+    observation = program.run(observe_all=observe_all)
+    adapter.finish(program.model)
+    return observation if observation.error is None else Failed(observation)
+
+
+def _setup_maker() -> SetupMaker:
+    world = current_world()
+
+    def make(case: Case, module: nn.Module) -> Setup:
+        return setup_of(case, module, world.rank, world.device, world.group, world.mesh)
+
+    return make
+
+
+def expect_free(case: Case, observe_all: bool) -> Expectation:  # noqa: FBT001 - sent by position
+    """Runs the oracle freely, in this process alone."""
+    return oracle.expect_free(case, observe_all=observe_all)
+
+
+def expect_lockstep(case: Case, name: str, adopted: Mapping[int, AdoptedState]) -> Expectation:
+    """Runs the oracle in lockstep with what implementation `name` did, in this process alone."""
+    return oracle.expect_lockstep(case, _division(case, name), adopted)
+
+
+def _division(case: Case, name: str) -> Division | None:
+    """How the implementation divides in this case, asked without wrapping anything."""
+    mesh_free = setup_of(case, nn.Module(), 0, torch.device("cpu"), None, None)
+    return _adapter(name).division(mesh_free)

@@ -1,0 +1,123 @@
+"""How do a case's model, inputs and loss come to be? The same way in the engine and in the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from fsdp_testing.errors import InvalidRecord
+from fsdp_testing.programs.randomness import derive
+from fsdp_testing.records import Batch, Case
+from fsdp_testing.zoo import MODELS, Inputs, ZooModel, loss_of, tensors_in
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """A finished forward: the loss and every floating-point tensor of the output, in order."""
+
+    loss: torch.Tensor
+    outputs: tuple[torch.Tensor, ...]
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Returns detached copies by name, for reports."""
+        shown = {f"output.{place}": tensor.detach().clone() for place, tensor in enumerate(self.outputs)}
+        return {**shown, "loss": self.loss.detach().clone()}
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Returns the torch dtype called `name`."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidRecord(f"dtype: expected the name of a torch dtype, got {name!r}. Mend the case.")
+    return dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Returns `float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def zoo_model(case: Case) -> ZooModel:
+    """Returns the zoo's entry for the case's model.
+
+    Raises:
+        InvalidRecord: No such model.
+    """
+    model = MODELS.get(case.model.name)
+    if model is None:
+        raise InvalidRecord(
+            f"case.model.name: expected one of {', '.join(sorted(MODELS))}, got {case.model.name!r}. Mend the case."
+        )
+    return model
+
+
+def build_model(case: Case) -> nn.Module:
+    """Builds the case's unwrapped model: equal values wherever it is built."""
+    model = zoo_model(case)
+    module = model.build(derive(case.seed, "model"), dtype_of(case.model.dtype), **case.model.arguments)
+    for _, parameter in matching(module.named_parameters(), case.model.freeze):
+        parameter.requires_grad_(False)
+    return module.train()
+
+
+def make_inputs(case: Case, batch: Batch, rank: int, dtype: torch.dtype | None = None) -> Inputs:
+    """Makes the inputs of `rank`, in the model's own dtype unless told otherwise."""
+    usage = batch.usage_of(rank)
+    options = {} if usage is None else {"use": usage}
+    wanted = dtype or dtype_of(case.model.dtype)
+    made = zoo_model(case).make_input(
+        derive(case.seed, "inputs") % 2**31, rank, batch.seed, batch.rows_of(rank), wanted, **options
+    )
+    if batch.scale == 1.0:
+        return made
+    scaled = map_tensors(lambda t: t * batch.scale if t.is_floating_point() else t, (made.args, dict(made.kwargs)))
+    return Inputs(*scaled)
+
+
+def forward(model: Callable[..., Any], case: Case, batch: Batch, rank: int, inputs: Inputs) -> Forwarded:
+    """Calls the model. The global generator is seeded first, so that dropout is a function of case, batch and rank."""
+    torch.manual_seed(derive(case.seed, "forward", batch.seed, rank))
+    output = model(*inputs.args, **inputs.kwargs)
+    return Forwarded(loss_of(output), tuple(tensors_in(output)))
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Applies `function` to every tensor in tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: map_tensors(function, item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(function, item) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(map_tensors(function, item) for item in value)
+    return value
+
+
+def matching(named: Iterable[tuple[str, T]], patterns: Iterable[str]) -> list[tuple[str, T]]:
+    """Returns the entries whose name matches one of the patterns."""
+    wanted = tuple(patterns)
+    return [(name, item) for name, item in named if any(fnmatchcase(name, pattern) for pattern in wanted)]
+
+
+def build_optimizer(case: Case, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Builds the case's optimizer over `parameters`."""
+    makers: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "sgd": torch.optim.SGD,
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+    }
+    return makers[case.optimizer.name](list(parameters), **case.optimizer.arguments)
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Sets the learning rate of every group."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr

@@ -1,0 +1,103 @@
+"""What must an implementation's run of a case give, and how far off may it be?
+
+Runs in a rank process of a world of one, never in the controller: the rank's threads and torch state are the engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from fsdp_testing.implementations.protocol import Division
+from fsdp_testing.programs.disturbance import Disturbance
+from fsdp_testing.checkers.adoption import AdoptedState
+from fsdp_testing.checkers.quantities import Expectation, Expected, ExpectedPoint, Quantity
+from fsdp_testing.programs.replay import Replay, ReplayPoint
+from fsdp_testing.records import UNIT_ROUNDOFF, Case, ForwardBackward
+from fsdp_testing.programs.models import dtype_name
+
+DIRECTIONS = 4
+"""Factor on the observed deviation, for directions of rounding that the one disturbed replay did not draw."""
+
+
+def expect_free(case: Case, *, observe_all: bool = False) -> Expectation:
+    """Replays `case` twice, undisturbed and disturbed, and bounds every quantity by what the two are apart."""
+    roundings = roundings_of(case)
+    replay = Replay(case)
+    plain = replay.run(observe_all=observe_all)
+    disturbed = Replay(case, disturbance=Disturbance(case.seed, roundings)).run(observe_all=observe_all)
+    points = tuple(_free_point(a, b, roundings) for a, b in zip(plain, disturbed))
+    return Expectation(points, _shapes(replay), {"roundings": roundings, "mode": "free"})
+
+
+def expect_lockstep(
+    case: Case, division: Division | None, adopted: Mapping[int, AdoptedState]
+) -> Expectation:
+    """Replays `case` from the implementation's own state before each operation.
+
+    Args:
+        case: The case.
+        division: How the implementation divides, if it tells.
+        adopted: Its state after every operation that it ran, by index.
+    """
+    replay = Replay(case, division, adopted=adopted)
+    points = tuple(_lockstep_point(point) for point in replay.run(observe_all=True))
+    return Expectation(points, _shapes(replay), {"mode": "lockstep"})
+
+
+def roundings_of(case: Case) -> int:
+    """Returns how many roundings of one gradient element may fall otherwise in another correct implementation.
+
+    The sums over ranks and over micro-batches in any order, and the inner products of one layer in any order (a
+    matrix product may be blocked otherwise for a tensor that lies elsewhere in memory).
+    """
+    from fsdp_testing.programs.models import build_model
+
+    batches = [op.batch for op in case.program if isinstance(op, ForwardBackward)]
+    rows = max((max(batch.rows) for batch in batches), default=1)
+    widest = max((max(p.shape, default=1) for p in build_model(case).parameters()), default=1)
+    return case.world.size + len(batches) + rows + widest + 8
+
+
+def _free_point(plain: ReplayPoint, disturbed: ReplayPoint, roundings: int) -> ExpectedPoint:
+    quantities: dict[Quantity, Expected] = {}
+    for quantity, value in plain.values.items():
+        quantities[quantity] = _free_bound(quantity, value, disturbed.values.get(quantity), roundings)
+    return _point(plain, quantities)
+
+
+def _free_bound(
+    quantity: Quantity, value: torch.Tensor | None, disturbed: torch.Tensor | None, roundings: int
+) -> Expected:
+    if value is None or not value.numel():
+        return Expected(value)
+    if not value.is_floating_point():
+        return Expected(value, 0.0, "integers are exact")
+    name = dtype_name(value.dtype)
+    deviation = 0.0 if disturbed is None else float((value - disturbed).abs().max())
+    scale = float(value.abs().max())
+    extra = value.numel() if quantity.name == "total_norm" else 0
+    own = (roundings + extra) * UNIT_ROUNDOFF[name] * scale
+    bound = DIRECTIONS * deviation + own
+    return Expected(
+        value,
+        bound,
+        f"{DIRECTIONS} x {deviation:.2e} (apart under the largest roundings) + {roundings} x u({name}) x {scale:.2e}",
+    )
+
+
+def _lockstep_point(point: ReplayPoint) -> ExpectedPoint:
+    quantities: dict[Quantity, Expected] = {}
+    for quantity, value in point.values.items():
+        bound, why = point.slack.get(quantity, (0.0, "bitwise: the same operations in the same order"))
+        quantities[quantity] = Expected(value, bound, why)
+    return _point(point, quantities)
+
+
+def _point(point: ReplayPoint, quantities: dict[Quantity, Expected]) -> ExpectedPoint:
+    return ExpectedPoint(point.index, quantities, point.requires_grad, point.dtypes, point.snapshot, point.pending)
+
+
+def _shapes(replay: Replay) -> dict[str, tuple[int, ...]]:
+    return {fqn: tuple(parameter.shape) for fqn, parameter in replay.parameters.items()}

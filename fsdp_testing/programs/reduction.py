@@ -1,0 +1,74 @@
+"""What is the mean of the ranks' gradients, cast by cast, and how far may a correct implementation be from it?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fsdp_testing.implementations.protocol import Division
+from fsdp_testing.programs.models import dtype_name
+from fsdp_testing.records import UNIT_ROUNDOFF
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """A mean over ranks.
+
+    Attributes:
+        mean: In the dtype of the stored parameter.
+        magnitude: Per element, sum over ranks of the absolute contributions divided by the world size.
+        error: Per element, how far another order of the same roundings may be off; 0 where the bits are determined.
+        derivation: How `error` came about.
+    """
+
+    mean: torch.Tensor
+    magnitude: torch.Tensor
+    error: torch.Tensor
+    derivation: str
+
+
+def reduce(
+    contributions: Sequence[torch.Tensor], wire: torch.dtype, stored: torch.dtype, division: Division | None
+) -> Reduced:
+    """Casts each rank's gradient to `wire`, divides, adds in rank order, divides, casts to `stored`.
+
+    Args:
+        contributions: One gradient per rank, in the dtype in which it was computed.
+        wire: Dtype of the reduction.
+        stored: Dtype of the parameter that gets the gradient.
+        division: How the implementation divides; None if it does not tell.
+    """
+    size = len(contributions)
+    before, after = (1.0, float(size)) if division is None else (division.before, division.after)
+    parts = [contribution.to(wire) for contribution in contributions]
+    if before != 1.0:
+        parts = [part / before for part in parts]
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total = total + part
+    if after != 1.0:
+        total = total / after
+    magnitude = sum((c.abs().to(stored) for c in contributions), torch.zeros_like(total, dtype=stored)) / size
+    roundings, why = _roundings(size, division)
+    unit = UNIT_ROUNDOFF[dtype_name(wire)]
+    return Reduced(
+        mean=total.to(stored),
+        magnitude=magnitude,
+        error=magnitude * (roundings * unit),
+        derivation=f"{roundings} x u({dtype_name(wire)}) x sum|g_r|/N ({why})" if roundings else why,
+    )
+
+
+def _roundings(size: int, division: Division | None) -> tuple[int, str]:
+    """How many roundings may fall otherwise: additions in another order, and divisions that are not exact."""
+    additions = size - 1 if size > 2 else 0
+    exact = math.log2(size).is_integer()
+    divisions = 0 if division is not None or exact else 2
+    if not additions and not divisions:
+        return 0, "bitwise: two summands commute and the division is exact"
+    # A sum that is in doubt makes the roundings of the division after it fall otherwise as well.
+    divisions = divisions or (0 if exact else 1)
+    return additions + divisions, f"{additions} additions in any order, {divisions} divisions"

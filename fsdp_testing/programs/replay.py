@@ -1,0 +1,382 @@
+"""What would one process compute, given all ranks' inputs? The oracle's own run of a program.
+
+One plain module, no sharding, no communication. Every rank has a replica with buffers of its own that computes on that
+rank's inputs; the replicas share one set of parameters, whose gradient is the mean of the ranks'. In low precision the
+same casts are done at the same places: parameters to `param_dtype` before each forward, each rank's gradient to
+`reduce_dtype`, division, sum over ranks in rank order, division, cast to the stored dtype.
+
+A replay is *free* (it never looks at the implementation) or in *lockstep*: after each operation it adopts the state that
+the implementation is in, so that each operation is judged by itself and bounds do not grow along the program.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_testing.implementations.protocol import Division
+from fsdp_testing.programs import models
+from fsdp_testing.programs.disturbance import NO_DISTURBANCE, Disturbance
+from fsdp_testing.checkers.adoption import AdoptedState
+from fsdp_testing.checkers.quantities import Quantity
+from fsdp_testing.programs.reduction import reduce
+from fsdp_testing.programs.setup import precision_of
+from fsdp_testing.records import (
+    UNIT_ROUNDOFF,
+    BuildOptimizer,
+    Case,
+    Clip,
+    EditFullParameters,
+    Forward,
+    ForwardBackward,
+    Freeze,
+    Observe,
+    Operation,
+    SetLr,
+    Step,
+    Thaw,
+    ZeroGrad,
+    plan,
+)
+from fsdp_testing.records.legality import builds_late
+
+Tensors = dict[str, torch.Tensor]
+Slack = tuple[torch.Tensor | float, str]
+
+
+@dataclass(slots=True)
+class ReplayPoint:
+    """What the replay holds at one point: values of quantities, and for each the slack of that one operation."""
+
+    index: int
+    values: dict[Quantity, torch.Tensor | None]
+    slack: dict[Quantity, Slack] = field(default_factory=dict)
+    requires_grad: dict[str, bool] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
+    snapshot: bool = False
+    pending: bool = False
+
+
+class Replay:
+    """One run of a case's program by the oracle."""
+
+    def __init__(
+        self,
+        case: Case,
+        division: Division | None = None,
+        disturbance: Disturbance = NO_DISTURBANCE,
+        adopted: Mapping[int, AdoptedState] | None = None,
+    ) -> None:
+        self.case = case
+        self.size = case.world.size
+        self.division = division
+        self.disturbance = disturbance
+        self.adopted = adopted
+        self.precision = precision_of(case.mixed_precision)
+        self.master = models.build_model(case)
+        self.parameters = dict(self.master.named_parameters())
+        self.compute = {fqn: self._compute_parameter(p) for fqn, p in self.parameters.items()}
+        self.replicas = [self._replica() for _ in range(self.size)]
+        self.pending: list[Tensors] = [{} for _ in range(self.size)]
+        self.pending_roundings = 0
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.slack: dict[Quantity, Slack] = {}
+        self.points: list[ReplayPoint] = []
+
+    def run(self, *, observe_all: bool = False) -> list[ReplayPoint]:
+        """Runs the program and returns what it holds at every point that is compared."""
+        if not builds_late(self.case):
+            self.build_optimizer()
+        for planned in plan(self.case):
+            if planned.void:
+                continue
+            self.slack = {}
+            values = HANDLERS[type(planned.operation)](self, planned.operation)
+            if values:
+                self.points.append(ReplayPoint(planned.index, dict(values), dict(self.slack)))
+            if observe_all or isinstance(planned.operation, Observe):
+                self.points.append(self.look(planned.index, pending=planned.pending))
+            if self.adopted is not None and not self._adopt(planned.index, pending=planned.pending):
+                return self.points
+        pending = any(self.pending)
+        self.slack = {}
+        self.points.append(self.look(len(self.case.program), pending=pending))
+        return self.points
+
+    # ------------------------------------------------------------------------------------------- construction
+
+    def _compute_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
+        """A parameter that the replicas compute with: the stored numbers themselves, or a copy in `param_dtype`."""
+        dtype = self.precision.param_dtype
+        held = parameter.detach()
+        held = held if dtype is None or not held.is_floating_point() else held.to(dtype)
+        return nn.Parameter(held, requires_grad=parameter.requires_grad)
+
+    def _replica(self) -> nn.Module:
+        shared = {id(parameter): self.compute[fqn] for fqn, parameter in self.parameters.items()}
+        replica = copy.deepcopy(self.master, dict(shared))
+        if self.precision.buffer_dtype is not None:
+            for module in replica.modules():
+                for name, buffer in module.named_buffers(recurse=False):
+                    if buffer.is_floating_point():
+                        module.register_buffer(
+                            name, buffer.to(self.precision.buffer_dtype), name not in module._non_persistent_buffers_set
+                        )
+        return replica
+
+    def build_optimizer(self) -> None:
+        """Builds the case's optimizer over the stored parameters."""
+        self.optimizer = models.build_optimizer(self.case, self.parameters.values())
+
+    # ------------------------------------------------------------------------------------------- computation
+
+    def forward(self, rank: int, batch: Any) -> models.Forwarded:
+        """Runs the replica of `rank` on that rank's inputs."""
+        inputs = models.make_inputs(self.case, batch, rank)
+        if self.precision.param_dtype is not None:
+            inputs = models.Inputs(*models.map_tensors(self._to_param_dtype, (inputs.args, dict(inputs.kwargs))))
+        return models.forward(self.replicas[rank], self.case, batch, rank, inputs)
+
+    def _to_param_dtype(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.precision.param_dtype) if tensor.is_floating_point() else tensor
+
+    def refresh(self) -> None:
+        """Casts the stored parameters into the compute parameters; nothing to do where they share their numbers."""
+        with torch.no_grad():
+            for fqn, parameter in self.parameters.items():
+                if self.compute[fqn].dtype != parameter.dtype:
+                    self.compute[fqn].copy_(parameter)
+
+    def local_gradients(self, rank: int, batch: Any) -> tuple[models.Forwarded, Tensors]:
+        """Runs forward and backward of one rank and returns its own gradients."""
+        for parameter in self.compute.values():
+            parameter.grad = None
+        forwarded = self.forward(rank, batch)
+        if forwarded.loss.requires_grad:
+            forwarded.loss.backward()  # type: ignore[no-untyped-call]  # torch leaves Tensor.backward unannotated
+        return forwarded, {fqn: p.grad for fqn, p in self.compute.items() if p.grad is not None}
+
+    def accumulate(self, rank: int, gradients: Tensors) -> None:
+        """Adds gradients of `rank` to those that await reduction."""
+        held = self.pending[rank]
+        for fqn, gradient in gradients.items():
+            held[fqn] = held[fqn] + gradient if fqn in held else gradient.clone()
+
+    def reduce_pending(self) -> None:
+        """Turns the ranks' pending gradients into the stored gradient: the mean, added to what is there."""
+        roundings, self.pending_roundings = self.pending_roundings, 0
+        for fqn, parameter in self.parameters.items():
+            held = [gradients.get(fqn) for gradients in self.pending]
+            if all(gradient is None for gradient in held):
+                continue
+            parts = [torch.zeros_like(self.compute[fqn]) if gradient is None else gradient for gradient in held]
+            self._add_mean(fqn, parameter, parts, roundings)
+        self.pending = [{} for _ in range(self.size)]
+
+    def _add_mean(self, fqn: str, parameter: nn.Parameter, parts: list[torch.Tensor], roundings: int) -> None:
+        wire = self.precision.on_the_wire or parts[0].dtype
+        reduced = reduce(parts, wire, parameter.dtype, self.division)
+        mean = self.disturbance.gradient(fqn, reduced.mean, reduced.magnitude)
+        unit, error, why = UNIT_ROUNDOFF[models.dtype_name(parameter.dtype)], reduced.error, reduced.derivation
+        if roundings:
+            local = UNIT_ROUNDOFF[models.dtype_name(parts[0].dtype)]
+            error = error + reduced.magnitude * (2 * roundings * local)
+            why += f"; {roundings} local additions"
+        if parameter.grad is None:
+            parameter.grad = mean.clone()
+        else:
+            if bool(parameter.grad.any()):
+                error = error + (parameter.grad.abs() + reduced.magnitude) * (3 * unit)
+                why += "; added to an earlier gradient, in either order"
+            parameter.grad = parameter.grad + mean
+        self.slack[Quantity("gradient", fqn)] = (error, why)
+
+    # ------------------------------------------------------------------------------------------- observation
+
+    def look(self, index: int, *, pending: bool) -> ReplayPoint:
+        """Returns copies of everything held."""
+        values: dict[Quantity, torch.Tensor | None] = {}
+        for fqn, parameter in self.parameters.items():
+            if not pending:
+                gradient = parameter.grad
+                values[Quantity("gradient", fqn)] = None if gradient is None else gradient.detach().clone()
+        for fqn, parameter in self.parameters.items():
+            values[Quantity("value", fqn)] = parameter.detach().clone()
+            for name, entry in self._optimizer_state(parameter).items():
+                entry = entry if isinstance(entry, torch.Tensor) else torch.tensor(float(entry))
+                values[Quantity("optimizer", fqn, name)] = entry.detach().clone()
+        for rank, replica in enumerate(self.replicas):
+            for fqn, buffer in replica.named_buffers():
+                values[Quantity("buffer", fqn, "", rank)] = buffer.detach().clone()
+        flags = {fqn: parameter.requires_grad for fqn, parameter in self.parameters.items()}
+        dtypes = {fqn: models.dtype_name(parameter.dtype) for fqn, parameter in self.parameters.items()}
+        return ReplayPoint(index, values, dict(self.slack), flags, dtypes, snapshot=True, pending=pending)
+
+    def _optimizer_state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        if self.optimizer is None:
+            return {}
+        state = self.optimizer.state.get(parameter, {})
+        return {name: entry for name, entry in state.items() if entry is not None}
+
+    # ------------------------------------------------------------------------------------------- lockstep
+
+    def _adopt(self, index: int, *, pending: bool) -> bool:
+        """Takes over the implementation's state after operation `index`; False if it never got there."""
+        state = (self.adopted or {}).get(index)
+        if state is None:
+            return False
+        with torch.no_grad():
+            for fqn, parameter in self.parameters.items():
+                if fqn in state.values:
+                    parameter.copy_(state.values[fqn])
+                if not pending and fqn in state.gradients:
+                    gradient = state.gradients[fqn]
+                    parameter.grad = None if gradient is None else gradient.to(parameter.dtype).clone()
+                for name, entry in (state.optimizer or {}).get(fqn, {}).items():
+                    self._adopt_entry(parameter, name, entry)
+            for replica, buffers in zip(self.replicas, state.buffers):
+                for fqn, buffer in replica.named_buffers():
+                    if fqn in buffers:
+                        buffer.copy_(buffers[fqn])
+        return True
+
+    def _adopt_entry(self, parameter: nn.Parameter, name: str, entry: torch.Tensor | float) -> None:
+        state = self.optimizer.state.get(parameter) if self.optimizer is not None else None
+        if state and isinstance(state.get(name), torch.Tensor):
+            state[name].copy_(entry if isinstance(entry, torch.Tensor) else torch.tensor(entry))
+
+
+# ----------------------------------------------------------------------------------------------- operations
+
+Results = dict[Quantity, torch.Tensor | None]
+
+
+def _results(rank: int, forwarded: models.Forwarded) -> Results:
+    return {Quantity("result", name, "", rank): value for name, value in forwarded.values().items()}
+
+
+def _forward_backward(replay: Replay, operation: ForwardBackward) -> Results:
+    replay.refresh()
+    values: Results = {}
+    replay.pending_roundings += any(replay.pending)
+    for rank in range(replay.size):
+        forwarded, gradients = replay.local_gradients(rank, operation.batch)
+        values |= _results(rank, forwarded)
+        replay.accumulate(rank, gradients)
+    if not operation.no_sync:
+        replay.reduce_pending()
+    return values
+
+
+def _forward(replay: Replay, operation: Forward) -> Results:
+    replay.refresh()
+    contexts = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
+    values: Results = {}
+    for rank, replica in enumerate(replay.replicas):
+        replica.train(operation.mode == "train")
+        with contexts.get(operation.mode, nullcontext)():
+            values |= _results(rank, replay.forward(rank, operation.batch))
+        replica.train()
+    return values
+
+
+def _zero_grad(replay: Replay, operation: ZeroGrad) -> None:
+    for parameter in replay.parameters.values():
+        if operation.set_to_none:
+            parameter.grad = None
+        elif parameter.grad is not None:
+            parameter.grad = torch.zeros_like(parameter.grad)
+
+
+def _step(replay: Replay, _operation: Step) -> None:
+    if replay.optimizer is None:
+        return
+    before = {fqn: parameter.detach().abs() for fqn, parameter in replay.parameters.items()}
+    replay.optimizer.step()
+    replay.disturbance.step(replay.parameters)
+    for fqn, parameter in replay.parameters.items():
+        unit = UNIT_ROUNDOFF[models.dtype_name(parameter.dtype)]
+        slack = (before[fqn] + parameter.detach().abs()) * (16 * unit)
+        replay.slack[Quantity("value", fqn)] = (slack, "16 roundings of the optimizer's formula x (|before| + |after|)")
+        for name, entry in replay._optimizer_state(parameter).items():
+            if isinstance(entry, torch.Tensor) and entry.shape == parameter.shape:
+                size = entry.detach().abs()
+                if parameter.grad is not None:
+                    gradient = parameter.grad.detach().abs()
+                    size = size + gradient.maximum(gradient.square()) + before[fqn]
+                replay.slack[Quantity("optimizer", fqn, name)] = (size * (8 * unit), "8 roundings of the state's formula")
+
+
+def _build_optimizer(replay: Replay, _operation: BuildOptimizer) -> None:
+    replay.build_optimizer()
+
+
+def _set_lr(replay: Replay, operation: SetLr) -> None:
+    if replay.optimizer is not None:
+        models.set_lr(replay.optimizer, operation.lr)
+
+
+def _set_requires_grad(replay: Replay, patterns: tuple[str, ...], *, flag: bool) -> None:
+    for fqn, parameter in models.matching(replay.parameters.items(), patterns):
+        parameter.requires_grad_(flag)
+        replay.compute[fqn].requires_grad_(flag)
+
+
+def _freeze(replay: Replay, operation: Freeze) -> None:
+    _set_requires_grad(replay, operation.patterns, flag=False)
+
+
+def _thaw(replay: Replay, operation: Thaw) -> None:
+    _set_requires_grad(replay, operation.patterns, flag=True)
+
+
+def _clip(replay: Replay, operation: Clip) -> Results:
+    parameters = [parameter for parameter in replay.parameters.values() if parameter.grad is not None]
+    norm = nn.utils.clip_grad_norm_(parameters, operation.max_norm, operation.norm_type)
+    count = sum(parameter.numel() for parameter in parameters)
+    replay.disturbance.clip(parameters, count)
+    values: Results = {}
+    unit = UNIT_ROUNDOFF[models.dtype_name(norm.dtype)]
+    why = f"{count} elements in the norm, in any order"
+    for rank in range(replay.size):
+        quantity = Quantity("result", "total_norm", "", rank)
+        values[quantity] = norm.detach().clone()
+        replay.slack[quantity] = (float(norm.detach().abs()) * (count + 4) * unit, why)
+    for fqn, parameter in replay.parameters.items():
+        if parameter.grad is not None:
+            slack = parameter.grad.detach().abs() * ((count + 8) * unit)
+            replay.slack[Quantity("gradient", fqn)] = (slack, why)
+    return values
+
+
+def _edit(replay: Replay, operation: EditFullParameters) -> None:
+    if operation.writeback:
+        with torch.no_grad():
+            for _, parameter in models.matching(replay.parameters.items(), operation.patterns):
+                parameter.mul_(operation.factor)
+
+
+def _observe(_replay: Replay, _operation: Observe) -> None:
+    """The point is taken by the loop."""
+
+
+HANDLERS: dict[type[Operation], Callable[[Replay, Any], Results | None]] = {
+    ForwardBackward: _forward_backward,
+    Forward: _forward,
+    ZeroGrad: _zero_grad,
+    Step: _step,
+    BuildOptimizer: _build_optimizer,
+    SetLr: _set_lr,
+    Freeze: _freeze,
+    Thaw: _thaw,
+    Clip: _clip,
+    EditFullParameters: _edit,
+    Observe: _observe,
+}
+"""What each operation does to the oracle; the keys are those of the engine's table."""

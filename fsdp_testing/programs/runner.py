@@ -1,0 +1,192 @@
+"""How does the controller get a case judged? It lends a world, runs the case, asks the oracle, compares.
+
+A case that fails, dies or hangs costs its own world only. The oracle's free replays are kept: they are the same for every
+implementation, strategy and wrapping.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fsdp_testing.checkers import adoption, parity
+from fsdp_testing.checkers.divergence import Tally
+from fsdp_testing.checkers.explain import finding_of, raised_finding
+from fsdp_testing.checkers.parity import Comparison
+from fsdp_testing.checkers.quantities import Expectation
+from fsdp_testing.errors import PoolBroken
+from fsdp_testing.pool import Fate, Pool, WorldOutcome, default_pool
+from fsdp_testing.programs import jobs
+from fsdp_testing.records import (
+    Case,
+    CaseOutcome,
+    Finding,
+    RankObservation,
+    Verdict,
+    WorldSpec,
+    WrappingPlan,
+)
+
+_ORACLE_CACHE = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What is known of one case on one implementation."""
+
+    outcome: CaseOutcome
+    finding: Finding | None = None
+
+
+class _Unjudged(Exception):
+    """Nothing can be said of this case; the text says why."""
+
+
+class CaseRunner:
+    """Runs cases on the worlds of one pool.
+
+    Args:
+        pool: Where worlds come from; the process's own by default.
+        timeout: Seconds until a rank counts as hung.
+    """
+
+    def __init__(self, pool: Pool | None = None, *, timeout: float = 60.0) -> None:
+        self._pool = pool or default_pool()
+        self._timeout = timeout
+        self._expectations: OrderedDict[str, Expectation] = OrderedDict()
+
+    def judge(self, name: str, case: Case, comparison: Comparison = Comparison()) -> Judgement:
+        """Runs `case` through implementation `name` and compares it with the oracle.
+
+        A divergence is looked at again with an observation after every operation, so that the first operation is
+        named and not the next marked point.
+        """
+        start = time.perf_counter()
+        try:
+            finding, tally = self._attempt(name, case, comparison, observe_all=comparison.lockstep)
+            if finding is not None and finding.kind in ("diverged", "disagreed", "missing") and not comparison.lockstep:
+                closer, closer_tally = self._attempt(name, case, comparison, observe_all=True)
+                if closer is not None:
+                    finding, tally = closer, closer_tally
+        except _Unjudged as reason:
+            return Judgement(_outcome(case, Verdict.UNKNOWN, start, error=str(reason)))
+        except PoolBroken as broken:
+            return Judgement(_outcome(case, Verdict.UNKNOWN, start, error=f"the pool was lost: {broken}"))
+        if finding is None and not tally.comparisons:
+            return Judgement(_outcome(case, Verdict.UNKNOWN, start, error="nothing was compared"))
+        verdict = Verdict.PASS if finding is None else Verdict.FAIL
+        return Judgement(_outcome(case, verdict, start, tally=tally), finding)
+
+    def observe(self, name: str, case: Case, *, observe_all: bool = False) -> tuple[RankObservation, ...]:
+        """Runs `case` and returns what each rank reports.
+
+        Raises:
+            PoolBroken: The world did not survive; the message is the account of every rank.
+        """
+        outcome = self._execute(case.world, jobs.run_case, (name, case, observe_all), f"{name} {case.identity}")
+        found = _observations(outcome)
+        if len(found) != case.world.size:
+            raise PoolBroken(outcome.describe())
+        return tuple(found[rank] for rank in sorted(found))
+
+    def _attempt(
+        self, name: str, case: Case, comparison: Comparison, *, observe_all: bool
+    ) -> tuple[Finding | None, Tally]:
+        outcome = self._execute(case.world, jobs.run_case, (name, case, observe_all), f"{name} {case.identity}")
+        found = _observations(outcome)
+        errors = {rank: seen.error for rank, seen in found.items() if seen.error is not None}
+        innocent = [error for error in errors.values() if error.innocent]
+        if innocent:
+            raise _Unjudged(f"{innocent[0].type_name}: {innocent[0].message}\n{innocent[0].traceback}")
+        if len(found) < case.world.size:
+            return self._lost(case, outcome, errors), Tally()
+        ranks = [found[rank] for rank in sorted(found)]
+        tally = self._compare(name, case, comparison, ranks, observe_all=observe_all)
+        if tally.divergences:
+            leading = parity.first(tally.divergences)
+            return finding_of(case, leading, len(tally.divergences) - 1), tally
+        return (raised_finding(case, errors) if errors else None), tally
+
+    def _lost(self, case: Case, outcome: WorldOutcome, errors: dict[int, Any]) -> Finding:
+        """The finding for ranks that reported nothing: one raised and the others waited, or they died or hung."""
+        if errors:
+            return replace(raised_finding(case, errors), detail=outcome.describe())
+        raised = [rank for rank in outcome.ranks if rank.fate is Fate.RAISED]
+        if raised:
+            raise _Unjudged(outcome.describe())
+        died = any(rank.fate is Fate.DIED for rank in outcome.ranks)
+        guilty = tuple(rank.rank for rank in outcome.ranks if rank.fate in (Fate.DIED, Fate.HUNG))
+        return Finding(
+            kind="died" if died else "hung",
+            quantity="the run",
+            operation=-1,
+            operation_text="somewhere in the program",
+            ranks=guilty,
+            explanation=outcome.cause,
+            case=case,
+            detail=outcome.describe(),
+        )
+
+    def _compare(
+        self, name: str, case: Case, comparison: Comparison, ranks: Sequence[RankObservation], *, observe_all: bool
+    ) -> Tally:
+        if comparison.lockstep:
+            arguments = (case, name, adoption.states(ranks))
+            expectation = self._ask_oracle(jobs.expect_lockstep, arguments, case)
+        else:
+            expectation = self._free_expectation(case, observe_all=observe_all)
+        return parity.compare(expectation, ranks, comparison)
+
+    def _free_expectation(self, case: Case, *, observe_all: bool) -> Expectation:
+        key = f"{_oracle_view(case).identity}/{observe_all}"
+        if key not in self._expectations:
+            self._expectations[key] = self._ask_oracle(jobs.expect_free, (case, observe_all), case)
+            if len(self._expectations) > _ORACLE_CACHE:
+                self._expectations.popitem(last=False)
+        self._expectations.move_to_end(key)
+        return self._expectations[key]
+
+    def _ask_oracle(self, job: Callable[..., Expectation], arguments: tuple[Any, ...], case: Case) -> Expectation:
+        outcome = self._execute(WorldSpec(1), job, arguments, f"oracle {case.identity}")
+        if not outcome.ok:
+            raise _Unjudged(f"the oracle could not run this case\n{outcome.describe()}")
+        expectation = outcome.ranks[0].value
+        if not isinstance(expectation, Expectation):
+            raise _Unjudged(f"the oracle gave a {type(expectation).__name__}")
+        return expectation
+
+    def _execute(self, spec: WorldSpec, job: Callable[..., Any], arguments: tuple[Any, ...], name: str) -> WorldOutcome:
+        world = self._pool.world(spec.size, backend=spec.backend)
+        try:
+            return world.execute(job, arguments, timeout=self._timeout, name=name)
+        finally:
+            world.release()
+
+
+def _observations(outcome: WorldOutcome) -> dict[int, RankObservation]:
+    return {rank.rank: rank.value for rank in outcome.ranks if isinstance(rank.value, RankObservation)}
+
+
+def _oracle_view(case: Case) -> Case:
+    """What the oracle's free replay depends on; it knows no strategy, wrapping or offload."""
+    world = WorldSpec(case.world.size)
+    return replace(case, world=world, strategy="no_shard", wrapping=WrappingPlan(), cpu_offload=False)
+
+
+def _outcome(
+    case: Case, verdict: Verdict, start: float, *, tally: Tally | None = None, error: str = ""
+) -> CaseOutcome:
+    counted = tally or Tally()
+    return CaseOutcome(
+        identity=case.identity,
+        verdict=verdict,
+        world_size=case.world.size,
+        strategy=case.strategy,
+        seconds=time.perf_counter() - start,
+        worst_ratio=counted.worst_ratio,
+        comparisons=counted.comparisons,
+        error=error,
+    )

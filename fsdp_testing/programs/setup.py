@@ -1,0 +1,69 @@
+"""What is an implementation told about a case? The case, translated into the implementations' own vocabulary."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_testing.errors import InvalidRecord
+from fsdp_testing.implementations.protocol import Precision, Setup, WrapPolicy
+from fsdp_testing.programs.models import dtype_of
+from fsdp_testing.records import Case, MixedPrecisionSpec, PolicySpec
+
+
+def setup_of(
+    case: Case, module: nn.Module, rank: int, device: torch.device, group: ProcessGroup | None, mesh: DeviceMesh | None
+) -> Setup:
+    """Translates `case` for one rank.
+
+    Collectives: making the two-dimensional mesh of a hybrid case creates subgroups; every rank must call.
+    """
+    shape = case.world.mesh_shape
+    if len(shape) == 2 and group is not None:
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    return Setup(
+        rank=rank,
+        world_size=case.world.size,
+        device=device,
+        group=group,
+        mesh=mesh,
+        units=case.wrapping.units,
+        policy=policy_of(case.wrapping.policy, module),
+        strategy=case.strategy,
+        shard_size=shape[-1] if len(shape) == 2 else None,
+        precision=precision_of(case.mixed_precision),
+        cpu_offload=case.cpu_offload,
+        ignored=case.wrapping.ignored,
+    )
+
+
+def precision_of(spec: MixedPrecisionSpec | None) -> Precision:
+    """Translates a case's mixed precision."""
+    if spec is None:
+        return Precision()
+    names = (spec.param_dtype, spec.reduce_dtype, spec.buffer_dtype)
+    return Precision(*(None if name is None else dtype_of(name) for name in names))
+
+
+def policy_of(spec: PolicySpec | None, module: nn.Module) -> WrapPolicy | None:
+    """Translates a case's wrapping policy; class names are those of the model's own modules.
+
+    Raises:
+        InvalidRecord: No module of the model has such a class.
+    """
+    if spec is None:
+        return None
+    if spec.kind == "size":
+        return WrapPolicy(min_numel=spec.min_numel)
+    if spec.kind == "always":
+        return WrapPolicy(min_numel=1)
+    found = {type(inner).__name__: type(inner) for inner in module.modules()}
+    unknown = sorted(set(spec.classes) - set(found))
+    if unknown:
+        raise InvalidRecord(
+            f"case.wrapping.policy.classes: expected classes of the model ({', '.join(sorted(found))}), "
+            f"got {unknown}. Mend the case."
+        )
+    return WrapPolicy(classes=tuple(found[name] for name in spec.classes))
