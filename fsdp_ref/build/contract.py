@@ -36,7 +36,7 @@ class ComposableApi(Protocol, Generic[P]):
         """Return the state that the API left on ``module``; None when it was not applied."""
 
 
-Implementation = Callable[Concatenate[Any, P], Target | None]
+Implementation = Callable[Concatenate[Any, P], Any]
 
 
 def contract(state_cls: Callable[[], Any] = ContractState) -> Callable[[Implementation[P]], ComposableApi[P]]:

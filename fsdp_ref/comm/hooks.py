@@ -1,8 +1,8 @@
 """What may a user put in place of gradient reduction?
 
-A hook is called once per flat parameter and synchronizing backward. For sharded units it gets (state, grad, output): the
-padded unsharded gradient and the shard to fill; for replicated ones (state, grad), to be reduced in place. The hook
-alone divides. Names and behaviour follow ``torch.distributed.algorithms._comm_hooks``; the compressing hooks here
+A hook is called once per flat parameter and synchronizing backward. For sharded units it gets (state, grad, output):
+the padded unsharded gradient and the shard to fill; for replicated ones (state, grad), to be reduced in place. The
+hook alone divides. Names and behaviour follow ``torch.distributed.algorithms._comm_hooks``; the compressing hooks here
 work on every device, because they copy instead of retargeting ``.data`` across streams.
 """
 

@@ -1,0 +1,1 @@
+"""The public entry points: thin, over one code path."""

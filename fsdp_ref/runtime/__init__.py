@@ -1,0 +1,1 @@
+"""What happens when a unit runs: forward, backward, prefetch, reduction, execution order."""

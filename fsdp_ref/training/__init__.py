@@ -1,0 +1,1 @@
+"""What a training loop calls between backward and the optimizer's step."""
