@@ -37,7 +37,7 @@ CAPABILITIES: dict[str, str] = {
     "unused_parameters_differ": "parameters that only some ranks use in some iteration",
     "unused_gradient_is_none": "a parameter that no rank used has gradient None, as in one process",
     "uneven_parameters": "sizes that the number of ranks does not divide, fewer elements than ranks included",
-    "scalar_parameters": "0-dimensional parameters",
+    "zero_dim_parameters": "0-dimensional parameters",
     "empty_parameters": "parameters without elements",
     "strided_parameters": "parameters that are not contiguous, channels-last included",
     "mixed_dtype_units": "parameters of several dtypes inside one unit",
