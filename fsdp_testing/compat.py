@@ -49,3 +49,22 @@ def process_group_count() -> int:
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._world.group_count
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call `callback` when the running backward ends. Torch has no public name for the engine's callback queue."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def process_group_named(name: Any) -> Any:
+    """The process group that a functional collective names; torch resolves the name in its private registry alone."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)
+
+
+def collective_options() -> Any:
+    """Home of the options classes of `ProcessGroup` methods; `torch.distributed` re-exports only some of them."""
+    from torch._C import _distributed_c10d
+
+    return _distributed_c10d

@@ -2,11 +2,12 @@
 
 One area per rank; only that rank writes it, everybody reads it:
 
-    | header | group table: key, count | per group: ring of the last entries | strings: descriptions, call sites |
+    | header | group table: key, count, digest of all entries | per group: ring of the last entries | strings: descriptions, call sites |
 
 An entry is (signature, number, epoch, description, call site, moment). The epoch counts jobs: entries of an earlier
 job never match, so a rank may start a job before its peer has cleared the last one's entries. The file is sparse:
-memory is used only for what was written. Peers read without a lock: an entry's epoch and number are written last.
+memory is used only for what was written. Peers read without a lock, so an entry may be seen half-written: a reader that
+finds a difference looks again before it believes it, and what it misses the digests tell at the end of the job.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from dataclasses import dataclass
 
 GROUPS = 128
 RING = 128
-_COUNT = struct.Struct("<QQ")
+_COUNT = struct.Struct("<QQQ")
+_PROGRESS = struct.Struct("<QQ")
 _ENTRY = struct.Struct("<QQIIII")
 _STRINGS_BYTES = 256 * 1024
 _HEADER_BYTES = 128
@@ -104,16 +106,16 @@ class Area:
             (lost,) = _U64.unpack_from(self._map, self._base + _OVERFLOW_AT)
             _U64.pack_into(self._map, self._base + _OVERFLOW_AT, lost + 1)
             return None
-        _COUNT.pack_into(self._map, self._table + slot * _COUNT.size, key, 0)
+        _COUNT.pack_into(self._map, self._table + slot * _COUNT.size, key, 0, 0)
         _U64.pack_into(self._map, self._base + _GROUP_COUNT_AT, slot + 1)
         return int(slot)
 
-    def put_entry(self, slot: int, entry: tuple[int, int, int, int, int, int]) -> None:
-        """Write `entry` (fields of `Entry` in order) into its group's ring, then the group's count."""
+    def put_entry(self, slot: int, entry: tuple[int, int, int, int, int, int], digest: int) -> None:
+        """Write `entry` (fields of `Entry` in order) into its group's ring, then the group's count and digest."""
         number = entry[2]
         at = self._rings + (slot * RING + number % RING) * _ENTRY.size
         _ENTRY.pack_into(self._map, at, *entry)
-        _U64.pack_into(self._map, self._table + slot * _COUNT.size + 8, number)
+        _PROGRESS.pack_into(self._map, self._table + slot * _COUNT.size + 8, number, digest)
 
     def put_waiting(self, key: int, number: int) -> None:
         """Say that the owner is about to block in collective `number` of group `key` until every member joins."""
@@ -143,8 +145,8 @@ class Area:
         """How many groups found no room in the table during this job; their collectives were not recorded."""
         return int(_U64.unpack_from(self._map, self._base + _OVERFLOW_AT)[0])
 
-    def groups(self) -> list[tuple[int, int]]:
-        """(key, collectives issued) of every group that the owner has used in this job, in order of first use."""
+    def groups(self) -> list[tuple[int, int, int]]:
+        """(key, collectives issued, digest) of every group that the owner has used in this job, by first use."""
         (count,) = _U64.unpack_from(self._map, self._base + _GROUP_COUNT_AT)
         return [_COUNT.unpack_from(self._map, self._table + slot * _COUNT.size) for slot in range(count)]
 

@@ -22,21 +22,22 @@ class LedgerEntry:
 
 @dataclass(frozen=True, slots=True)
 class RankLedger:
-    """What one rank issued in a job: last entries over all groups, oldest first; counts and members by group key."""
+    """What one rank issued in a job: last entries over all groups, oldest first; counts, digests of all entries, and members by group key."""
 
     entries: tuple[LedgerEntry, ...]
     issued: dict[int, int]
+    digests: dict[int, int]
     members: dict[int, tuple[int, ...]]
 
 
 def read_rank(area: Area, epoch: int, last: int = 8) -> RankLedger:
     """Read `area`; empty when the rank has not begun job `epoch`."""
     if area.epoch() != epoch:
-        return RankLedger((), {}, {})
+        return RankLedger((), {}, {}, {})
     strings = area.strings()
     groups = area.groups()
     entries: list[LedgerEntry] = []
-    for slot, (key, count) in enumerate(groups):
+    for slot, (key, count, _) in enumerate(groups):
         label = group_fact(strings, key, 2)
         for number in range(max(1, count - last + 1), count + 1):
             entry = area.entry(slot, number)
@@ -44,8 +45,10 @@ def read_rank(area: Area, epoch: int, last: int = 8) -> RankLedger:
                 what, site = (strings[i] if i < len(strings) else "?" for i in (entry.description, entry.call_site))
                 entries.append(LedgerEntry(number, label, key, what, site, entry.moment_ns))
     entries.sort(key=lambda entry: entry.moment_ns)
-    members = {key: _members(group_fact(strings, key, 3)) for key, _ in groups}
-    return RankLedger(tuple(entries[-last:]), dict(groups), members)
+    members = {key: _members(group_fact(strings, key, 3)) for key, _, _ in groups}
+    issued = {key: count for key, count, _ in groups}
+    digests = {key: digest for key, _, digest in groups}
+    return RankLedger(tuple(entries[-last:]), issued, digests, members)
 
 
 def _members(text: str) -> tuple[int, ...]:

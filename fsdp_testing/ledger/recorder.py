@@ -12,12 +12,15 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 from fsdp_testing.errors import CollectiveMismatch
 from fsdp_testing.ledger.memory import Area, LedgerMemory
 
+_MASK = (1 << 64) - 1
+_SETTLE_SECONDS = 0.001
+_LOOKS = 20
 _OWN = ("/torch/", "/fsdp_testing/ledger/", "<frozen", "<string>", "/contextlib.py")
 
 
@@ -43,9 +46,9 @@ def group_identity(name: str, members: tuple[int, ...], world_size: int, blockin
     return GroupIdentity(int.from_bytes(digest, "little"), label, members, blocking_host)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """One collective about to be issued.
+    """One collective about to be issued; calls are compared by identity, the interception makes each once.
 
     `what` is everything that must be equal on all members: operation, reduce op, root, dtype and sizes. `text` shows
     it. `waits_for_all` is False for an operation that this rank may leave before its peers join (the root of a
@@ -69,9 +72,10 @@ class Recorder:
         self._slots: dict[int, int | None] = {}
         self._peer_slots: dict[tuple[int, int], int] = {}
         self._numbers: dict[int, int] = {}
-        self._signatures: dict[tuple[Any, ...], tuple[int, int]] = {}
-        self._sites: dict[tuple[CodeType, int], int] = {}
-        self._is_own: dict[CodeType, bool] = {}
+        self._digests: dict[int, int] = {}
+        self._signatures: dict[Call, tuple[int, int]] = {}
+        self._sites: dict[tuple[str, int], int] = {}
+        self._is_own: dict[str, bool] = {}
         self._labels: dict[int, int] = {}
         self._memberships: dict[int, bool] = {}
         self._thread: int | None = None
@@ -84,6 +88,7 @@ class Recorder:
         self._slots.clear()
         self._peer_slots.clear()
         self._numbers.clear()
+        self._digests.clear()
         self._thread = None
         self._threaded = False
         self.total = 0
@@ -110,13 +115,14 @@ class Recorder:
             self._name_group(group)
         if slot is None:
             return
-        known = self._signatures.get(call.what)
+        known = self._signatures.get(call)
         if known is None:
-            known = self._signatures[call.what] = self._learn(call)
+            known = self._signatures[call] = self._learn(call)
         signature, description = known
         epoch = self._epoch
         site = self._call_site()
-        self._area.put_entry(slot, (signature, time.monotonic_ns(), number, epoch, description, site))
+        digest = self._digests[key] = hash((self._digests.get(key, 0), signature)) & _MASK
+        self._area.put_entry(slot, (signature, time.monotonic_ns(), number, epoch, description, site), digest)
         if self._compare:
             self._compare_with_peers(group, number, signature)
             if blocking and group.blocking_host and call.waits_for_all:
@@ -152,23 +158,24 @@ class Recorder:
         return int.from_bytes(digest, "little"), self._area.put_string(call.text)
 
     def _call_site(self) -> int:
+        # File names, not code objects, are looked up: a string keeps its hash, a code object computes it each time.
         frame: FrameType | None = sys._getframe(3)
         own = self._is_own
         while frame is not None:
-            code = frame.f_code
-            skip = own.get(code)
+            file = frame.f_code.co_filename
+            skip = own.get(file)
             if skip is None:
-                skip = own[code] = any(part in code.co_filename for part in _OWN)
+                skip = own[file] = any(part in file for part in _OWN)
             if not skip:
-                break
+                place = (file, frame.f_lineno)
+                site = self._sites.get(place)
+                return self._learn_site(frame, place) if site is None else site
             frame = frame.f_back
-        if frame is None:
-            return 0
-        place = (frame.f_code, frame.f_lineno)
-        site = self._sites.get(place)
-        if site is None:
-            text = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
-            site = self._sites[place] = self._area.put_string(text)
+        return 0
+
+    def _learn_site(self, frame: FrameType, place: tuple[str, int]) -> int:
+        text = f"{place[0]}:{place[1]} in {frame.f_code.co_qualname}"
+        site = self._sites[place] = self._area.put_string(text)
         return site
 
     def _compare_with_peers(self, group: GroupIdentity, number: int, signature: int) -> None:
@@ -184,7 +191,23 @@ class Recorder:
                 slot = self._peer_slots[peer, group.key] = found
             fields = areas[peer].entry_fields(slot, number)
             if fields[2] == number and fields[3] == epoch and fields[0] != signature:
-                raise CollectiveMismatch(self._tell_difference(group, number, peer, fields))
+                self._confirm_difference(group, number, peer, signature)
+
+    def _confirm_difference(self, group: GroupIdentity, number: int, peer: int, signature: int) -> None:
+        """Raise unless the difference was a half-written entry.
+
+        Peers write at the same moment as a rule, since the last collective released them together: a few looks settle
+        it in a microsecond, and only a difference that stays is given the time of a scheduler's pause.
+        """
+        slot = self._peer_slots[peer, group.key]
+        area = self._memory.areas[peer]
+        for look in range(_LOOKS + 1):
+            fields = area.entry_fields(slot, number)
+            if fields[2] != number or fields[3] != self._epoch or fields[0] == signature:
+                return
+            if look == _LOOKS - 1:
+                time.sleep(_SETTLE_SECONDS)
+        raise CollectiveMismatch(self._tell_difference(group, number, peer, fields))
 
     def _tell_difference(self, group: GroupIdentity, number: int, peer: int, fields: tuple[int, ...]) -> str:
         mine = self._area.strings()

@@ -140,4 +140,23 @@ def _uneven_cause(ranks: Sequence[RankOutcome], members: dict[int, tuple[int, ..
             told = ", ".join(f"rank {rank}: {count}" for rank, count in counts.items())
             label = next((c.group for r in ranks for c in r.collectives if c.group_key == key), "a group")
             return f"ranks disagree: they issued different numbers of collectives on the {label} ({told})"
+        if len({rank.digests.get(key, 0) for rank in ranks if rank.rank in group}) > 1:
+            return _first_difference(ranks, key, group)
     return ""
+
+
+def _first_difference(ranks: Sequence[RankOutcome], key: int, group: tuple[int, ...]) -> str:
+    """Same counts, other collectives: nobody saw it while it ran, since all wrote at the same moment."""
+    by_number: dict[int, dict[int, CollectiveRecord]] = {}
+    label = "a group"
+    for rank in ranks:
+        for record in rank.collectives:
+            if rank.rank in group and record.group_key == key:
+                by_number.setdefault(record.number, {})[rank.rank] = record
+                label = record.group
+    for number in sorted(by_number):
+        records = by_number[number]
+        if len({record.what for record in records.values()}) > 1:
+            told = "; ".join(f"rank {r} issued {c.what} at {c.call_site}" for r, c in records.items())
+            return f"ranks disagree: collective #{number} of the {label} differs: {told}"
+    return f"ranks disagree: they issued different collectives on the {label}, before the last ones recorded"

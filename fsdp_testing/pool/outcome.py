@@ -60,7 +60,8 @@ class RankOutcome:
     """What one rank did with a job.
 
     `stdout` and `stderr` hold everything written on the rank's descriptors 1 and 2 during the job, C++ included.
-    `collectives` are the last ones issued, oldest first; `issued` counts all of them, per group key.
+    `collectives` are the last ones issued, oldest first; per group key, `issued` counts all of them and `digests`
+    holds one number for the whole sequence, equal on ranks that issued the same.
     """
 
     rank: int
@@ -73,6 +74,7 @@ class RankOutcome:
     stack: str = ""
     collectives: tuple[CollectiveRecord, ...] = ()
     issued: dict[int, int] = field(default_factory=dict)
+    digests: dict[int, int] = field(default_factory=dict)
     dirt: tuple[Dirt, ...] = ()
     stdout: str = ""
     stderr: str = ""

@@ -180,6 +180,7 @@ class Supervision:
                 CollectiveRecord(e.number, e.group, e.group_key, e.what, e.call_site, e.moment_ns) for e in ledger.entries
             ),
             "issued": ledger.issued,
+            "digests": ledger.digests,
         }
         if watch.join_problem is not None:
             problem = watch.join_problem
