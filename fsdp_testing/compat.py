@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 
@@ -53,6 +54,8 @@ def process_group_count() -> int:
 
 def after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` when the running backward ends. Torch has no public name for the engine's callback queue."""
+    import torch
+
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 

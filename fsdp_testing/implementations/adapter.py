@@ -70,6 +70,7 @@ class Adapter:
     Attributes:
         observes_locally: `local_pieces` needs no collective and may be called by one rank alone; if not, every rank
             calls it at the same point.
+        missing: Methods that the implementation left out and that were filled in.
         observes_gradients: `local_pieces` shows gradients; if not, gradients are compared through the optimizer's step.
         finish: Called on every rank when a case is over, to drop what the implementation keeps globally.
     """
@@ -79,6 +80,7 @@ class Adapter:
     source: str
     observes_locally: bool
     observes_gradients: bool
+    missing: frozenset[str]
     wrap: Callable[[nn.Module, Setup], nn.Module]
     no_sync: Callable[[Model], AbstractContextManager[Any]]
     clip_grad_norm: Callable[[Model, float, float], torch.Tensor]
@@ -111,6 +113,7 @@ class Adapter:
             return implementation
         _require(implementation)
         given = {f.name: method for f in fields(cls) if callable(method := getattr(implementation, f.name, None))}
+        filled = defaults.methods(implementation, given)
         locally = "local_pieces" in given or "full_parameters" not in given
         return cls(
             name=getattr(implementation, "name"),  # noqa: B009 - `implementation` is foreign, checked by _require
@@ -118,7 +121,8 @@ class Adapter:
             source=str(getattr(implementation, "source", "")),
             observes_locally=locally,
             observes_gradients=locally,
-            **(defaults.methods(implementation, given) | given),
+            missing=frozenset(filled) - frozenset(given),
+            **(filled | given),
         )
 
 

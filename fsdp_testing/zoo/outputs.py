@@ -71,11 +71,13 @@ class Containers(nn.Module):
     def __init__(self, container: str = "tuple") -> None:
         super().__init__()
         self.container = container
+        self.stem = nn.Linear(5, 5)
         self.heads = TwoHeads(container)
         self.last = nn.Linear(5, 5)
 
     def forward(self, x: torch.Tensor) -> Any:
-        mean, spread = _unpack(self.heads(x))
+        # What comes before a unit makes its weights take part in the backward pass.
+        mean, spread = _unpack(self.heads(torch.tanh(self.stem(x))))
         return _pack(self.container, self.last(mean), spread * mean)
 
 
@@ -101,11 +103,12 @@ class CachedIntermediate(nn.Module):
     def __init__(self, *, bypass: bool = True) -> None:
         super().__init__()
         self.bypass = bypass
+        self.stem = nn.Linear(6, 6)
         self.unit = Remembering()
         self.last = nn.Linear(6, 6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        returned = self.unit(x)
+        returned = self.unit(torch.tanh(self.stem(x)))
         kept = self.unit.hidden
         self.unit.hidden = None  # else the graph of this step would live until the next
         if kept is None:
@@ -118,11 +121,12 @@ class ViewThenInPlace(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.stem = nn.Linear(6, 6)
         self.unit = ReturnsView()
         self.last = nn.Linear(6, 6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.unit(x)
+        y = self.unit(torch.tanh(self.stem(x)))
         y += x
         return self.last(torch.tanh(y))
 
@@ -133,9 +137,10 @@ class ReturnsView(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(6, 12)
+        self.outer = nn.Linear(12, 12)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)[:, :6]
+        return self.outer(torch.tanh(self.inner(x)))[:, :6]
 
 
 CONTAINERS = ("tuple", "list", "dict", "nested", "named_tuple", "dataclass")
@@ -146,7 +151,7 @@ MODELS = (
         "Units and model return tensors in a container.",
         Containers,
         float_input(5),
-        ("heads", "last"),
+        ("stem", "heads", "last"),
         frozenset({"containers", "uneven"}),
         frozenset({"container_outputs"}),
         arguments={"container": CONTAINERS},
@@ -156,7 +161,7 @@ MODELS = (
         "Units and model return tensors inside an object of a class of their own.",
         lambda: Containers("opaque"),
         float_input(5),
-        ("heads", "last"),
+        ("stem", "heads", "last"),
         frozenset({"containers", "uneven"}),
         frozenset({"opaque_outputs"}),
     ),
@@ -165,7 +170,7 @@ MODELS = (
         "The loss reaches a unit through a tensor that it kept, not through its output.",
         CachedIntermediate,
         float_input(6),
-        ("unit", "last"),
+        ("stem", "unit", "last"),
         frozenset({"bypass"}),
         frozenset({"loss_bypasses_output"}),
         arguments={"bypass": (True, False)},
@@ -175,7 +180,7 @@ MODELS = (
         "A unit returns a view that its caller changes in place.",
         ViewThenInPlace,
         float_input(6),
-        ("unit", "last"),
+        ("stem", "unit", "last"),
         frozenset({"view_output"}),
         frozenset({"inplace_on_output"}),
     ),

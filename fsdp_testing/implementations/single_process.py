@@ -1,0 +1,150 @@
+"""Data parallelism as its definition says: every rank trains a whole copy, and gradients are averaged after backward.
+
+This is what one process computes on all the data, spread over ranks and nothing more: no buckets, no overlap, no
+shards. A check that fails here is wrong itself, which makes it the specificity control of every suite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_testing.compat import after_backward
+from fsdp_testing.errors import InvalidImplementation
+from fsdp_testing.implementations import torch_state
+from fsdp_testing.implementations.adapter import TorchStyle
+from fsdp_testing.implementations.protocol import Division, Setup
+from fsdp_testing.implementations.torch_checkpointing import checkpoint_modules
+
+CAPABILITIES = frozenset(
+    {
+        "no_shard",
+        "nested_wrapping",  # units mean nothing to it, and naming some changes nothing
+        "policy_wrapping",
+        "no_sync",
+        "accumulate_without_no_sync",
+        "forward_only",
+        "inference_mode",
+        "late_optimizer",
+        "shared_parameters",
+        "shared_across_units",
+        "reused_modules",
+        "frozen_parameters",
+        "frozen_mixed_unit",
+        "thawed_parameters",
+        "unused_parameters",
+        "unused_parameters_differ",
+        "unused_gradient_is_none",
+        "uneven_parameters",
+        "zero_dim_parameters",
+        "empty_parameters",
+        "strided_parameters",
+        "mixed_dtype_units",
+        "buffers",
+        "container_outputs",
+        "opaque_outputs",
+        "loss_bypasses_output",
+        "inplace_on_output",
+        "uneven_batches",
+        "clip_grad_norm",
+        "optimizer_pieces",
+        "summon_writeback",
+        "full_state_dict",
+        "optim_state",
+        "activation_checkpointing",
+        "exception_recovery",
+    }
+)
+
+
+class _Averaging:
+    """Averages a module's gradients over a group at the end of every backward, unless told not to."""
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup | None) -> None:
+        self.enabled = True
+        self._module = module
+        self._group = group
+        self._queued = False
+        self._hooked: set[int] = set()
+        module.register_forward_pre_hook(lambda _module, _args: self._watch_parameters())
+
+    def _watch_parameters(self) -> None:
+        """Looked at in every forward, since a parameter may have been thawed."""
+        self._queued = False  # a backward that raised has left it set
+        for parameter in self._module.parameters():
+            if parameter.requires_grad and id(parameter) not in self._hooked:
+                self._hooked.add(id(parameter))
+                parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def _on_gradient(self, _parameter: torch.Tensor) -> None:
+        if self.enabled and not self._queued:
+            self._queued = True
+            after_backward(self._average)
+
+    def _average(self) -> None:
+        """Collectives: one all-reduce of flags, then one per parameter that some rank has a gradient for."""
+        self._queued = False
+        parameters = [p for p in self._module.parameters() if p.requires_grad]
+        present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
+        dist.all_reduce(present, dist.ReduceOp.MAX, group=self._group)
+        for parameter, somewhere in zip(parameters, present.tolist()):
+            if somewhere:
+                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                total = grad.contiguous()
+                dist.all_reduce(total, group=self._group)
+                parameter.grad = grad.copy_(total.div_(dist.get_world_size(self._group)))
+
+
+_AVERAGING: WeakKeyDictionary[nn.Module, _Averaging] = WeakKeyDictionary()
+
+
+def wrap(module: nn.Module, setup: Setup) -> nn.Module:
+    """The module itself, with hooks. Collectives: none."""
+    if setup.strategy != "no_shard":
+        raise InvalidImplementation(
+            f"single-process: expected strategy 'no_shard', got {setup.strategy!r}. Run only what it claims."
+        )
+    checkpoint_modules(module, setup.checkpointed)
+    _AVERAGING[module] = _Averaging(module, setup.group)
+    return module
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backwards inside leave the gradients as they are on this rank."""
+    averaging = _AVERAGING[model]
+    before, averaging.enabled = averaging.enabled, False
+    try:
+        yield
+    finally:
+        averaging.enabled = before
+
+
+def division(setup: Setup) -> Division:
+    """One sum, then one division by the number of ranks."""
+    return Division(before=1, after=setup.world_size)
+
+
+def _finish(model: nn.Module) -> Any:
+    return _AVERAGING.pop(model, None)
+
+
+IMPLEMENTATION = TorchStyle(
+    name="single-process",
+    wrap=wrap,
+    capabilities=CAPABILITIES,
+    source="Definition of synchronous data parallelism: the mean of the ranks' gradients.",
+    no_sync=no_sync,
+    division=division,
+    full_state_dict=torch_state.full_state_dict,
+    load_full_state_dict=torch_state.load_full_state_dict,
+    full_optimizer_state=torch_state.full_optimizer_state,
+    load_full_optimizer_state=torch_state.load_full_optimizer_state,
+    finish=_finish,
+)
