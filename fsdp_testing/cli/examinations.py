@@ -94,15 +94,14 @@ def torch() -> Symptom:
 
 
 def backends() -> Symptom:
-    """Which communication backends can run here."""
-    import torch as installed
-    import torch.distributed as dist
+    """Which communication backends can run two ranks here."""
+    from fsdp_testing.backends import backend_named, registered_backends
 
-    devices = installed.cuda.device_count() if installed.cuda.is_available() else 0
-    nccl = f"nccl on {devices} GPUs" if dist.is_nccl_available() and devices else "no nccl: no CUDA device"
-    if not dist.is_gloo_available():
-        return Symptom("backends", Condition.BROKEN, f"no gloo; {nccl}", "Install a build of torch that has gloo.")
-    return Symptom("backends", Condition.GOOD, f"gloo, fake; {nccl}")
+    reasons = {name: backend_named(name).unavailable(2) for name in registered_backends()}
+    said = "; ".join(f"{name}: {reason}" if reason else name for name, reason in reasons.items())
+    if reasons.get("gloo"):
+        return Symptom("backends", Condition.BROKEN, said, "Install a build of torch that has gloo.")
+    return Symptom("backends", Condition.GOOD, said)
 
 
 def loopback() -> Symptom:

@@ -1,0 +1,39 @@
+"""`fsdp-verify doctor`: what is wrong with this machine? Exit code 1 if anything is broken."""
+
+from __future__ import annotations
+
+import argparse
+
+from fsdp_testing.cli.examinations import Condition, Symptom, examine
+
+STYLES = {Condition.GOOD: "green", Condition.ODD: "yellow", Condition.BROKEN: "bold red"}
+Subparsers = argparse._SubParsersAction  # the only name argparse gives it
+
+
+def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """Declare the command."""
+    return commands.add_parser(
+        "doctor",
+        help="what is wrong with this machine",
+        description="Look at everything that ranks need: torch, backends, ports, memory, limits, leftover processes.",
+        allow_abbrev=False,
+    )
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Print one line per examination."""
+    from rich.console import Console
+    from rich.text import Text
+
+    del options
+    console = Console(highlight=False)
+    found: list[Symptom] = []
+    for symptom in examine():
+        found.append(symptom)
+        word = (f"{symptom.condition.value:<6}", STYLES[symptom.condition])
+        console.print(Text.assemble(word, f"  {symptom.name}: {symptom.said}"), soft_wrap=True)
+        if symptom.remedy:
+            console.print(Text(f"        {symptom.remedy}", style="dim"), soft_wrap=True)
+    broken = sum(symptom.condition is Condition.BROKEN for symptom in found)
+    console.print(f"{broken} broken" if broken else "nothing broken")
+    return 1 if broken else 0

@@ -1,0 +1,91 @@
+"""`fsdp-verify list`: which implementations and capabilities are there?"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+from fsdp_testing.errors import HarnessError
+
+KINDS = ("implementations", "capabilities", "models", "backends")
+Subparsers = argparse._SubParsersAction  # the only name argparse gives it
+
+
+def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """Declare the command."""
+    command = commands.add_parser(
+        "list",
+        help="implementations, capabilities, models, backends",
+        description="List what can be named on the command line; without KIND all of it.",
+        allow_abbrev=False,
+    )
+    command.add_argument("kind", nargs="?", choices=KINDS, metavar="KIND", help=", ".join(KINDS))
+    return command
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Print the lists."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    for kind in [options.kind] if options.kind else KINDS:
+        console.print(Text(kind, style="bold"))
+        table = Table.grid(padding=(0, 2))
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, said in LISTS[kind]():
+            table.add_row(Text(f"  {name}"), Text(said))
+        console.print(table)
+    return 0
+
+
+def _implementations() -> Iterator[tuple[str, str]]:
+    from fsdp_testing.implementations import registry
+
+    for name, claims in sorted(registry.registrations().items()):
+        if len(claims) > 1:
+            origins = ", ".join(claim.origin for claim in claims)
+            yield name, f"registered by several distributions: {origins}"
+            continue
+        try:
+            adapter = registry.load(name)
+        except HarnessError as error:
+            yield name, f"cannot be used: {error}"
+        else:
+            yield name, f"{claims[0].origin}; claims {', '.join(sorted(adapter.capabilities))}"
+
+
+def _capabilities() -> Iterator[tuple[str, str]]:
+    from fsdp_testing.records import CAPABILITIES
+
+    yield from CAPABILITIES.items()
+
+
+def _models() -> Iterator[tuple[str, str]]:
+    from fsdp_testing.zoo import MODELS
+
+    for name, model in MODELS.items():
+        yield name, model.summary
+
+
+def _backends() -> Iterator[tuple[str, str]]:
+    from fsdp_testing.backends import backend_named, registered_backends
+
+    for name in registered_backends():
+        try:
+            backend = backend_named(name)
+        except HarnessError as error:
+            yield name, f"cannot be used: {error}"
+            continue
+        reason = backend.unavailable(2)
+        yield name, f"unavailable: {reason}" if reason else f"on {backend.device_type}"
+
+
+LISTS = {
+    "implementations": _implementations,
+    "capabilities": _capabilities,
+    "models": _models,
+    "backends": _backends,
+}

@@ -1,0 +1,95 @@
+"""Which command is meant, and with what exit code does it end?
+
+0: all claims hold. 1: a check failed. 2: bad usage or a bad adapter. 3: a verdict is unknown, the harness itself
+failing included. 130: interrupted. Every error that a user can mend is one message on standard error, without a
+traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from fsdp_testing.cli import doctor, list_command, plan
+from fsdp_testing.errors import HarnessError, PoolBroken
+
+PROGRAM = "fsdp-verify"
+COMMANDS: tuple[ModuleType, ...] = (list_command, plan, doctor)
+BAD_USAGE = 2
+UNKNOWN = 3
+INTERRUPTED = 130
+
+EPILOG = """\
+exit codes:
+  0  all claims that were checked hold
+  1  a check failed
+  2  bad usage or a bad adapter
+  3  a verdict is unknown (never counted as a pass)
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    Args:
+        arguments: Those after the program's name; `None` takes them from the command line.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        # Names, paths and messages may hold what the terminal's encoding cannot show; escaping it beats dying of it.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        options = parser().parse_args(arguments)
+    except SystemExit as end:  # argparse has already said what it had to say
+        return end.code if isinstance(end.code, int) else BAD_USAGE
+    # Import strings name modules of the user's own project, as `python -m` would find them.
+    here = str(Path.cwd())
+    if "" not in sys.path and here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        code: int = options.execute(options)
+        sys.stdout.flush()
+    except PoolBroken as error:
+        return _told(error, UNKNOWN)
+    except HarnessError as error:
+        return _told(error, BAD_USAGE)
+    except KeyboardInterrupt:
+        return _told("interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        # Whoever read our output has gone (`| head`); Python must not complain again while it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return UNKNOWN
+    return code
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    top = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description="Prove that a data-parallel sharding implementation computes what one process would compute.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    top.add_argument("--version", action="version", version=_version())
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for module in COMMANDS:
+        command = module.add(commands)
+        command.set_defaults(execute=module.execute)
+    return top
+
+
+def _version() -> str:
+    from importlib import metadata
+
+    return f"{PROGRAM} {metadata.version('fsdp-testing')}"
+
+
+def _told(error: object, code: int) -> int:
+    sys.stdout.flush()
+    print(f"{PROGRAM}: {error}", file=sys.stderr)
+    return code

@@ -1,0 +1,196 @@
+"""`fsdp-verify plan`: how is a model sharded over any number of ranks? Drawn without processes and without memory."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from fsdp_testing.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from fsdp_testing.implementations.ref_layout import UnitLayout
+
+Subparsers = argparse._SubParsersAction  # the only name argparse gives it
+RANKS_DRAWN = 16
+BAR_WIDTH = 48
+DTYPES = ("float32", "float64", "float16", "bfloat16")
+
+
+def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """Declare the command."""
+    command = commands.add_parser(
+        "plan",
+        help="shard layout of a model at any world size",
+        description="Draw which rank holds which elements of which parameter, with alignment gaps and padding.",
+        allow_abbrev=False,
+    )
+    command.add_argument(
+        "model", metavar="MODEL", help="a model of `list models`, or package.module:factory (built on the meta device)"
+    )
+    command.add_argument("--world-size", type=int, default=2, metavar="N", help="ranks in the shard group (default 2)")
+    command.add_argument(
+        "--unit",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="submodules that become units: FQN pattern or class name; repeatable (default: the model's own)",
+    )
+    command.add_argument("--dtype", choices=DTYPES, default="float32", help="of models of `list models`")
+    command.add_argument("--rank", type=int, metavar="R", help="show the pieces that this rank holds")
+    command.add_argument("--packed", action="store_true", help="no gaps between parameters, no padding of the total")
+    return command
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Print the layout."""
+    from rich.console import Console
+
+    from fsdp_testing.implementations.ref_layout import unit_layouts
+
+    size = options.world_size
+    if size < 1:
+        raise InvalidArgument(f"--world-size: expected at least 1, got {size}. Give the number of ranks.")
+    if options.rank is not None and not 0 <= options.rank < size:
+        raise InvalidArgument(f"--rank: expected 0 to {size - 1}, got {options.rank}. Ranks count from 0.")
+    model, units = _model(options.model, options.dtype)
+    found = unit_layouts(model, world_size=size, units=options.unit or units, aligned=not options.packed)
+    if not found:
+        raise InvalidArgument(
+            f"plan: expected a model with parameters, got {options.model!r}. There is nothing to shard."
+        )
+    console = Console(highlight=False)
+    for unit in found:
+        _print_unit(unit, options.rank, console)
+    _print_totals(found, console)
+    return 0
+
+
+def _model(name: str, dtype: str) -> tuple[Any, tuple[str, ...]]:
+    """The module and the units it has by default."""
+    import torch
+
+    from fsdp_testing.zoo import MODELS
+
+    if name in MODELS:
+        return MODELS[name].build(0, getattr(torch, dtype)), MODELS[name].units
+    module_name, separator, path = name.partition(":")
+    if not separator:
+        known = ", ".join(MODELS)
+        raise InvalidArgument(f"plan: expected one of {known} or `package.module:factory`, got {name!r}. Name a model.")
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in path.split("."):
+            found = getattr(found, part)
+        if not isinstance(found, torch.nn.Module):
+            with torch.device("meta"):
+                found = found()
+    except Exception as error:
+        raise InvalidArgument(
+            f"plan: expected {name} to give a module when called without arguments, got "
+            f"{type(error).__name__}: {error}. Correct the factory, or write one."
+        ) from error
+    if not isinstance(found, torch.nn.Module):
+        raise InvalidArgument(
+            f"plan: expected {name} to give a torch.nn.Module, got {type(found).__name__}. Return one."
+        )
+    return found, ()
+
+
+def _print_unit(unit: UnitLayout, rank: int | None, console: Console) -> None:
+    from rich.text import Text
+
+    layout, shards = unit.shards.layout, unit.shards
+    padding = shards.padded_numel - layout.params_numel
+    title = Text.assemble((unit.name or "(root)", "bold"), f" {unit.class_name}: ")
+    title.append(f"{layout.params_numel:,} elements of {unit.dtype} in {len(layout)} parameters; ")
+    title.append(f"{shards.shard_numel:,} ({_bytes(shards.shard_numel * unit.element_bytes)}) a rank; ")
+    title.append(f"{padding:,} of padding ({_share(padding, shards.padded_numel)})")
+    console.print(title, soft_wrap=True)
+    console.print(_parameter_table(unit) if rank is None else _piece_table(unit, rank))
+    if rank is None and shards.world_size <= RANKS_DRAWN and layout.numel:
+        for line in _bars(unit):
+            console.print(Text(line), no_wrap=True, overflow="crop")
+    console.print()
+
+
+def _parameter_table(unit: UnitLayout) -> RenderableType:
+    def rows() -> Iterator[tuple[str, ...]]:
+        for index, param in enumerate(unit.shards.layout.params):
+            span, ranks = unit.shards.layout.span(index), unit.shards.owner_ranks(index)
+            shape = "x".join(map(str, param.shape)) or "scalar"
+            holders = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else "".join(map(str, ranks)) or "none (empty)"
+            name = param.fqn + (f" (also {', '.join(param.aliases)})" if param.aliases else "")
+            yield f"  {name}", shape, f"[{span.start:,}, {span.stop:,})", holders
+
+    return _table(("  parameter", "shape", "elements [start, stop)", "ranks"), rows())
+
+
+def _piece_table(unit: UnitLayout, rank: int) -> RenderableType:
+    def rows() -> Iterator[tuple[str, ...]]:
+        for piece in unit.shards.param_spans(rank):
+            span, begin = piece.span_in_param, piece.offset_in_shard
+            name = unit.shards.layout.params[piece.param_index].fqn
+            yield f"  {name}", f"[{span.start:,}, {span.stop:,})", f"[{begin:,}, {begin + span.numel:,})"
+        if unit.shards.padding(rank):
+            tail = unit.shards.shard_span(rank).numel
+            yield "  (padding)", "", f"[{tail:,}, {unit.shards.shard_numel:,})"
+
+    return _table(("  parameter", "its elements [start, stop)", "place in the shard"), rows())
+
+
+def _table(headers: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="dim", show_edge=False)
+    for header in headers:
+        table.add_column(Text(header), overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))  # names are text, never markup
+    return table
+
+
+def _bars(unit: UnitLayout) -> Iterator[str]:
+    """One line per rank: parameters in turns of two shades, padding and gaps dotted."""
+    shards = unit.shards
+    width = min(BAR_WIDTH, shards.shard_numel)
+    for rank in range(shards.world_size):
+        held = shards.param_spans(rank)
+        marks = []
+        for place in range(width):
+            # The element in the middle of the place stands for it; a place is never empty since width <= shard_numel.
+            element = (2 * place + 1) * shards.shard_numel // (2 * width)
+            owner = next((p for p in held if 0 <= element - p.offset_in_shard < p.span_in_param.numel), None)
+            marks.append("·" if owner is None else "█▒"[owner.param_index % 2])
+        yield f"  rank {rank:<3} {''.join(marks)}"
+
+
+def _print_totals(units: tuple[UnitLayout, ...], console: Console) -> None:
+    elements = sum(unit.shards.layout.params_numel for unit in units)
+    shard = sum(unit.shards.shard_numel * unit.element_bytes for unit in units)
+    padded = sum(unit.shards.padded_numel for unit in units)
+    largest = max(units, key=lambda unit: unit.shards.padded_numel * unit.element_bytes)
+    gathered = largest.shards.padded_numel * largest.element_bytes
+    console.print(
+        f"{len(units)} units, {elements:,} elements on {units[0].shards.world_size:,} ranks: {_bytes(shard)} of "
+        f"parameters a rank, {_share(padded - elements, padded)} padding; largest gather {_bytes(gathered)} "
+        f"({largest.name or '(root)'})",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _bytes(count: int) -> str:
+    if count < 1024:
+        return f"{count} B"
+    power = min(int(math.log(count, 1024)), 4)
+    return f"{count / 1024**power:.1f} {['B', 'KiB', 'MiB', 'GiB', 'TiB'][power]}"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.2g} %" if whole else "0 %"

@@ -1,0 +1,45 @@
+"""What can be named is listed with what it means; what is broken is listed as broken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from fsdp_testing.cli import list_command
+from fsdp_testing.errors import InvalidImplementation
+from fsdp_testing.implementations import registry
+from fsdp_testing.records import CAPABILITIES
+from fsdp_testing.zoo import MODELS
+
+
+def test_without_a_kind_everything_is_listed(verify: Callable[..., Any]) -> None:
+    ended = verify("list")
+    assert ended.code == 0, ended.err
+    for name in (*registry.names(), *CAPABILITIES, *MODELS, *list_command.KINDS, "gloo"):
+        assert name in ended.out
+
+
+def test_one_kind_alone(verify: Callable[..., Any]) -> None:
+    ended = verify("list", "capabilities")
+    assert "full_shard" in ended.out
+    assert "torch-ddp" not in ended.out
+
+
+def test_what_cannot_be_loaded_is_listed_with_the_reason(
+    verify: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(name: str) -> object:
+        raise InvalidImplementation(f"implementation {name!r}: expected [it] to be importable, got nothing. Mend it.")
+
+    monkeypatch.setattr(registry, "load", load)
+    ended = verify("list", "implementations")
+    assert ended.code == 0
+    assert "cannot be used: implementation 'torch-ddp': expected [it] to be importable" in ended.out
+
+
+def test_two_claims_to_one_name_are_listed(verify: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    claims = tuple(registry.Registration("twin", "a:b", origin) for origin in ("one", "two"))
+    monkeypatch.setattr(registry, "registrations", lambda: {"twin": claims})
+    assert "twin  registered by several distributions: one, two" in verify("list", "implementations").out
