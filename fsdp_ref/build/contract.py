@@ -8,8 +8,9 @@ Source: ``torch.distributed._composable.contract`` for the behaviour.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Concatenate, Final, Generic, ParamSpec, Protocol, TypeVar
+from typing import Any, Final, Generic, ParamSpec, Protocol, TypeVar, cast
 
 from torch import nn
 
@@ -17,29 +18,25 @@ from fsdp_ref.annotations import register, registry_of
 from fsdp_ref.errors import AlreadyAppliedError, FsdpTypeError, ModifiedFqnsError, listing
 
 P = ParamSpec("P")
-S = TypeVar("S")
-Target = nn.Module | Sequence[nn.Module]
+R_co = TypeVar("R_co", covariant=True)
 
 
 class ContractState:
     """Default state of an API that needs none of its own."""
 
 
-class ComposableApi(Protocol, Generic[P]):
+class ComposableApi(Protocol, Generic[P, R_co]):
     """A function made composable: call it with a module, ask it for the state it left."""
 
     __name__: str
 
-    def __call__(self, module: Target, *args: P.args, **kwargs: P.kwargs) -> Any: ...
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
     def state(self, module: nn.Module) -> Any:
         """Return the state that the API left on ``module``; None when it was not applied."""
 
 
-Implementation = Callable[Concatenate[Any, P], Any]
-
-
-def contract(state_cls: Callable[[], Any] = ContractState) -> Callable[[Implementation[P]], ComposableApi[P]]:
+def contract(state_cls: Callable[[], Any] = ContractState) -> Callable[[Callable[P, R_co]], ComposableApi[P, R_co]]:
     """Return a decorator that makes ``func(module, ...)`` a composable API.
 
     The function may take a list of modules; they share one state. It returns the module (or as many modules), or None
@@ -51,15 +48,18 @@ def contract(state_cls: Callable[[], Any] = ContractState) -> Callable[[Implemen
         FsdpTypeError: not a module or a list of modules.
     """
 
-    def decorate(func: Implementation[P]) -> ComposableApi[P]:
+    def decorate(func: Callable[P, R_co]) -> ComposableApi[P, R_co]:
+        name = func.__name__
+        first = next(iter(inspect.signature(func).parameters), "module")
+
         @functools.wraps(func)
-        def wrapper(module: Target, *args: P.args, **kwargs: P.kwargs) -> Any:
-            modules = _as_list(module, name)
-            state = state_cls()
-            _register_all(modules, name, state)
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> R_co:
+            given = args[0] if args else kwargs.get(first)
+            modules = _as_list(given, name)
+            _register_all(modules, name, state_cls())
             before = [_names(each) for each in modules]
             try:
-                result = func(module, *args, **kwargs)
+                result = func(*args, **kwargs)
             except BaseException:
                 # A refused application must leave the modules free for a corrected one.
                 _unregister_all(modules, name)
@@ -68,12 +68,11 @@ def contract(state_cls: Callable[[], Any] = ContractState) -> Callable[[Implemen
             _check_names(name, before, [_names(each) for each in updated])
             for old, new in zip(modules, updated, strict=True):
                 if new is not old:
-                    register(new, name, state)
-            return module if result is None else result
+                    register(new, name, (registry_of(old) or {})[name])
+            return cast("R_co", given) if result is None else result
 
-        name = func.__name__
-        wrapper.state = lambda module: (registry_of(module) or {}).get(name)  # type: ignore[attr-defined]  # a function with an attribute
-        return wrapper  # type: ignore[return-value]  # see above
+        wrapper.state = lambda module: (registry_of(module) or {}).get(name)  # type: ignore[attr-defined]  # a function with a method
+        return cast("ComposableApi[P, R_co]", wrapper)
 
     return decorate
 
@@ -87,8 +86,8 @@ Names = tuple[list[str], list[str], list[str]]
 _KINDS: Final = ("parameters", "buffers", "modules")
 
 
-def _as_list(module: Target, name: str) -> list[nn.Module]:
-    modules: list[Any] = [module] if isinstance(module, nn.Module) else list(module)
+def _as_list(module: Any, name: str) -> list[nn.Module]:
+    modules: list[Any] = [module] if isinstance(module, nn.Module) else _listed(module)
     bad = sorted({type(each).__name__ for each in modules if not isinstance(each, nn.Module)})
     if bad or not modules:
         raise FsdpTypeError(
@@ -96,6 +95,10 @@ def _as_list(module: Target, name: str) -> list[nn.Module]:
             "Pass nn.Module objects."
         )
     return modules
+
+
+def _listed(value: object) -> list[Any]:
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
 
 
 def _register_all(modules: Iterable[nn.Module], name: str, state: object) -> None:
