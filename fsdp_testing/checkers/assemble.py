@@ -70,9 +70,7 @@ def assemble(ranks: Iterable[RankPieces], shape: Sequence[int]) -> Assembled | N
     return Assembled(flat, source >= 0, tuple(contradictions), tuple(dict.fromkeys(owners)))
 
 
-def _contradiction(
-    flat: torch.Tensor, source: torch.Tensor, rank: int, piece: Piece
-) -> list[tuple[int, int, int]]:
+def _contradiction(flat: torch.Tensor, source: torch.Tensor, rank: int, piece: Piece) -> list[tuple[int, int, int]]:
     """Where `piece` differs from what an earlier rank holds of the same elements."""
     known = source[piece.start : piece.stop] >= 0
     if not bool(known.any()):
@@ -90,5 +88,8 @@ def _differing(before: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
     if before.dtype != now.dtype:
         return torch.ones_like(before, dtype=torch.bool)
     width = before.element_size()
-    bits = before.contiguous().view(torch.uint8).reshape(-1, width), now.contiguous().view(torch.uint8).reshape(-1, width)
+    bits = (
+        before.contiguous().view(torch.uint8).reshape(-1, width),
+        now.contiguous().view(torch.uint8).reshape(-1, width),
+    )
     return (bits[0] != bits[1]).any(dim=1)

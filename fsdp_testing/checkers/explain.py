@@ -47,7 +47,7 @@ def raised_finding(case: Case, errors: dict[int, RaisedError]) -> Finding:
         case: The case.
         errors: What each rank raised, by rank; not empty.
     """
-    rank, error = min(errors.items(), key=lambda item: (item[1].index, item[0]))
+    _, error = min(errors.items(), key=lambda item: (item[1].index, item[0]))
     lines = error.message.strip().splitlines() or [""]
     who = "every rank" if len(errors) == case.world.size else _ranks(tuple(sorted(errors)))
     text = operation_text(case, error.index)

@@ -53,7 +53,11 @@ def absent_snapshot(point: ExpectedPoint, ranks: tuple[int, ...]) -> Divergence:
 
 
 def _check_value(
-    tally: Tally, point: ExpectedPoint, quantity: Quantity, expected: Expected, shape: tuple[int, ...],
+    tally: Tally,
+    point: ExpectedPoint,
+    quantity: Quantity,
+    expected: Expected,
+    shape: tuple[int, ...],
     snapshots: Sequence[Snapshot],
 ) -> None:
     held: RankPieces = []
@@ -73,8 +77,13 @@ def _check_value(
 
 
 def _check_gradient(
-    tally: Tally, point: ExpectedPoint, quantity: Quantity, expected: Expected, shape: tuple[int, ...],
-    snapshots: Sequence[Snapshot], asked: Comparison,
+    tally: Tally,
+    point: ExpectedPoint,
+    quantity: Quantity,
+    expected: Expected,
+    shape: tuple[int, ...],
+    snapshots: Sequence[Snapshot],
+    asked: Comparison,
 ) -> None:
     if point.pending:
         return
@@ -115,7 +124,11 @@ def _check_none(tally: Tally, index: int, quantity: Quantity, held: RankPieces, 
 
 
 def _check_optimizer(
-    tally: Tally, point: ExpectedPoint, quantity: Quantity, expected: Expected, shape: tuple[int, ...],
+    tally: Tally,
+    point: ExpectedPoint,
+    quantity: Quantity,
+    expected: Expected,
+    shape: tuple[int, ...],
     snapshots: Sequence[Snapshot],
 ) -> None:
     if any(snapshot.optimizer is None for snapshot in snapshots) or expected.value is None:
@@ -197,7 +210,5 @@ def _diverges(pieces: Sequence[Piece], expected: Expected) -> bool:
     return False
 
 
-def _report(
-    tally: Tally, kind: str, quantity: Quantity, index: int, ranks: tuple[int, ...], sentence: str
-) -> None:
+def _report(tally: Tally, kind: str, quantity: Quantity, index: int, ranks: tuple[int, ...], sentence: str) -> None:
     tally.divergences.append(Divergence(kind, quantity, index, ranks, sentence))

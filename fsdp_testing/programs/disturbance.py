@@ -1,9 +1,9 @@
 """How sensitive is a program to roundings? A replay disturbed by as much as rounding may do shows it.
 
-An a-priori bound over several iterations would need Lipschitz constants of the model and the optimizer. Instead the same
-program runs twice, once with every reduced gradient, clipped gradient and stepped parameter moved by the largest amount
-that another order of the same operations may move it, in directions drawn at random. How far the two runs are apart
-anywhere is how far two correct implementations may be apart there, up to a factor for the directions not drawn.
+An a-priori bound over several iterations would need Lipschitz constants of the model and the optimizer. Instead the
+same program runs twice, once with every reduced gradient, clipped gradient and stepped parameter moved by the largest
+amount that another order of the same operations may move it, in directions drawn at random. How far the two runs are
+apart anywhere is how far two correct implementations may be apart there, up to a factor for the directions not drawn.
 """
 
 from __future__ import annotations
@@ -28,13 +28,18 @@ class Disturbance:
         self.roundings = roundings
         self._generator = torch.Generator().manual_seed(derive(seed, "disturbance"))
 
-    def gradient(self, fqn: str, mean: torch.Tensor, magnitude: torch.Tensor) -> torch.Tensor:
-        """Returns a reduced gradient moved by `roundings` roundings of its largest summands; exact zeros stay."""
-        del fqn
+    def gradient(self, mean: torch.Tensor, magnitude: torch.Tensor, largest: float) -> torch.Tensor:
+        """Returns a reduced gradient moved by `roundings` roundings of numbers as large as `largest`.
+
+        Args:
+            mean: The gradient.
+            magnitude: Per element the size of its summands; where it is exactly 0 nothing was added up.
+            largest: Largest summand of any parameter's gradient: a gradient may be the small difference of large
+                numbers, as that of an attention key's bias is.
+        """
         if not self.roundings or not mean.numel():
             return mean
-        unit = UNIT_ROUNDOFF[dtype_name(mean.dtype)]
-        reach = self.roundings * unit * float(magnitude.max())
+        reach = self.roundings * UNIT_ROUNDOFF[dtype_name(mean.dtype)] * largest
         return mean + self._signs(mean) * reach * (magnitude != 0)
 
     def step(self, parameters: Mapping[str, nn.Parameter]) -> None:

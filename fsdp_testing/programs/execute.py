@@ -119,7 +119,7 @@ class RankProgram:
         with self._inside():
             return models.forward(self.model, self.case, batch, self.rank, inputs)
 
-    def set_requires_grad(self, patterns: tuple[str, ...], flag: bool) -> None:  # noqa: FBT001 - mirrors torch
+    def set_requires_grad(self, patterns: tuple[str, ...], flag: bool) -> None:
         """Sets the flag on the parameters that match."""
         found = models.matching(self.adapter.named_parameters(self.model), patterns)
         if not found:
@@ -143,7 +143,6 @@ class RankProgram:
             innocent=self._is_innocent(raised),
             not_supported=isinstance(raised, NotImplementedError),
         )
-
 
     def _is_innocent(self, raised: Exception) -> bool:
         """Whether the adapter or the harness is at fault, so that nothing is known of the implementation."""

@@ -26,7 +26,7 @@ def _adapter(name: str) -> Adapter:
     return registry.load(name)
 
 
-def run_case(name: str, case: Case, observe_all: bool) -> RankObservation | Failed:  # noqa: FBT001 - sent by position
+def run_case(name: str, case: Case, observe_all: bool) -> RankObservation | Failed:
     """Runs `case` through implementation `name` on this rank of the current world.
 
     Collectives: those of the implementation; every rank of the world runs the same call.
@@ -48,7 +48,7 @@ def _setup_maker() -> SetupMaker:
     return make
 
 
-def expect_free(case: Case, observe_all: bool) -> Expectation:  # noqa: FBT001 - sent by position
+def expect_free(case: Case, observe_all: bool) -> Expectation:
     """Runs the oracle freely, in this process alone."""
     return oracle.expect_free(case, observe_all=observe_all)
 

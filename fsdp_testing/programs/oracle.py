@@ -9,13 +9,16 @@ from collections.abc import Mapping
 
 import torch
 
-from fsdp_testing.implementations.protocol import Division
-from fsdp_testing.programs.disturbance import Disturbance
 from fsdp_testing.checkers.adoption import AdoptedState
 from fsdp_testing.checkers.quantities import Expectation, Expected, ExpectedPoint, Quantity
+from fsdp_testing.implementations.protocol import Division
+from fsdp_testing.programs.disturbance import Disturbance
+from fsdp_testing.programs.models import build_model, dtype_name
 from fsdp_testing.programs.replay import Replay, ReplayPoint
 from fsdp_testing.records import UNIT_ROUNDOFF, Case, ForwardBackward
-from fsdp_testing.programs.models import dtype_name
+
+NORM_ROUNDINGS = 4096
+"""Elements of the largest model of the zoo, whose squares a norm adds up in any order."""
 
 DIRECTIONS = 4
 """Factor on the observed deviation, for directions of rounding that the one disturbed replay did not draw."""
@@ -31,9 +34,7 @@ def expect_free(case: Case, *, observe_all: bool = False) -> Expectation:
     return Expectation(points, _shapes(replay), {"roundings": roundings, "mode": "free"})
 
 
-def expect_lockstep(
-    case: Case, division: Division | None, adopted: Mapping[int, AdoptedState]
-) -> Expectation:
+def expect_lockstep(case: Case, division: Division | None, adopted: Mapping[int, AdoptedState]) -> Expectation:
     """Replays `case` from the implementation's own state before each operation.
 
     Args:
@@ -49,26 +50,35 @@ def expect_lockstep(
 def roundings_of(case: Case) -> int:
     """Returns how many roundings of one gradient element may fall otherwise in another correct implementation.
 
-    The sums over ranks and over micro-batches in any order, and the inner products of one layer in any order (a
-    matrix product may be blocked otherwise for a tensor that lies elsewhere in memory).
+    The sums over ranks and over micro-batches in any order, and the inner products of each layer in any order (a matrix
+    product may be blocked otherwise for a tensor that lies elsewhere in memory).
     """
-    from fsdp_testing.programs.models import build_model
-
-    batches = [op.batch for op in case.program if isinstance(op, ForwardBackward)]
+    batches = [operation.batch for operation in case.program if isinstance(operation, ForwardBackward)]
     rows = max((max(batch.rows) for batch in batches), default=1)
-    widest = max((max(p.shape, default=1) for p in build_model(case).parameters()), default=1)
-    return case.world.size + len(batches) + rows + widest + 8
+    module = build_model(case)
+    widest = max((max(parameter.shape, default=1) for parameter in module.parameters()), default=1)
+    depth = sum(1 for inner in module.modules() if next(inner.parameters(recurse=False), None) is not None)
+    return case.world.size + len(batches) + max(depth, 1) * (rows + widest + 8)
 
 
 def _free_point(plain: ReplayPoint, disturbed: ReplayPoint, roundings: int) -> ExpectedPoint:
+    largest = max(
+        (_largest(value) for quantity, value in plain.values.items() if quantity.kind == "gradient"), default=0.0
+    )
     quantities: dict[Quantity, Expected] = {}
     for quantity, value in plain.values.items():
-        quantities[quantity] = _free_bound(quantity, value, disturbed.values.get(quantity), roundings)
+        # A gradient may be the small difference of large numbers; the largest gradient stands for their size.
+        scale = max(_largest(value), largest if quantity.kind == "gradient" else 0.0)
+        quantities[quantity] = _free_bound(quantity, value, disturbed.values.get(quantity), roundings, scale)
     return _point(plain, quantities)
 
 
+def _largest(value: torch.Tensor | None) -> float:
+    return float(value.abs().max()) if value is not None and value.numel() and value.is_floating_point() else 0.0
+
+
 def _free_bound(
-    quantity: Quantity, value: torch.Tensor | None, disturbed: torch.Tensor | None, roundings: int
+    quantity: Quantity, value: torch.Tensor | None, disturbed: torch.Tensor | None, roundings: int, scale: float
 ) -> Expected:
     if value is None or not value.numel():
         return Expected(value)
@@ -76,9 +86,9 @@ def _free_bound(
         return Expected(value, 0.0, "integers are exact")
     name = dtype_name(value.dtype)
     deviation = 0.0 if disturbed is None else float((value - disturbed).abs().max())
-    scale = float(value.abs().max())
-    extra = value.numel() if quantity.name == "total_norm" else 0
-    own = (roundings + extra) * UNIT_ROUNDOFF[name] * scale
+    if quantity.name == "total_norm":
+        roundings += NORM_ROUNDINGS
+    own = roundings * UNIT_ROUNDOFF[name] * scale
     bound = DIRECTIONS * deviation + own
     return Expected(
         value,

@@ -5,8 +5,8 @@ rank's inputs; the replicas share one set of parameters, whose gradient is the m
 same casts are done at the same places: parameters to `param_dtype` before each forward, each rank's gradient to
 `reduce_dtype`, division, sum over ranks in rank order, division, cast to the stored dtype.
 
-A replay is *free* (it never looks at the implementation) or in *lockstep*: after each operation it adopts the state that
-the implementation is in, so that each operation is judged by itself and bounds do not grow along the program.
+A replay is *free* (it never looks at the implementation) or in *lockstep*: after each operation it adopts the state
+that the implementation is in, so that each operation is judged by itself and bounds do not grow along the program.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from fsdp_testing.checkers.adoption import AdoptedState
+from fsdp_testing.checkers.quantities import Quantity
 from fsdp_testing.implementations.protocol import Division
 from fsdp_testing.programs import models
 from fsdp_testing.programs.disturbance import NO_DISTURBANCE, Disturbance
-from fsdp_testing.checkers.adoption import AdoptedState
-from fsdp_testing.checkers.quantities import Quantity
-from fsdp_testing.programs.reduction import reduce
+from fsdp_testing.programs.reduction import Reduced, reduce
 from fsdp_testing.programs.setup import precision_of
 from fsdp_testing.records import (
     UNIT_ROUNDOFF,
@@ -170,31 +170,33 @@ class Replay:
 
     def reduce_pending(self) -> None:
         """Turns the ranks' pending gradients into the stored gradient: the mean, added to what is there."""
-        roundings, self.pending_roundings = self.pending_roundings, 0
+        reduced: dict[str, tuple[Reduced, torch.dtype]] = {}
         for fqn, parameter in self.parameters.items():
             held = [gradients.get(fqn) for gradients in self.pending]
-            if all(gradient is None for gradient in held):
-                continue
-            parts = [torch.zeros_like(self.compute[fqn]) if gradient is None else gradient for gradient in held]
-            self._add_mean(fqn, parameter, parts, roundings)
+            if any(gradient is not None for gradient in held):
+                parts = [torch.zeros_like(self.compute[fqn]) if gradient is None else gradient for gradient in held]
+                wire = self.precision.on_the_wire or parts[0].dtype
+                reduced[fqn] = reduce(parts, wire, parameter.dtype, self.division), parts[0].dtype
+        largest = max((float(r.magnitude.max()) for r, _ in reduced.values() if r.magnitude.numel()), default=0.0)
+        for fqn, (one, computed) in reduced.items():
+            one = replace(one, mean=self.disturbance.gradient(one.mean, one.magnitude, largest))
+            self._add_mean(fqn, self.parameters[fqn], one, computed)
         self.pending = [{} for _ in range(self.size)]
+        self.pending_roundings = 0
 
-    def _add_mean(self, fqn: str, parameter: nn.Parameter, parts: list[torch.Tensor], roundings: int) -> None:
-        wire = self.precision.on_the_wire or parts[0].dtype
-        reduced = reduce(parts, wire, parameter.dtype, self.division)
-        mean = self.disturbance.gradient(fqn, reduced.mean, reduced.magnitude)
+    def _add_mean(self, fqn: str, parameter: nn.Parameter, reduced: Reduced, computed: torch.dtype) -> None:
         unit, error, why = UNIT_ROUNDOFF[models.dtype_name(parameter.dtype)], reduced.error, reduced.derivation
-        if roundings:
-            local = UNIT_ROUNDOFF[models.dtype_name(parts[0].dtype)]
-            error = error + reduced.magnitude * (2 * roundings * local)
-            why += f"; {roundings} local additions"
+        if self.pending_roundings:
+            local = UNIT_ROUNDOFF[models.dtype_name(computed)]
+            error = error + reduced.magnitude * (2 * self.pending_roundings * local)
+            why += f"; {self.pending_roundings} local additions"
         if parameter.grad is None:
-            parameter.grad = mean.clone()
+            parameter.grad = reduced.mean.clone()
         else:
             if bool(parameter.grad.any()):
                 error = error + (parameter.grad.abs() + reduced.magnitude) * (3 * unit)
                 why += "; added to an earlier gradient, in either order"
-            parameter.grad = parameter.grad + mean
+            parameter.grad = parameter.grad + reduced.mean
         self.slack[Quantity("gradient", fqn)] = (error, why)
 
     # ------------------------------------------------------------------------------------------- observation
@@ -310,7 +312,10 @@ def _step(replay: Replay, _operation: Step) -> None:
                 if parameter.grad is not None:
                     gradient = parameter.grad.detach().abs()
                     size = size + gradient.maximum(gradient.square()) + before[fqn]
-                replay.slack[Quantity("optimizer", fqn, name)] = (size * (8 * unit), "8 roundings of the state's formula")
+                replay.slack[Quantity("optimizer", fqn, name)] = (
+                    size * (8 * unit),
+                    "8 roundings of the state's formula",
+                )
 
 
 def _build_optimizer(replay: Replay, _operation: BuildOptimizer) -> None:

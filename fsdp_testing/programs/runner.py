@@ -1,7 +1,7 @@
 """How does the controller get a case judged? It lends a world, runs the case, asks the oracle, compares.
 
-A case that fails, dies or hangs costs its own world only. The oracle's free replays are kept: they are the same for every
-implementation, strategy and wrapping.
+A case that fails, dies or hangs costs its own world only. The oracle's free replays are kept: they are the same for
+every implementation, strategy and wrapping.
 """
 
 from __future__ import annotations
@@ -176,9 +176,7 @@ def _oracle_view(case: Case) -> Case:
     return replace(case, world=world, strategy="no_shard", wrapping=WrappingPlan(), cpu_offload=False)
 
 
-def _outcome(
-    case: Case, verdict: Verdict, start: float, *, tally: Tally | None = None, error: str = ""
-) -> CaseOutcome:
+def _outcome(case: Case, verdict: Verdict, start: float, *, tally: Tally | None = None, error: str = "") -> CaseOutcome:
     counted = tally or Tally()
     return CaseOutcome(
         identity=case.identity,

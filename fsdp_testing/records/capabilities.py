@@ -32,6 +32,7 @@ CAPABILITIES: dict[str, str] = {
     "shared_across_units": "one parameter used by several units",
     "reused_modules": "one module called several times in a forward pass",
     "frozen_parameters": "parameters with requires_grad=False from the start",
+    "all_parameters_frozen": "models without any trainable parameter",
     "thawed_parameters": "requires_grad may change between iterations",
     "unused_parameters": "parameters that no rank uses in some iteration",
     "unused_parameters_differ": "parameters that only some ranks use in some iteration",

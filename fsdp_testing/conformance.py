@@ -1,0 +1,201 @@
+"""How does one call judge implementations, without pytest and without a command line?"""
+
+from __future__ import annotations
+
+import difflib
+import platform
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.implementations import registry
+from fsdp_testing.implementations.adapter import Adapter
+from fsdp_testing.programs.runner import CaseRunner, Judgement
+from fsdp_testing.records import Case, CheckResult, RunReport, check_case
+from fsdp_testing.suites import CHECKS, Check
+from fsdp_testing.suites.run import Where, judge_check
+
+
+class RunListener(Protocol):
+    """What a run tells while it goes on; a listener only looks and never changes the run."""
+
+    def planned(self, total: int) -> None:
+        """`total` pairs of check and implementation will be judged."""
+        ...
+
+    def started(self, implementation: str, check: str) -> None:
+        """This pair runs now."""
+        ...
+
+    def finished(self, result: CheckResult) -> None:
+        """Its result."""
+        ...
+
+
+def run_conformance(
+    *names: str,
+    world_sizes: Sequence[int] = (2,),
+    backend: str = "gloo",
+    checks: Sequence[str] = (),
+    expected_failures: Mapping[str, str] | Mapping[str, Mapping[str, str]] | None = None,
+    extended: bool = False,
+    listener: RunListener | None = None,
+    runner: CaseRunner | None = None,
+) -> RunReport:
+    """Judges implementations by name.
+
+    Args:
+        *names: Registered names or import strings `package.module:attribute`.
+        world_sizes: Numbers of ranks.
+        backend: Backend of the worlds.
+        checks: Patterns (fnmatch) of check names, or names of suites; all of the profile by default. A check named
+            without wildcards runs whatever its profile.
+        expected_failures: Reason by check name, for all implementations; or per implementation such a mapping.
+        extended: Run the extended profile too.
+        listener: Told about progress.
+        runner: Where cases run; by default on the process's own pool.
+
+    Returns:
+        One result for every implementation and check.
+
+    Raises:
+        InvalidArgument: An unknown name, pattern, or expectation; nothing has run then.
+        InvalidImplementation: An adapter that cannot be loaded or keeps no protocol.
+    """
+    start = time.perf_counter()
+    adapters = load_all(names)
+    selected = select_checks(checks, extended=extended)
+    expected = _expectations(expected_failures, names)
+    where = Where(_sizes(world_sizes), backend)
+    runner = runner or CaseRunner()
+    if listener is not None:
+        listener.planned(len(adapters) * len(selected))
+    results: list[CheckResult] = []
+    for name, adapter in adapters.items():
+        for check in selected:
+            if listener is not None:
+                listener.started(name, check.name)
+            result = judge_check(runner, name, adapter, check, where)
+            if check.name in expected[name]:
+                result = result.expecting(expected[name][check.name])
+            results.append(result)
+            if listener is not None:
+                listener.finished(result)
+    return RunReport(
+        results=tuple(results),
+        implementations=tuple(adapters),
+        environment=environment(),
+        world_sizes=where.world_sizes,
+        backend=backend,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def run_check(name: str, check: str, *, world_sizes: Sequence[int] = (2,), backend: str = "gloo") -> CheckResult:
+    """Judges one check on one implementation; raises like `run_conformance`."""
+    return run_conformance(name, world_sizes=world_sizes, backend=backend, checks=(check,)).results[0]
+
+
+def run_case(name: str, case: Case, *, runner: CaseRunner | None = None, **comparison: Any) -> Judgement:
+    """Runs one case, as a replay does: the same case gives the same numbers.
+
+    Args:
+        name: Implementation.
+        case: The case.
+        runner: Where it runs; by default on the process's own pool.
+        **comparison: Fields of `fsdp_testing.checkers.parity.Comparison`.
+
+    Raises:
+        InvalidRecord: The case is not legal.
+    """
+    from fsdp_testing.checkers.parity import Comparison
+
+    check_case(case)
+    load_all((name,))
+    return (runner or CaseRunner()).judge(name, case, Comparison(**comparison))
+
+
+def load_all(names: Sequence[str]) -> dict[str, Adapter]:
+    """Loads implementations by name.
+
+    Raises:
+        InvalidArgument: No name at all, or one given twice.
+        InvalidImplementation: One that cannot be loaded.
+    """
+    if not names:
+        known = ", ".join(registry.names())
+        raise InvalidArgument(f"implementations: expected at least one name, got none. Registered: {known}.")
+    repeated = sorted({name for name in names if list(names).count(name) > 1})
+    if repeated:
+        raise InvalidArgument(f"implementations: expected each name once, got {repeated} more than once. Drop one.")
+    return {name: registry.load(name) for name in names}
+
+
+def select_checks(patterns: Sequence[str], *, extended: bool = False) -> list[Check]:
+    """Returns the checks that the patterns name, in the order of the suites.
+
+    Raises:
+        InvalidArgument: A pattern that no check matches; every offender is listed with near names.
+    """
+    if not patterns:
+        return [check for check in CHECKS.values() if extended or check.profile == "default"]
+    unknown = [pattern for pattern in patterns if not any(check.matches((pattern,)) for check in CHECKS.values())]
+    if unknown:
+        near = sorted({match for pattern in unknown for match in difflib.get_close_matches(pattern, CHECKS, n=3)})
+        hint = f"Did you mean {', '.join(near)}?" if near else "`fsdp-verify list checks` shows every name."
+        raise InvalidArgument(f"checks: expected names or patterns of checks, got {unknown}. {hint}")
+    return [check for check in CHECKS.values() if check.matches(patterns)]
+
+
+def _expectations(given: Mapping[str, Any] | None, names: Sequence[str]) -> dict[str, Mapping[str, str]]:
+    """Expected failures per implementation; both forms of the argument are taken."""
+    per_name: dict[str, dict[str, str]] = {name: {} for name in names}
+    problems: list[str] = []
+    for key, entry in (given or {}).items():
+        if isinstance(entry, Mapping):
+            if key not in per_name:
+                problems.append(f"{key!r} is not one of the implementations")
+                continue
+            per_name[key].update(entry)
+        else:
+            for name in names:
+                per_name[name][key] = entry
+    for name, entries in per_name.items():
+        for check, reason in entries.items():
+            if check not in CHECKS:
+                problems.append(f"{check!r} is no check ({name})")
+            if not isinstance(reason, str) or not reason.strip():
+                problems.append(f"{check!r} has no reason ({name})")
+    if problems:
+        listed = "; ".join(dict.fromkeys(problems))
+        raise InvalidArgument(
+            f"expected_failures: expected {{check: reason}} or {{implementation: {{check: reason}}}}, got: {listed}. "
+            "Correct the names and say why each failure is expected."
+        )
+    return dict(per_name)
+
+
+def _sizes(world_sizes: Iterable[int]) -> tuple[int, ...]:
+    sizes = tuple(world_sizes)
+    wrong = [size for size in sizes if not isinstance(size, int) or isinstance(size, bool) or size < 1]
+    if wrong or not sizes:
+        raise InvalidArgument(f"world_sizes: expected one or more sizes of at least 1, got {world_sizes!r}. Give (2,).")
+    return tuple(dict.fromkeys(sizes))
+
+
+def environment() -> dict[str, str]:
+    """Returns what a reader needs to know about the machine and the versions."""
+    from importlib import metadata
+
+    import torch
+
+    return {
+        "fsdp-testing": metadata.version("fsdp-testing"),
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processors": str(torch.get_num_threads()),
+        "executable": sys.executable,
+    }

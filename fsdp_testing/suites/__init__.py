@@ -1,0 +1,52 @@
+"""Which checks are there? Every suite's, by name, in the order in which a report tells them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from fsdp_testing.suites import (
+    accumulation,
+    buffers,
+    clipping,
+    construction,
+    forward_only,
+    frozen,
+    hybrid,
+    mixed_precision,
+    offload,
+    outputs,
+    real_models,
+    shared,
+    sizes,
+    summon,
+    training,
+    unused,
+    zero_grad,
+)
+from fsdp_testing.suites.check import Check
+
+_SUITES = (
+    construction,
+    training,
+    accumulation,
+    zero_grad,
+    forward_only,
+    unused,
+    frozen,
+    shared,
+    buffers,
+    sizes,
+    mixed_precision,
+    clipping,
+    outputs,
+    summon,
+    offload,
+    real_models,
+    hybrid,
+)
+
+CHECKS: Mapping[str, Check] = MappingProxyType({check.name: check for suite in _SUITES for check in suite.CHECKS})
+"""Every check by name."""
+
+__all__ = ["CHECKS", "Check"]

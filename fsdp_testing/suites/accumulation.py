@@ -1,0 +1,118 @@
+"""Accumulation: several micro-batches before a step, reduced each or only at the end, ending on either."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fsdp_testing.records import Case, Clip, Observe, Step, ZeroGrad
+from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Check, Place, iterations, local, look, micro
+
+_NO_SYNC = frozenset({"no_sync"})
+_REDUCED = frozenset({"accumulate_without_no_sync"})
+
+
+def _then_reduced(place: Place) -> Iterable[Case]:
+    for model in ("mlp", "deep_nest", "uneven"):
+        cycle = [local(0), local(1), micro(2), Step(), ZeroGrad()]
+        yield place.case(model, *cycle, local(3), micro(4), Observe(), Step(), optimizer=ADAMW)
+
+
+def _without(place: Place) -> Iterable[Case]:
+    for model in ("mlp", "deep_nest", "uneven"):
+        cycle = [micro(0), micro(1), micro(2), Step(), ZeroGrad()]
+        yield place.case(model, *cycle, micro(3), micro(4), Observe(), Step(), optimizer=ADAMW)
+
+
+def _alternating(place: Place) -> Iterable[Case]:
+    yield place.case(
+        "mlp", micro(0), local(1), micro(2), Step(), ZeroGrad(), micro(3), local(4), local(5), micro(6), Step()
+    )
+    yield place.case("deep_nest", local(0), micro(1), local(2), micro(3), Step(), ZeroGrad(), *iterations(1, first=4))
+
+
+def _ends_local(place: Place) -> Iterable[Case]:
+    yield place.case("mlp", *iterations(1), local(1))
+    yield place.case("mlp", micro(0), Step(), ZeroGrad(), local(1), look(2), micro(3), Step(), optimizer=PLAIN_SGD)
+    yield place.case("deep_nest", local(0))
+
+
+def _looks_between(place: Place) -> Iterable[Case]:
+    for mode in ("eval", "no_grad"):
+        program = (local(0), look(1, mode), local(2), look(3, mode), micro(4), look(5, mode), Step(), look(6, mode))
+        yield place.case("mlp", *program)
+
+
+def _magnitudes(place: Place) -> Iterable[Case]:
+    program = (local(0, scale=1.0), local(1, scale=10.0), micro(2, scale=0.1), Observe(), Step())
+    yield place.case("mlp", *program, optimizer=PLAIN_SGD)
+    yield place.case("mlp", local(0, scale=0.1), micro(1, scale=1.0), micro(2, scale=10.0), Step(), optimizer=PLAIN_SGD)
+
+
+def _clipped(place: Place) -> Iterable[Case]:
+    yield place.case("mlp", local(0), micro(1), Clip(0.5), Step(), ZeroGrad(), local(2), micro(3), dtype="float32")
+
+
+def _stale_weights(place: Place) -> Iterable[Case]:
+    # A unit that stays gathered after a local micro-batch must see the step that follows.
+    yield place.case("mlp", local(0), micro(1), Step(), ZeroGrad(), look(2), local(3), micro(4), Step(), look(5))
+    yield place.case("deep_nest", *iterations(1), local(1), look(2, "train"), micro(3), Step(), look(4))
+
+
+CHECKS = (
+    Check(
+        "accumulation.no_sync_then_reduced",
+        "Local micro-batches and a reduced one give the gradient of all of them.",
+        "pytorch PR 90546",
+        _then_reduced,
+        _NO_SYNC,
+    ),
+    Check(
+        "accumulation.without_no_sync",
+        "Reduced micro-batches add up.",
+        "pytorch issue 73784, PR 73535",
+        _without,
+        _REDUCED,
+    ),
+    Check(
+        "accumulation.alternating",
+        "Local and reduced micro-batches in any order add up.",
+        "pytorch PR 91193",
+        _alternating,
+        _NO_SYNC | _REDUCED,
+    ),
+    Check(
+        "accumulation.ends_on_local",
+        "A local micro-batch that nothing reduces yet changes neither parameters nor what follows.",
+        "pytorch PR 124193",
+        _ends_local,
+        _NO_SYNC | {"forward_only"},
+    ),
+    Check(
+        "accumulation.forward_between",
+        "Forward passes between micro-batches disturb no gradient.",
+        "pytorch PR 110139",
+        _looks_between,
+        _NO_SYNC | {"forward_only"},
+    ),
+    Check(
+        "accumulation.magnitudes",
+        "No micro-batch is rescaled or lost, whatever its size.",
+        "Megatron-LM PR 3023, 7186",
+        _magnitudes,
+        _NO_SYNC | _REDUCED,
+    ),
+    Check(
+        "accumulation.clipped",
+        "Accumulated gradients are clipped by the norm of their sum.",
+        "torch.nn.utils.clip_grad_norm_",
+        _clipped,
+        _NO_SYNC | {"clip_grad_norm"},
+    ),
+    Check(
+        "accumulation.fresh_weights",
+        "After a step no unit computes with weights gathered before it.",
+        "Zhao et al., PyTorch FSDP, section 3.3: communication and accumulation",
+        _stale_weights,
+        _NO_SYNC | {"forward_only"},
+    ),
+)

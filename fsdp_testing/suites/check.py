@@ -1,0 +1,169 @@
+"""What is a check? Data: a name, a meaning, a source, the capabilities it needs, and the cases that decide it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from fsdp_testing.checkers.parity import Comparison
+from fsdp_testing.records import (
+    STRATEGIES,
+    Batch,
+    Case,
+    Forward,
+    ForwardBackward,
+    MixedPrecisionSpec,
+    ModelSpec,
+    Operation,
+    OptimizerSpec,
+    Step,
+    WorldSpec,
+    WrappingPlan,
+    ZeroGrad,
+)
+from fsdp_testing.zoo import MODELS
+
+FLAT = ("full_shard", "shard_grad_op", "no_shard")
+"""Strategies over one group of ranks; a check runs under each that is claimed."""
+
+HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
+
+MOMENTUM = OptimizerSpec("sgd", {"lr": 0.05, "momentum": 0.9})
+PLAIN_SGD = OptimizerSpec("sgd", {"lr": 0.0625})
+ADAMW = OptimizerSpec("adamw", {"lr": 0.01, "eps": 1e-3, "weight_decay": 0.1})
+"""`eps` is large, so that a gradient that is zero but for rounding does not become a step of full size: Adam divides by
+`|g| + eps`, and nothing could be said of such a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a check's cases run: one world size, one strategy.
+
+    Attributes:
+        world_size: Number of ranks.
+        strategy: Sharding strategy.
+        backend: Backend of the world.
+        mesh: Shape of the mesh, for the hybrid strategies.
+    """
+
+    world_size: int
+    strategy: str
+    backend: str = "gloo"
+    mesh: tuple[int, ...] = ()
+
+    def case(
+        self,
+        model: str,
+        *program: Operation,
+        optimizer: OptimizerSpec = MOMENTUM,
+        wrapping: WrappingPlan | None = None,
+        precision: MixedPrecisionSpec | None = None,
+        **model_fields: Any,
+    ) -> Case:
+        """Returns a case at this place.
+
+        Args:
+            model: Name of a zoo model.
+            program: Operations.
+            optimizer: Optimizer.
+            wrapping: Wrapping plan; every unit that the zoo suggests for the model by default.
+            precision: Mixed precision.
+            **model_fields: Fields of `ModelSpec` (`arguments`, `dtype`, `freeze`).
+        """
+        return Case(
+            model=ModelSpec(model, **model_fields),
+            world=WorldSpec(self.world_size, self.backend, self.mesh),
+            program=tuple(program),
+            seed=1,
+            wrapping=WrappingPlan(units=MODELS[model].units) if wrapping is None else wrapping,
+            strategy=self.strategy,
+            mixed_precision=precision,
+            optimizer=optimizer,
+        )
+
+
+Builder = Callable[[Place], Iterable[Case]]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One named claim and how it is decided.
+
+    Attributes:
+        name: `suite.check`, unique.
+        meaning: The claim in one line.
+        source: Where the behaviour is described or was once broken.
+        build: Gives the cases at a place.
+        needs: Capabilities without which the check is not asked.
+        comparison: How observations are compared with the oracle.
+        profile: `default` runs always, `extended` when asked for.
+        strategies: Strategies under which it runs, of those that are claimed.
+        meshes: For hybrid strategies, the mesh shapes by world size.
+    """
+
+    name: str
+    meaning: str
+    source: str
+    build: Builder
+    needs: frozenset[str] = frozenset()
+    comparison: Comparison = field(default_factory=Comparison)
+    profile: str = "default"
+    strategies: tuple[str, ...] = FLAT
+    meshes: dict[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+
+    def places(self, claimed: frozenset[str], world_sizes: Iterable[int], backend: str) -> list[Place]:
+        """Returns where the check runs for an implementation that claims `claimed`."""
+        strategies = [name for name in self.strategies if STRATEGIES[name] in claimed]
+        found: list[Place] = []
+        for size in world_sizes:
+            for strategy in strategies:
+                meshes = self.meshes.get(size, ()) if strategy in HYBRID else ((),)
+                found += [Place(size, strategy, backend, mesh) for mesh in meshes]
+        return found
+
+    def matches(self, patterns: Iterable[str]) -> bool:
+        """Whether the check's name, or its suite, matches one of the patterns (fnmatch)."""
+        suite = self.name.partition(".")[0]
+        return any(fnmatchcase(self.name, pattern) or suite == pattern for pattern in patterns)
+
+
+def needs_of(case: Case) -> frozenset[str]:
+    """Returns every capability that a case needs, its model's included, but for the wrapping by hand.
+
+    An implementation that knows no units is given none: whole models are its claim.
+    """
+    return (case.required() | MODELS[case.model.name].needs) - {"nested_wrapping"}
+
+
+def adapt(case: Case, claimed: frozenset[str]) -> Case:
+    """Returns the case as an implementation with these claims runs it: without inner units if it knows none."""
+    if "nested_wrapping" in claimed or not case.wrapping.units:
+        return case
+    return replace(case, wrapping=replace(case.wrapping, units=()))
+
+
+def micro(seed: int, **batch: Any) -> ForwardBackward:
+    """A micro-batch whose gradients are reduced."""
+    return ForwardBackward(Batch(seed, **batch))
+
+
+def local(seed: int, **batch: Any) -> ForwardBackward:
+    """A micro-batch inside `no_sync`."""
+    return ForwardBackward(Batch(seed, **batch), no_sync=True)
+
+
+def look(seed: int, mode: str = "eval", **batch: Any) -> Forward:
+    """A forward that no backward follows."""
+    return Forward(Batch(seed, **batch), mode)
+
+
+def iteration(seed: int, **batch: Any) -> tuple[Operation, ...]:
+    """One training iteration: micro-batch, step, gradients cleared."""
+    return micro(seed, **batch), Step(), ZeroGrad()
+
+
+def iterations(count: int, first: int = 0, **batch: Any) -> tuple[Operation, ...]:
+    """Several training iterations on different inputs."""
+    return tuple(op for seed in range(first, first + count) for op in iteration(seed, **batch))

@@ -1,0 +1,77 @@
+"""Forward passes that no backward follows, in every mode, at any point of the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fsdp_testing.records import Case, Observe, Step, ZeroGrad
+from fsdp_testing.suites.check import Builder, Check, Place, iterations, look, micro
+
+_NEEDS = frozenset({"forward_only"})
+
+
+def _everywhere(mode: str) -> Builder:
+    def build(place: Place) -> Iterable[Case]:
+        yield place.case("mlp", look(10, mode), *iterations(2), look(11, mode))
+        program = (
+            micro(0),
+            look(10, mode),
+            Step(),
+            look(11, mode),
+            ZeroGrad(),
+            look(12, mode),
+            *iterations(1, first=1),
+        )
+        yield place.case("mlp", *program)
+        yield place.case("deep_nest", *iterations(1), look(10, mode), look(11, mode), *iterations(2, first=1))
+
+    return build
+
+
+def _modes_mixed(place: Place) -> Iterable[Case]:
+    modes = ("eval", "train", "no_grad", "eval", "train")
+    program = [op for seed, mode in enumerate(modes) for op in (look(20 + seed, mode), *iterations(1, first=seed))]
+    yield place.case("mlp", *program)
+
+
+def _keeps_state(place: Place) -> Iterable[Case]:
+    program = (micro(0), Observe(), look(1), look(2, "no_grad"), look(3, "train"), Observe(), Step(), Observe())
+    yield place.case("mlp", *program)
+
+
+def _batch_norm(place: Place) -> Iterable[Case]:
+    yield place.case("batch_norm", *iterations(2), look(10), look(11, "no_grad"), *iterations(1, first=2), look(12))
+
+
+CHECKS = (
+    *(
+        Check(
+            f"forward_only.{mode}",
+            f"Forward passes {words} give the right output and disturb nothing.",
+            source,
+            _everywhere(mode),
+            _NEEDS | ({"inference_mode"} if mode == "inference" else set()),
+        )
+        for mode, words, source in (
+            ("train", "in training mode whose output is dropped", "pytorch issue 83107"),
+            ("eval", "in evaluation mode with gradients on", "pytorch PR 110139"),
+            ("no_grad", "under no_grad in evaluation mode", "pytorch PR 110139"),
+            ("inference", "under inference_mode", "torch.inference_mode"),
+        )
+    ),
+    Check("forward_only.modes_mixed", "Modes may change from pass to pass.", "pytorch PR 110139", _modes_mixed, _NEEDS),
+    Check(
+        "forward_only.keeps_gradients",
+        "Gradients that wait for a step survive forward passes.",
+        "pytorch PR 110139",
+        _keeps_state,
+        _NEEDS,
+    ),
+    Check(
+        "forward_only.batch_norm",
+        "Evaluation uses the statistics that training left, and leaves them.",
+        "torch.nn.BatchNorm1d",
+        _batch_norm,
+        _NEEDS | {"buffers"},
+    ),
+)

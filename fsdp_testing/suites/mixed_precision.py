@@ -1,0 +1,116 @@
+"""Mixed precision: every cast at its place, compared with a replay of the same casts.
+
+At two ranks equality is bitwise: two summands commute and the division is exact. With more ranks a sum may be formed in
+any order: the bound is (N-1) x u x sum |g_r| with u the unit roundoff of the reduction's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fsdp_testing.checkers.parity import Comparison
+from fsdp_testing.records import Case, MixedPrecisionSpec, Observe, Step, ZeroGrad
+from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Builder, Check, Place, iterations, local, look, micro
+
+_LOCKSTEP = Comparison(lockstep=True)
+_SOURCE = "pytorch PR 90660, 90657"
+
+
+def _trained(precision: MixedPrecisionSpec, *models: str) -> Builder:
+    def build(place: Place) -> Iterable[Case]:
+        for model in models or ("mlp", "uneven"):
+            yield place.case(model, *iterations(2), micro(2), dtype="float32", optimizer=ADAMW, precision=precision)
+
+    return build
+
+
+def _accumulated(place: Place) -> Iterable[Case]:
+    for precision in (MixedPrecisionSpec("bfloat16", "float32"), MixedPrecisionSpec("bfloat16")):
+        program = (local(0), micro(1), Observe(), Step(), ZeroGrad(), micro(2), micro(3))
+        yield place.case("mlp", *program, dtype="float32", optimizer=PLAIN_SGD, precision=precision)
+
+
+def _evaluated(place: Place) -> Iterable[Case]:
+    program = (*iterations(1), look(5, "eval"), look(6, "no_grad"), *iterations(1, first=1), look(7, "eval"))
+    yield place.case("mlp", *program, dtype="float32", precision=MixedPrecisionSpec("bfloat16"))
+
+
+def _buffers(place: Place) -> Iterable[Case]:
+    yield place.case("buffers", *iterations(2), dtype="float32", precision=MixedPrecisionSpec(buffer_dtype="bfloat16"))
+    precision = MixedPrecisionSpec("bfloat16", "float32", "bfloat16")
+    yield place.case("buffers", *iterations(2), look(4), dtype="float32", precision=precision)
+
+
+def _same_dtype(place: Place) -> Iterable[Case]:
+    yield place.case("mlp", *iterations(2), dtype="float32", precision=MixedPrecisionSpec("float32"))
+
+
+_PARAM = frozenset({"mixed_precision"})
+_REDUCE = frozenset({"reduce_dtype"})
+
+CHECKS = (
+    Check(
+        "mixed_precision.param_bfloat16",
+        "Computes in bfloat16, reduces in bfloat16, stores and steps in float32.",
+        _SOURCE,
+        _trained(MixedPrecisionSpec("bfloat16")),
+        _PARAM,
+        _LOCKSTEP,
+    ),
+    Check(
+        "mixed_precision.param_float16",
+        "Computes and reduces in float16.",
+        _SOURCE,
+        _trained(MixedPrecisionSpec("float16")),
+        _PARAM,
+        _LOCKSTEP,
+    ),
+    Check(
+        "mixed_precision.reduce_float32",
+        "Computes in bfloat16 and reduces in float32.",
+        _SOURCE,
+        _trained(MixedPrecisionSpec("bfloat16", "float32")),
+        _PARAM | _REDUCE,
+        _LOCKSTEP,
+    ),
+    Check(
+        "mixed_precision.reduce_bfloat16",
+        "Computes in float32 and reduces in bfloat16.",
+        _SOURCE,
+        _trained(MixedPrecisionSpec(None, "bfloat16")),
+        _REDUCE,
+        _LOCKSTEP,
+    ),
+    Check(
+        "mixed_precision.same_dtype",
+        "Naming the dtype that parameters have already changes nothing.",
+        "pytorch PR 90660",
+        _same_dtype,
+        _PARAM,
+        _LOCKSTEP,
+    ),
+    Check(
+        "mixed_precision.accumulated",
+        "Local and reduced micro-batches add up in the dtypes they must.",
+        "pytorch PR 91193",
+        _accumulated,
+        _PARAM | _REDUCE | {"no_sync", "accumulate_without_no_sync"},
+        _LOCKSTEP,
+    ),
+    Check(
+        "mixed_precision.evaluated",
+        "Evaluation casts as training does.",
+        "pytorch issue 103862",
+        _evaluated,
+        _PARAM | {"forward_only"},
+        _LOCKSTEP,
+    ),
+    Check(
+        "mixed_precision.buffers",
+        "Floating buffers are held in buffer_dtype, others as they were.",
+        "pytorch PR 87935; issue 143900",
+        _buffers,
+        _PARAM | _REDUCE | {"buffer_dtype", "buffers", "forward_only"},
+        _LOCKSTEP,
+    ),
+)

@@ -1,0 +1,61 @@
+"""Two real models: a GPT block stack with tied embeddings, and a mixture of experts whose experts may get no token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fsdp_testing.checkers.parity import Comparison
+from fsdp_testing.records import Case, Clip, MixedPrecisionSpec, Step, ZeroGrad
+from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Builder, Check, Place, iterations, local, look, micro
+
+_GPT = frozenset({"shared_parameters"})
+
+
+def _trained(model: str) -> Builder:
+    def build(place: Place) -> Iterable[Case]:
+        yield place.case(model, *iterations(3), optimizer=ADAMW)
+
+    return build
+
+
+def _schedule(model: str) -> Builder:
+    def build(place: Place) -> Iterable[Case]:
+        first = (local(0), micro(1), Clip(0.5), Step(), ZeroGrad(), look(2, "no_grad"))
+        yield place.case(model, *first, micro(3), micro(4), Clip(0.5, 1.0), Step(), look(5), dtype="float32")
+
+    return build
+
+
+def _low_precision(place: Place) -> Iterable[Case]:
+    precision = MixedPrecisionSpec("bfloat16", "float32")
+    yield place.case("gpt", *iterations(2), dtype="float32", precision=precision, optimizer=PLAIN_SGD)
+
+
+_SCHEDULE = frozenset({"no_sync", "accumulate_without_no_sync", "clip_grad_norm", "forward_only"})
+
+CHECKS = (
+    Check("gpt.trained", "A GPT block stack trains as in one process.", "Radford et al. 2019", _trained("gpt"), _GPT),
+    Check(
+        "gpt.schedule",
+        "With accumulation, clipping and evaluation in between.",
+        "Radford et al. 2019",
+        _schedule("gpt"),
+        _GPT | _SCHEDULE,
+    ),
+    Check(
+        "gpt.bfloat16",
+        "In bfloat16 with float32 reduction, every cast at its place.",
+        "pytorch PR 90660",
+        _low_precision,
+        _GPT | {"mixed_precision", "reduce_dtype"},
+        Comparison(lockstep=True),
+    ),
+    Check("moe.trained", "A mixture of experts trains as in one process.", "Shazeer et al. 2017", _trained("moe")),
+    Check(
+        "moe.schedule",
+        "With accumulation, clipping and evaluation in between.",
+        "Shazeer et al. 2017",
+        _schedule("moe"),
+        _SCHEDULE,
+    ),
+)

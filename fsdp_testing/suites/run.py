@@ -1,0 +1,104 @@
+"""How does one check judge one implementation? Its cases at every place that is claimed, merged into one result."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from fsdp_testing.implementations.adapter import Adapter
+from fsdp_testing.programs.runner import CaseRunner, Judgement
+from fsdp_testing.records import STRATEGIES, Case, CheckResult, Verdict, merge
+from fsdp_testing.suites.check import Check, adapt, needs_of
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """The worlds of a run."""
+
+    world_sizes: tuple[int, ...] = (2,)
+    backend: str = "gloo"
+
+
+def judge_check(runner: CaseRunner, name: str, adapter: Adapter, check: Check, where: Where) -> CheckResult:
+    """Judges one check on one implementation.
+
+    Args:
+        runner: Runs the cases.
+        name: How ranks find the implementation: registered name or import string.
+        adapter: The implementation, for its claims.
+        check: The check.
+        where: World sizes and backend.
+
+    Returns:
+        The result; a check that crashes is `UNKNOWN` with its traceback, never an exception.
+    """
+    start = time.perf_counter()
+    missing = sorted(check.needs - adapter.capabilities)
+    if missing:
+        return _result(name, check, Verdict.NOT_CLAIMED, f"does not claim {', '.join(missing)}", start)
+    try:
+        cases, skipped = _cases(adapter, check, where)
+        judgements = [runner.judge(name, case, check.comparison) for case in cases]
+    except Exception:  # noqa: BLE001 - a check's own mistake says nothing about the implementation
+        return _result(name, check, Verdict.UNKNOWN, f"the check itself crashed\n{traceback.format_exc()}", start)
+    if not judgements:
+        return _result(name, check, Verdict.NOT_CLAIMED, _nothing_to_run(adapter, check, where, skipped), start)
+    return _merged(name, check, judgements, start)
+
+
+def _cases(adapter: Adapter, check: Check, where: Where) -> tuple[list[Case], frozenset[str]]:
+    """The cases that the implementation claims, and the capabilities that keep the others out."""
+    cases: list[Case] = []
+    skipped: set[str] = set()
+    for place in check.places(adapter.capabilities, where.world_sizes, where.backend):
+        for case in check.build(place):
+            missing = needs_of(case) - adapter.capabilities
+            if missing:
+                skipped |= missing
+            else:
+                cases.append(adapt(case, adapter.capabilities))
+    return cases, frozenset(skipped)
+
+
+def _nothing_to_run(adapter: Adapter, check: Check, where: Where, skipped: Iterable[str]) -> str:
+    lacking = sorted(skipped)
+    if lacking:
+        return f"does not claim {', '.join(lacking)}"
+    tags = sorted({STRATEGIES[strategy] for strategy in check.strategies})
+    if not adapter.capabilities & set(tags):
+        return f"claims none of {', '.join(tags)}"
+    sizes = ", ".join(map(str, where.world_sizes))
+    return f"has no case for world size {sizes}; it needs {', '.join(map(str, sorted(check.meshes)))}"
+
+
+def _merged(name: str, check: Check, judgements: Sequence[Judgement], start: float) -> CheckResult:
+    outcomes = tuple(judgement.outcome for judgement in judgements)
+    findings = tuple(judgement.finding for judgement in judgements if judgement.finding is not None)
+    verdict = merge(outcome.verdict for outcome in outcomes)
+    errors = [outcome.error for outcome in outcomes if outcome.error]
+    explanation = findings[0].explanation if findings else (errors[0] if errors else "")
+    return CheckResult(
+        implementation=name,
+        check=check.name,
+        meaning=check.meaning,
+        capabilities=tuple(sorted(check.needs)),
+        verdict=verdict,
+        explanation=explanation,
+        findings=findings,
+        cases=outcomes,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _result(name: str, check: Check, verdict: Verdict, explanation: str, start: float) -> CheckResult:
+    return CheckResult(
+        implementation=name,
+        check=check.name,
+        meaning=check.meaning,
+        capabilities=tuple(sorted(check.needs)),
+        verdict=verdict,
+        explanation=explanation,
+        seconds=time.perf_counter() - start,
+    )

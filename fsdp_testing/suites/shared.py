@@ -1,0 +1,60 @@
+"""Parameters under several names, and modules that are called more than once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fsdp_testing.records import Case, Observe, Step, ZeroGrad
+from fsdp_testing.suites.check import ADAMW, Builder, Check, Place, iterations, local, micro
+
+
+def _trained(model: str) -> Builder:
+    def build(place: Place) -> Iterable[Case]:
+        yield place.case(model, *iterations(3), optimizer=ADAMW)
+        yield place.case(model, micro(0), Observe(), Step(), ZeroGrad(False), micro(1), Step())
+
+    return build
+
+
+def _accumulated(place: Place) -> Iterable[Case]:
+    for model in ("tied_within", "called_twice"):
+        yield place.case(model, local(0), local(1), micro(2), Observe(), Step())
+
+
+CHECKS = (
+    Check(
+        "shared.within_a_unit",
+        "A parameter under two names gets the gradient of both uses and stays one parameter.",
+        "pytorch PR 98912, 99448",
+        _trained("tied_within"),
+        frozenset({"shared_parameters"}),
+    ),
+    Check(
+        "shared.across_units",
+        "A parameter used by two units gets the gradient of both and stays one parameter.",
+        "pytorch issue 83052; torchtitan 2817",
+        _trained("tied_across"),
+        frozenset({"shared_parameters", "shared_across_units"}),
+    ),
+    Check(
+        "shared.module_called_twice",
+        "A unit called twice in a forward gets the gradient of both calls.",
+        "fairscale PR 784, 513",
+        _trained("called_twice"),
+        frozenset({"reused_modules"}),
+    ),
+    Check(
+        "shared.module_registered_twice",
+        "A unit under two names is one unit.",
+        "pytorch PR 98912",
+        _trained("registered_twice"),
+        frozenset({"shared_parameters", "reused_modules"}),
+    ),
+    Check(
+        "shared.accumulated",
+        "Shared parameters and repeated units accumulate over micro-batches.",
+        "pytorch PR 98912, 124193",
+        _accumulated,
+        frozenset({"shared_parameters", "reused_modules", "no_sync"}),
+    ),
+)

@@ -1,0 +1,75 @@
+"""Odd sizes: what the number of ranks does not divide, fewer elements than ranks, 0-dim, empty, strided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fsdp_testing.records import Case, Clip, Observe, Step, ZeroGrad
+from fsdp_testing.suites.check import ADAMW, Builder, Check, Place, iterations, local, micro
+
+
+def _trained(*models: str) -> Builder:
+    def build(place: Place) -> Iterable[Case]:
+        for model in models:
+            yield place.case(model, *iterations(3), optimizer=ADAMW)
+            yield place.case(model, micro(0), Observe(), Step(), ZeroGrad(False), micro(1), Observe())
+
+    return build
+
+
+def _clipped_and_accumulated(place: Place) -> Iterable[Case]:
+    for model in ("uneven", "one_element"):
+        yield place.case(model, local(0), micro(1), Clip(0.1), Step(), dtype="float32")
+
+
+CHECKS = (
+    Check(
+        "sizes.uneven",
+        "Sizes that the number of ranks does not divide, padding never seen.",
+        "pytorch PR 88769; issue 176076",
+        _trained("uneven", "embedding"),
+        frozenset({"uneven_parameters"}),
+    ),
+    Check(
+        "sizes.fewer_elements_than_ranks",
+        "Parameters of one element: some ranks hold none of it.",
+        "pytorch PR 94109",
+        _trained("one_element"),
+        frozenset({"uneven_parameters"}),
+    ),
+    Check(
+        "sizes.zero_dim",
+        "0-dimensional parameters train.",
+        "torch.nn.Parameter of shape ()",
+        _trained("scalars"),
+        frozenset({"zero_dim_parameters"}),
+    ),
+    Check(
+        "sizes.empty",
+        "Parameters without elements are carried along.",
+        "torch.nn.Linear with out_features=0",
+        _trained("empty_parameters"),
+        frozenset({"empty_parameters"}),
+    ),
+    Check(
+        "sizes.strided",
+        "Parameters that are not contiguous keep their elements in place.",
+        "torch.channels_last",
+        _trained("strided"),
+        frozenset({"strided_parameters"}),
+    ),
+    Check(
+        "sizes.two_dtypes",
+        "Parameters of two dtypes inside one unit.",
+        "pytorch issue 154082",
+        _trained("two_dtypes"),
+        frozenset({"mixed_dtype_units"}),
+    ),
+    Check(
+        "sizes.clipped_and_accumulated",
+        "Padding counts in no norm and no accumulation.",
+        "pytorch PR 88769",
+        _clipped_and_accumulated,
+        frozenset({"uneven_parameters", "no_sync", "clip_grad_norm"}),
+    ),
+)
