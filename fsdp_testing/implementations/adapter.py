@@ -8,7 +8,7 @@ is missing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Any
@@ -23,6 +23,7 @@ from fsdp_testing.implementations.protocol import Division, Piece, Setup, StateE
 Model = nn.Module
 Optimizer = torch.optim.Optimizer
 State = Mapping[str, Any]
+EmitUnit = Callable[[str, str, tuple[str, ...]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +60,8 @@ class TorchStyle:
     register_comm_hook: Callable[[Model, object, Callable[..., Any]], None] | None = None
     unshard: Callable[[Model, str], None] | None = None
     reshard: Callable[[Model, str], None] | None = None
-    unit_states: Callable[[Model], Mapping[str, bool]] | None = None
+    units: Callable[[Model], Sequence[tuple[str, tuple[str, ...]]]] | None = None
+    trace_units: Callable[[Model, EmitUnit], AbstractContextManager[Any]] | None = None
     finish: Callable[[Model], None] | None = None
 
 
@@ -99,7 +101,8 @@ class Adapter:
     register_comm_hook: Callable[[Model, object, Callable[..., Any]], None]
     unshard: Callable[[Model, str], None]
     reshard: Callable[[Model, str], None]
-    unit_states: Callable[[Model], Mapping[str, bool]]
+    units: Callable[[Model], Sequence[tuple[str, tuple[str, ...]]]]
+    trace_units: Callable[[Model, EmitUnit], AbstractContextManager[Any]]
     finish: Callable[[Model], None]
 
     @classmethod

@@ -7,7 +7,7 @@ DTensors, and can be gathered. These defaults use that and nothing of any one im
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ def methods(implementation: object, given: _Given) -> dict[str, Callable[..., An
         "named_buffers": naming.named_buffers,
         "division": lambda setup: None,
         "finish": lambda model: None,
+        "units": lambda model: (),
+        "trace_units": lambda model, emit: nullcontext(),
     }
     for method in OPTIONAL_WITHOUT_DEFAULT:
         filled[method] = _missing(name, method)
@@ -56,7 +58,6 @@ OPTIONAL_WITHOUT_DEFAULT = (
     "register_comm_hook",
     "unshard",
     "reshard",
-    "unit_states",
 )
 
 

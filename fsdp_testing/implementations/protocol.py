@@ -11,7 +11,7 @@ flattened in row-major (logical) order, whatever its strides are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -33,7 +33,7 @@ METHODS_OF_CAPABILITY: Mapping[str, tuple[str, ...]] = {
     "optim_state": ("full_optimizer_state", "load_full_optimizer_state"),
     "comm_hook": ("register_comm_hook",),
     "explicit_unshard": ("unshard", "reshard"),
-    "unit_trace": ("unit_states",),
+    "unit_trace": ("units", "trace_units"),
 }
 
 
@@ -294,4 +294,22 @@ class Stateful(Protocol):
         self, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     ) -> None:
         """Load what `full_optimizer_state` gave, also into a fresh optimizer."""
+        ...
+
+
+class Traceable(Protocol):
+    """Gives the capability `unit_trace`."""
+
+    def units(self, model: nn.Module) -> Sequence[tuple[str, tuple[str, ...]]]:
+        """`(unit FQN, FQNs of its parameters)` in the implementation's own order. Collectives: none."""
+        ...
+
+    def trace_units(
+        self, model: nn.Module, emit: Callable[[str, str, tuple[str, ...]], None]
+    ) -> AbstractContextManager[Any]:
+        """While the context is open, call `emit(unit FQN, transition, parameter FQNs)` at each transition.
+
+        Transitions: `unshard` (asked for), `gather` (memory is filled), `reshard` (given up), `free` (memory is
+        released).
+        """
         ...

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 
-from fsdp_testing.implementations import naming, torch_flat, torch_state
+from fsdp_testing.implementations import naming, torch_flat, torch_state, torch_unit_trace
 from fsdp_testing.implementations.adapter import TorchStyle
 from fsdp_testing.implementations.protocol import Division, Precision, Setup, WrapPolicy
 from fsdp_testing.implementations.sites import innermost_first, replace_module
@@ -68,6 +68,7 @@ _SHARED_CLAIMS = frozenset(
         "activation_checkpointing",
         "meta_init",
         "prefetch",
+        "unit_trace",
     }
 )
 
@@ -195,6 +196,8 @@ def _implementation(name: str, *, use_orig_params: bool) -> TorchStyle:
         local_pieces=torch_flat.local_pieces,
         optimizer_pieces=torch_flat.optimizer_pieces,
         division=division,
+        units=torch_unit_trace.fsdp1_units,
+        trace_units=torch_unit_trace.fsdp1_trace,
         register_comm_hook=register_comm_hook,
         full_state_dict=torch_state.full_state_dict,
         load_full_state_dict=torch_state.load_full_state_dict,

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
 )
 
 from fsdp_testing.errors import InvalidImplementation
-from fsdp_testing.implementations import naming, pieces, torch_state
+from fsdp_testing.implementations import naming, pieces, torch_state, torch_unit_trace
 from fsdp_testing.implementations.adapter import TorchStyle
 from fsdp_testing.implementations.protocol import Division, Piece, Precision, Setup, StateEntry
 from fsdp_testing.implementations.sites import innermost_first, parameters_of
@@ -65,6 +65,7 @@ CAPABILITIES = frozenset(
         "activation_checkpointing",
         "explicit_unshard",
         "prefetch",
+        "unit_trace",
     }
 )
 
@@ -183,6 +184,8 @@ IMPLEMENTATION = TorchStyle(
     local_pieces=local_pieces,
     optimizer_pieces=optimizer_pieces,
     division=division,
+    units=torch_unit_trace.fsdp2_units,
+    trace_units=torch_unit_trace.fsdp2_trace,
     unshard=unshard,
     reshard=reshard,
     full_state_dict=torch_state.full_state_dict,

@@ -50,7 +50,8 @@ def validate(name: str, run_on_ranks: Callable[..., list[Any]], world_size: int 
         found = run_on_ranks(examine_on_rank, name, size=world_size)
     except WorldFailed as failed:
         raise InvalidImplementation(
-            f"implementation {name!r}: expected an adapter that wraps two layers on every rank, got: {failed}\n{_GUIDE}"
+            f"implementation {name!r}: expected an adapter that wraps two layers on every rank, got:\n"
+            f"{_account(failed)}\n{_GUIDE}"
         ) from failed
     problems = list(dict.fromkeys(problem for of_rank in found for problem in of_rank))
     if problems:
@@ -59,6 +60,13 @@ def validate(name: str, run_on_ranks: Callable[..., list[Any]], world_size: int 
             f"implementation {name!r}: expected an adapter that keeps its word, got:\n{listed}\n{_GUIDE}"
         )
     return adapter
+
+
+def _account(failed: WorldFailed) -> str:
+    """What the ranks that raised said, each text once; the whole account where none did (a rank died or hung)."""
+    errors = [rank.error for rank in getattr(failed.outcome, "ranks", ()) if rank.error is not None]
+    texts = [error.message for error in errors if error.type_name.endswith("InvalidImplementation")]
+    return "\n".join(f"  - {text}" for text in dict.fromkeys(texts)) or str(failed)
 
 
 def check_claims(adapter: Adapter) -> None:
@@ -112,9 +120,11 @@ def _examine(adapter: Adapter, model: ZooModel, rank: int, size: int, mesh: Devi
         found += list(_wrong_module(wrapped, original, model.name)) or list(_wrong_content(adapter, wrapped, original))
         found += [] if found else list(_broken_methods(adapter, wrapped, original))
         adapter.finish(wrapped)
-    except Exception as error:  # noqa: BLE001 - whatever a foreign adapter raises is reported as its own
+    except Exception as error:
+        # Raised and not returned: other ranks may wait for this one in a collective, and the world must end for all.
         last = traceback.extract_tb(error.__traceback__)[-1]
-        found.append(f"{model.name}: {type(error).__name__}: {error} (at {last.filename}:{last.lineno})")
+        told = f"{model.name}: {type(error).__name__}: {error} (at {last.filename}:{last.lineno})"
+        raise InvalidImplementation(told) from error
     return found
 
 

@@ -1,0 +1,27 @@
+"""Defaults that the completed adapter is made of (the adapter's own tests look at them from outside)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import nn
+
+from fsdp_testing.implementations import defaults
+from fsdp_testing.implementations.adapter import Adapter
+
+
+def test_there_is_a_default_for_every_callable_field_but_wrap():
+    class Bare:
+        name = "bare"
+
+    fields = {f.name for f in dataclasses.fields(Adapter)}
+    data = {"name", "capabilities", "source", "observes_locally", "observes_gradients", "missing", "wrap"}
+    assert set(defaults.methods(Bare(), {})) == fields - data
+
+
+def test_torchs_own_clipping_serves_a_model_without_one():
+    layer = nn.Linear(1, 2, bias=False)
+    layer.weight.grad = torch.tensor([[3.0], [4.0]])
+    assert defaults.clip_grad_norm(layer, 1.0, 2.0).item() == 5.0
+    assert layer.weight.grad.norm().item() <= 1.0

@@ -1,0 +1,154 @@
+"""An adapter's own mistakes are found before its implementation is judged, and are told as the adapter's."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp_testing import run_ranks
+from fsdp_testing.errors import InvalidImplementation
+from fsdp_testing.implementations import registry, validation
+from fsdp_testing.implementations.adapter import Adapter, TorchStyle
+
+PREAMBLE = """
+import dataclasses
+from contextlib import contextmanager
+import torch
+from torch import nn
+from fsdp_testing.implementations import pieces, naming
+from fsdp_testing.implementations.adapter import TorchStyle
+
+TAGS = {"no_shard", "buffers", "nested_wrapping"}
+
+def style(wrap=lambda module, setup: module, tags=(), **more):
+    return TorchStyle(name="broken", wrap=wrap, capabilities=frozenset(TAGS | set(tags)), **more)
+
+def first_piece(change):
+    def local_pieces(model):
+        held = pieces.of_parameters(naming.named_parameters(model))
+        name = next(iter(held))
+        held[name] = change(held[name])
+        return held
+    return local_pieces
+"""
+
+#: What an author may get wrong -> a part of what is told about it.
+MISTAKES = {
+    "returns_nothing": ("def wrap(m, s): pass\nIT = style(wrap)", "returned NoneType, not an nn.Module"),
+    "raises": ("def wrap(m, s): raise KeyError('units')\nIT = style(wrap)", "KeyError: 'units'"),
+    "raises_on_one_rank": (
+        "def wrap(m, s):\n    if s.rank: raise KeyError('rank')\n    return m\nIT = style(wrap)",
+        "KeyError",
+    ),
+    "dies_on_one_rank": (
+        "import os\ndef wrap(m, s):\n    if s.rank: os._exit(3)\n    return m\nIT = style(wrap)",
+        "expected an adapter that wraps two layers on every rank",
+    ),
+    "changes_values": (
+        "def wrap(m, s):\n    nn.init.zeros_(next(m.parameters()))\n    return m\nIT = style(wrap)",
+        "changed the values of 'layers.0.weight'",
+    ),
+    "changes_a_buffer": (
+        "def wrap(m, s):\n    for b in m.buffers(): b.zero_()\n    return m\nIT = style(wrap)",
+        "changed the values of buffer 'first.offset'",
+    ),
+    "freezes": ("def wrap(m, s): return m.requires_grad_(False)\nIT = style(wrap)", "requires_grad of 'layers.0.bias'"),
+    "turns_eval_on": ("def wrap(m, s): return m.eval()\nIT = style(wrap)", "turned training mode off"),
+    "changes_the_default_dtype": (
+        "def wrap(m, s):\n    torch.set_default_dtype(torch.float64)\n    return m\nIT = style(wrap)",
+        "changed the default dtype from torch.float32 to torch.float64",
+    ),
+    "wrapper_prefix_in_names": (
+        "def wrap(m, s): return nn.Sequential(m)\nIT = style(wrap)",
+        "local_pieces expects the names of the unwrapped module, missing ['layers.0.bias'",
+    ),
+    "no_parameter_for_an_optimizer": (
+        "IT = style(named_parameters=lambda m: [], local_pieces=first_piece(lambda p: p))",
+        "named_parameters gives no parameter",
+    ),
+    "forgets_a_span": (
+        "IT = style(local_pieces=first_piece(lambda p: (dataclasses.replace(p[0], stop=8, value=p[0].value[:1]),)))",
+        "of all ranks cover 8 of 64 elements",
+    ),
+    "span_without_its_elements": (
+        "IT = style(local_pieces=first_piece(lambda p: (dataclasses.replace(p[0], stop=9),)))",
+        "span [0, 9) comes with 64 elements",
+    ),
+    "span_outside": (
+        "IT = style(local_pieces=first_piece(lambda p: (dataclasses.replace(p[0], start=1, stop=65),)))",
+        "is outside the parameter's 64 elements",
+    ),
+    "overlapping_spans": ("IT = style(local_pieces=first_piece(lambda p: p + p))", "overlaps the span before it"),
+    "shape_of_the_shard": (
+        "IT = style(local_pieces=first_piece(lambda p: (dataclasses.replace(p[0], shape=(64,)),)))",
+        "names shape (64,), the parameter has (8, 8)",
+    ),
+    "values_at_the_wrong_place": (
+        "IT = style(local_pieces=first_piece(lambda p: (dataclasses.replace(p[0], value=p[0].value.flip(0)),)))",
+        "or local_pieces shows them at the wrong place",
+    ),
+    "no_sync_is_no_context": (
+        "IT = style(tags=['no_sync'], no_sync=lambda m: None)",
+        "no_sync returned NoneType, not a context manager",
+    ),
+    "claims_no_sync_without_any": ("IT = style(tags=['no_sync'])", "expected the method `no_sync`"),
+    "full_parameters_are_shards": (
+        (
+            "@contextmanager\ndef full(m, *, writeback):\n"
+            "    yield {n: p.data.reshape(-1) for n, p in m.named_parameters()}\n"
+            "IT = style(tags=['summon_writeback'], full_parameters=full, local_pieces=first_piece(lambda p: p))"
+        ),
+        "full_parameters gives other shapes than the unwrapped module for ['layers.0.weight'",
+    ),
+}
+
+
+@pytest.fixture
+def adapter_module(tmp_path, monkeypatch):
+    def write(body: str) -> str:
+        module = f"adapter_{tmp_path.name.replace('-', '_')}"
+        (tmp_path / f"{module}.py").write_text(PREAMBLE + body)
+        monkeypatch.syspath_prepend(tmp_path)
+        return f"{module}:IT"
+
+    return write
+
+
+@pytest.mark.parametrize("name", registry.BUILT_IN)
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_ships_with_us_is_fit(name, size):
+    assert validation.validate(name, run_ranks, world_size=size).name == name
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_told_as_the_adapters_own(mistake, adapter_module):
+    body, told = MISTAKES[mistake]
+    with pytest.raises(InvalidImplementation) as caught:
+        validation.validate(adapter_module(body), run_ranks)
+    assert told in str(caught.value)
+    assert "This is the adapter's mistake" in str(caught.value)
+
+
+def test_the_same_adapter_without_a_mistake_is_fit(adapter_module):
+    body = "IT = style(tags=['summon_writeback'], local_pieces=first_piece(lambda p: p))"
+    assert validation.validate(adapter_module(body), run_ranks).name == "broken"
+
+
+def claims(*tags: str, **more) -> Adapter:
+    return Adapter.of(TorchStyle(name="x", wrap=lambda m, s: m, capabilities=frozenset(tags), **more))
+
+
+def test_unknown_tags_are_listed():
+    with pytest.raises(InvalidImplementation, match=r"\['fast', 'no_shrad'\]"):
+        validation.check_claims(claims("no_shard", "no_shrad", "fast"))
+
+
+def test_a_claim_without_its_methods_is_named_with_them():
+    with pytest.raises(InvalidImplementation) as caught:
+        validation.check_claims(claims("no_shard", "full_state_dict", "comm_hook"))
+    assert "claims 'comm_hook' without the method register_comm_hook" in str(caught.value)
+    assert "claims 'full_state_dict' without the methods full_state_dict, load_full_state_dict" in str(caught.value)
+
+
+def test_one_strategy_must_be_claimed():
+    with pytest.raises(InvalidImplementation, match="claims no strategy"):
+        validation.check_claims(claims("no_sync"))
