@@ -1,5 +1,8 @@
 """Models that return something other than one fresh tensor."""
 
+# mypy: disable-error-code="no-any-return"
+# Calling a module gives Any in torch's annotations, and every forward here returns what a module gave.
+
 from __future__ import annotations
 
 from dataclasses import dataclass

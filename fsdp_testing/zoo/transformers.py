@@ -1,5 +1,8 @@
 """Two real models, small: a GPT block stack with tied embeddings, and a mixture of experts."""
 
+# mypy: disable-error-code="no-any-return"
+# Calling a module gives Any in torch's annotations, and every forward here returns what a module gave.
+
 from __future__ import annotations
 
 import math
