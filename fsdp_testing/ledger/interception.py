@@ -16,16 +16,18 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fsdp_testing.errors import HarnessError
 from fsdp_testing.ledger.dispatcher_readers import READERS, pending_reduce_op
 from fsdp_testing.ledger.functional_readers import FUNCTIONAL_READERS
 from fsdp_testing.ledger.method_readers import METHOD_READERS, reduce_op_among
-from fsdp_testing.ledger.recorder import GroupIdentity, Recorder, group_identity
+from fsdp_testing.ledger.recorder import GroupIdentity, Listener, Recorder, group_identity
 
 _BACKEND_SELECT = torch._C.DispatchKey.BackendSelect
 _CPP_CALLERS = ("Reducer", "_broadcast_coalesced", "_verify_params_across_processes")
@@ -51,6 +53,24 @@ def activate(recorder: Recorder | None) -> None:
         _install()
     _groups.clear()
     _active = recorder
+
+
+@contextmanager
+def listen(listener: Listener) -> Iterator[None]:
+    """Tell `listener` of every collective of this rank while the context lasts; without a recorder there is nothing.
+
+    Raises:
+        HarnessError: outside a rank, where no recorder is active.
+    """
+    recorder = _active
+    if recorder is None:
+        raise HarnessError("listen: expected an active ledger, got none. Call it inside a rank of a world.")
+    before = recorder.listener
+    recorder.listener = listener
+    try:
+        yield
+    finally:
+        recorder.listener = before
 
 
 def forget_groups() -> None:

@@ -11,6 +11,7 @@ import hashlib
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -60,6 +61,10 @@ class Call:
     waits_for_all: bool = True
 
 
+#: Told of every collective of this rank: group, call, call site.
+Listener = Callable[[GroupIdentity, Call, str], None]
+
+
 class Recorder:
     """The ledger of one rank in one world; used by the interception, from any thread that issues collectives."""
 
@@ -75,7 +80,9 @@ class Recorder:
         self._digests: dict[int, int] = {}
         self._signatures: dict[Call, tuple[int, int]] = {}
         self._sites: dict[tuple[str, int], int] = {}
+        self._site_texts: dict[int, str] = {}
         self._is_own: dict[str, bool] = {}
+        self.listener: Listener | None = None
         self._labels: dict[int, int] = {}
         self._memberships: dict[int, bool] = {}
         self._thread: int | None = None
@@ -123,6 +130,8 @@ class Recorder:
         site = self._call_site()
         digest = self._digests[key] = hash((self._digests.get(key, 0), signature)) & _MASK
         self._area.put_entry(slot, (signature, time.monotonic_ns(), number, epoch, description, site), digest)
+        if self.listener is not None:
+            self.listener(group, call, self._site_texts.get(site, "?"))
         if self._compare:
             self._compare_with_peers(group, number, signature)
             if blocking and group.blocking_host and call.waits_for_all:
@@ -176,6 +185,7 @@ class Recorder:
     def _learn_site(self, frame: FrameType, place: tuple[str, int]) -> int:
         text = f"{place[0]}:{place[1]} in {frame.f_code.co_qualname}"
         site = self._sites[place] = self._area.put_string(text)
+        self._site_texts[site] = text
         return site
 
     def _compare_with_peers(self, group: GroupIdentity, number: int, signature: int) -> None:

@@ -1,0 +1,51 @@
+"""Does every unit keep the life cycle that sharding promises? Pure: from a history to the rules it breaks.
+
+Rules: memory is gathered once before it is freed again; what was gathered has been freed when an iteration is over,
+for strategies that promise it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsdp_testing.records.history import History
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenRule:
+    """A rule that one rank's history breaks, told in one sentence."""
+
+    rank: int
+    unit: str
+    operation: int
+    sentence: str
+
+
+def check_lifecycle(history: History) -> tuple[BrokenRule, ...]:
+    """Every gather is followed by a free before the next gather, and no free comes without a gather."""
+    broken: list[BrokenRule] = []
+    for rank in range(len(history.ranks)):
+        gathered: dict[str, int] = {}
+        for event in history.units(rank):
+            name = event.unit or "(root)"
+            if event.transition == "gather":
+                if event.unit in gathered:
+                    sentence = f"unit {name} is gathered again while it holds its full parameters"
+                    broken.append(BrokenRule(rank, event.unit, event.operation, sentence))
+                gathered[event.unit] = event.operation
+            elif event.transition == "free" and gathered.pop(event.unit, None) is None:
+                sentence = f"unit {name} is freed though it was not gathered"
+                broken.append(BrokenRule(rank, event.unit, event.operation, sentence))
+    return tuple(broken)
+
+
+def still_gathered(history: History) -> tuple[tuple[int, str], ...]:
+    """(rank, unit) of every unit that holds its full parameters at the end."""
+    left: list[tuple[int, str]] = []
+    for rank in range(len(history.ranks)):
+        gathered: dict[str, bool] = {}
+        for event in history.units(rank):
+            if event.transition in ("gather", "free"):
+                gathered[event.unit] = event.transition == "gather"
+        left.extend((rank, unit) for unit, held in gathered.items() if held)
+    return tuple(left)

@@ -1,0 +1,107 @@
+"""Do two histories show the same order of events, and does one history keep the rules? Pure.
+
+Order parity compares what each implementation does with its units and puts on the wire. Numbers cannot show it: an
+extra gather or another order of handles gives the same gradients, until ranks that run different paths meet.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fsdp_testing.records.history import History
+
+Step = str
+
+
+@dataclass(frozen=True, slots=True)
+class OrderRow:
+    """One line of a side-by-side comparison; `same` is False where the two differ, "" where one has nothing."""
+
+    left: Step
+    right: Step
+    same: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OrderComparison:
+    """One aspect compared ("units", "transitions", "collectives") on one rank."""
+
+    aspect: str
+    rank: int
+    rows: tuple[OrderRow, ...]
+
+    @property
+    def equal(self) -> bool:
+        """True when every row is the same."""
+        return all(row.same for row in self.rows)
+
+    def first_difference(self) -> int | None:
+        """Index of the first row that differs."""
+        return next((index for index, row in enumerate(self.rows) if not row.same), None)
+
+
+def compare_steps(aspect: str, rank: int, left: Sequence[Step], right: Sequence[Step]) -> OrderComparison:
+    """Align two sequences, longest common parts first, into rows."""
+    rows: list[OrderRow] = []
+    matcher = difflib.SequenceMatcher(a=list(left), b=list(right), autojunk=False)
+    for tag, left_start, left_stop, right_start, right_stop in matcher.get_opcodes():
+        mine, theirs = left[left_start:left_stop], right[right_start:right_stop]
+        for index in range(max(len(mine), len(theirs))):
+            shown = mine[index] if index < len(mine) else ""
+            other = theirs[index] if index < len(theirs) else ""
+            rows.append(OrderRow(shown, other, tag == "equal"))
+    return OrderComparison(aspect, rank, tuple(rows))
+
+
+def transition_steps(history: History, rank: int, kinds: frozenset[str]) -> tuple[Step, ...]:
+    """Unit transitions of `rank` as text, only the `kinds` asked for; a mark where the program's operation changes."""
+    steps: list[Step] = []
+    operation: int | None = None
+    for event in history.units(rank):
+        if event.transition in kinds:
+            if event.operation != operation:
+                operation = event.operation
+                steps.append(f"— operation {operation}")
+            steps.append(f"{event.transition} {event.unit or '(root)'}")
+    return tuple(steps)
+
+
+def collective_steps(history: History, rank: int) -> tuple[Step, ...]:
+    """Collectives of `rank` as text: kind, reduce op, dtype, elements, group size.
+
+    Kinds, not names: gathering into a list, into one tensor, or functionally is one kind.
+    """
+    steps = []
+    for event in history.collectives(rank):
+        reducing = f"({event.reduce_op})" if event.reduce_op else ""
+        kind = event.name.removesuffix("_single").removesuffix("_tensor")
+        steps.append(f"{kind}{reducing} {event.dtype}[{event.numel}] on {len(event.group)} ranks")
+    return tuple(steps)
+
+
+def ranks_agree(history: History) -> str:
+    """Empty when every rank issued the same collectives in the same order; else the first difference, in words.
+
+    Compares only ranks' collectives on groups of which they are both members.
+    """
+    for rank in range(1, len(history.ranks)):
+        mine = [e for e in history.collectives(0) if rank in e.group]
+        theirs = [e for e in history.collectives(rank) if 0 in e.group]
+        for index in range(max(len(mine), len(theirs))):
+            left = mine[index] if index < len(mine) else None
+            right = theirs[index] if index < len(theirs) else None
+            if left is None or right is None:
+                found = left or right
+                missing = 0 if left is None else rank
+                return f"rank {missing} never issues {found.name if found else '?'} (number {index + 1})"
+            if (left.name, left.reduce_op, left.root, left.dtype, left.group) != (
+                right.name,
+                right.reduce_op,
+                right.root,
+                right.dtype,
+                right.group,
+            ):
+                return f"number {index + 1}: rank 0 issues {left.name}, rank {rank} issues {right.name}"
+    return ""

@@ -1,0 +1,176 @@
+"""When do torch's FSDP1 and FSDP2 gather and free their units? Seen from outside, since neither tells.
+
+Transitions: `unshard` (asked for), `gather` (memory filled), `reshard` (given up), `free` (memory released). The
+functions watched are private; one that a torch release no longer has is reported, not skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+
+from fsdp_testing.errors import InvalidImplementation
+from fsdp_testing.implementations import naming
+
+Emit = Callable[[str, str, tuple[str, ...]], None]
+Units = list[tuple[str, tuple[str, ...]]]
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Set `owner.name` to `make(original)` while the context lasts."""
+    original = owner.__dict__.get(name)
+    if original is None:
+        raise InvalidImplementation(
+            f"unit trace: expected {getattr(owner, '__name__', owner)}.{name}, got none in this torch. "
+            "Do not claim `unit_trace` on it."
+        )
+    setattr(owner, name, make(original))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def _names(model: nn.Module) -> Mapping[nn.Module, str]:
+    return {module: naming.original(fqn) for fqn, module in model.named_modules(remove_duplicate=True)}
+
+
+def _below(unit: str, fqns: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"{unit}.{fqn}" if unit else fqn for fqn in fqns)
+
+
+def fsdp1_units(model: nn.Module) -> Units:
+    """Units with a handle, in FSDP1's order, with the parameters each holds."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    names = _names(model)
+    found: Units = []
+    for unit in FullyShardedDataParallel.fsdp_modules(model):
+        handle = unit._handle
+        if handle is not None:
+            name = names[unit]
+            found.append((name, _below(name, tuple(naming.original(f) for f in handle.flat_param._fqns))))
+    return found
+
+
+@contextmanager
+def fsdp1_trace(model: nn.Module, emit: Emit) -> Iterator[None]:
+    """Tell `emit` of FSDP1's transitions: calls of its unshard and reshard, and what they really did."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, _runtime_utils
+
+    names = {unit._handle: _names(model)[unit] for unit in FullyShardedDataParallel.fsdp_modules(model) if unit._handle}
+
+    def watch_unshard(original: Any) -> Any:
+        def unshard(state: Any, handle: Any, *args: Any, **kwargs: Any) -> Any:
+            known = handle in names
+            needed = known and handle.needs_unshard()
+            if known:
+                emit(names[handle], "unshard", ())
+            result = original(state, handle, *args, **kwargs)
+            if needed:
+                emit(names[handle], "gather", ())
+            return result
+
+        return unshard
+
+    def watch_reshard(original: Any) -> Any:
+        def reshard(state: Any, handle: Any, free_unsharded_flat_param: bool) -> Any:  # noqa: FBT001 - torch's own
+            held = handle in names and handle.uses_sharded_strategy and not handle.needs_unshard()
+            result = original(state, handle, free_unsharded_flat_param)
+            if handle in names:
+                emit(names[handle], "reshard", ())
+                if held and free_unsharded_flat_param:
+                    emit(names[handle], "free", ())
+            return result
+
+        return reshard
+
+    with ExitStack() as stack:
+        stack.enter_context(_replaced(_runtime_utils, "_unshard", watch_unshard))
+        stack.enter_context(_replaced(_runtime_utils, "_reshard", watch_reshard))
+        yield
+
+
+def _groups(model: nn.Module) -> list[tuple[nn.Module, Any]]:
+    from torch.distributed.fsdp import FSDPModule
+
+    found = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            found.extend((module, group) for group in groups if group is not None)
+    return found
+
+
+def fsdp2_units(model: nn.Module) -> Units:
+    """Parameter groups in module order, with the parameters each holds."""
+    by_parameter = {id(parameter): naming.original(fqn) for fqn, parameter in model.named_parameters()}
+    names = _names(model)
+    return [
+        (names[module], tuple(by_parameter.get(id(p.sharded_param), "?") for p in group.fsdp_params))
+        for module, group in _groups(model)
+    ]
+
+
+@contextmanager
+def fsdp2_trace(model: nn.Module, emit: Emit) -> Iterator[None]:
+    """Tell `emit` of FSDP2's transitions, from the parameter groups' own methods."""
+    names = _names(model)
+    known = {id(group): names[module] for module, group in _groups(model)}
+    if not known:
+        yield
+        return
+    kind = type(_groups(model)[0][1])
+
+    def watch_unshard(original: Any) -> Any:
+        def unshard(group: Any, *args: Any, **kwargs: Any) -> Any:
+            name = known.get(id(group))
+            idle = group._all_gather_result is None and not _holds_full(group)
+            if name is not None:
+                emit(name, "unshard", ())
+            result = original(group, *args, **kwargs)
+            if name is not None and idle:
+                emit(name, "gather", ())
+            return result
+
+        return unshard
+
+    def watch_reshard(original: Any) -> Any:
+        def reshard(group: Any, *args: Any, **kwargs: Any) -> Any:
+            name = known.get(id(group))
+            held = _holds_full(group)
+            result = original(group, *args, **kwargs)
+            if name is not None:
+                emit(name, "reshard", ())
+                if held and not _holds_full(group):
+                    emit(name, "free", ())
+            return result
+
+        return reshard
+
+    def watch_finalize(original: Any) -> Any:
+        def finalize_backward(group: Any, *args: Any, **kwargs: Any) -> Any:
+            # A gather that nobody waited for is dropped here: a prefetch that aimed at the wrong unit.
+            unclaimed = group._all_gather_result is not None
+            result = original(group, *args, **kwargs)
+            name = known.get(id(group))
+            if name is not None and unclaimed and group._all_gather_result is None:
+                emit(name, "free", ())
+            return result
+
+        return finalize_backward
+
+    with ExitStack() as stack:
+        stack.enter_context(_replaced(kind, "unshard", watch_unshard))
+        stack.enter_context(_replaced(kind, "reshard", watch_reshard))
+        stack.enter_context(_replaced(kind, "finalize_backward", watch_finalize))
+        yield
+
+
+def _holds_full(group: Any) -> bool:
+    return bool(group._sharded_state.name == "UNSHARDED")

@@ -1,0 +1,72 @@
+"""How does a rank run a case while it is traced? The engine's own program, with the sources switched on around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fsdp_testing.implementations import naming, registry
+from fsdp_testing.implementations.adapter import Adapter
+from fsdp_testing.ledger import interception
+from fsdp_testing.pool import Failed
+from fsdp_testing.pool.world import current_world
+from fsdp_testing.programs.execute import RankProgram
+from fsdp_testing.programs.setup import setup_of
+from fsdp_testing.records import Case, RankObservation
+from fsdp_testing.records.event import Event
+from fsdp_testing.trace.modules import watch_modules
+from fsdp_testing.trace.recorder import TraceRecorder
+
+
+@dataclass(frozen=True, slots=True)
+class RankTrace:
+    """What one rank did: its events, and the units in the implementation's own order, each with its parameters."""
+
+    events: tuple[Event, ...]
+    units: tuple[tuple[str, tuple[str, ...]], ...]
+    observation: RankObservation
+
+
+def trace_case(name: str, case: Case) -> RankTrace | Failed:
+    """Run `case` through implementation `name` on this rank and record what happens.
+
+    Collectives: those of the implementation; every rank of the world runs the same call.
+    """
+    world = current_world()
+    adapter = registry.load(name)
+    program = RankProgram(case, adapter, world.rank, _setup)
+    recorder = TraceRecorder(lambda: program.index)
+    with ExitStack() as stack:
+        watch = _watching_after_wrap(adapter, recorder, stack)
+        program.adapter = watch
+        stack.enter_context(interception.listen(recorder.collective))
+        observation = program.run()
+    units = tuple(adapter.units(program.model)) if observation.error is None else ()
+    adapter.finish(program.model)
+    traced = RankTrace(recorder.events, units, observation)
+    return traced if observation.error is None else Failed(traced)
+
+
+def _setup(case: Case, module: nn.Module) -> Any:
+    world = current_world()
+    return setup_of(case, module, world.rank, world.device, world.group, world.mesh)
+
+
+def _watching_after_wrap(adapter: Adapter, recorder: TraceRecorder, stack: ExitStack) -> Adapter:
+    """The adapter, with a `wrap` that switches unit and module sources on as soon as there is a model."""
+    import dataclasses
+
+    original: Callable[..., nn.Module] = adapter.wrap
+
+    def wrap(module: nn.Module, setup: Any) -> nn.Module:
+        model = original(module, setup)
+        stack.enter_context(adapter.trace_units(model, recorder.unit))
+        names = {inner: naming.original(fqn) for fqn, inner in model.named_modules()}
+        stack.enter_context(watch_modules(recorder, names))
+        return model
+
+    return dataclasses.replace(adapter, wrap=wrap)

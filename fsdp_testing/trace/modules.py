@@ -1,0 +1,49 @@
+"""When do modules run forward and backward? Seen through public hooks, without touching the graph's structure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from fsdp_testing.trace.recorder import TraceRecorder
+
+
+@contextmanager
+def watch_modules(recorder: TraceRecorder, names: Mapping[nn.Module, str]) -> Iterator[None]:
+    """Record pre_forward, post_forward and pre_backward of the modules in `names` while the context lasts.
+
+    pre_backward is told by the first gradient that reaches an output of the module; modules whose outputs need no
+    gradient have none.
+    """
+
+    def before(module: nn.Module, _args: Any) -> None:
+        if module in names:
+            recorder.autograd(names[module], "pre_forward")
+
+    def after(module: nn.Module, _args: Any, output: Any) -> None:
+        if module not in names:
+            return
+        recorder.autograd(names[module], "post_forward")
+        told: list[bool] = []
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(lambda _grad, name=names[module]: _tell_once(recorder, name, told))
+
+    handles = [register_module_forward_pre_hook(before), register_module_forward_hook(after)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _tell_once(recorder: TraceRecorder, name: str, told: list[bool]) -> None:
+    if not told:
+        told.append(True)
+        recorder.autograd(name, "pre_backward")
