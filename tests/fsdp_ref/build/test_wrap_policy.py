@@ -127,7 +127,8 @@ def test_size_based_policy_defaults_and_overrides():
     assert policy(attention, True, 10**9, force_leaf_modules=set())
     root = nn.ModuleDict({"list": nn.ModuleList([lin(), lin()]), "attn": nn.MultiheadAttention(8, 2)})
     small = partial(policy, min_num_params=1)
-    assert names(root, chosen_by(root, small).options) == ["attn", "list.0", "list.1"]
+    # A leaf is neither entered nor asked about; a list is entered and never wrapped.
+    assert names(root, chosen_by(root, small).options) == ["list.0", "list.1"]
 
 
 @pytest.mark.covers("WRAP-06")
