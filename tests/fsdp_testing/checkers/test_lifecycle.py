@@ -1,0 +1,36 @@
+"""Rules of a unit's life on written histories: each is broken once and noticed."""
+
+from __future__ import annotations
+
+from fsdp_testing.checkers.lifecycle import check_lifecycle, still_gathered
+from fsdp_testing.records.event import UnitEvent
+from fsdp_testing.records.history import History
+
+
+def history(*transitions: str) -> History:
+    events = []
+    for number, text in enumerate(transitions):
+        name, transition = text.split()
+        events.append(UnitEvent(number, float(number), 0, unit=name, transition=transition))
+    return History((tuple(events),))
+
+
+def test_gather_and_free_in_turn_keep_the_rules() -> None:
+    kept = history("a gather", "b gather", "a free", "b free", "a gather", "a free")
+    assert check_lifecycle(kept) == ()
+    assert still_gathered(kept) == ()
+
+
+def test_a_second_gather_of_held_memory_is_noticed() -> None:
+    (broken,) = check_lifecycle(history("a gather", "a gather", "a free"))
+    assert (broken.rank, broken.unit) == (0, "a")
+    assert "gathered again" in broken.sentence
+
+
+def test_a_free_without_a_gather_is_noticed() -> None:
+    (broken,) = check_lifecycle(history("a free"))
+    assert "not gathered" in broken.sentence
+
+
+def test_what_is_held_at_the_end_is_named() -> None:
+    assert still_gathered(history("a gather", "b gather", "b free")) == ((0, "a"),)
