@@ -115,6 +115,7 @@ def test_a_module_that_occurs_twice_gives_one_site_with_two_names():
     root = Node(a=nn.Sequential(shared), b=nn.Sequential(shared))
     tied = plan_for(root).root.params[1]
     assert (tied.fqn, tied.aliases, len(tied.sites)) == ("a.0.weight", ("b.0.weight",), 1)
+    assert plan_for(root).root.modules == (root, root.a, shared, root.b)
     inside = plan_for(root, shared)
     assert owners(inside) == {"": ["w"], "a.0": ["weight"]}
     assert inside.units[1].params[0].aliases == ()
@@ -217,6 +218,16 @@ def test_ignored_parameters_and_nested_units_do_not_make_a_unit_mixed():
         check_frozen(plan_for(root, root[0], ignored=ignored), use_orig_params=False)
     with pytest.raises(FsdpValueError, match="^0 has both"):
         check_frozen(plan_for(root, root[0]), use_orig_params=False)
+
+
+@pytest.mark.covers("WRAP-12")
+def test_a_mixed_root_is_the_flattening_checks_business():
+    root = Node(a=lin())
+    root.w.requires_grad_(False)
+    root.add_module("b", lin())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_frozen(plan_for(root, root.a), use_orig_params=False)
 
 
 @pytest.mark.covers("WRAP-13")

@@ -188,7 +188,9 @@ def test_batch_norms_become_full_precision_units_under_a_policy(object_policy):
     precision = MixedPrecision()
     ignored = Ignored(frozenset({root[2]}))
     with pytest.warns(UserWarning, match="These modules will be wrapped as separate FSDP"):
-        targets = chosen_by(root, policy, {"mixed_precision": precision}, ignored, mixed_precision=precision)
+        options = {"mixed_precision": precision}
+        targets = chosen_by(root, policy, options, ignored, mixed_precision=precision)
+    assert options == {"mixed_precision": precision}, "the root keeps its own precision"
     assert names(root, targets.full_precision) == ["1"]
     assert targets.options[root[1]] == {"mixed_precision": None}
     assert targets.options[root[0]] == {"mixed_precision": precision}
