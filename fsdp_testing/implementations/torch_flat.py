@@ -98,16 +98,18 @@ def _flats(model: nn.Module) -> Iterator[_Flat]:
 def local_pieces(model: nn.Module) -> Mapping[str, tuple[Piece, ...]]:
     """See `Observable.local_pieces`. Parameters outside every unit (ignored ones) are whole."""
     result: dict[str, tuple[Piece, ...]] = {}
-    managed: set[int] = set()
+    flat_parameters: set[int] = set()
     for flat in _flats(model):
-        managed.add(id(flat.parameter))
+        flat_parameters.add(id(flat.parameter))
         for original in flat.originals:
-            managed.add(id(original.parameter))
             result[original.fqn] = _pieces_of(flat, original)
-    for fqn, parameter in naming.named_parameters(model):
-        if id(parameter) not in managed:
-            result[fqn] = pieces.of_parameter(parameter)
-    return result
+    return result | pieces.of_parameters(_outside(model, set(result), flat_parameters).items())
+
+
+def _outside(model: nn.Module, managed: set[str], flat_parameters: set[int]) -> dict[str, nn.Parameter]:
+    """Parameters that no unit manages, told by name: an unsharded unit shows other objects instead of its originals."""
+    named = naming.named_parameters(model)
+    return {fqn: p for fqn, p in named if fqn not in managed and id(p) not in flat_parameters}
 
 
 def _pieces_of(flat: _Flat, original: _Original) -> tuple[Piece, ...]:
@@ -190,19 +192,19 @@ def _runs(original: _Original, first: int, count: int) -> Iterator[tuple[int, in
 def optimizer_pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Mapping[str, StateEntry]]:
     """See `Observable.optimizer_pieces`: an original's own state, or its part of the flat parameter's."""
     result: dict[str, dict[str, StateEntry]] = {}
-    managed: set[int] = set()
+    managed: set[str] = set()
+    flat_parameters: set[int] = set()
     for flat in _flats(model):
-        managed.add(id(flat.parameter))
+        flat_parameters.add(id(flat.parameter))
         for original in flat.originals:
-            managed.add(id(original.parameter))
+            managed.add(original.fqn)
             own = flat.by_original and original.parameter is not None
             state = optimizer.state.get(flat.source(original))
             if state:
                 result[original.fqn] = {
                     name: _entry(original, value, own) for name, value in state.items() if _kept(value)
                 }
-    outside = {fqn: p for fqn, p in naming.named_parameters(model) if id(p) not in managed}
-    return result | pieces.optimizer_state(outside, optimizer)
+    return result | pieces.optimizer_state(_outside(model, managed, flat_parameters), optimizer)
 
 
 def _kept(value: object) -> bool:
