@@ -41,7 +41,8 @@ def seed_generators(seed: int) -> None:
 class Snapshot:
     """The state of this process at one moment; `restore` compares with the present."""
 
-    def __init__(self) -> None:
+    def __init__(self, ignore: frozenset[str] = frozenset()) -> None:
+        self._ignore = ignore
         self._values: list[Any] = [read() for read in _READERS]
 
     def restore(self) -> tuple[Dirt, ...]:
@@ -60,6 +61,7 @@ class Snapshot:
 
     def _examine(self, now: list[Any]) -> list[Dirt]:
         suspects = [i for i, (old, new) in enumerate(zip(self._values, now, strict=True)) if old != new]
+        suspects = [i for i in suspects if PROBES[i].kind not in self._ignore]
         if any(PROBES[i].collect_first for i in suspects):
             gc.collect()
         dirt: list[Dirt] = []
@@ -102,8 +104,8 @@ def _clean(probe: Probe, before: Any, now: Any) -> list[Dirt]:
     return [Dirt(probe.kind, text, restored=text not in left) for text in texts]
 
 
-def take_snapshot(seed: int | None = 0) -> Snapshot:
-    """Record the state of this process, and seed its generators unless `seed` is None."""
+def take_snapshot(seed: int | None = 0, ignore: frozenset[str] = frozenset()) -> Snapshot:
+    """Record the state of this process, and seed its generators unless `seed` is None; kinds in `ignore` may change."""
     if seed is not None:
         seed_generators(seed)
-    return Snapshot()
+    return Snapshot(ignore)

@@ -1,0 +1,308 @@
+"""How does a rank run a pytest item? It keeps a real pytest session, collects the item's file once, runs the protocol.
+
+Called by name through the pool, which knows no pytest. The session starts with the first item (some milliseconds) and
+lives as long as the rank, so that fixtures of modules and of the session live in the rank between tests.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_testing import env
+from fsdp_testing.pool import hygiene_process
+from fsdp_testing.pool.channel import dumps, loads
+from fsdp_testing.pool.hygiene import take_snapshot
+from fsdp_testing.pool.jobs import Failed
+from fsdp_testing.pool.targets import Target, resolve
+from fsdp_testing.pool.world import current_world
+from fsdp_testing.pytest_plugin import rank_debugger, rank_side
+from fsdp_testing.pytest_plugin.rank_side import RankPlugin, RankTemporaryPaths, group_count
+from fsdp_testing.pytest_plugin.records import Debugging, ItemTask, RankResult, SessionSpec
+from fsdp_testing.records.dirt import Dirt
+
+_LOOK_SECONDS = 0.05
+
+
+class _Kept(pytest.Item):
+    """Stands for the next item of the session: of it, only what it shares with the present one matters here."""
+
+    def runtest(self) -> None:
+        raise NotImplementedError("this item only tells which fixtures live on")
+
+
+class RankSession:
+    """The pytest session of this rank."""
+
+    def __init__(self, spec: SessionSpec, directory: str) -> None:
+        rank = current_world().rank
+        base = Path(directory)
+        self.config = _configured(spec, base / f"rank{rank}")
+        self.plugin = RankPlugin(self.config, RankTemporaryPaths(base))
+        self.config.pluginmanager.register(rank_side, "fsdp_testing.rank_fixtures")
+        self.config.pluginmanager.register(self.plugin, rank_side.NAME)
+        own = base / f"tmp{rank}"
+        own.mkdir(exist_ok=True)
+        env.update({"TMPDIR": str(own)})
+        hygiene_process.TEMPORARY.use(own)
+        self.session: Any = pytest.Session.from_config(self.config)
+        self.config._do_configure()
+        self.session.exitstatus = 0
+        self.config.hook.pytest_sessionstart(session=self.session)
+        self._collected: dict[str, str] = {}
+        self._kept: dict[Any, _Kept] = {}
+        self._last: pytest.Item | None = None
+        self._chain: list[Any] = []
+
+    def item(self, task: ItemTask) -> tuple[pytest.Item | None, str]:
+        """The item, collected now if its file was not; or why it cannot be had."""
+        if task.nodeid not in self.plugin.items and task.path not in self._collected:
+            self._collected[task.path] = self._collect(task.path)
+        found = self.plugin.items.get(task.nodeid)
+        if found is not None:
+            return found, ""
+        problem = self._collected.get(task.path, "")
+        if problem:
+            return None, f"the test's file could not be collected in this rank:\n{problem}"
+        return None, (
+            f"in this rank {Path(task.path).name} holds no test {task.nodeid}. "
+            "Test ids must be the same in every process: parametrize with a list, not a set, and with names that do "
+            "not hold addresses, random numbers or times"
+        )
+
+    def _collect(self, path: str) -> str:
+        self.config.args[:] = [path]
+        # Without Config's own wrapper, which would judge options of plugins that only the controller has.
+        hook = self.config.pluginmanager.subset_hook_caller("pytest_collection", remove_plugins=[self.config])
+        try:
+            hook(session=self.session)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}\n{self.plugin.take_collection_problem()}".strip()
+        return self.plugin.take_collection_problem()
+
+    def run(self, item: pytest.Item, task: ItemTask) -> None:
+        """Run the item's setup, call and teardown."""
+        self._leave_what_is_not_shared(item)
+        chain = item.listchain()
+        self.plugin.begin(item)
+        nextitem = self._stand_in(chain[: min(task.keep, len(chain) - 1)])
+        self._last, self._chain = item, chain[:-1]
+        self.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
+
+    def _stand_in(self, nodes: Sequence[Any]) -> _Kept | None:
+        if not nodes:
+            return None
+        parent = nodes[-1]
+        if parent not in self._kept:
+            self._kept[parent] = _Kept.from_parent(parent, name="(the next test)")
+        return self._kept[parent]
+
+    def _leave_what_is_not_shared(self, item: pytest.Item) -> None:
+        """Tear down what an earlier test kept for a next one that then was another (a rerun, another order)."""
+        chain = item.listchain()
+        shared = 0
+        while shared < min(len(chain), len(self._chain)) and chain[shared] is self._chain[shared]:
+            shared += 1
+        if shared < len(self._chain):
+            self.tear_down(shared)
+
+    def tear_down(self, keep: int) -> str:
+        """End fixtures of all but the `keep` first nodes of the last item's chain; returns what went wrong."""
+        if self._last is None:
+            return ""
+        nextitem = self._stand_in(self._chain[:keep])
+        self._chain = self._chain[:keep]
+        try:
+            self.session._setupstate.teardown_exact(nextitem)
+        except Exception as error:
+            return "".join(pytest.ExceptionInfo.from_exception(error).exconly())
+        return ""
+
+    def kept(self) -> int:
+        """How many nodes of the last item's chain still hold fixtures."""
+        return self.plugin.deepest_guarded(self._chain)
+
+    def finish(self) -> str:
+        """End the session: remaining fixtures, then `pytest_sessionfinish` and `pytest_unconfigure`."""
+        problem = self.tear_down(0)
+        try:
+            self.config.hook.pytest_sessionfinish(session=self.session, exitstatus=0)
+        except Exception as error:
+            problem = "\n".join(filter(None, [problem, f"pytest_sessionfinish: {type(error).__name__}: {error}"]))
+        finally:
+            self.config._ensure_unconfigure()
+        return problem
+
+
+def _configured(spec: SessionSpec, basetemp: Path) -> pytest.Config:
+    """A parsed configuration equal to the controller's, with the plugins of a rank."""
+    options = dict(spec.options)
+    options.update(basetemp=str(basetemp), inifilename=spec.inifile, rootdir=spec.root, plugins=[])
+    args = [argument for name in spec.blocked for argument in ("-p", f"no:{name}")]
+    loader = _Loader(spec)
+    sys.modules[loader.MODULE] = loader.module()
+    args += ["-p", loader.MODULE, *spec.paths]
+    try:
+        # Entry points are not scanned: the controller has named what it loaded.
+        with env.temporary({"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": None}):
+            return pytest.Config.fromdictargs(options, args)
+    finally:
+        sys.modules.pop(loader.MODULE, None)
+
+
+class _Loader:
+    """A plugin whose one act is to register the controller's plugins under their names before options are parsed."""
+
+    MODULE = "fsdp_testing_rank_plugins"
+
+    def __init__(self, spec: SessionSpec) -> None:
+        self._spec = spec
+
+    def module(self) -> Any:
+        """A module, since pytest loads `-p` plugins by import."""
+        made = type(sys)(self.MODULE)
+        made.__dict__.update(pytest_addoption=self._register, pytest_configure=self._markers)
+        return made
+
+    def _register(self, parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+        del parser
+        for name, module in self._spec.plugins:
+            if pluginmanager.has_plugin(name) or pluginmanager.is_blocked(name):
+                continue
+            plugin = importlib.import_module(module)
+            if not pluginmanager.is_registered(plugin):
+                pluginmanager.register(plugin, name)
+
+    def _markers(self, config: pytest.Config) -> None:
+        known = set(config.getini("markers"))
+        for line in self._spec.markers:
+            if line not in known:
+                config.addinivalue_line("markers", line)
+
+
+@dataclass(slots=True)
+class _Here:
+    """The session of this process, once it has one."""
+
+    session: RankSession | None = None
+    spec: SessionSpec | None = None
+    directory: str = ""
+
+
+_here = _Here()
+
+
+def prepare(spec: bytes, directory: str) -> None:
+    """Remember how to start the session; sent once to every world."""
+    _here.spec, _here.directory = pickle.loads(spec), directory
+
+
+def _session() -> RankSession:
+    if _here.session is None:
+        if _here.spec is None:
+            raise RuntimeError("in_rank: expected prepare() before the first item")
+        _here.session = RankSession(_here.spec, _here.directory)
+    return _here.session
+
+
+def run_item(spec: bytes | None, directory: str, task: ItemTask) -> RankResult | Failed:
+    """Run one item; the entry point of the controller.
+
+    Args:
+        spec: Serialised `SessionSpec` with a world's first item, None afterwards.
+        directory: Temporary directory of the world.
+        task: Which item, and how.
+
+    Returns:
+        This rank's result, marked as failed when it is one so that ranks that wait for this one are stopped soon.
+    """
+    if spec is not None:
+        prepare(spec, directory)
+    session = _session()
+    item, problem = session.item(task)
+    if item is None:
+        session.plugin.take_reports()
+        return Failed(RankResult(problem=problem, groups=group_count()))
+    with rank_debugger.attached(session.config, task.debugging):
+        session.run(item, task)
+    stop = session.session.shouldstop
+    finish = session.finish() if task.last else ""
+    phases, warnings, dirt = session.plugin.take_reports()
+    result = RankResult(
+        phases,
+        session.plugin.user_properties(),
+        warnings,
+        dirt,
+        session.kept(),
+        group_count(),
+        str(stop or ""),
+        f"the session's end failed in this rank:\n{finish}" if finish else "",
+    )
+    _wait_for_debugger(task.debugging)
+    return Failed(result) if result.failed else result
+
+
+def _wait_for_debugger(debugging: Debugging | None) -> None:
+    """Under `--rank-pdb`, a rank that is done waits for the one that a person looks at."""
+    if debugging is None:
+        return
+    done = Path(debugging.done)
+    if current_world().rank == debugging.rank:
+        done.touch()
+    while not done.exists():
+        time.sleep(_LOOK_SECONDS)
+
+
+def tear_down(keep: int) -> RankResult:
+    """End fixtures that the next item does not share; called when another world runs that item."""
+    if _here.session is None:
+        return RankResult()
+    problem = _here.session.tear_down(keep)
+    _, warnings, dirt = _here.session.plugin.take_reports()
+    return RankResult((), (), warnings, dirt, _here.session.kept(), group_count(), "", problem)
+
+
+def finish() -> str:
+    """End the session; called before the rank leaves."""
+    if _here.session is None:
+        return ""
+    session, _here.session = _here.session, None
+    return session.finish()
+
+
+def call_function(
+    spec: bytes | None, directory: str, test_file: str, target: Target, arguments: bytes
+) -> tuple[bytes, tuple[Dirt, ...]]:
+    """Call a function with its module imported as pytest imports it; serves the fixture `worlds`.
+
+    Args:
+        spec: As in `run_item`.
+        directory: As in `run_item`.
+        test_file: File of the module when it is one that pytest collects, else empty.
+        target: The function.
+        arguments: Serialised args and kwargs: read once the module that defines their classes is imported.
+
+    Returns:
+        The serialised result (to be read in the test, where its classes are known) and what the call left behind.
+    """
+    if spec is not None:
+        prepare(spec, directory)
+    session = _session()
+    if test_file and target.module not in sys.modules:
+        session.item(ItemTask("", test_file, 0))
+    function = resolve(target)
+    args, kwargs = loads(arguments)
+    snapshot = take_snapshot()
+    try:
+        payload = dumps(function(*args, **kwargs))
+    finally:
+        dirt = snapshot.restore()
+    return payload, dirt

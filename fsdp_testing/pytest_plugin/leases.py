@@ -1,0 +1,164 @@
+"""Which world runs a test, what does it know already, which fixtures live in it? The controller's book of worlds."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_testing.errors import PoolBroken
+from fsdp_testing.pool import Pool, PooledWorld, WorldOutcome, default_pool
+from fsdp_testing.pytest_plugin.marker import WorldRequest
+from fsdp_testing.pytest_plugin.records import RankResult
+from fsdp_testing.pytest_plugin.session_spec import session_spec
+
+IN_RANK = "fsdp_testing.pytest_plugin.in_rank"
+_END_SECONDS = 10.0
+
+
+class Leases:
+    """Lends worlds to tests and remembers what lives in them."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._spec: bytes | None = None
+        self._pool: Pool | None = None
+        self._informed: dict[int, str] = {}
+        self._kept: dict[int, tuple[PooledWorld, list[Any]]] = {}
+        self._numbered = 0
+
+    @property
+    def started(self) -> bool:
+        """Whether any rank may exist."""
+        return self._pool is not None
+
+    def start(self) -> None:
+        """Begin to start the fork server, without waiting: collection goes on meanwhile."""
+        if self._pool is None:
+            self._pool = default_pool()
+            self._pool.coverage = _coverage_settings()
+            self._pool.add_preload("pytest", "_pytest.assertion.rewrite", IN_RANK)
+            self._pool.start()
+
+    def lend(self, request: WorldRequest) -> PooledWorld:
+        """A world for one test."""
+        self.start()
+        if self._pool is None:
+            raise RuntimeError("leases: expected a pool after start()")
+        world = self._pool.world(request.size, request.backend, request.isolation)
+        if request.rank is not None:
+            world.at(request.rank)
+        return world
+
+    def introduction(self, world: PooledWorld) -> tuple[bytes | None, str]:
+        """What a world is told with a job: the session's description the first time, and its directory."""
+        known = self._informed.get(id(world))
+        if known is not None:
+            return None, known
+        if self._spec is None:
+            self._spec = pickle.dumps(session_spec(self._config))
+        directory = self._informed[id(world)] = str(self.new_directory(f"world{world.key.size}-"))
+        if world.kept:
+            world.before_leaving.append(self._farewell)
+        return self._spec, directory
+
+    def new_directory(self, prefix: str) -> Path:
+        """A new directory in pytest's base for temporary files."""
+        # pytest hands its factory to fixtures only; here no fixture asks, since nothing is set up in this process.
+        factory: pytest.TempPathFactory = self._config._tmp_path_factory  # type: ignore[attr-defined]  # as above
+        return factory.mktemp(prefix, numbered=True)
+
+    def note(self, world: PooledWorld, chain: list[Any]) -> None:
+        """Remember which nodes' fixtures live in `world`."""
+        if chain and world.trusted:
+            self._kept[id(world)] = (world, chain)
+        else:
+            self._kept.pop(id(world), None)
+
+    def leave_what_is_not_shared(self, nextitem: pytest.Item | None) -> list[str]:
+        """End fixtures that live in ranks and that the next item does not share; returns what went wrong."""
+        if not self._kept:
+            return []
+        wanted = nextitem.listchain() if nextitem is not None else []
+        problems: list[str] = []
+        for world, chain in list(self._kept.values()):
+            keep = shared_length(chain, wanted)
+            if keep == len(chain):
+                continue
+            if not world.trusted:
+                self._kept.pop(id(world), None)
+                continue
+            world.busy = True
+            try:
+                outcome = world.execute(f"{IN_RANK}:tear_down", (keep,), hygiene=False, timeout=_END_SECONDS)
+            finally:
+                world.release()
+            self.note(world, chain[: _kept_by(outcome)])
+            problems.extend(_problems(outcome))
+        return problems
+
+    def forget(self, world: PooledWorld) -> None:
+        """A world has ended."""
+        self._informed.pop(id(world), None)
+        self._kept.pop(id(world), None)
+
+    def _farewell(self, world: PooledWorld) -> None:
+        # A world that is not to be lent again may still be whole (its test failed on every rank): its fixtures end too.
+        with contextlib.suppress(PoolBroken):
+            world.execute(f"{IN_RANK}:finish", hygiene=False, timeout=_END_SECONDS)
+        self.forget(world)
+
+    def close(self) -> None:
+        """End every rank; coverage of ranks is on disk afterwards."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+
+def shared_length(first: list[Any], second: list[Any]) -> int:
+    """Length of the common start of two chains of nodes."""
+    count = 0
+    for left, right in zip(first, second, strict=False):
+        if left is not right:
+            break
+        count += 1
+    return count
+
+
+def _kept_by(outcome: WorldOutcome) -> int:
+    return max((value.kept for value in outcome.values if isinstance(value, RankResult)), default=0)
+
+
+def _problems(outcome: WorldOutcome) -> list[str]:
+    if not outcome.ok and any(not isinstance(value, RankResult) for value in outcome.values):
+        return [outcome.describe()]
+    found: list[str] = []
+    for rank in outcome.ranks:
+        found.extend([f"rank {rank.rank}: {rank.value.problem}"] if rank.value.problem else [])
+        found.extend(f"rank {rank.rank}: {dirt}" for dirt in rank.value.dirt)
+    return found
+
+
+def _coverage_settings() -> dict[str, Any] | None:
+    """How ranks measure coverage: like this process, when it is measured."""
+    import sys
+
+    if "coverage" not in sys.modules:
+        return None
+    from coverage import Coverage
+
+    running = Coverage.current()
+    if running is None:
+        return None
+    data_file = running.get_option("run:data_file") or ".coverage"
+    return {
+        "config_file": running.config.config_file or False,
+        "data_file": str(Path(str(data_file)).absolute()),
+        "branch": running.get_option("run:branch"),
+        "source": running.get_option("run:source"),
+        "include": running.get_option("run:include"),
+        "omit": running.get_option("run:omit"),
+    }

@@ -1,0 +1,180 @@
+"""What does a `world` marker ask for? Validation of its arguments, with every offence listed at once."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_testing.errors import InvalidArgument
+
+_UNSET: Any = object()
+_ISOLATIONS = ("warm", "fresh")
+_EXAMPLE = "Write @pytest.mark.world(2), or world([2, 4], backend='gloo', timeout=60, isolation='fresh')"
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What the command line says for markers that leave it open. `fresh` makes every test fresh."""
+
+    sizes: tuple[int, ...] = (2,)
+    backend: str = "gloo"
+    timeout: float | None = 60.0
+    fresh: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What one marker asks for. More than one size gives one test each; `listed` also when the list holds one."""
+
+    sizes: tuple[int, ...]
+    listed: bool
+    backend: str
+    timeout: float | None
+    fresh: bool
+    rank: int | None
+
+    def at(self, size: int) -> WorldRequest:
+        """This request at one size."""
+        return WorldRequest(size, self.backend, self.timeout, "fresh" if self.fresh else "warm", self.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class WorldRequest:
+    """The world of one test."""
+
+    size: int
+    backend: str
+    timeout: float | None
+    isolation: str
+    rank: int | None
+
+
+def _signature(
+    size: Any = _UNSET,
+    backend: Any = _UNSET,
+    timeout: Any = _UNSET,
+    isolation: Any = _UNSET,
+    *,
+    rank: Any = _UNSET,
+) -> None:
+    """The marker's arguments."""
+    del size, backend, timeout, isolation, rank
+
+
+def read_marker(
+    args: Sequence[Any], kwargs: Mapping[str, Any], *, where: str, defaults: Defaults, backends: Sequence[str]
+) -> Request:
+    """Validate the arguments of one marker.
+
+    Args:
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        where: What carries the marker, for the message.
+        defaults: For arguments that are left out.
+        backends: Known backend names.
+
+    Raises:
+        InvalidArgument: Lists every offence.
+    """
+    try:
+        given = dict(inspect.signature(_signature).bind(*args, **kwargs).arguments)
+    except TypeError as error:
+        raise InvalidArgument(
+            f"{where}: expected world(size, backend, timeout, isolation, rank=None), got {_shown(args, kwargs)} "
+            f"({error}). {_EXAMPLE}."
+        ) from None
+    problems: list[str] = []
+    sizes, listed = _sizes(given.get("size", defaults.sizes), problems)
+    if "size" not in given:
+        listed = len(sizes) > 1
+    backend = _member("backend", given.get("backend", defaults.backend), backends, problems)
+    timeout = _timeout(given["timeout"], problems) if "timeout" in given else defaults.timeout
+    isolation = _member("isolation", given.get("isolation", "warm"), _ISOLATIONS, problems)
+    rank = _rank(given.get("rank"), sizes, backend, problems)
+    if problems:
+        raise InvalidArgument(f"{where}: {'; '.join(problems)}. {_EXAMPLE}.")
+    return Request(sizes, listed, backend, timeout, defaults.fresh or isolation == "fresh", rank)
+
+
+def _shown(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    parts = [repr(value) for value in args] + [f"{name}={value!r}" for name, value in kwargs.items()]
+    return f"world({', '.join(parts)})"
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _sizes(value: Any, problems: list[str]) -> tuple[tuple[int, ...], bool]:
+    listed = isinstance(value, list | tuple)
+    sizes = tuple(value) if listed else (value,)
+    bad = [size for size in sizes if not _is_size(size)]
+    if bad or not sizes:
+        got = ", ".join(repr(size) for size in bad) or "an empty list"
+        problems.append(f"expected size to be a whole number of ranks >= 1, or a list of them, got {got}")
+    elif len(set(sizes)) < len(sizes):
+        problems.append(f"expected different sizes, got {list(sizes)}")
+    return sizes, listed
+
+
+def _member(name: str, value: Any, allowed: Sequence[str], problems: list[str]) -> str:
+    if not isinstance(value, str) or value not in allowed:
+        problems.append(f"expected {name} to be one of {', '.join(allowed)}, got {value!r}")
+        return ""
+    return value
+
+
+def _timeout(value: Any, problems: list[str]) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or math.isinf(value):
+        problems.append(f"expected timeout to be seconds > 0, or None for no deadline, got {value!r}")
+        return None
+    return float(value)
+
+
+def _rank(value: Any, sizes: tuple[int, ...], backend: str, problems: list[str]) -> int | None:
+    if value is None:
+        return 0 if backend == "fake" else None
+    if backend and backend != "fake":
+        problems.append(f"expected rank only with backend 'fake', got rank={value!r} with backend {backend!r}")
+    elif not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        problems.append(f"expected rank to be a whole number >= 0, got {value!r}")
+    elif any(_is_size(size) and value >= size for size in sizes):
+        problems.append(f"expected rank below every size, got rank={value} with size {list(sizes)}")
+    return value if isinstance(value, int) else None
+
+
+def read_defaults(
+    world_size: str | None, backend: str | None, timeout: str | None, isolation: str | None, backends: Sequence[str]
+) -> Defaults:
+    """Validate the command line's `--world-size`, `--dist-backend`, `--rank-timeout`, `--isolation`.
+
+    Raises:
+        InvalidArgument: Lists every offence.
+    """
+    problems: list[str] = []
+    sizes, seconds = Defaults().sizes, Defaults().timeout
+    if world_size is not None:
+        parts = world_size.split(",")
+        if all(part.strip().isdecimal() and int(part) >= 1 for part in parts):
+            sizes = tuple(dict.fromkeys(int(part) for part in parts))
+        else:
+            problems.append(f"--world-size: expected ranks >= 1 such as 2 or 2,4, got {world_size!r}")
+    if timeout is not None:
+        try:
+            seconds = float(timeout)
+        except ValueError:
+            seconds = -1.0
+        if not 0 <= seconds < math.inf:
+            problems.append(f"--rank-timeout: expected seconds >= 0, got {timeout!r}")
+    if backend is not None and backend not in backends:
+        problems.append(f"--dist-backend: expected one of {', '.join(backends)}, got {backend!r}")
+    if isolation is not None and isolation not in _ISOLATIONS:
+        problems.append(f"--isolation: expected one of {', '.join(_ISOLATIONS)}, got {isolation!r}")
+    if problems:
+        raise InvalidArgument("command line: " + "; ".join(problems) + ". Correct the options.")
+    return Defaults(sizes, backend or "gloo", seconds or None, isolation == "fresh")

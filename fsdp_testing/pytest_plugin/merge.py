@@ -1,0 +1,319 @@
+"""What is the one result of a test that ran on N ranks? Pure: every rank's reports and fate in, one triple out.
+
+A test passed when every rank passed every phase, and is skipped or an expected failure when every rank says so. Any
+rank that failed, died, hung or disagrees makes it failed; the text says which rank did what.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fsdp_testing.pool.outcome import Fate, RankOutcome, WorldOutcome
+from fsdp_testing.pytest_plugin.longrepr import (
+    Element,
+    abbreviated,
+    build,
+    crash_of,
+    elements_of,
+    fold,
+    is_consequence,
+    message_of,
+    names,
+    text_element,
+    with_header,
+)
+from fsdp_testing.pytest_plugin.records import Merged, Phase, RankResult
+
+_PHASES = ("setup", "call", "teardown")
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """One rank's part: its fate, and what its pytest reported when it came to that."""
+
+    rank: int
+    outcome: RankOutcome
+    result: RankResult | None
+
+    @property
+    def verdict(self) -> str:
+        """One of passed, failed, skipped, xfailed, xpassed; or the fate of a rank that reported nothing."""
+        if self.result is None:
+            return str(self.outcome.fate)
+        if self.result.failed:
+            return "failed"
+        for phase in self.result.phases:
+            if phase.outcome == "skipped":
+                return "skipped" if phase.wasxfail is None else "xfailed"
+        return "xpassed" if any(phase.wasxfail is not None for phase in self.result.phases) else "passed"
+
+    def failing(self) -> tuple[Phase, ...]:
+        """The reports that are failures."""
+        return () if self.result is None else tuple(p for p in self.result.phases if p.outcome == "failed")
+
+    def told(self) -> str:
+        """One clause for a disagreement."""
+        if self.result is None:
+            return self.outcome.headline()
+        verdict = self.verdict
+        for phase in self.result.phases:
+            if verdict == "skipped" and phase.outcome == "skipped":
+                return f"rank {self.rank} skipped ({message_of(phase.longrepr).removeprefix('Skipped: ')})"
+            if verdict in ("xfailed", "xpassed") and phase.wasxfail is not None:
+                return f"rank {self.rank} {verdict} ({phase.wasxfail or 'no reason given'})"
+        if verdict == "failed":
+            return f"rank {self.rank} failed: {self.first_message()}"
+        return f"rank {self.rank} {verdict}"
+
+    def first_message(self) -> str:
+        """What went wrong first on this rank."""
+        if self.result is not None and self.result.problem:
+            return self.result.problem.strip().splitlines()[-1]
+        failing = self.failing()
+        return message_of(failing[0].longrepr) if failing else ""
+
+
+def accounts_of(outcome: WorldOutcome) -> tuple[Account, ...]:
+    """Pair every rank's fate with its result."""
+    return tuple(
+        Account(rank.rank, rank, rank.value if isinstance(rank.value, RankResult) else None) for rank in outcome.ranks
+    )
+
+
+def merge(outcome: WorldOutcome, location: tuple[str, int]) -> list[Merged]:
+    """The merged reports, in order.
+
+    Args:
+        outcome: What every rank did with the item.
+        location: Path and line of the test, for failures without a place of their own.
+
+    Returns:
+        Setup, call unless setup ended it, teardown.
+    """
+    accounts = accounts_of(outcome)
+    verdicts = {account.verdict for account in accounts}
+    if verdicts == {"passed"} and outcome.ok and _same_groups(accounts):
+        return _plain(accounts)
+    if verdicts in ({"skipped"}, {"xfailed"}, {"xpassed"}) and outcome.ok:
+        return _alike(accounts)
+    if verdicts == {"xfailed", "xpassed"} and outcome.ok:
+        # The mark promised a failure of the test, and it did fail: on some of its ranks.
+        return _partly_expected(accounts)
+    return _failure(outcome, accounts, location)
+
+
+def _same_groups(accounts: Sequence[Account]) -> bool:
+    return len({account.result.groups for account in accounts if account.result is not None}) == 1
+
+
+def _durations(accounts: Sequence[Account]) -> dict[str, float]:
+    """Seconds of each phase on its slowest rank."""
+    longest = dict.fromkeys(_PHASES, 0.0)
+    for account in accounts:
+        spent: Counter[str] = Counter()
+        for phase in account.result.phases if account.result is not None else ():
+            spent[phase.when] = max(spent[phase.when], phase.duration)  # type: ignore[assignment]  # seconds
+        for when, seconds in spent.items():
+            longest[when] = max(longest[when], seconds)
+    return longest
+
+
+def _whens(accounts: Sequence[Account]) -> list[str]:
+    seen = {phase.when for account in accounts if account.result is not None for phase in account.result.phases}
+    return [when for when in _PHASES if when in seen or when != "call"]
+
+
+def _plain(accounts: Sequence[Account]) -> list[Merged]:
+    durations = _durations(accounts)
+    merged = [Merged(when, "passed", durations[when]) for when in _whens(accounts)]
+    return _with_sections(merged, accounts)
+
+
+def _alike(accounts: Sequence[Account]) -> list[Merged]:
+    """Every rank skipped, or every rank xfailed or xpassed: the first rank's reports, with every reason."""
+    merged = _plain(accounts)
+    by_when = {report.when: report for report in merged}
+    first = accounts[0].result
+    for phase in first.phases if first is not None else ():
+        if phase.outcome != "passed" or phase.wasxfail is not None:
+            report = by_when[phase.when]
+            report.outcome, report.longrepr, report.wasxfail = phase.outcome, phase.longrepr, phase.wasxfail
+    reasons = {account.told().partition(" ")[2].partition(" ")[2] for account in accounts}
+    skipped = [report for report in merged if report.outcome == "skipped" and isinstance(report.longrepr, list | tuple)]
+    if len(reasons) > 1 and skipped:
+        path, line, _ = skipped[0].longrepr
+        skipped[0].longrepr = (path, line, "Skipped: " + "; ".join(account.told() for account in accounts))
+    elif skipped:
+        skipped[0].longrepr = tuple(skipped[0].longrepr)
+    return merged
+
+
+def _partly_expected(accounts: Sequence[Account]) -> list[Merged]:
+    failed = [account for account in accounts if account.verdict == "xfailed"]
+    passed = names(account.rank for account in accounts if account.verdict == "xpassed")
+    merged = _alike(failed)
+    for report in merged:
+        if report.wasxfail is not None:
+            told = f"failed on {names(account.rank for account in failed)}, passed on {passed}"
+            report.wasxfail = f"{report.wasxfail} ({told})" if report.wasxfail else told
+    return merged
+
+
+def _failure(outcome: WorldOutcome, accounts: Sequence[Account], location: tuple[str, int]) -> list[Merged]:
+    """A failed setup or call that tells of every rank, and failed teardowns as pytest has them: on their own."""
+    durations = _durations(accounts)
+    teardown = [account for account in accounts if any(p.when == "teardown" for p in account.failing())]
+    others = [a for a in accounts if a.result is None or a.result.problem or _before_teardown(a)]
+    reports: list[Merged] = []
+    only_teardown = outcome.cause == "" or all(a.outcome.fate is Fate.RETURNED for a in accounts)
+    if others or not teardown or not only_teardown or _disagreement(accounts):
+        when = _first_failing(accounts)
+        if when == "call":
+            reports.append(Merged("setup", "passed", durations["setup"]))
+        report = Merged(when, "failed", durations[when])
+        report.longrepr = _account_of_all(outcome, accounts, location)
+        reports.append(report)
+    else:
+        reports.extend(Merged(when, "passed", durations[when]) for when in _whens(accounts) if when != "teardown")
+    last = Merged("teardown", "passed", durations["teardown"])
+    if teardown:
+        last.outcome, last.longrepr = "failed", _teardown_text(teardown, accounts, location)
+    return _with_sections([*reports, last], accounts)
+
+
+def _before_teardown(account: Account) -> bool:
+    return any(phase.when != "teardown" for phase in account.failing())
+
+
+def _first_failing(accounts: Sequence[Account]) -> str:
+    for account in accounts:
+        if any(phase.when == "setup" for phase in account.failing()) or (account.result and account.result.problem):
+            return "setup"
+    return "call"
+
+
+def _disagreement(accounts: Sequence[Account]) -> bool:
+    """Whether ranks that did report ended differently in a way that is no plain failure."""
+    verdicts = {account.verdict for account in accounts if account.result is not None}
+    quiet = verdicts - {"failed"}
+    return len(quiet) > 1 or bool(quiet - {"passed"} and "failed" in verdicts)
+
+
+def _account_of_all(outcome: WorldOutcome, accounts: Sequence[Account], location: tuple[str, int]) -> dict[str, object]:
+    lead = lead_of(outcome, accounts)
+    elements: list[Element] = [text_element([lead])]
+    quiet = [a for a in accounts if a.result is not None and not a.result.failed]
+    if quiet and len(quiet) < len(accounts):
+        elements[0] = text_element([lead, *(a.told() for a in quiet if a.verdict != "passed"), *_passed_line(quiet)])
+    bereft = any(account.result is None for account in accounts)
+    for account in accounts:
+        if account.result is None:
+            elements.extend(
+                with_header(f" {account.outcome.headline()} ", [text_element(_fate_lines(account.outcome))])
+            )
+    problems = [(a.rank, a.result.problem) for a in accounts if a.result is not None and a.result.problem]
+    for ranks, problem in fold(problems):
+        elements.extend(with_header(f" {names(ranks)} could not run the test ", elements_of(problem)))
+    crash = None
+    for when in ("setup", "call"):
+        failing = [(a.rank, p.longrepr) for a in accounts for p in a.failing() if p.when == when]
+        for ranks, longrepr in fold(failing):
+            crash = crash or crash_of(longrepr)
+            shown = abbreviated(longrepr) if bereft and is_consequence(longrepr) else elements_of(longrepr)
+            elements.extend(with_header(f" {names(ranks)}: {when} failed ", shown))
+    return build(elements, lead, crash, location)
+
+
+def _passed_line(quiet: Sequence[Account]) -> list[str]:
+    passed = [account.rank for account in quiet if account.verdict == "passed"]
+    return [f"{names(passed)} passed"] if passed else []
+
+
+def _teardown_text(
+    failed: Sequence[Account], accounts: Sequence[Account], location: tuple[str, int]
+) -> dict[str, object]:
+    failing = [(a.rank, p.longrepr) for a in failed for p in a.failing() if p.when == "teardown"]
+    folded = fold(failing)
+    lead = f"{names(a.rank for a in failed)}: {message_of(failing[0][1])}"
+    elements: list[Element] = [text_element([f"teardown failed on {len(failed)} of {len(accounts)} ranks"])]
+    for ranks, longrepr in folded:
+        elements.extend(with_header(f" {names(ranks)}: teardown failed ", elements_of(longrepr)))
+    return build(elements, lead, crash_of(failing[0][1]), location)
+
+
+def lead_of(outcome: WorldOutcome, accounts: Sequence[Account]) -> str:
+    """The one fact that explains the rest."""
+    failed = [account for account in accounts if account.result is not None and account.result.failed]
+    if outcome.cause and any(account.outcome.fate in (Fate.DIED, Fate.RAISED) for account in accounts):
+        return outcome.cause
+    if failed:
+        return _failed_lead(outcome, accounts, failed)
+    skipped = [account for account in accounts if account.verdict in ("skipped", "xfailed")]
+    if outcome.cause and skipped:
+        return f"{'; '.join(account.told() for account in skipped)}; {outcome.cause}"
+    if outcome.cause:
+        return outcome.cause
+    if not _same_groups(accounts):
+        made = ", ".join(f"rank {a.rank}: {a.result.groups}" for a in accounts if a.result is not None)
+        return f"ranks disagree: they made different numbers of process groups ({made})"
+    return "ranks disagree: " + "; ".join(account.told() for account in accounts)
+
+
+def _failed_lead(outcome: WorldOutcome, accounts: Sequence[Account], failed: Sequence[Account]) -> str:
+    messages: dict[str, list[int]] = {}
+    # The one that failed first leads: the others may fail because it did.
+    for account in sorted(failed, key=lambda account: account.outcome.finished_at):
+        messages.setdefault(account.first_message(), []).append(account.rank)
+    told = "; ".join(f"{names(ranks)}: {message}" for message, ranks in messages.items())
+    waiting = [account for account in accounts if account.result is None]
+    if waiting:
+        told += "; " + _waiting_clause(outcome.cause, waiting)
+    others = [a for a in accounts if a.result is not None and not a.result.failed and a.verdict != "passed"]
+    return "; ".join([told, *(account.told() for account in others)])
+
+
+def _waiting_clause(cause: str, waiting: Sequence[Account]) -> str:
+    """The part of the pool's sentence that tells what the waiting ranks waited for."""
+    name = names(account.rank for account in waiting)
+    told = [part for part in cause.split("; ") if part.startswith((f"{name} wait", f"{name} had", f"{name} hung"))]
+    return told[0] if told else "; ".join(account.outcome.headline() for account in waiting)
+
+
+_MACHINERY = ("/_pytest/", "/pluggy/", "/fsdp_testing/pool/", "/fsdp_testing/pytest_plugin/", '"<string>"')
+
+
+def _fate_lines(rank: RankOutcome) -> list[str]:
+    lines: list[str] = []
+    if rank.error is not None:
+        lines.extend(rank.error.traceback.rstrip().splitlines())
+    if rank.collectives:
+        lines.append("last collectives:")
+        lines.extend(f"  {record}  ({record.call_site})" for record in rank.collectives[-5:])
+    if rank.stack:
+        lines.append("stack:")
+        stack = rank.stack.rstrip().splitlines()
+        lines.extend(line for line in stack if not any(part in line for part in _MACHINERY))
+    return lines or ["it left no traceback and issued no collective"]
+
+
+def _with_sections(merged: list[Merged], accounts: Sequence[Account]) -> list[Merged]:
+    """Attach what ranks wrote and logged, named by rank, to the report that readers look at."""
+    holder = next((r for r in merged if r.outcome == "failed"), None)
+    holder = holder or next((r for r in merged if r.when == "call"), merged[0])
+    texts: list[tuple[str, str, int]] = []
+    for account in accounts:
+        for phase in account.result.phases if account.result is not None else ():
+            texts.extend((title, text, account.rank) for title, text in phase.sections if text)
+    for stream in ("stdout", "stderr"):
+        texts.extend(
+            (f"Captured {stream}", getattr(a.outcome, stream), a.rank) for a in accounts if getattr(a.outcome, stream)
+        )
+    grouped: dict[tuple[str, str], list[int]] = {}
+    for title, text, rank in texts:
+        ranks = grouped.setdefault((title, text), [])
+        if rank not in ranks:
+            ranks.append(rank)
+    holder.sections.extend((f"{title} ({names(ranks)})", text) for (title, text), ranks in grouped.items())
+    return merged

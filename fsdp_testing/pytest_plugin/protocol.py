@@ -1,0 +1,254 @@
+"""How does one marked item run? On its world, with one setup-call-teardown triple reported for all ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_testing.errors import HarnessError
+from fsdp_testing.pool import PooledWorld, WorldOutcome
+from fsdp_testing.pytest_plugin.aftermath import Aftermath
+from fsdp_testing.pytest_plugin.leases import IN_RANK, Leases, shared_length
+from fsdp_testing.pytest_plugin.longrepr import build, text_element
+from fsdp_testing.pytest_plugin.marker import WorldRequest
+from fsdp_testing.pytest_plugin.merge import merge
+from fsdp_testing.pytest_plugin.records import Debugging, ItemTask, Merged, RankResult
+from fsdp_testing.pytest_plugin.terminal import debugged_rank
+
+_HINTS = (b"mark.world", b"worlds")
+_REQUEST = pytest.StashKey[WorldRequest]()
+_NODEID = pytest.StashKey[str]()
+
+
+class Protocol:
+    """Runs items on ranks in place of pytest's own protocol."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.leases = Leases(config)
+        self._aftermath = Aftermath(config)
+        self._debugged = debugged_rank(config)
+        self._unavailable: dict[tuple[str, int], str | None] = {}
+        self._plain_chain: list[Any] = []
+
+    # ------------------------------------------------------------------ which items
+
+    def take(self, item: pytest.Item, request: WorldRequest) -> None:
+        """Have `item` run on ranks."""
+        item.stash[_REQUEST] = request
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        """Note the id that ranks will know the item by: pytest-xdist may append to it later."""
+        item.stash[_NODEID] = item.nodeid
+
+    def pytest_pycollect_makemodule(self, module_path: Path) -> None:
+        """Start the fork server when a file looks as if it had tests for ranks: both processes import torch at once."""
+        if self.leases.started or self.config.option.collectonly:
+            return
+        try:
+            text = module_path.read_bytes()
+        except OSError:
+            return  # pytest itself will say that the file cannot be read
+        if any(hint in text for hint in _HINTS):
+            self.leases.start()
+
+    # ------------------------------------------------------------------ running
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+        """Run a marked item on its world."""
+        request = item.stash.get(_REQUEST, None)
+        if request is None:
+            self._plain_chain = item.listchain()[:-1]
+            return None
+        hook = item.ihook
+        hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        for report in self._reports(item, request, nextitem):
+            hook.pytest_runtest_logreport(report=report)
+        hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
+
+    def _reports(
+        self, item: pytest.Item, request: WorldRequest, nextitem: pytest.Item | None
+    ) -> list[pytest.TestReport]:
+        began, clock = time.time(), time.perf_counter()
+        properties: tuple[tuple[str, Any], ...] = ()
+        reason = self._reason_not_to_run(request)
+        if reason is not None:
+            merged = self._not_run(item, request, reason)
+        else:
+            try:
+                outcome = self._execute(item, request, nextitem)
+            except (HarnessError, pytest.fail.Exception) as error:
+                merged = [_failed_setup(item, str(error)), Merged("teardown", "passed", 0.0)]
+            else:
+                merged = merge(outcome, _location(item))
+                self._aftermath.apply(item, outcome, merged)
+                properties = _properties(outcome)
+        self._tear_down_here(item, nextitem, merged)
+        # Lending a world, sending and merging belong to setup, so that durations add up to the time spent.
+        merged[0].duration += max(0.0, time.perf_counter() - clock - sum(report.duration for report in merged))
+        return [self._report(item, part, began, properties) for part in merged]
+
+    def _execute(self, item: pytest.Item, request: WorldRequest, nextitem: pytest.Item | None) -> WorldOutcome:
+        world = self.leases.lend(request)
+        try:
+            chain = item.listchain()
+            keep = shared_length(chain, nextitem.listchain()) if nextitem is not None and world.kept else 0
+            debugging = self._debugging(request)
+            task = ItemTask(
+                item.stash.get(_NODEID, item.nodeid), str(item.path), keep, last=not world.kept, debugging=debugging
+            )
+            spec, directory = self.leases.introduction(world)
+            outcome = world.execute(
+                f"{IN_RANK}:run_item",
+                (spec, directory, task),
+                timeout=None if debugging is not None else request.timeout,
+                name=item.nodeid,
+                hygiene=False,
+            )
+            results = [value for value in outcome.values if isinstance(value, RankResult)]
+            if any(result.dirt for result in results) or len({result.groups for result in results}) > 1:
+                world.trusted = False
+            self.leases.note(world, chain[: max((result.kept for result in results), default=0)])
+            return outcome
+        finally:
+            self._give_back(world)
+
+    def _give_back(self, world: PooledWorld) -> None:
+        world.release()
+        if not world.trusted or not world.kept:
+            self.leases.forget(world)
+
+    def _debugging(self, request: WorldRequest) -> Debugging | None:
+        if self._debugged is None or self._debugged[0] >= request.size or request.backend == "fake":
+            return None
+        rank, terminal = self._debugged
+        return Debugging(rank, terminal, str(self.leases.new_directory("debug-") / "done"))
+
+    # ------------------------------------------------------------------ backends that cannot run here
+
+    def _reason_not_to_run(self, request: WorldRequest) -> str | None:
+        key = request.backend, request.size
+        if key not in self._unavailable:
+            from fsdp_testing.backends import backend_named
+
+            try:
+                self._unavailable[key] = backend_named(request.backend).unavailable(request.size)
+            except HarnessError as error:
+                self._unavailable[key] = str(error)
+        return self._unavailable[key]
+
+    def _not_run(self, item: pytest.Item, request: WorldRequest, reason: str) -> list[Merged]:
+        text = f"backend {request.backend} cannot run here: {reason}"
+        if self.config.option.require_backend:
+            return [_failed_setup(item, f"{text} (--require-backend)"), Merged("teardown", "passed", 0.0)]
+        path, line = _location(item)
+        skipped = Merged("setup", "skipped", 0.0, (path, line, f"Skipped: {text}"))
+        return [skipped, Merged("teardown", "passed", 0.0)]
+
+    # ------------------------------------------------------------------ this process's own fixtures
+
+    def _tear_down_here(self, item: pytest.Item, nextitem: pytest.Item | None, merged: list[Merged]) -> None:
+        """End fixtures that ordinary tests before this one left alive in this process for ordinary tests after it."""
+        wanted = nextitem.listchain() if nextitem is not None else []
+        if shared_length(self._plain_chain, wanted) == len(self._plain_chain):
+            return
+        self._plain_chain = []
+        try:
+            item.ihook.pytest_runtest_teardown(item=item, nextitem=nextitem)
+        except Exception as error:
+            text = f"teardown in the controlling process: {type(error).__name__}: {error}"
+            merged[-1].outcome = "failed"
+            merged[-1].longrepr = build([text_element([text])], text, None, _location(item))
+
+    def _report(
+        self, item: pytest.Item, part: Merged, began: float, properties: tuple[tuple[str, Any], ...]
+    ) -> pytest.TestReport:
+        facts: dict[str, Any] = {
+            "nodeid": item.nodeid,
+            "location": item.location,
+            "keywords": dict.fromkeys(item.keywords, 1),
+            "outcome": part.outcome,
+            "longrepr": part.longrepr,
+            "when": part.when,
+            "sections": part.sections,
+            "duration": part.duration,
+            "start": began,
+            "stop": began + part.duration,
+            "user_properties": [*item.user_properties, *properties],
+        }
+        if part.wasxfail is not None:
+            facts["wasxfail"] = part.wasxfail
+        if not isinstance(part.longrepr, dict):
+            return pytest.TestReport(**facts)
+        data = {"$report_type": "TestReport", **facts}
+        made: pytest.TestReport = self.config.hook.pytest_report_from_serializable(config=self.config, data=data)
+        return made
+
+    # ------------------------------------------------------------------ the end
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_runtestloop(self) -> Generator[None, Any, Any]:
+        """End the ranks inside of pytest-cov's own wrapper, which combines the data they save."""
+        try:
+            return (yield)
+        finally:
+            self.leases.close()
+
+    def pytest_unconfigure(self) -> None:
+        """Leave no rank behind, however the session ended."""
+        self.leases.close()
+
+
+class Sweep:
+    """After every item: end fixtures that live in the ranks of worlds which the next item does not run on."""
+
+    def __init__(self, leases: Leases) -> None:
+        self._leases = leases
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, Any, Any]:
+        """Runs for items of both kinds."""
+        result = yield
+        stopping = item.session.shouldstop or item.session.shouldfail
+        problems = self._leases.leave_what_is_not_shared(None if stopping else nextitem)
+        if problems:
+            text = "teardown of fixtures in ranks failed: " + "; ".join(problems)
+            report = pytest.TestReport(
+                nodeid=item.nodeid,
+                location=item.location,
+                keywords=dict.fromkeys(item.keywords, 1),
+                outcome="failed",
+                longrepr=text,
+                when="teardown",
+            )
+            item.ihook.pytest_runtest_logreport(report=report)
+        return result
+
+
+def _location(item: pytest.Item) -> tuple[str, int]:
+    return str(item.path), (item.location[1] or 0) + 1
+
+
+def _failed_setup(item: pytest.Item, text: str) -> Merged:
+    lines = text.splitlines() or ["failed without a message"]
+    return Merged("setup", "failed", 0.0, build([text_element(lines)], lines[0], None, _location(item)))
+
+
+def _properties(outcome: WorldOutcome) -> tuple[tuple[str, Any], ...]:
+    """What ranks recorded, each value once; a name gets the rank when ranks recorded different values."""
+    by_value: dict[tuple[str, str], tuple[tuple[str, Any], list[int]]] = {}
+    reporting = [rank for rank in outcome.ranks if isinstance(rank.value, RankResult)]
+    for rank in reporting:
+        for name, value in rank.value.user_properties:
+            by_value.setdefault((name, repr(value)), ((name, value), []))[1].append(rank.rank)
+    return tuple(
+        (name if len(ranks) == len(reporting) else f"{name}[rank {rank}]", value)
+        for (name, value), ranks in by_value.values()
+        for rank in (ranks[:1] if len(ranks) == len(reporting) else ranks)
+    )

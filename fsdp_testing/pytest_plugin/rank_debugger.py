@@ -1,0 +1,82 @@
+"""How does a person debug one of N ranks? The chosen rank gets the terminal; the others say how to be chosen.
+
+Ranks have no terminal: their descriptors lead to the controller. Under `--rank-pdb R`, rank R opens the controller's
+terminal by name, for `breakpoint()` and for a look at the frames of a failure.
+"""
+
+from __future__ import annotations
+
+import os
+import pdb  # noqa: T100 - this file is the debugger's door into a rank
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+import pytest
+
+from fsdp_testing.pool.world import current_world
+from fsdp_testing.pytest_plugin.records import Debugging
+
+
+class _PostMortem:
+    """Opens the debugger where a test of this rank failed."""
+
+    def __init__(self, reading: TextIO, writing: TextIO, rank: int) -> None:
+        self._reading = reading
+        self._writing = writing
+        self._rank = rank
+
+    def pytest_exception_interact(self, call: pytest.CallInfo[Any]) -> None:
+        """Called by pytest for failures that are not expected ones."""
+        if call.excinfo is None:
+            return
+        self._writing.write(f"\n>>> rank {self._rank}: {call.excinfo.exconly()}\n")
+        debugger(self._reading, self._writing).interaction(None, call.excinfo.tb)
+
+
+def debugger(reading: TextIO, writing: TextIO) -> pdb.Pdb:
+    """A debugger on the terminal's two ends."""
+    made = pdb.Pdb(stdin=reading, stdout=writing)
+    made.prompt = f"(rank {current_world().rank} pdb) "
+    return made
+
+
+@contextmanager
+def attached(config: pytest.Config, debugging: Debugging | None) -> Iterator[None]:
+    """While open, `breakpoint()` does what this rank's place allows; failures open the debugger in the chosen rank."""
+    hook = sys.breakpointhook
+    rank = current_world().rank
+    if debugging is None or debugging.rank != rank:
+        sys.breakpointhook = _refuse
+        try:
+            yield
+        finally:
+            sys.breakpointhook = hook
+        return
+    with _terminal(debugging.terminal) as (reading, writing):
+        plugin = _PostMortem(reading, writing, rank)
+        config.pluginmanager.register(plugin, "fsdp_testing.post_mortem")
+        sys.breakpointhook = lambda *_, **__: debugger(reading, writing).set_trace(sys._getframe(1))
+        try:
+            yield
+        finally:
+            sys.breakpointhook = hook
+            config.pluginmanager.unregister(plugin)
+
+
+@contextmanager
+def _terminal(name: str) -> Iterator[tuple[TextIO, TextIO]]:
+    # O_NOCTTY: the terminal stays the controlling one of the person's shell, whose Ctrl-C goes to the controller.
+    read = os.open(name, os.O_RDONLY | os.O_NOCTTY)
+    write = os.open(name, os.O_WRONLY | os.O_NOCTTY)
+    with os.fdopen(read, "r") as reading, os.fdopen(write, "w", buffering=1) as writing:
+        yield reading, writing
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    rank = current_world().rank
+    raise RuntimeError(
+        f"breakpoint() in rank {rank}: expected a terminal, and ranks have none. "
+        f"Run this one test with --rank-pdb {rank} to debug this rank."
+    )

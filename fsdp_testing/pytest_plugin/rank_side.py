@@ -1,0 +1,245 @@
+"""What is different about pytest inside a rank? This plugin: fixtures of the rank, reports kept, state guarded.
+
+Reports and warnings are kept for the controller instead of shown. State is compared and put back around exactly what a
+test owns: a snapshot is taken before the first fixture of a node is set up and compared after the last one of that
+node was torn down, so that what a module's fixture changes lasts as long as the module's fixtures do.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_testing import compat
+from fsdp_testing.pool.hygiene import Snapshot, take_snapshot
+from fsdp_testing.pool.world import World, current_world
+from fsdp_testing.pytest_plugin.records import Phase, WarningRecord
+from fsdp_testing.pytest_plugin.selection import SIZE_FIXTURE, parametrize_sizes
+from fsdp_testing.records.dirt import Dirt
+
+NAME = "fsdp_testing.rank"
+_SET_PER_TEST = frozenset({"warnings filters", "logging"})
+
+
+def _harmless(fixturedef: Any) -> bool:
+    """A fixture of pytest or of this plugin: it changes no state, and nothing need be kept for it."""
+    return str(fixturedef.func.__module__).startswith(("_pytest.", "fsdp_testing."))
+
+
+class RankPlugin:
+    """Listens to the session of one rank."""
+
+    def __init__(self, config: pytest.Config, factory: RankTemporaryPaths) -> None:
+        self.config = config
+        self.factory = factory
+        self.items: dict[str, pytest.Item] = {}
+        self._item: tuple[str, int] = ("", 0)
+        self._runs = 0
+        self._phases: list[Phase] = []
+        self._warnings: list[WarningRecord] = []
+        self._collection_problems: list[str] = []
+        self._user_properties: tuple[tuple[str, Any], ...] = ()
+        self._dirt: list[Dirt] = []
+        self._guards: dict[pytest.Item | pytest.Collector, Snapshot] = {}
+        self._directories: dict[tuple[Any, Path], Any] = {}
+
+    def begin(self, item: pytest.Item) -> None:
+        """Note which item runs; ranks of a world run the same ones in the same order."""
+        self._runs += 1
+        self._item = (item.name, self._runs)
+
+    # ------------------------------------------------------------------ what the controller is told
+
+    def take_reports(self) -> tuple[tuple[Phase, ...], tuple[WarningRecord, ...], tuple[Dirt, ...]]:
+        """Everything since the last call."""
+        taken = tuple(self._phases), tuple(self._warnings), tuple(self._dirt)
+        self._phases, self._warnings, self._dirt = [], [], []
+        return taken
+
+    def take_collection_problem(self) -> str:
+        """Why collecting failed, if it did."""
+        problem = "\n".join(self._collection_problems)
+        self._collection_problems = []
+        return problem
+
+    def user_properties(self) -> tuple[tuple[str, Any], ...]:
+        """Properties of the item that ran last."""
+        return self._user_properties
+
+    def deepest_guarded(self, chain: list[Any]) -> int:
+        """How many leading nodes of `chain` hold fixtures, counted up to the deepest that does."""
+        return max((i + 1 for i, node in enumerate(chain) if node in self._guards), default=0)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep a report."""
+        plain = report.outcome == "passed" and not report.sections
+        longrepr = None
+        if not plain:
+            data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
+            longrepr = data["longrepr"]
+        if report.when == "teardown":
+            self._user_properties = tuple(report.user_properties)
+        wasxfail = getattr(report, "wasxfail", None)
+        self._phases.append(
+            Phase(report.when, report.outcome, report.duration, longrepr, tuple(report.sections), wasxfail)
+        )
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Keep why something could not be collected."""
+        if report.failed:
+            self._collection_problems.append(str(report.longrepr))
+
+    def pytest_warning_recorded(self, warning_message: Any, when: str, nodeid: str) -> None:
+        """Keep a warning; those of configuration and collection are the controller's own already."""
+        del nodeid
+        if when == "runtest":
+            category = warning_message.category
+            self._warnings.append(
+                WarningRecord(
+                    category.__module__,
+                    category.__qualname__,
+                    str(warning_message.message),
+                    str(warning_message.filename),
+                    int(warning_message.lineno),
+                    when,
+                )
+            )
+
+    # ------------------------------------------------------------------ collection
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Make the same test ids as the controller."""
+        parametrize_sizes(metafunc)
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        """Know the item by its id, whatever later hooks deselect."""
+        self.items.setdefault(item.nodeid, item)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collect_directory(self, path: Path, parent: Any) -> Generator[None, Any, Any]:
+        """Give a directory the same node each time: fixtures of a package live as long as its node."""
+        made = yield
+        return None if made is None else self._directories.setdefault((parent, path), made)
+
+    # ------------------------------------------------------------------ state
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_fixture_setup(self, fixturedef: Any, request: pytest.FixtureRequest) -> Generator[None, Any, Any]:
+        """Guard the node that a fixture belongs to before its first fixture."""
+        node = request.node
+        if node not in self._guards and (fixturedef.scope == "function" or not _harmless(fixturedef)):
+            self._guard(node)
+        result = yield
+        if fixturedef.scope != "function":
+            self._accept_inside(node)
+        return result
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> None:
+        """Guard a test that has no fixture of its own."""
+        if item not in self._guards:
+            self._guard(item)
+
+    def _guard(self, node: Any) -> None:
+        # pytest itself sets filters and log handlers around each test, so that no longer-lived fixture can own them.
+        ignore = frozenset() if isinstance(node, pytest.Item) else _SET_PER_TEST
+        self._guards[node] = take_snapshot(zlib.crc32(node.nodeid.encode()), ignore)
+        # Finalizers run last in, first out: this one comes after those of all fixtures of the node.
+        node.addfinalizer(lambda: self._check(node))
+
+    def _check(self, node: Any) -> None:
+        snapshot = self._guards.pop(node, None)
+        if snapshot is None:
+            return
+        dirt = snapshot.restore()
+        if dirt and not isinstance(node, pytest.Item):
+            owner = node.nodeid or "the session"
+            dirt = tuple(Dirt(d.kind, f"{d.what} (by a fixture of {owner})", d.restored) for d in dirt)
+        self._dirt.extend(dirt)
+
+    def _accept_inside(self, node: Any) -> None:
+        """A longer-lived fixture was asked for in the middle of a test: what it changed is to last."""
+        for other in self._guards:
+            if other is not node and node in other.listchain():
+                self._guards[other] = take_snapshot(None)
+
+    def item_directory(self) -> Path:
+        """Temporary directory of the running item, the same one on every rank."""
+        name, number = self._item
+        path = self.factory.getbasetemp() / f"{re.sub(r'[^A-Za-z0-9]', '_', name)[:30]}-{number}"
+        path.mkdir(exist_ok=True)
+        return path
+
+
+def _plugin(request: pytest.FixtureRequest) -> RankPlugin:
+    found: RankPlugin = request.config.pluginmanager.get_plugin(NAME)  # type: ignore[assignment]  # a plugin has any type
+    return found
+
+
+@pytest.fixture(scope="session")
+def world() -> World:
+    """This rank's view of its world: rank, size, device, group, mesh, barrier, all_gather_object."""
+    return current_world()
+
+
+@pytest.fixture
+def worlds() -> None:
+    """Refused: a rank cannot run other ranks."""
+    pytest.fail(
+        "fixture worlds: expected a test without the `world` marker, got one that runs on ranks itself. "
+        "Remove the marker: `worlds(size=2).run(function)` is called from the controlling process.",
+        pytrace=False,
+    )
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest) -> Path:
+    """The test's temporary directory, the same one on every rank."""
+    return _plugin(request).item_directory()
+
+
+@pytest.fixture(scope="session")
+def tmp_path_factory(request: pytest.FixtureRequest) -> RankTemporaryPaths:
+    """Makes directories that every rank of the world finds under the same name."""
+    return _plugin(request).factory
+
+
+@pytest.fixture(name=SIZE_FIXTURE)
+def _size(request: pytest.FixtureRequest) -> Any:
+    """Carries the size that a list in the marker made part of the test's id."""
+    return getattr(request, "param", None)
+
+
+class RankTemporaryPaths:
+    """Like pytest's factory, but numbered by the order of calls: equal on ranks that make equal calls."""
+
+    def __init__(self, base: Path) -> None:
+        self._base = base
+        self._numbers: dict[str, int] = {}
+
+    def getbasetemp(self) -> Path:
+        """Directory of the world, shared by its ranks."""
+        return self._base
+
+    def mktemp(self, basename: str, numbered: bool = True) -> Path:
+        """Make `basename` (with the number of this call) in the world's directory; another rank may have made it."""
+        name = Path(basename)
+        if name.is_absolute() or len(name.parts) != 1 or basename in (".", ".."):
+            raise ValueError(f"tmp_path_factory.mktemp: expected a plain name, got {basename!r}.")
+        if numbered:
+            number = self._numbers.get(basename, 0)
+            self._numbers[basename] = number + 1
+            name = Path(f"{basename}{number}")
+        path = self._base / name
+        path.mkdir(exist_ok=True)
+        return path
+
+
+def group_count() -> int:
+    """How many process groups this rank has ever made."""
+    return compat.process_group_count()

@@ -1,0 +1,131 @@
+"""What do the controlling pytest and the pytest inside a rank tell each other? Plain data, no pytest objects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from fsdp_testing.records.dirt import Dirt
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSpec:
+    """What a rank needs to start the same pytest session as the controller's.
+
+    Attributes:
+        root: Root directory.
+        inifile: Configuration file, or None.
+        directory: Where pytest was invoked.
+        paths: Collection arguments: they decide which conftest files are loaded first.
+        options: Every option by destination, as far as its value is plain data; the ones that would make a rank write
+            reports or read the terminal are neutralised.
+        plugins: (name, module) of the plugins to register.
+        blocked: Names of plugins that must not be loaded.
+        markers: Registered markers, those of plugins that ranks do not load included.
+    """
+
+    root: str
+    inifile: str | None
+    directory: str
+    paths: tuple[str, ...]
+    options: dict[str, Any]
+    plugins: tuple[tuple[str, str], ...]
+    blocked: tuple[str, ...]
+    markers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Debugging:
+    """Which rank gets the terminal, where that is, and the file that tells the others that it is done."""
+
+    rank: int
+    terminal: str
+    done: str
+
+
+@dataclass(frozen=True, slots=True)
+class ItemTask:
+    """One test item to run in a rank.
+
+    Attributes:
+        nodeid: The item's id as collected.
+        path: File that holds it.
+        keep: How many of the item's leading collectors the next item of the session shares: their fixtures live on.
+        last: Whether the session ends with this item (fresh processes).
+        debugging: Set under `--rank-pdb`.
+    """
+
+    nodeid: str
+    path: str
+    keep: int
+    last: bool = False
+    debugging: Debugging | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One report of one rank: setup, call, teardown, or a subtest of the call.
+
+    `longrepr` is the serialised form that `pytest_report_to_serializable` makes.
+    """
+
+    when: str
+    outcome: str
+    duration: float
+    longrepr: Any = None
+    sections: tuple[tuple[str, str], ...] = ()
+    wasxfail: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WarningRecord:
+    """A warning that pytest recorded in a rank."""
+
+    module: str
+    category: str
+    message: str
+    filename: str
+    lineno: int
+    when: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankResult:
+    """What one rank's pytest made of an item.
+
+    Attributes:
+        phases: Its reports in order.
+        user_properties: From `record_property`.
+        warnings: Those recorded meanwhile.
+        dirt: What the item, or a fixture that ended with it, left behind.
+        kept: How many leading collectors still hold fixtures.
+        groups: How many process groups this rank has ever made; ranks must agree about it.
+        stop: Why the test asked to stop the session; empty when it did not.
+        problem: Why the item could not be run at all (collection failed in the rank); empty normally.
+    """
+
+    phases: tuple[Phase, ...] = ()
+    user_properties: tuple[tuple[str, Any], ...] = ()
+    warnings: tuple[WarningRecord, ...] = ()
+    dirt: tuple[Dirt, ...] = ()
+    kept: int = 0
+    groups: int = 0
+    stop: str = ""
+    problem: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """True when the item did not run or a report is a failure."""
+        return bool(self.problem) or any(phase.outcome == "failed" for phase in self.phases)
+
+
+@dataclass(slots=True)
+class Merged:
+    """One report of the merged item; the item's own facts are added by the protocol."""
+
+    when: str
+    outcome: str
+    duration: float
+    longrepr: Any = None
+    sections: list[tuple[str, str]] = field(default_factory=list)
+    wasxfail: str | None = None

@@ -1,0 +1,90 @@
+"""Which tests run on ranks, on which world? Read from markers and options, the same in controller and ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.pytest_plugin.marker import Defaults, Request, WorldRequest, read_defaults, read_marker
+
+SIZE_FIXTURE = "fsdp_world_size"
+_DEFAULTS = pytest.StashKey[Defaults]()
+
+
+def known_backends() -> tuple[str, ...]:
+    """Names of backends; finding a vendor's takes milliseconds, so it is asked once per session."""
+    from fsdp_testing.backends import registered_backends
+
+    return registered_backends()
+
+
+_BACKENDS = pytest.StashKey[tuple[str, ...]]()
+
+
+def backends_of(config: pytest.Config) -> tuple[str, ...]:
+    """Backend names known to this session."""
+    if _BACKENDS not in config.stash:
+        config.stash[_BACKENDS] = known_backends()
+    return config.stash[_BACKENDS]
+
+
+def defaults_of(config: pytest.Config) -> Defaults:
+    """What the command line says, validated once.
+
+    Raises:
+        InvalidArgument: Lists every wrong option.
+    """
+    if _DEFAULTS not in config.stash:
+        option = config.option
+        given = (option.world_size, option.dist_backend, option.rank_timeout, option.isolation)
+        backends = backends_of(config) if option.dist_backend is not None else ()
+        config.stash[_DEFAULTS] = read_defaults(*given, backends)
+    return config.stash[_DEFAULTS]
+
+
+def request_of(node: Any) -> Request | None:
+    """What the closest `world` marker of a node asks for; None without a marker.
+
+    Raises:
+        InvalidArgument: The marker's arguments are wrong.
+    """
+    mark = node.get_closest_marker("world")
+    if mark is None:
+        return None
+    where = f"{node.nodeid}: marker world"
+    return read_marker(
+        mark.args, mark.kwargs, where=where, defaults=defaults_of(node.config), backends=backends_of(node.config)
+    )
+
+
+def parametrize_sizes(metafunc: pytest.Metafunc) -> None:
+    """Give a test whose marker lists sizes one id for each, such as `[world=2]`."""
+    try:
+        request = request_of(metafunc.definition)
+    except InvalidArgument as error:
+        raise pytest.Collector.CollectError(str(error)) from None
+    if request is not None and request.listed:
+        metafunc.fixturenames.append(SIZE_FIXTURE)
+        ids = [f"world={size}" for size in request.sizes]
+        metafunc.parametrize(SIZE_FIXTURE, request.sizes, ids=ids, indirect=True)
+
+
+def world_request(item: pytest.Item) -> WorldRequest | None:
+    """The one world that a collected item runs on; None for an ordinary test.
+
+    Raises:
+        InvalidArgument: The marker's arguments are wrong, or sizes were listed where no ids can be made of them.
+    """
+    request = request_of(item)
+    if request is None:
+        return None
+    callspec = getattr(item, "callspec", None)
+    size = callspec.params.get(SIZE_FIXTURE) if callspec is not None else None
+    if size is None and len(request.sizes) > 1:
+        raise InvalidArgument(
+            f"{item.nodeid}: marker world: expected one size, got {list(request.sizes)} in a place where a list cannot "
+            "become test ids (a unittest.TestCase, or a mark inside pytest.param). Give one size there."
+        )
+    return request.at(size if size is not None else request.sizes[0])

@@ -1,0 +1,106 @@
+"""How does a test of the controlling process use ranks? Through the fixture `worlds`, as Hypothesis tests do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from fsdp_testing.errors import InvalidArgument, WorldFailed
+from fsdp_testing.pool import WorldOutcome
+from fsdp_testing.pool.channel import dumps, loads
+from fsdp_testing.pool.targets import target_of
+from fsdp_testing.pytest_plugin.aftermath import WorldHygieneWarning
+from fsdp_testing.pytest_plugin.leases import IN_RANK, Leases
+from fsdp_testing.pytest_plugin.longrepr import names
+from fsdp_testing.pytest_plugin.marker import WorldRequest, read_marker
+from fsdp_testing.pytest_plugin.selection import backends_of, defaults_of
+
+
+class RanksFailed(AssertionError, WorldFailed):
+    """A function run through `worlds` did not return on every rank; the message is the account of every rank."""
+
+
+class Worlds:
+    """The fixture `worlds`: `worlds(size=2, backend="gloo").run(function, *args)` gives one result per rank."""
+
+    def __init__(self, request: pytest.FixtureRequest, leases: Leases) -> None:
+        self._request = request
+        self._leases = leases
+
+    def __call__(self, size: int = 2, *args: Any, **kwargs: Any) -> BoundWorld:
+        """A world by the arguments of the marker.
+
+        Raises:
+            InvalidArgument: An argument is wrong; one call takes one size.
+        """
+        config, where = self._request.config, "fixture worlds"
+        asked = read_marker(
+            (size, *args), kwargs, where=where, defaults=defaults_of(config), backends=backends_of(config)
+        )
+        if len(asked.sizes) != 1:
+            raise InvalidArgument(f"{where}: expected one size, got {list(asked.sizes)}. Call worlds once per size.")
+        return BoundWorld(self._request, self._leases, asked.at(asked.sizes[0]))
+
+
+class BoundWorld:
+    """A world of one size and backend, for any number of runs."""
+
+    def __init__(self, request: pytest.FixtureRequest, leases: Leases, asked: WorldRequest) -> None:
+        self._request = request
+        self._leases = leases
+        self._asked = asked
+
+    def run(self, function: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call `function(*args, **kwargs)` on every rank.
+
+        Args:
+            function: At module level, of the test's own module, a conftest or a package; or its name as text.
+            args: Sent to every rank; tensors arrive on the CPU.
+            kwargs: Likewise.
+
+        Returns:
+            One result per rank.
+
+        Raises:
+            RanksFailed: A rank raised, died, hung or disagreed.
+            UnsendableFunction: The function has no name that a rank could import.
+        """
+        __tracebackhide__ = True
+        target = target_of(function)
+        collected = {str(item.path) for item in self._request.session.items}
+        test_file = target.path if target.path in collected else ""
+        arguments = dumps((args, kwargs))
+        world = self._leases.lend(self._asked)
+        try:
+            spec, directory = self._leases.introduction(world)
+            outcome = world.execute(
+                f"{IN_RANK}:call_function",
+                (spec, directory, test_file, target, arguments),
+                timeout=self._asked.timeout,
+                name=str(target),
+                hygiene=False,
+            )
+            if outcome.ok and any(dirt for _, dirt in outcome.values):
+                world.trusted = False
+        finally:
+            world.release()
+            if not world.trusted or not world.kept:
+                self._leases.forget(world)
+        if not outcome.ok:
+            raise RanksFailed(outcome.describe(), outcome)
+        self._tell_dirt(outcome)
+        return [loads(payload) for payload, _ in outcome.values]
+
+    def _tell_dirt(self, outcome: WorldOutcome) -> None:
+        found: dict[str, list[int]] = {}
+        for rank, (_, dirt) in enumerate(outcome.values):
+            for entry in dict.fromkeys(map(str, dirt)):
+                found.setdefault(entry, []).append(rank)
+        if not found:
+            return
+        text = "; ".join(f"{names(ranks)} left {entry}" for entry, ranks in found.items())
+        if self._request.config.option.strict_hygiene:
+            raise RanksFailed(f"the function left something behind (--strict-hygiene): {text}", outcome)
+        self._request.node.warn(WorldHygieneWarning(text))
