@@ -14,6 +14,7 @@ from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.programs.randomness import derive
 from fsdp_testing.records import Batch, Case
 from fsdp_testing.zoo import MODELS, Inputs, ZooModel, loss_of, tensors_in
+from fsdp_testing.zoo.tree import tree_model
 
 T = TypeVar("T")
 
@@ -50,10 +51,12 @@ def zoo_model(case: Case) -> ZooModel:
     Raises:
         InvalidRecord: No such model.
     """
+    if case.model.name == "tree":
+        return tree_model(case.model.tree)
     model = MODELS.get(case.model.name)
     if model is None:
         raise InvalidRecord(
-            f"case.model.name: expected one of {', '.join(sorted(MODELS))}, got {case.model.name!r}. Mend the case."
+            f"case.model.name: expected one of {', '.join(sorted(MODELS))} or tree, got {case.model.name!r}. Mend the case."
         )
     return model
 

@@ -1,0 +1,53 @@
+"""Where do the choices of a generator come from? One small interface, so that one generator serves two sources.
+
+Options are ordered from simple to intricate: a source that shrinks moves towards the first option, the smallest number
+and "no".
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+class Choices(Protocol):
+    """A source of choices."""
+
+    def integer(self, low: int, high: int) -> int:
+        """Returns an integer from `low` to `high`, both included."""
+        ...
+
+    def chance(self, one_in: int) -> bool:
+        """Returns True about once in `one_in` times."""
+        ...
+
+    def pick(self, options: Sequence[T]) -> T:
+        """Returns one of `options`."""
+        ...
+
+    def subset(self, count: int, *, sparse: bool) -> int:
+        """Returns a bit mask over `count` items, each in it about every second time, or every fourth if `sparse`."""
+        ...
+
+
+class SeededChoices:
+    """The fast source: a function of its seed alone, on every machine and in every version of Python."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def integer(self, low: int, high: int) -> int:
+        return low + int(self._random.random() * (high - low + 1))
+
+    def chance(self, one_in: int) -> bool:
+        return self._random.random() * one_in < 1
+
+    def pick(self, options: Sequence[T]) -> T:
+        return options[int(self._random.random() * len(options))]
+
+    def subset(self, count: int, *, sparse: bool) -> int:
+        mask = self._random.getrandbits(count)
+        return mask & self._random.getrandbits(count) if sparse else mask

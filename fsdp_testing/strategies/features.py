@@ -1,0 +1,160 @@
+"""What may a drawn case contain, and which capabilities must an implementation claim for it?
+
+A feature is a name that the generator asks about before it draws something. Each case is drawn with a random subset of
+the features switched on (swarm testing: Groce et al., "Swarm Testing", ISSTA 2012), since two features that are always
+on hide each other's defects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.records.capabilities import CAPABILITIES
+from fsdp_testing.strategies.choices import Choices
+
+_NEEDS: Mapping[str, tuple[str, ...]] = {
+    # strategy; full_shard or, where that is not claimed, the first that is, needs no feature
+    "strategy.shard_grad_op": ("shard_grad_op",),
+    "strategy.no_shard": ("no_shard",),
+    "strategy.hybrid": ("hybrid",),
+    # wrapping
+    "wrap.nested": ("nested_wrapping",),
+    "wrap.policy": ("policy_wrapping",),
+    "wrap.ignored": ("ignored_parameters", "frozen_parameters"),
+    # module trees
+    "tree.group": (),
+    "tree.residual": (),
+    "tree.norm": (),
+    "tree.conv": (),
+    "tree.embed": (),
+    "tree.offset": (),
+    "tree.dropout": (),
+    "tree.vector": (),
+    "tree.one": (),
+    "tree.large": (),
+    "tree.scalar": ("zero_dim_parameters",),
+    "tree.empty": ("empty_parameters",),
+    "tree.strided": ("strided_parameters",),
+    "tree.tied": ("shared_parameters",),
+    "tree.alias": ("shared_parameters", "reused_modules"),
+    "tree.calls": ("reused_modules",),
+    "tree.branch": ("unused_parameters",),
+    "tree.dropped": ("unused_parameters",),
+    "tree.container": ("container_outputs",),
+    "tree.opaque": ("container_outputs", "opaque_outputs"),
+    "tree.view": ("inplace_on_output",),
+    "tree.keeps": ("loss_bypasses_output",),
+    "tree.buffer": ("buffers",),
+    "tree.frozen": ("frozen_parameters",),
+    "tree.mixed_dtype": (),
+    "model.zoo": (),
+    # numbers
+    "dtype.float32": (),
+    "precision.param": ("mixed_precision",),
+    "precision.reduce": ("reduce_dtype",),
+    "precision.buffer": ("buffer_dtype",),
+    "optimizer.momentum": (),
+    "optimizer.adamw": (),
+    "optimizer.adam": (),
+    "offload": ("cpu_offload",),
+    # micro-batches
+    "batch.one_row": (),
+    "batch.uneven": ("uneven_batches",),
+    "batch.empty": ("uneven_batches",),
+    "batch.scale": (),
+    "batch.usage": ("unused_parameters",),
+    "batch.usage_differs": ("unused_parameters", "unused_parameters_differ"),
+    # operations
+    "op.step": (),
+    "op.zero_grad": (),
+    "op.zero_grad_zeros": (),
+    "op.no_sync": ("no_sync",),
+    "op.forward": ("forward_only",),
+    "op.eval": ("forward_only",),
+    "op.no_grad": ("forward_only",),
+    "op.inference": ("forward_only", "inference_mode"),
+    "op.late_optimizer": ("late_optimizer",),
+    "op.set_lr": (),
+    "op.freeze": ("frozen_parameters", "thawed_parameters"),
+    "op.clip": ("clip_grad_norm",),
+    "op.edit": ("summon_writeback",),
+    "op.observe": (),
+}
+
+FEATURES: dict[str, frozenset[str]] = {name: frozenset(needs) for name, needs in _NEEDS.items()}
+"""Every feature with the capabilities that it needs."""
+
+# Features that make most of the others unreachable or slow, and that are therefore switched on less often.
+_RARE = frozenset({"model.zoo", "tree.large", "precision.param", "precision.reduce", "precision.buffer", "offload"})
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What a generator may draw.
+
+    Attributes:
+        capabilities: Claimed by the implementation; whatever needs another one is not drawn.
+        world_sizes: Numbers of ranks, the usual one first.
+        max_operations: Longest program.
+        excluded: Features that are switched off.
+    """
+
+    capabilities: frozenset[str] = frozenset(CAPABILITIES)
+    world_sizes: tuple[int, ...] = (2,)
+    max_operations: int = 12
+    excluded: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        unknown = sorted(self.excluded - set(FEATURES))
+        if unknown:
+            raise InvalidArgument(
+                f"Scope.excluded: expected features out of {', '.join(FEATURES)}, got {unknown}. Correct the names."
+            )
+        if not self.world_sizes or min(self.world_sizes) < 1 or self.max_operations < 1:
+            raise InvalidArgument(
+                f"Scope: expected world sizes of at least 1 and at least one operation, got {self.world_sizes} and "
+                f"{self.max_operations}. Give world_sizes=(2,)."
+            )
+
+    def available(self) -> tuple[str, ...]:
+        """Returns the features that may be switched on."""
+        return tuple(name for name, needs in FEATURES.items() if needs <= self.capabilities and name not in self.excluded)
+
+    def not_claimed(self) -> dict[str, frozenset[str]]:
+        """Returns the features that cannot be drawn, each with the capabilities that are not claimed."""
+        return {name: needs - self.capabilities for name, needs in FEATURES.items() if not needs <= self.capabilities}
+
+
+@dataclass(frozen=True, slots=True)
+class Swarm:
+    """The features that are switched on for one case."""
+
+    on: frozenset[str]
+    scope: Scope = field(default_factory=Scope)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.on
+
+    def among(self, names: Iterable[str]) -> list[str]:
+        """Returns those of `names` that are on."""
+        return [name for name in names if name in self.on]
+
+
+class SwarmDrawer:
+    """Draws swarms; what is available is worked out once."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+        available = scope.available()
+        self._usual = [name for name in available if name not in _RARE]
+        self._rare = [name for name in available if name in _RARE]
+
+    def draw(self, choices: Choices) -> Swarm:
+        """Draws a subset: about a quarter or a half of the usual features, each rare one in eight times."""
+        mask = choices.subset(len(self._usual), sparse=not choices.chance(2))
+        on = [name for place, name in enumerate(self._usual) if mask >> place & 1]
+        if choices.chance(3) and self._rare:
+            on.append(choices.pick(self._rare))
+        return Swarm(frozenset(on), self.scope)

@@ -1,0 +1,183 @@
+"""What is the legal case nearest to one whose parts were deleted, and what must an implementation claim to run it?
+
+One function decides for generator, mutator and shrinker. It never adds anything but what a case cannot be without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from fsdp_testing.records import (
+    Case,
+    EditFullParameters,
+    Forward,
+    ForwardBackward,
+    Freeze,
+    Operation,
+    OptimizerSpec,
+    Thaw,
+    WorldSpec,
+    WrappingPlan,
+)
+from fsdp_testing.zoo import MODELS
+from fsdp_testing.zoo.tree import needs_of, unit_names, unit_of
+from fsdp_testing.zoo.tree_legality import ParameterSpec, legal_tree, parameters
+
+_CLASSES = ("TreeGroup", "TreeLinear")
+
+
+def legal_case(case: Case, capabilities: frozenset[str] | None = None) -> Case:
+    """Returns the case with everything dropped that has no meaning; a legal case comes back equal.
+
+    Args:
+        case: Of the right form (`Case.from_json` checks that).
+        capabilities: What the implementation claims, where that decides which comparison is fair; None for all.
+    """
+    if case.model.tree is not None:
+        tree = legal_tree(case.model.tree)
+        case = replace(case, model=replace(case.model, tree=tree))
+        case = replace(case, wrapping=_legal_wrapping(case.wrapping, tree), program=_legal_program(case.program, tree))
+    case = replace(case, world=_legal_world(case))
+    if not case.program or not any(isinstance(o, (ForwardBackward, Forward)) for o in case.program):
+        # A case compares something whatever it does: its final state. Nothing to add.
+        case = replace(case, program=tuple(case.program))
+    if capabilities is not None and "unused_gradient_is_none" not in capabilities and _leaves_unused(case):
+        case = replace(case, optimizer=_stateless(case.optimizer))
+    return case
+
+
+def _legal_wrapping(plan: WrappingPlan, tree: Mapping[str, Any]) -> WrappingPlan:
+    names = set(unit_names(tree))
+    frozen_only = {name for name in names if _all_frozen(tree, name)}
+    ignored = tuple(dict.fromkeys(name for name in plan.ignored if name in frozen_only))
+    inside = tuple(f"{name}." for name in ignored)
+    units = tuple(
+        dict.fromkeys(n for n in plan.units if n in names and n not in ignored and not n.startswith(inside or (" ",)))
+    )
+    policy = plan.policy
+    if policy is not None:
+        units = ()
+        if policy.kind == "module_class":
+            present = {"TreeGroup" if _is_group(tree, name) else "" for name in names} | {"TreeLinear"}
+            classes = tuple(name for name in policy.classes if name in present and _has_class(tree, name))
+            policy = replace(policy, classes=classes) if classes else None
+    return WrappingPlan(units, policy, ignored)
+
+
+def _all_frozen(tree: Mapping[str, Any], module: str) -> bool:
+    own = [s for s in parameters(tree) if s.module == module or s.module.startswith(f"{module}.")]
+    return bool(own) and all(spec.frozen and not spec.tie for spec in own)
+
+
+def _has_class(tree: Mapping[str, Any], name: str) -> bool:
+    kind = {"TreeGroup": "group", "TreeLinear": "linear"}.get(name)
+    return any(_node_at(tree, unit)["kind"] == kind for unit in unit_names(tree))
+
+
+def _is_group(tree: Mapping[str, Any], name: str) -> bool:
+    return bool(_node_at(tree, name)["kind"] == "group")
+
+
+def _node_at(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    node: Mapping[str, Any] = tree
+    for part in name.split("."):
+        node = next(inner for inner in node["nodes"] if inner["name"] == part)
+    return node
+
+
+def _legal_program(program: Iterable[Operation], tree: Mapping[str, Any]) -> tuple[Operation, ...]:
+    names: list[str] | None = None
+    kept: list[Operation] = []
+    for operation in program:
+        if isinstance(operation, (Freeze, Thaw, EditFullParameters)):
+            names = names if names is not None else _first_names(parameters(tree))
+            patterns = tuple(p for p in operation.patterns if any(fnmatchcase(name, p) for name in names))
+            if not patterns:
+                continue
+            operation = replace(operation, patterns=patterns)
+        kept.append(operation)
+    return tuple(kept)
+
+
+def _first_names(specs: Iterable[ParameterSpec]) -> list[str]:
+    """Names of parameters, a tied one under its first name only."""
+    seen: set[tuple[Any, ...]] = set()
+    names = []
+    for spec in specs:
+        if not spec.tie or spec.tie not in seen:
+            names.append(spec.fqn)
+        seen.add(spec.tie)
+    return names
+
+
+def _legal_world(case: Case) -> WorldSpec:
+    world = case.world
+    hybrid = case.strategy.startswith("hybrid")
+    if hybrid and (len(world.mesh) != 2 or world.mesh[0] * world.mesh[1] != world.size):
+        return replace(world, mesh=(world.size // 2, 2) if world.size % 2 == 0 else (1, world.size))
+    return world if hybrid or not world.mesh else replace(world, mesh=())
+
+
+def _leaves_unused(case: Case) -> bool:
+    """Whether some parameter may get no gradient on any rank while another of its unit does."""
+    if case.model.tree is None:
+        model = MODELS.get(case.model.name)
+        return model is None or "unused_parameters" in model.needs or bool(model.traits & {"frozen", "unused"})
+    if any("unused_parameters" in operation.required() for operation in case.program):
+        return True
+    if any(isinstance(operation, (Freeze, Thaw)) for operation in case.program):
+        return True
+    return "unused_parameters" in needs_of(case.model.tree, ())
+
+
+def _stateless(optimizer: OptimizerSpec) -> OptimizerSpec:
+    """Plain SGD, to which a gradient of zeros and none at all are the same."""
+    if optimizer.name == "sgd" and set(optimizer.arguments) <= {"lr"}:
+        return optimizer
+    return OptimizerSpec("sgd", {"lr": optimizer.arguments.get("lr", 0.1)})
+
+
+# ----------------------------------------------------------------------------------------------- needs
+
+
+def needs_of_case(case: Case) -> frozenset[str]:
+    """Returns every capability that a legal case needs: its operations', its model's and its plan's."""
+    needs = set(case.required())
+    if case.model.tree is None:
+        model = MODELS.get(case.model.name)
+        return frozenset(needs | (model.needs if model is not None else set()))
+    units = () if case.strategy == "no_shard" and not case.wrapping.units else case.wrapping.units
+    if case.wrapping.policy is not None:
+        # Which modules a policy takes is the implementation's affair: whatever could be needed is.
+        needs |= needs_of(case.model.tree, unit_names(case.model.tree))
+    needs |= needs_of(case.model.tree, units)
+    if any(isinstance(operation, (Freeze, Thaw)) for operation in case.program) and _mixes_frozen(case, units):
+        needs.add("frozen_mixed_unit")
+    return frozenset(needs)
+
+
+@dataclass(slots=True)
+class _Flags:
+    flags: dict[str, bool]
+
+    def set(self, patterns: tuple[str, ...], flag: bool) -> None:
+        for name in self.flags:
+            if any(fnmatchcase(name, pattern) for pattern in patterns):
+                self.flags[name] = flag
+
+
+def _mixes_frozen(case: Case, units: tuple[str, ...]) -> bool:
+    specs = parameters(case.model.tree)
+    held = _Flags({spec.fqn: not spec.frozen for spec in specs})
+    members: dict[str, list[str]] = {}
+    for spec in specs:
+        members.setdefault(unit_of(spec.module, units), []).append(spec.fqn)
+    for operation in case.program:
+        if isinstance(operation, (Freeze, Thaw)):
+            held.set(operation.patterns, isinstance(operation, Thaw))
+            if any(len({held.flags[name] for name in names}) > 1 for names in members.values()):
+                return True
+    return False

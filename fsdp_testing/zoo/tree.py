@@ -1,0 +1,147 @@
+"""How does a drawn module tree, plain data, become a model of the zoo?"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_testing.zoo.model import Inputs, ZooModel, features, tokens
+from fsdp_testing.zoo.tree_legality import (
+    ParameterSpec,
+    check_tree,
+    every,
+    get,
+    legal_tree,
+    parameters,
+    walk,
+)
+from fsdp_testing.zoo.tree_modules import Tree
+
+__all__ = ["check_tree", "legal_tree", "needs_of", "tree_model", "unit_names"]
+
+VOCABULARY = 64
+"""Token ids are drawn below this number; each embedding wraps them around its own rows."""
+
+
+def tree_model(tree: Any) -> ZooModel:
+    """Returns the zoo's entry for a drawn tree.
+
+    Raises:
+        InvalidRecord: The data is no tree.
+    """
+    return _tree_model(json.dumps(tree, sort_keys=True))
+
+
+@functools.lru_cache(maxsize=64)
+def _tree_model(text: str) -> ZooModel:
+    tree = json.loads(text)
+    check_tree(tree)
+    tree = legal_tree(tree)
+    return ZooModel(
+        name="tree",
+        summary="A module tree drawn by the fuzzer.",
+        construct=functools.partial(_construct, tree),
+        make_input=functools.partial(_make_input, tree["width"]),
+        units=unit_names(tree),
+        needs=needs_of(tree, ()),
+        finish=functools.partial(_finish, tree),
+    )
+
+
+def _construct(tree: Mapping[str, Any]) -> nn.Module:
+    # In float64 and cast afterwards by `ZooModel.build`; dtypes of single nodes are set by `_finish`.
+    module = Tree(tree, torch.float64)
+    specs = parameters(tree)
+    first: dict[tuple[Any, ...], nn.Parameter] = {}
+    for spec in specs:
+        holder = module.get_submodule(spec.module)
+        parameter = holder.get_parameter(spec.name)
+        if spec.frozen:
+            parameter.requires_grad_(False)
+        if spec.tie:
+            setattr(holder, spec.name, first.setdefault(spec.tie, parameter))
+    return module
+
+
+def _finish(tree: Mapping[str, Any], module: nn.Module, dtype: torch.dtype) -> None:
+    for spec in parameters(tree):
+        if spec.dtype and getattr(torch, spec.dtype) != dtype:
+            parameter = module.get_submodule(spec.module).get_parameter(spec.name)
+            parameter.data = parameter.data.to(getattr(torch, spec.dtype))
+
+
+def _make_input(width: int, seed: int, rank: int, step: int, batch: int, dtype: torch.dtype, **options: Any) -> Inputs:
+    x = features(seed, rank, step, (batch, width), dtype)
+    ids = tokens(seed, rank, step, (batch,), VOCABULARY)
+    return Inputs((x,), {"ids": ids, "use": tuple(options.get("use", ()))})
+
+
+def unit_names(tree: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the FQN of every module of a legal tree that may be a unit, outermost first."""
+    return tuple(place.fqn for place in every(walk(tree)) if place.node["kind"] not in ("buffer", "dropout"))
+
+
+def unit_of(module: str, units: tuple[str, ...]) -> str:
+    """Returns the innermost unit that holds `module`; the root is the empty string."""
+    holding = [unit for unit in units if module == unit or module.startswith(f"{unit}.")]
+    return max(holding, key=len, default="")
+
+
+def needs_of(tree: Mapping[str, Any], units: tuple[str, ...]) -> frozenset[str]:
+    """Returns the capabilities that a legal tree needs when `units` are wrapped."""
+    tags: set[str] = set()
+    for place in every(walk(tree)):
+        tags |= _needs_of_node(place.node)
+    specs = parameters(tree)
+    tags |= _needs_of_ties(tree, specs, units)
+    for spec in specs:
+        tags |= {"frozen_parameters"} if spec.frozen else set()
+        tags |= {"zero_dim_parameters"} if spec.shape == () else set()
+        tags |= {"empty_parameters"} if not spec.numel else set()
+        tags |= {"strided_parameters"} if spec.strided else set()
+    for unit in ("", *units):
+        own = [spec for spec in specs if unit_of(spec.module, units) == unit]
+        tags |= {"mixed_dtype_units"} if len({spec.dtype for spec in own}) > 1 else set()
+        tags |= {"frozen_mixed_unit"} if len({spec.frozen for spec in own}) > 1 else set()
+    tags |= {"container_outputs"} if tree.get("output", "tensor") != "tensor" else set()
+    tags |= {"opaque_outputs"} if tree.get("output") == "opaque" else set()
+    return frozenset(tags | {"uneven_parameters"})
+
+
+def _needs_of_node(node: Mapping[str, Any]) -> set[str]:
+    if node["kind"] == "buffer":
+        return {"buffers"}
+    if node["kind"] != "group":
+        return set()
+    tags: set[str] = set()
+    tags |= {"reused_modules"} if get(node, "calls") > 1 else set()
+    tags |= {"unused_parameters"} if get(node, "dropped") else set()
+    tags |= {"inplace_on_output"} if get(node, "view") else set()
+    tags |= {"loss_bypasses_output"} if get(node, "keeps") else set()
+    tags |= {"container_outputs"} if get(node, "returns") != "tensor" else set()
+    tags |= {"opaque_outputs"} if get(node, "returns") == "opaque" else set()
+    return tags
+
+
+def _needs_of_ties(tree: Mapping[str, Any], specs: list[ParameterSpec], units: tuple[str, ...]) -> set[str]:
+    tags: set[str] = set()
+    if _has_alias(tree["nodes"]):
+        tags |= {"reused_modules", "shared_parameters"}
+    groups: dict[tuple[Any, ...], set[str]] = {}
+    for spec in specs:
+        if spec.tie:
+            groups.setdefault(spec.tie, set()).add(spec.module)
+    for modules in groups.values():
+        if len(modules) > 1:
+            tags |= {"shared_parameters"}
+            tags |= {"shared_across_units"} if len({unit_of(module, units) for module in modules}) > 1 else set()
+    return tags
+
+
+def _has_alias(nodes: list[dict[str, Any]]) -> bool:
+    return any(node["kind"] == "again" or _has_alias(node.get("nodes", [])) for node in nodes)
