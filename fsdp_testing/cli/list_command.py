@@ -1,4 +1,4 @@
-"""`fsdp-verify list`: which implementations and capabilities are there?"""
+"""`fsdp-verify list`: which implementations, checks and capabilities are there?"""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from fsdp_testing.errors import HarnessError
 
-KINDS = ("implementations", "capabilities", "models", "backends")
+KINDS = ("implementations", "checks", "capabilities", "models", "backends")
 Subparsers = argparse._SubParsersAction  # the only name argparse gives it
 
 
@@ -15,7 +15,7 @@ def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParse
     """Declare the command."""
     command = commands.add_parser(
         "list",
-        help="implementations, capabilities, models, backends",
+        help="implementations, checks, capabilities, models, backends",
         description="List what can be named on the command line; without KIND all of it.",
         allow_abbrev=False,
     )
@@ -57,6 +57,15 @@ def _implementations() -> Iterator[tuple[str, str]]:
             yield name, f"{claims[0].origin}; claims {', '.join(sorted(adapter.capabilities))}"
 
 
+def _checks() -> Iterator[tuple[str, str]]:
+    from fsdp_testing.suites import CHECKS
+
+    for check in CHECKS.values():
+        needs = f"; needs {', '.join(sorted(check.needs))}" if check.needs else ""
+        profile = "" if check.profile == "default" else f"; {check.profile} profile"
+        yield check.name, f"{check.meaning}{needs}{profile} ({check.source})"
+
+
 def _capabilities() -> Iterator[tuple[str, str]]:
     from fsdp_testing.records import CAPABILITIES
 
@@ -85,6 +94,7 @@ def _backends() -> Iterator[tuple[str, str]]:
 
 LISTS = {
     "implementations": _implementations,
+    "checks": _checks,
     "capabilities": _capabilities,
     "models": _models,
     "backends": _backends,

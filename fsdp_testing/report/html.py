@@ -39,6 +39,7 @@ def html_text(report: RunReport) -> str:
         word=summary.WORDS.__getitem__,
         meaning_of=summary.MEANINGS.__getitem__,
         sentence=summary.sentence,
+        accounts=summary.accounts,
         place=summary.place_text,
         size=summary.size_text,
         world=summary.world_text,

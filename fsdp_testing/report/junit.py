@@ -12,7 +12,15 @@ from xml.etree import ElementTree as ET
 
 from fsdp_testing.records import CheckResult, RunReport, Verdict
 from fsdp_testing.report.files import write_atomically
-from fsdp_testing.report.summary import implementations, place_text, replay_line, sentence, size_text, suite_of
+from fsdp_testing.report.summary import (
+    accounts,
+    implementations,
+    place_text,
+    replay_line,
+    sentence,
+    size_text,
+    suite_of,
+)
 
 # What XML 1.0 cannot hold, not even escaped: control characters of captured output, lone surrogates.
 UNPRINTABLE = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -79,7 +87,7 @@ def _account(result: CheckResult, report: RunReport) -> str:
     for finding in result.findings:
         told = (finding.explanation, place_text(finding), finding.quantity, size_text(finding), finding.detail)
         lines += ["", *(line for line in told if line)]
-    lines += [case.error for case in result.cases if case.error]
+    lines += accounts(result)
     return _clean("\n".join([*lines, "", f"replay: {replay_line(result, report)}"]))
 
 

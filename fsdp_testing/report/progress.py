@@ -11,7 +11,7 @@ from rich.text import Text
 
 from fsdp_testing.records import CheckResult, Verdict
 from fsdp_testing.report import summary
-from fsdp_testing.report.terminal import STYLES
+from fsdp_testing.report.terminal import STYLES, told
 
 # Told the moment they are known; everything else waits for the table.
 TOLD_AT_ONCE = (Verdict.FAIL, Verdict.UNKNOWN, Verdict.STALE)
@@ -97,7 +97,7 @@ class ProgressListener:
         self._progress.advance(self._task)
         if result.verdict in TOLD_AT_ONCE:
             word = (summary.WORDS[result.verdict], STYLES[result.verdict])
-            line = Text.assemble(word, f" {result.implementation} {result.check}: {summary.sentence(result)}")
+            line = Text.assemble(word, told(f" {result.implementation} {result.check}: {summary.sentence(result)}"))
             self._console.print(line, soft_wrap=not self._moving)
 
     def _found_so_far(self) -> str:

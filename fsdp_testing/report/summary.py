@@ -221,13 +221,25 @@ def replay_line(result: CheckResult, report: RunReport) -> str:
 
 
 def sentence(result: CheckResult) -> str:
-    """Why the verdict is what it is, in one sentence; never empty."""
-    if result.explanation:
-        return result.explanation
-    if result.findings:
-        return result.findings[0].explanation
-    errors = [case.error for case in result.cases if case.error]
-    return errors[0].strip().splitlines()[-1] if errors else MEANINGS[result.verdict]
+    """Why the verdict is what it is, in one line; never empty. What is longer is shown below it (`accounts`)."""
+    told = [result.explanation, *(finding.explanation for finding in result.findings)]
+    told += [case.error for case in result.cases]
+    text = next((text.strip() for text in told if text.strip()), MEANINGS[result.verdict])
+    lines = text.splitlines()
+    first, last = lines[0], lines[-1].strip()
+    if "Traceback" not in text:
+        return first
+    # Of an account with a traceback the first line says where, the last one what; one may hold the other.
+    if first.startswith("Traceback") or first in last:
+        return last
+    return first if last in first else f"{first}: {last}"
+
+
+def accounts(result: CheckResult) -> tuple[str, ...]:
+    """What is known of why nothing can be said, at length and each once: the explanation, then the errors of cases."""
+    texts = [result.explanation] if "\n" in result.explanation.strip() else []
+    texts += [case.error for case in result.cases if case.error]
+    return tuple(text for text in dict.fromkeys(texts) if text.strip() != sentence(result))
 
 
 def nearest(report: RunReport, count: int = 10) -> tuple[tuple[CheckResult, float], ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from rich.console import Console, Group, RenderableType
@@ -23,6 +24,7 @@ STYLES = {
     Verdict.STALE: "bold yellow",
 }
 DETAIL_LINES = 30
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 FINDINGS_SHOWN = 3
 
 
@@ -73,17 +75,17 @@ def result_account(result: CheckResult, report: RunReport, *, full: bool) -> Ren
     """Everything that a reader needs about one result that did not simply pass."""
     parts: list[RenderableType] = [
         Text.assemble((result.implementation, "bold"), "  ", (result.check, "bold cyan"), f"  {result.meaning}"),
-        Padding(Text(summary.sentence(result)), (0, 0, 0, 2)),
+        Padding(told(summary.sentence(result)), (0, 0, 0, 2)),
     ]
     shown = result.findings if full else result.findings[:FINDINGS_SHOWN]
     for finding in shown:
         parts.append(Padding(_finding_table(finding, result, full=full), (0, 0, 0, 2)))
     if len(result.findings) > len(shown):
         parts.append(Text(f"  and {len(result.findings) - len(shown)} more failing cases (--full shows them)"))
-    for case in [case for case in result.cases if case.error][: None if full else FINDINGS_SHOWN]:
-        parts.append(Padding(Text(_shortened(case.error, full=full), style="dim"), (0, 0, 0, 2)))
+    for account in summary.accounts(result)[: None if full else FINDINGS_SHOWN]:
+        parts.append(Padding(told(_shortened(account, full=full), style="dim"), (0, 0, 0, 2)))
     if result.expected:
-        parts.append(Text(f"  expected because: {result.expected}"))
+        parts.append(told(f"  expected because: {result.expected}"))
     parts.append(Text.assemble("  replay: ", (summary.replay_line(result, report), "bold")))
     return Group(*parts)
 
@@ -94,17 +96,22 @@ def _finding_table(finding: Finding, result: CheckResult, *, full: bool) -> Rend
     table.add_column(overflow="fold")
     # The first finding's sentence is the result's own; said once.
     if finding.explanation and finding.explanation != summary.sentence(result):
-        table.add_row(finding.kind, Text(finding.explanation))
-    table.add_row("first at", Text(summary.place_text(finding)))
-    table.add_row("tensor" if finding.max_error is not None else "what", Text(finding.quantity))
+        table.add_row(finding.kind, told(finding.explanation))
+    table.add_row("first at", told(summary.place_text(finding)))
+    table.add_row("tensor" if finding.max_error is not None else "what", told(finding.quantity))
     if summary.size_text(finding):
         table.add_row("size", Text(summary.size_text(finding)))
     if finding.bound_derivation:
-        table.add_row("bound", Text(finding.bound_derivation))
+        table.add_row("bound", told(finding.bound_derivation))
     table.add_row("case", Text(f"{finding.case.identity}: {summary.world_text(finding)}"))
     if not finding.detail:
         return table
-    return Group(table, Text(_shortened(finding.detail, full=full), style="dim"))
+    return Group(table, told(_shortened(finding.detail, full=full), style="dim"))
+
+
+def told(text: str, style: str = "") -> Text:
+    """Text of a run as it is: no markup, and no escape sequence that could move a reader's cursor or hide a line."""
+    return Text(CONTROL.sub("\N{REPLACEMENT CHARACTER}", text), style=style)
 
 
 def _shortened(text: str, *, full: bool) -> str:
@@ -131,6 +138,6 @@ def closing_lines(report: RunReport) -> Iterator[Text]:
     facts = [f"{key} {value}" for key, value in report.environment.items()]
     worlds = ", ".join(map(str, report.world_sizes))
     facts.append(f"{report.backend} on worlds of {worlds}" if worlds else report.backend)
-    yield Text(f"{'; '.join(facts)}; {report.seconds:.1f} s in all", style="dim")
+    yield told(f"{'; '.join(facts)}; {report.seconds:.1f} s in all", style="dim")
     code = summary.report_exit_code(report)
     yield Text(summary.conclusion(report), style="bold green" if code == 0 else "bold red")

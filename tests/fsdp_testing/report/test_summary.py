@@ -101,8 +101,27 @@ def test_every_result_has_a_sentence(make: SimpleNamespace, verdict: Verdict) ->
 
 def test_the_sentence_falls_back_to_finding_then_error(make: SimpleNamespace) -> None:
     assert "0.37" in summary.sentence(make.result("a", "s.c", Verdict.FAIL, findings=(make.diverged(),)))
-    case = make.outcome(Verdict.UNKNOWN, error="Traceback\n  ...\nPoolBroken: gone\n")
-    assert summary.sentence(make.result("a", "s.c", Verdict.UNKNOWN, cases=(case,))) == "PoolBroken: gone"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ("Traceback\n  ...\nPoolBroken: gone\n", "PoolBroken: gone"),
+        ("the check itself crashed\nTraceback\n  File\nKeyError: 'x'\n", "the check itself crashed: KeyError: 'x'"),
+        ("KeyError: 'x'\nTraceback\n  File\nKeyError: 'x'\n", "KeyError: 'x'"),
+        ("rank 1 died by SIGKILL\n  rank 0 waits\n", "rank 1 died by SIGKILL"),
+        ("nothing was compared", "nothing was compared"),
+    ],
+)
+def test_long_errors_become_one_line_and_are_kept_below(make: SimpleNamespace, error: str, said: str) -> None:
+    case = make.outcome(Verdict.UNKNOWN, error=error)
+    for found in (
+        make.result("a", "s.c", Verdict.UNKNOWN, cases=(case,)),
+        make.result("a", "s.c", Verdict.UNKNOWN, cases=(), explanation=error),
+        make.result("a", "s.c", Verdict.UNKNOWN, cases=(case,), explanation=error),
+    ):
+        assert summary.sentence(found) == said
+        assert summary.accounts(found) == ((error,) if error.strip() != said else ())
 
 
 def test_nearest_ranks_passed_results_by_their_largest_error(good: RunReport) -> None:

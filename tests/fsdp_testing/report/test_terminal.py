@@ -59,6 +59,11 @@ def test_long_accounts_are_shortened_unless_asked_for(mixed: RunReport) -> None:
     assert "line 40" in drawn(mixed, full=True)
 
 
+def test_text_of_a_run_cannot_steer_the_terminal(mixed: RunReport) -> None:
+    assert "[31m" in drawn(mixed)
+    assert not set("\x1b\x00\r") & set(drawn(mixed))
+
+
 def test_text_of_a_run_is_no_markup(make: SimpleNamespace) -> None:
     finding = make.diverged(explanation="got [bold]x[/bold] [red", detail="[/nothing]")
     report = RunReport(results=(make.result("a", "s.c", Verdict.FAIL, findings=(finding,)),))

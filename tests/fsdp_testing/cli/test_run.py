@@ -1,0 +1,216 @@
+"""`run`: what it asks for, what it prints and writes, with which exit code; judged by a stand-in, and for real once."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fsdp_testing.conformance
+from fsdp_testing.errors import InvalidArgument, InvalidImplementation, PoolBroken
+from fsdp_testing.records import CaseOutcome, CheckResult, RunReport, Verdict
+
+
+def result(check: str, verdict: Verdict) -> CheckResult:
+    cases = (CaseOutcome("0" * 12, verdict, 2, "full_shard", comparisons=3),)
+    return CheckResult("torch-ddp", check, f"what {check} shows", (), verdict, cases=cases)
+
+
+class Judge:
+    """Stands in for `run_conformance`: remembers how it was asked and gives the verdicts it was told to give."""
+
+    def __init__(self, *verdicts: Verdict, error: BaseException | None = None) -> None:
+        self.verdicts = verdicts
+        self.error = error
+        self.asked: dict[str, Any] = {}
+
+    def __call__(self, *names: str, listener: Any, **asked: Any) -> RunReport:
+        self.asked = {"names": names, **asked}
+        results = tuple(result(f"s.c{index}", verdict) for index, verdict in enumerate(self.verdicts))
+        listener.planned(len(results))
+        for found in results:
+            listener.started("torch-ddp", found.check)
+            listener.finished(found)
+        if self.error is not None:
+            raise self.error
+        return RunReport(results, names, {"torch": "2.x"}, asked["world_sizes"], asked["backend"], 1.0)
+
+
+@pytest.fixture
+def judge(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Judge]:
+    def install(*verdicts: Verdict, error: BaseException | None = None) -> Judge:
+        stand_in = Judge(*verdicts, error=error)
+        monkeypatch.setattr(fsdp_testing.conformance, "run_conformance", stand_in)
+        return stand_in
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "code"),
+    [
+        ((Verdict.PASS,), 0),
+        ((Verdict.PASS, Verdict.NOT_CLAIMED), 0),
+        ((Verdict.EXPECTED_FAILURE, Verdict.STALE), 0),
+        ((Verdict.PASS, Verdict.FAIL), 1),
+        ((Verdict.UNKNOWN, Verdict.FAIL), 1),
+        ((Verdict.PASS, Verdict.UNKNOWN), 3),
+        ((Verdict.NOT_CLAIMED,), 3),
+        ((), 3),
+    ],
+)
+def test_exit_codes(
+    verify: Callable[..., Any], judge: Callable[..., Judge], verdicts: tuple[Verdict, ...], code: int
+) -> None:
+    judge(*verdicts)
+    ended = verify("run", "torch-ddp")
+    assert ended.code == code
+    assert ended.out.rstrip().splitlines()[-1].startswith(f"exit code {code}: ")
+    assert ended.err == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(InvalidArgument("a"), 2), (InvalidImplementation("b"), 2), (PoolBroken("c"), 3), (KeyboardInterrupt(), 130)],
+)
+def test_errors_before_any_result(
+    verify: Callable[..., Any], judge: Callable[..., Judge], error: BaseException, code: int
+) -> None:
+    judge(error=error)
+    ended = verify("run", "torch-ddp")
+    assert ended.code == code
+    assert ended.err.count("\n") == 1
+
+
+def test_options_reach_the_judge(verify: Callable[..., Any], judge: Callable[..., Judge]) -> None:
+    asked = judge(Verdict.PASS)
+    options = ("--world-size", "3,2", "--backend", "fake", "--check", "a.*", "--check", "b", "--extended")
+    assert verify("run", "one", "two", *options, "--timeout", "7.5").code == 3, "two has no result"
+    assert asked.asked.pop("runner")._timeout == 7.5
+    assert asked.asked == {
+        "names": ("one", "two"),
+        "world_sizes": (3, 2),
+        "backend": "fake",
+        "checks": ("a.*", "b"),
+        "expected_failures": {},
+        "extended": True,
+    }
+
+
+def test_all_is_every_registered_name(verify: Callable[..., Any], judge: Callable[..., Judge]) -> None:
+    asked = judge(Verdict.PASS)
+    verify("run", "--all")
+    assert {"torch-ddp", "torch-fsdp1", "torch-fsdp2"} <= set(asked.asked["names"])
+
+
+def test_files_are_written_and_named(verify: Callable[..., Any], judge: Callable[..., Judge], tmp_path: Path) -> None:
+    judge(Verdict.PASS, Verdict.FAIL)
+    html, data, junit = tmp_path / "html", tmp_path / "r.json", tmp_path / "j" / "r.xml"
+    ended = verify("run", "torch-ddp", "--html", str(html), "--json", str(data), "--junit", str(junit))
+    assert ended.code == 1
+    for path in (html / "index.html", data, junit):
+        assert path.stat().st_size > 100
+        assert f"written: {path}" in ended.out
+    assert json.loads(data.read_text(encoding="utf-8"))["results"][1]["verdict"] == "fail"
+
+
+@pytest.mark.parametrize("option", ["--html", "--json", "--junit"])
+def test_what_cannot_be_written_is_refused_before_the_run(
+    verify: Callable[..., Any], judge: Callable[..., Judge], tmp_path: Path, option: str
+) -> None:
+    asked = judge(Verdict.PASS)
+    (tmp_path / "file").touch()
+    ended = verify("run", "torch-ddp", option, str(tmp_path / "file" / "inner"))
+    assert ended.code == 2
+    assert ended.err.startswith(f"fsdp-verify: {option}: expected a place that can be written to")
+    assert ended.err.count("\n") == 1
+    assert asked.asked == {}
+
+
+def test_an_interrupted_run_shows_what_is_known_and_keeps_the_old_report(
+    verify: Callable[..., Any], judge: Callable[..., Judge], tmp_path: Path
+) -> None:
+    judge(Verdict.PASS, Verdict.FAIL, error=KeyboardInterrupt())
+    report = tmp_path / "r.json"
+    report.write_text("old", encoding="utf-8")
+    ended = verify("run", "torch-ddp", "--json", str(report))
+    assert ended.code == 130
+    assert "interrupted" in ended.out
+    assert "what s.c1 shows" in ended.out
+    assert report.read_text(encoding="utf-8") == "old"
+    assert os.listdir(tmp_path) == ["r.json"]
+
+
+def test_expected_failures_are_read_per_implementation(
+    verify: Callable[..., Any], judge: Callable[..., Judge], tmp_path: Path
+) -> None:
+    asked = judge(Verdict.PASS)
+    path = tmp_path / "expected.toml"
+    path.write_text('[torch-ddp]\n"a.b" = "why"\n[other]\n"c.d" = "why not"\n', encoding="utf-8")
+    assert verify("run", "torch-ddp", "--expected-failures", str(path)).code == 0
+    assert asked.asked["expected_failures"] == {"torch-ddp": {"a.b": "why"}}
+
+
+@pytest.mark.parametrize("text", [None, "[", "a = 1", "[torch-ddp]\na = 1", "\udcff"])
+def test_a_bad_list_of_expected_failures_is_refused(
+    verify: Callable[..., Any], judge: Callable[..., Judge], tmp_path: Path, text: str | None
+) -> None:
+    asked = judge(Verdict.PASS)
+    path = tmp_path / "expected.toml"
+    if text is not None:
+        path.write_bytes(text.encode(errors="surrogateescape"))
+    ended = verify("run", "torch-ddp", "--expected-failures", str(path))
+    assert ended.code == 2
+    assert ended.err.startswith("fsdp-verify: --expected-failures: expected")
+    assert asked.asked == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "got none"),
+        (("--all", "torch-ddp"), "got both"),
+        (("no-such-name",), "'no-such-name'"),
+        (("absent_module:attribute",), "absent_module"),
+        (("torch-ddp", "torch-ddp"), "more than once"),
+        (("torch-ddp", "--check", "no.such.check"), "no.such.check"),
+        (("torch-ddp", "--world-size", "0"), "got '0'"),
+        (("torch-ddp", "--world-size", "two"), "got 'two'"),
+        (("torch-ddp", "--world-size", "2,,3"), "got '2,,3'"),
+        (("torch-ddp", "--timeout", "0"), "got '0'"),
+        (("torch-ddp", "--timeout", "nan"), "got 'nan'"),
+        (("torch-ddp", "--backend", "no-such-backend", "--check", "training"), "no-such-backend"),
+        (
+            ("torch-ddp", "--backend", "nccl", "--world-size", "999"),
+            "--backend nccl: expected it to run 999 ranks here",
+        ),
+    ],
+)
+def test_bad_usage_is_one_message_and_exit_code_2(
+    verify: Callable[..., Any], arguments: tuple[str, ...], said: str
+) -> None:
+    ended = verify("run", *arguments)
+    assert ended.code == 2
+    assert said in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_under_torchrun_it_says_that_it_cannot_yet(verify: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    ended = verify("run", "torch-ddp")
+    assert ended.code == 2
+    assert "torchrun" in ended.err
+
+
+def test_for_real(verify: Callable[..., Any], tmp_path: Path) -> None:
+    ended = verify("run", "torch-ddp", "--check", "training.sgd*", "--json", str(tmp_path / "r.json"))
+    assert ended.code == 0, ended.out + ended.err
+    report = RunReport.from_json((tmp_path / "r.json").read_text(encoding="utf-8"))
+    assert report.implementations == ("torch-ddp",)
+    assert {found.verdict for found in report.results} == {Verdict.PASS}
+    assert all(case.comparisons > 0 for found in report.results for case in found.cases)
