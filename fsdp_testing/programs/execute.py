@@ -171,7 +171,7 @@ def _forward_backward(program: RankProgram, operation: ForwardBackward) -> Value
         forwarded = program.call(operation.batch)
         values = forwarded.values()
         if forwarded.loss.requires_grad:
-            forwarded.loss.backward()  # type: ignore[no-untyped-call]  # torch leaves Tensor.backward unannotated
+            forwarded.loss.backward()
     return values
 
 

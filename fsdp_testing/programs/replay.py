@@ -159,7 +159,7 @@ class Replay:
             parameter.grad = None
         forwarded = self.forward(rank, batch)
         if forwarded.loss.requires_grad:
-            forwarded.loss.backward()  # type: ignore[no-untyped-call]  # torch leaves Tensor.backward unannotated
+            forwarded.loss.backward()
         return forwarded, {fqn: p.grad for fqn, p in self.compute.items() if p.grad is not None}
 
     def accumulate(self, rank: int, gradients: Tensors) -> None:
@@ -194,7 +194,10 @@ class Replay:
             parameter.grad = reduced.mean.clone()
         else:
             if bool(parameter.grad.any()):
-                error = error + (parameter.grad.abs() + reduced.magnitude) * (3 * unit)
+                # Replicated gradients may be reduced with what was accumulated before, in the dtype on the wire.
+                wire = UNIT_ROUNDOFF[models.dtype_name(self.precision.on_the_wire or computed)]
+                worst = max(unit, wire) if self.case.strategy == "no_shard" else unit
+                error = error + (parameter.grad.abs() + reduced.magnitude) * (3 * worst)
                 why += "; added to an earlier gradient, in either order"
             parameter.grad = parameter.grad + reduced.mean
         self.slack[Quantity("gradient", fqn)] = (error, why)

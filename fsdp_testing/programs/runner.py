@@ -14,7 +14,7 @@ from typing import Any
 
 from fsdp_testing.checkers import adoption, parity
 from fsdp_testing.checkers.divergence import Tally
-from fsdp_testing.checkers.explain import finding_of, raised_finding
+from fsdp_testing.checkers.explain import finding_of, operation_text, raised_finding
 from fsdp_testing.checkers.parity import Comparison
 from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.errors import PoolBroken
@@ -31,6 +31,12 @@ from fsdp_testing.records import (
 )
 
 _ORACLE_CACHE = 512
+
+LOCATABLE = ("diverged", "disagreed", "missing")
+"""Kinds of findings whose first operation an observation after every operation may show."""
+
+FREE = Comparison()
+"""The oracle runs freely and everything is compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +64,7 @@ class CaseRunner:
         self._timeout = timeout
         self._expectations: OrderedDict[str, Expectation] = OrderedDict()
 
-    def judge(self, name: str, case: Case, comparison: Comparison = Comparison()) -> Judgement:
+    def judge(self, name: str, case: Case, comparison: Comparison = FREE) -> Judgement:
         """Runs `case` through implementation `name` and compares it with the oracle.
 
         A divergence is looked at again with an observation after every operation, so that the first operation is
@@ -67,7 +73,7 @@ class CaseRunner:
         start = time.perf_counter()
         try:
             finding, tally = self._attempt(name, case, comparison, observe_all=comparison.lockstep)
-            if finding is not None and finding.kind in ("diverged", "disagreed", "missing") and not comparison.lockstep:
+            if finding is not None and finding.kind in LOCATABLE and not comparison.lockstep:
                 closer, closer_tally = self._attempt(name, case, comparison, observe_all=True)
                 if closer is not None:
                     finding, tally = closer, closer_tally
@@ -108,7 +114,9 @@ class CaseRunner:
         if tally.divergences:
             leading = parity.first(tally.divergences)
             return finding_of(case, leading, len(tally.divergences) - 1), tally
-        return (raised_finding(case, errors) if errors else None), tally
+        if errors:
+            return raised_finding(case, errors), tally
+        return (None if outcome.ok else _disagreement(case, outcome)), tally
 
     def _lost(self, case: Case, outcome: WorldOutcome, errors: dict[int, Any]) -> Finding:
         """The finding for ranks that reported nothing: one raised and the others waited, or they died or hung."""
@@ -164,6 +172,20 @@ class CaseRunner:
             return world.execute(job, arguments, timeout=self._timeout, name=name)
         finally:
             world.release()
+
+
+def _disagreement(case: Case, outcome: WorldOutcome) -> Finding:
+    """The finding for ranks that all returned, and with right numbers, but did not communicate alike."""
+    return Finding(
+        kind="uncoordinated",
+        quantity="collectives",
+        operation=len(case.program),
+        operation_text=operation_text(case, len(case.program)),
+        ranks=tuple(range(case.world.size)),
+        explanation=outcome.cause,
+        case=case,
+        detail=outcome.describe(),
+    )
 
 
 def _observations(outcome: WorldOutcome) -> dict[int, RankObservation]:

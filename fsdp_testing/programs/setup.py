@@ -44,7 +44,8 @@ def precision_of(spec: MixedPrecisionSpec | None) -> Precision:
     if spec is None:
         return Precision()
     names = (spec.param_dtype, spec.reduce_dtype, spec.buffer_dtype)
-    return Precision(*(None if name is None else dtype_of(name) for name in names))
+    param, reduce, buffer = (None if name is None else dtype_of(name) for name in names)
+    return Precision(param_dtype=param, reduce_dtype=reduce, buffer_dtype=buffer)
 
 
 def policy_of(spec: PolicySpec | None, module: nn.Module) -> WrapPolicy | None:

@@ -12,7 +12,8 @@ class Finding:
     """One divergence of one case.
 
     Attributes:
-        kind: `diverged`, `disagreed` (ranks among themselves), `raised`, `died`, `hung`, `missing`.
+        kind: `diverged` (from the oracle), `disagreed` (ranks among themselves), `missing` (held by no rank),
+            `uncoordinated` (ranks issued different collectives), `raised`, `died`, `hung`.
         quantity: What diverges first, such as `gradient of blocks.1.weight`.
         operation: Index of the first operation after which it diverges; -1 while wrapping.
         operation_text: That operation in one line.

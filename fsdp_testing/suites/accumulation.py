@@ -54,8 +54,10 @@ def _clipped(place: Place) -> Iterable[Case]:
 
 def _stale_weights(place: Place) -> Iterable[Case]:
     # A unit that stays gathered after a local micro-batch must see the step that follows.
-    yield place.case("mlp", local(0), micro(1), Step(), ZeroGrad(), look(2), local(3), micro(4), Step(), look(5))
-    yield place.case("deep_nest", *iterations(1), local(1), look(2, "train"), micro(3), Step(), look(4))
+    yield place.case(
+        "mlp", local(0), micro(1), Step(), ZeroGrad(), look(2), local(3), micro(4), Step(), ZeroGrad(), look(5)
+    )
+    yield place.case("deep_nest", *iterations(1), local(1), look(2, "train"), micro(3), Step(), ZeroGrad(), look(4))
 
 
 CHECKS = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -111,7 +111,7 @@ class Check:
     comparison: Comparison = field(default_factory=Comparison)
     profile: str = "default"
     strategies: tuple[str, ...] = FLAT
-    meshes: dict[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    meshes: Mapping[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
     def places(self, claimed: frozenset[str], world_sizes: Iterable[int], backend: str) -> list[Place]:
         """Returns where the check runs for an implementation that claims `claimed`."""

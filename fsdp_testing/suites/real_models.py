@@ -21,7 +21,8 @@ def _trained(model: str) -> Builder:
 def _schedule(model: str) -> Builder:
     def build(place: Place) -> Iterable[Case]:
         first = (local(0), micro(1), Clip(0.5), Step(), ZeroGrad(), look(2, "no_grad"))
-        yield place.case(model, *first, micro(3), micro(4), Clip(0.5, 1.0), Step(), look(5), dtype="float32")
+        last = (micro(3), micro(4), Clip(0.5, 1.0), Step(), ZeroGrad(), look(5))
+        yield place.case(model, *first, *last, dtype="float32")
 
     return build
 

@@ -41,8 +41,10 @@ def _in_accumulation(place: Place) -> Iterable[Case]:
         ZeroGrad(),
     )
     yield place.case("conditional", *program, *iteration(3, usage=(_ALL,)), optimizer=PLAIN_SGD)
-    program = (local(0, usage=((True, False),)), micro(1, usage=((False, True),)), Step(), ZeroGrad(False))
-    yield place.case("partly_used", *program, *iteration(2, usage=((False, False),)), optimizer=PLAIN_SGD)
+    first = (local(0, usage=((True, False),)), micro(1, usage=((False, True),)))
+    yield place.case(
+        "partly_used", *first, Step(), ZeroGrad(False), *iteration(2, usage=((False, False),)), optimizer=PLAIN_SGD
+    )
 
 
 def _differ(place: Place) -> Iterable[Case]:
