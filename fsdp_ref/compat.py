@@ -5,6 +5,66 @@ Everything in the package that is not torch's public, stable surface is imported
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase  # no public name covers every batch norm
 
-__all__ = ["BatchNormBase"]
+__all__ = [
+    "BatchNormBase",
+    "all_gather_flat",
+    "graph_task_id",
+    "in_backward",
+    "queue_backward_callback",
+    "reduce_scatter_flat",
+    "saved_tensor_hooks_active",
+    "saved_tensor_hooks_allowed",
+    "storage_key",
+]
+
+# Renamed in torch 2.13; the older names stay as deprecated aliases for a while.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather_flat(out: torch.Tensor, inp: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start an all-gather of flat tensors: ``out`` holds every rank's ``inp`` one after the other."""
+    return cast("dist.Work", _all_gather(out, inp, group=group, async_op=True))
+
+
+def reduce_scatter_flat(out: torch.Tensor, inp: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start a summing reduce-scatter of flat tensors: ``out`` holds this rank's chunk of the sum of all ``inp``."""
+    return cast("dist.Work", _reduce_scatter(out, inp, group=group, async_op=True))
+
+
+def graph_task_id() -> int:
+    """Return the number of the backward pass that runs this code, -1 outside of any; nested passes have their own."""
+    return int(torch._C._current_graph_task_id())
+
+
+def in_backward() -> bool:
+    """Tell whether this code runs inside a backward pass of this thread."""
+    return graph_task_id() != -1
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Run ``callback`` once when the backward pass that runs now has finished; not when it fails."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+def saved_tensor_hooks_active() -> bool:
+    """Tell whether somebody's saved-tensor hooks (checkpointing, offloading of activations) are in force."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def saved_tensor_hooks_allowed() -> bool:
+    """Tell whether saved-tensor hooks may be installed here (function transforms forbid them)."""
+    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return what identifies the storage of ``tensor`` while the storage lives, whatever memory it has."""
+    return int(tensor.untyped_storage()._cdata)

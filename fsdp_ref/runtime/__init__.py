@@ -1,1 +1,1 @@
-"""What happens when a unit runs: forward, backward, prefetch, reduction, execution order."""
+"""What happens in forward and backward, in which order, and who waits for whom."""

@@ -1,0 +1,180 @@
+"""``fully_shard(module, ...)``: the composable API. The module keeps its class, its names and its forward.
+
+The same units over the same runtime as the wrapper, with original parameters always; forward is reached through module
+hooks, ours around all others. Source: the composable ``fully_shard`` of torch 2.0 (pytorch PRs 87927 to 91044).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_ref.annotations import is_replicated, unit_of
+from fsdp_ref.build.attach import Application, UnitOptions, attach
+from fsdp_ref.build.contract import contract
+from fsdp_ref.build.plan import PlannedUnit
+from fsdp_ref.build.wrap_policy import PolicyObject
+from fsdp_ref.errors import AlreadyAppliedError, ConfigError, listing
+from fsdp_ref.runtime.forward import Frame, abort_forward, enter_forward, exit_forward
+from fsdp_ref.runtime.summon import SummonOptions, summon
+from fsdp_ref.runtime.unit import Unit
+
+
+class FullyShardState:
+    """What ``fully_shard.state(module)`` returns: the unit that the module became."""
+
+    def __init__(self) -> None:
+        self._unit: Unit | None = None
+
+    def bind(self, unit: Unit) -> None:
+        """Give the state its unit."""
+        self._unit = unit
+
+    @property
+    def unit(self) -> Unit:
+        """The module's unit."""
+        assert self._unit is not None  # bound by the application that made the state
+        return self._unit
+
+
+@contract(state_cls=FullyShardState)
+def fully_shard(
+    module: nn.Module,
+    *,
+    process_group: Any = None,
+    policy: Any = None,
+    strategy: Any = None,
+    mixed_precision: Any = None,
+    cpu_offload: Any = None,
+    ignored_modules: Iterable[nn.Module] | None = None,
+    device_id: int | str | torch.device | None = None,
+    param_init_fn: Callable[[nn.Module], None] | None = None,
+    sync_module_states: bool = False,
+    forward_prefetch: bool = False,
+    device_mesh: Any = None,
+) -> nn.Module:
+    """Shard the parameters of ``module`` in place and return it.
+
+    Args:
+        module: the module.
+        process_group: the shard group, or (shard group, replicate group) for hybrid strategies. Default: all ranks.
+        policy: which submodules become units of their own; an object with ``_run_policy``. Units that were made by
+            earlier calls below ``module`` stay as they are.
+        strategy: what is sharded and when it is freed. Default: ``FULL_SHARD``.
+        mixed_precision: dtypes of computation, reduction and buffers.
+        cpu_offload: where shards live outside computation.
+        ignored_modules: modules to leave alone; replicated subtrees are left alone anyway.
+        device_id: the device of computation. Default: where the parameters are.
+        param_init_fn: initializes modules that are on the meta device.
+        sync_module_states: start from rank 0's parameters and buffers.
+        forward_prefetch: gather the next unit in forward, in the order of the first iteration.
+        device_mesh: instead of ``process_group``.
+
+    Raises:
+        ConfigError: ``policy`` is no policy object.
+        AlreadyAppliedError: applied to this module before, or replicated.
+
+    Collectives:
+        With ``sync_module_states`` broadcasts; hybrid strategies without groups make groups. All ranks must call.
+    """
+    if policy is not None and not isinstance(policy, PolicyObject):
+        raise ConfigError(
+            f"Expects an `_FSDPPolicy` but got {policy!r}: expected an object with _run_policy, got "
+            f"{type(policy).__name__}. Pass for example ModuleWrapPolicy({{Block}})."
+        )
+    _refuse_applied(module)
+    options = UnitOptions(
+        process_group=process_group,
+        sharding_strategy=strategy,
+        cpu_offload=cpu_offload,
+        mixed_precision=mixed_precision,
+        param_init_fn=param_init_fn,
+        device_id=device_id,
+        sync_module_states=sync_module_states,
+        forward_prefetch=forward_prefetch,
+        use_orig_params=True,
+        device_mesh=device_mesh,
+    )
+    unit = attach(
+        Application(
+            module,
+            options,
+            hold=_hold,
+            policy=policy,
+            ignored_modules=ignored_modules,
+            may_hold_units=True,
+            composable=True,
+        )
+    )
+    fully_shard.state(module).bind(unit)
+    return module
+
+
+def _refuse_applied(module: nn.Module) -> None:
+    if is_replicated(module):
+        raise AlreadyAppliedError(
+            f"Cannot apply fully_shard on a module that `replicate` was applied to (Cannot apply both fully_shard and "
+            f"replicate): expected one of the two, got both on {type(module).__name__}. Apply them to different modules."
+        )
+    if unit_of(module) is not None:
+        raise AlreadyAppliedError(
+            f"fully_shard has already been applied to the following module: {listing([type(module).__name__])}, by a "
+            "policy or as a wrapper. Apply it once per module."
+        )
+
+
+def _hold(planned: PlannedUnit) -> nn.Module:
+    """Hook a module: it is its own holder."""
+    hooks = _ForwardHooks(planned.module)
+    # First before and last after forward, so that hooks of other APIs see full parameters.
+    planned.module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
+    planned.module.register_forward_hook(hooks.after, always_call=True)
+    return planned.module
+
+
+class _ForwardHooks:
+    """The hooks of one module.
+
+    ``after`` is also called when forward raised; it tells by the exception that is being handled then and was not when
+    forward began.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._open: list[tuple[Frame, BaseException | None]] = []
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Run before everything else of the module's call."""
+        unit = unit_of(module)
+        assert isinstance(unit, Unit)  # set right after hooking
+        handled = sys.exception() if sys.version_info >= (3, 11) else None
+        frame, args, kwargs = enter_forward(unit, args, kwargs)
+        self._open.append((frame, handled))
+        return args, kwargs
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Run after everything else of the module's call."""
+        if not self._open:
+            return output  # ``before`` itself raised
+        frame, handled = self._open.pop()
+        if sys.exception() is not handled:
+            abort_forward(frame)
+            return output
+        return exit_forward(frame, output)
+
+
+def unshard_params(
+    module: nn.Module,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> contextlib.AbstractContextManager[None]:
+    """Show full parameters of the units at or below ``module``; as ``summon_full_params`` of the wrapper."""
+    return summon(module, SummonOptions(recurse, writeback, rank0_only, offload_to_cpu, with_grads))

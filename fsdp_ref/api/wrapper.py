@@ -1,0 +1,302 @@
+"""``FullyShardedDataParallel``: the wrapper, with the surface of torch's class of that name.
+
+Thin: construction hands everything to ``build.attach``, running to ``runtime.forward``. Source for names, argument
+order and defaults: ``torch.distributed.fsdp.FullyShardedDataParallel`` (torch 2.13).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_ref.annotations import unit_of, units_under
+from fsdp_ref.api.attributes import UnitAttributes
+from fsdp_ref.build.attach import Application, UnitOptions, attach
+from fsdp_ref.build.plan import PlannedUnit
+from fsdp_ref.config import BackwardPrefetch
+from fsdp_ref.errors import TrainingStateError
+from fsdp_ref.naming import FSDP_PREFIX, FSDP_WRAPPED_MODULE
+from fsdp_ref.runtime.comm_hooks import register_comm_hook
+from fsdp_ref.runtime.forward import call_unit, lazy_init
+from fsdp_ref.runtime.no_sync import no_sync
+from fsdp_ref.runtime.summon import SummonOptions, summon
+from fsdp_ref.runtime.unit import Unit
+from fsdp_ref.states import TrainingState
+from fsdp_ref.training.clip import clip_grad_norm_
+
+
+class FullyShardedDataParallel(UnitAttributes, nn.Module):
+    """Shards the parameters of ``module`` over data-parallel ranks.
+
+    Args:
+        module: the module to wrap.
+        process_group: the shard group; for hybrid strategies the pair (shard group, replicate group). Default: all ranks.
+        sharding_strategy: what is sharded and when it is freed. Default: ``FULL_SHARD``.
+        cpu_offload: where shards live outside computation.
+        auto_wrap_policy: which submodules become units of their own: an object with ``_run_policy`` or a callable.
+        backward_prefetch: when backward gathers the next unit; None: not ahead.
+        mixed_precision: dtypes of computation, reduction and buffers.
+        ignored_modules: modules to leave alone.
+        param_init_fn: initializes modules that are on the meta device.
+        device_id: the device of computation. Default: where the parameters are.
+        sync_module_states: start from rank 0's parameters and buffers.
+        forward_prefetch: gather the next unit in forward, in the order of the first iteration.
+        limit_all_gathers: bound how far the host runs ahead of a device.
+        use_orig_params: users keep their own parameters instead of one flat parameter per unit.
+        ignored_states: parameters, or modules, to leave alone.
+        device_mesh: instead of ``process_group``: 1-D, or (replicate, shard) for hybrid strategies.
+
+    Raises:
+        FsdpError: arguments that contradict one another or the module; the message names every offender.
+
+    Collectives:
+        With ``sync_module_states`` broadcasts; hybrid strategies without groups make groups. All ranks must construct.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Any = None,
+        sharding_strategy: Any = None,
+        cpu_offload: Any = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: Any = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: Any = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | str | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            warnings.warn(
+                f"FSDP will not all-gather parameters for containers that do not implement forward: {module}",
+                UserWarning,
+                stacklevel=2,
+            )
+        options = UnitOptions(
+            process_group=process_group,
+            sharding_strategy=sharding_strategy,
+            cpu_offload=cpu_offload,
+            backward_prefetch=backward_prefetch,
+            mixed_precision=mixed_precision,
+            param_init_fn=param_init_fn,
+            device_id=device_id,
+            sync_module_states=sync_module_states,
+            forward_prefetch=forward_prefetch,
+            limit_all_gathers=limit_all_gathers,
+            use_orig_params=use_orig_params,
+            device_mesh=device_mesh,
+        )
+        holder = _Holders(self, module)
+        attach(
+            Application(
+                module,
+                options,
+                holder.hold,
+                policy=auto_wrap_policy,
+                ignored_modules=ignored_modules,
+                ignored_states=ignored_states,
+            )
+        )
+
+    @classmethod
+    def _around(cls, module: nn.Module) -> FullyShardedDataParallel:
+        """Return a wrapper that holds ``module`` and is given its unit by the caller."""
+        wrapper = cls.__new__(cls)
+        nn.Module.__init__(wrapper)
+        wrapper._hold(module)
+        return wrapper
+
+    def _hold(self, module: nn.Module) -> None:
+        setattr(self, FSDP_WRAPPED_MODULE, module)
+        self.training = module.training
+
+    # ------------------------------------------------------------------ running
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Gather, run the wrapped module, free. See ``runtime.forward`` for collectives."""
+        return call_unit(self._unit, self._modules[FSDP_WRAPPED_MODULE], args, kwargs)  # type: ignore[arg-type]  # set in _hold
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module, looking through an activation-checkpoint wrapper."""
+        inner: Any = self._modules[FSDP_WRAPPED_MODULE]
+        return inner._modules.get("_checkpoint_wrapped_module", inner)  # type: ignore[no-any-return]  # a module
+
+    def __getattr__(self, name: str) -> Any:
+        """Look in the wrapped module for what the wrapper does not have."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == FSDP_WRAPPED_MODULE:
+                raise
+            return getattr(super().__getattr__(FSDP_WRAPPED_MODULE), name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Index the wrapped module."""
+        return self.module.__getitem__(key)  # type: ignore[operator]  # fails as the module itself would
+
+    def check_is_root(self) -> bool:
+        """Tell whether this is the outermost unit; decides it when it is not decided yet."""
+        lazy_init(self._unit)
+        return bool(self._unit.is_root)
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:
+        """Return the units at or below ``module``, depth first; with ``root_only`` those that are roots."""
+        found = [(holder, unit) for _, holder, unit in units_under(module)]
+        if root_only:
+            for _, unit in found:
+                lazy_init(unit)
+            found = [(holder, unit) for holder, unit in found if unit.is_root]
+        return [holder for holder, _ in found]
+
+    # ------------------------------------------------------------------ full parameters
+
+    @staticmethod
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> contextlib.AbstractContextManager[None]:
+        """Show full parameters of the units at or below ``module``.
+
+        Args:
+            module: any module.
+            recurse: also units below; otherwise only the module's own.
+            writeback: keep edits.
+            rank0_only: only rank 0 of each shard group sees them; with ``writeback`` its edits reach all ranks.
+            offload_to_cpu: show them on the CPU.
+            with_grads: show full averaged gradients too (original parameters only).
+
+        See ``runtime.summon.summon`` for errors and collectives.
+        """
+        return summon(module, SummonOptions(recurse, writeback, rank0_only, offload_to_cpu, with_grads))
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """Apply ``fn`` to every module with full parameters visible; edits persist.
+
+        Collectives: as ``summon_full_params`` with all units.
+        """
+        self._assert_state(TrainingState.IDLE)
+        fresh = self._unit.root is None
+        with summon(self, SummonOptions()):
+            super().apply(fn)
+        if fresh and self._unit.root is not None:
+            # Initializing weights must not decide which unit is the root.
+            self._unit.root.disband()
+        return self
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As ``nn.Module``; without the wrappers' prefixes while parameters are summoned."""
+        clean = self._unit.training_state is TrainingState.SUMMON_FULL_PARAMS
+        for name, param in super().named_parameters(*args, **kwargs):
+            yield (name.replace(FSDP_PREFIX, "") if clean else name), param
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """As ``nn.Module``; without the wrappers' prefixes while parameters are summoned."""
+        clean = self._unit.training_state is TrainingState.SUMMON_FULL_PARAMS
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield (name.replace(FSDP_PREFIX, "") if clean else name), buffer
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FullyShardedDataParallel:
+        """Cast or move the module; the flat parameters follow at once."""
+        for _, _, unit in units_under(self):
+            unit.settle()
+        super()._apply(fn, recurse)
+        for _, _, unit in units_under(self):
+            unit.absorb()
+        return self
+
+    def _unshard(self, async_op: bool = False) -> Any:
+        """Begin to gather this unit's parameters ahead of forward; return something to wait for with ``async_op``."""
+        lazy_init(self._unit)
+        self._unit.gather_early()
+        if async_op:
+            return EarlyUnshard(self._unit)
+        EarlyUnshard(self._unit).wait()
+        return None
+
+    # ------------------------------------------------------------------ gradients
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Accumulate gradients locally in backward passes inside; the first one outside reduces them. Root only."""
+        return no_sync(self._unit)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip all gradients to a total norm; see ``training.clip``. Root only."""
+        return clip_grad_norm_(self._unit, float(max_norm), float(norm_type))
+
+    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
+        """Let ``hook`` reduce gradients in every unit; see ``runtime.comm_hooks``. Root only, once."""
+        register_comm_hook(self._unit, state, hook)
+
+    # ------------------------------------------------------------------ object protocol
+
+    def _assert_state(self, state: TrainingState | list[TrainingState]) -> None:
+        """Check the unit's training state.
+
+        Raises:
+            TrainingStateError: it is none of those given.
+        """
+        allowed = state if isinstance(state, list) else [state]
+        if self._unit.training_state.name not in {each.name for each in allowed}:
+            raise TrainingStateError(
+                f"{type(self).__name__}: expected to be in states {allowed} but current state is "
+                f"{self._unit.training_state}. Finish the present operation first."
+            )
+
+    @property
+    def _unit(self) -> Unit:
+        unit = unit_of(self)
+        assert isinstance(unit, Unit)  # set while constructing
+        return unit
+
+
+class EarlyUnshard:
+    """A gather that a user started ahead of forward."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Wait until the unit's full parameters are there."""
+        if self._unit.handle is not None:
+            self._unit.handle.finish_unshard()
+
+
+class _Holders:
+    """Wraps planned modules: the root by the wrapper under construction, others by new ones put in their parents."""
+
+    def __init__(self, root: FullyShardedDataParallel, module: nn.Module) -> None:
+        self._root = root
+        self._module = module
+
+    def hold(self, planned: PlannedUnit) -> nn.Module:
+        """Return the wrapper of a planned module."""
+        if planned.module is self._module:
+            self._root._hold(planned.module)
+            return self._root
+        wrapper = type(self._root)._around(planned.module)
+        for parent in list(self._module.modules()):
+            for name, child in list(parent._modules.items()):
+                if child is planned.module and parent is not wrapper:
+                    setattr(parent, name, wrapper)
+        return wrapper
+
+

@@ -1,0 +1,213 @@
+"""Which bytes go on the wire, and how?
+
+The only file that communicates tensors. The algorithm is an object chosen per backend (:func:`collectives_for`);
+every call passes the interceptors, so that a recorder sees it and a fault can delay, change or drop it.
+
+All calls are asynchronous where the backend allows and return a :class:`Pending`; whoever needs the result waits, as
+late as correctness allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp_ref import compat
+from fsdp_ref.storage.scratch import ScratchPool
+
+
+class Pending(Protocol):
+    """A started communication."""
+
+    def wait(self) -> None:
+        """Return when the result may be read (on CUDA: by the current stream). Waiting twice is legal."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CollectiveCall:
+    """One collective as seen by interceptors, before it starts.
+
+    Attributes:
+        op: ``all_gather``, ``reduce_scatter``, ``all_reduce`` or ``broadcast``.
+        group: the process group; every rank of it takes part.
+        tensor: what this rank contributes (a fault may change it in place).
+        label: who communicates and why, e.g. ``layers.0: parameters``.
+    """
+
+    op: str
+    group: dist.ProcessGroup
+    tensor: Tensor
+    label: str
+
+
+Interceptor = Callable[[CollectiveCall, Callable[[], Pending]], Pending]
+"""Called around each collective: sees the call, runs ``proceed()`` (or not) and returns what the caller waits for."""
+
+_interceptors: list[Interceptor] = []  # per process: a rank's recorder and faults see all of its traffic
+
+
+@contextmanager
+def intercept(interceptor: Interceptor) -> Iterator[None]:
+    """Route every collective of this process through ``interceptor`` while the context lasts (innermost first)."""
+    _interceptors.append(interceptor)
+    try:
+        yield
+    finally:
+        _interceptors.remove(interceptor)
+
+
+def _through(call: CollectiveCall, start: Callable[[], Pending]) -> Pending:
+    for interceptor in _interceptors:
+        start = _bound(interceptor, call, start)
+    return start()
+
+
+def _bound(interceptor: Interceptor, call: CollectiveCall, start: Callable[[], Pending]) -> Callable[[], Pending]:
+    return lambda: interceptor(call, start)
+
+
+class Done:
+    """A communication that needed none: groups of one rank, or switched off."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class Started:
+    """Wraps torch's work object, which some backends leave out when nothing is to be done."""
+
+    def __init__(self, work: dist.Work | None) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        """Wait for the work once."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+
+
+class Collectives:
+    """The collectives of FSDP over one backend, each by the backend's own operation."""
+
+    def all_gather(self, out: Tensor, shard: Tensor, group: dist.ProcessGroup, label: str) -> Pending:
+        """Fill ``out`` (world size times ``shard``, flat) with every rank's ``shard`` in rank order."""
+        call = CollectiveCall("all_gather", group, shard, label)
+        return _through(call, lambda: self._all_gather(out, shard, group))
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, group: dist.ProcessGroup, label: str) -> Pending:
+        """Fill ``out`` (flat) with this rank's chunk of the sum over ranks of ``full`` (world size times ``out``).
+
+        ``full`` and ``out`` may not be touched until the result has been waited for.
+        """
+        call = CollectiveCall("reduce_scatter", group, full, label)
+        return _through(call, lambda: self._reduce_scatter(out, full, group))
+
+    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup, label: str, op: str = "sum") -> Pending:
+        """Replace ``tensor`` by its sum (``op="max"``: its maximum) over the ranks of ``group``."""
+        call = CollectiveCall("all_reduce", group, tensor, label)
+        return _through(call, lambda: self._all_reduce(tensor, group, op))
+
+    def broadcast(self, tensor: Tensor, group_src: int, group: dist.ProcessGroup, label: str) -> Pending:
+        """Replace ``tensor`` by that of rank ``group_src`` (counted in ``group``)."""
+        call = CollectiveCall("broadcast", group, tensor, label)
+        return _through(call, lambda: self._broadcast(tensor, group_src, group))
+
+    def _all_gather(self, out: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Pending:
+        return Started(compat.all_gather_flat(out, shard, group))
+
+    def _reduce_scatter(self, out: Tensor, full: Tensor, group: dist.ProcessGroup) -> Pending:
+        return Started(compat.reduce_scatter_flat(out, full, group))
+
+    def _all_reduce(self, tensor: Tensor, group: dist.ProcessGroup, op: str) -> Pending:
+        reduce_op = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
+        return Started(dist.all_reduce(tensor, op=reduce_op, group=group, async_op=True))
+
+    def _broadcast(self, tensor: Tensor, group_src: int, group: dist.ProcessGroup) -> Pending:
+        return Started(dist.broadcast(tensor, group=group, group_src=group_src, async_op=True))
+
+
+class _ExchangeAndSum:
+    """The second half of a reduce-scatter by exchange: add the received chunks in rank order."""
+
+    def __init__(self, work: dist.Work, received: Tensor, out: Tensor, scratch: ScratchPool) -> None:
+        self._work: dist.Work | None = work
+        self._received = received
+        self._out = out
+        self._scratch = scratch
+
+    def wait(self) -> None:
+        work, self._work = self._work, None
+        if work is None:
+            return
+        work.wait()
+        chunks = self._received.view(-1, self._out.numel()).unbind(0)
+        torch.add(chunks[0], chunks[1], out=self._out)
+        for chunk in chunks[2:]:
+            self._out.add_(chunk)
+        self._scratch.give(self._received)
+
+
+class GlooCollectives(Collectives):
+    """Gloo on CPU.
+
+    Gloo runs a reduce-scatter as a whole all-reduce, which moves twice the bytes. Exchanging the chunks
+    (``all_to_all``) and adding them locally moves each byte once, and adding in rank order makes the sum the same on
+    every run, whatever the timing.
+    """
+
+    def __init__(self) -> None:
+        self._scratch = ScratchPool()
+
+    def _reduce_scatter(self, out: Tensor, full: Tensor, group: dist.ProcessGroup) -> Pending:
+        received = self._scratch.take(full.numel(), full.dtype, full.device)
+        work = dist.all_to_all_single(as_bytes(received), as_bytes(full), group=group, async_op=True)
+        assert work is not None  # async_op=True in a group that this rank belongs to
+        return _ExchangeAndSum(work, received, out, self._scratch)
+
+    def _all_gather(self, out: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Pending:
+        return Started(compat.all_gather_flat(as_bytes(out), as_bytes(shard), group))
+
+
+class SilentCollectives(Collectives):
+    """No communication at all, for ablation: each rank takes its own contribution for everybody's.
+
+    Training with it is wrong; it exists to measure a step without communication.
+    """
+
+    def _all_gather(self, out: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Pending:
+        out.view(dist.get_world_size(group), -1).copy_(shard)
+        return Done()
+
+    def _reduce_scatter(self, out: Tensor, full: Tensor, group: dist.ProcessGroup) -> Pending:
+        out.copy_(full.view(dist.get_world_size(group), -1)[dist.get_rank(group)])
+        return Done()
+
+    def _all_reduce(self, tensor: Tensor, group: dist.ProcessGroup, op: str) -> Pending:
+        return Done()
+
+    def _broadcast(self, tensor: Tensor, group_src: int, group: dist.ProcessGroup) -> Pending:
+        return Done()
+
+
+_plain = Collectives()
+_gloo = GlooCollectives()
+SILENT = SilentCollectives()
+
+
+def collectives_for(group: dist.ProcessGroup, device: torch.device) -> Collectives:
+    """Return the algorithms that suit the backend which ``group`` uses for tensors on ``device``."""
+    backend = str(dist.get_backend(group))
+    if backend == "gloo" or (device.type == "cpu" and "cpu:gloo" in backend):
+        return _gloo
+    return _plain
+
+
+def as_bytes(flat: Tensor) -> Tensor:
+    """Return the bytes of a contiguous flat tensor: moving bytes works for every dtype, also those gloo does not know."""
+    return flat.detach().view(torch.uint8)

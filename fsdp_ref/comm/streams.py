@@ -1,0 +1,170 @@
+"""On which stream does which part of a unit's work run, and who waits for whom?
+
+On CUDA: gathers run on the *unshard* stream, casts and host-to-device copies before them on the *pre-unshard*
+stream, gradient casts and reductions on the *post-backward* stream, compute on whatever stream is current. On CPU
+there are no streams; :class:`NullStreams` has the same methods, so that the runtime has one path.
+
+Discipline, in one place: (1) memory is allocated on the stream that fills it; (2) whoever reads on another stream
+first waits for an event; (3) memory freed after use on another stream is recorded there (``record_stream``), so that
+the caching allocator does not hand it out too early. No CUDA call happens before a CUDA unit exists.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Streams(Protocol):
+    """What the runtime asks of streams."""
+
+    def unshard(self) -> AbstractContextManager[object]:
+        """Issue gathers inside."""
+
+    def pre_unshard(self) -> AbstractContextManager[object]:
+        """Issue what prepares a gather (casts, copies from the host) inside."""
+
+    def post_backward(self) -> AbstractContextManager[object]:
+        """Issue gradient casts, reductions and copies to the host inside."""
+
+    def begin_forward(self) -> None:
+        """Make gathers wait for what the current stream did so far (the optimizer step)."""
+
+    def gather_after_prepare(self) -> None:
+        """Make the unshard stream wait for the pre-unshard stream."""
+
+    def compute_after_gather(self) -> None:
+        """Make the current stream wait for the unshard stream."""
+
+    def reduce_after_compute(self) -> None:
+        """Make the post-backward stream wait for the current stream."""
+
+    def compute_after_reduce(self) -> None:
+        """Make the current stream wait for the post-backward stream, and the host for copies to it."""
+
+    def used_by_compute(self, tensor: Tensor) -> None:
+        """Record that the current stream reads ``tensor``, which is about to be freed."""
+
+    def used_by_reduce(self, tensor: Tensor) -> None:
+        """Record that the post-backward stream reads ``tensor``, which was made on the current one."""
+
+    def limit_gathers(self) -> None:
+        """Block the host until at most two freed full parameters are still in use by the device."""
+
+    def note_free(self) -> None:
+        """Remember that a full parameter was freed here (see :meth:`limit_gathers`)."""
+
+
+class NullStreams:
+    """CPU: everything runs where it is called, so nothing waits."""
+
+    def unshard(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def pre_unshard(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def post_backward(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def begin_forward(self) -> None:
+        """Nothing to wait for."""
+
+    def gather_after_prepare(self) -> None:
+        """Nothing to wait for."""
+
+    def compute_after_gather(self) -> None:
+        """Nothing to wait for."""
+
+    def reduce_after_compute(self) -> None:
+        """Nothing to wait for."""
+
+    def compute_after_reduce(self) -> None:
+        """Nothing to wait for."""
+
+    def used_by_compute(self, tensor: Tensor) -> None:
+        """Memory is freed when its last use has ended."""
+
+    def used_by_reduce(self, tensor: Tensor) -> None:
+        """Memory is freed when its last use has ended."""
+
+    def limit_gathers(self) -> None:
+        """The host cannot run ahead."""
+
+    def note_free(self) -> None:
+        """The host cannot run ahead."""
+
+
+class CudaStreams:
+    """The streams of one root on one CUDA device; all of its units share them.
+
+    Args:
+        device: the compute device.
+        limit_all_gathers: whether the host may run ahead of the device by two full parameters only.
+    """
+
+    MAX_INFLIGHT = 2
+
+    def __init__(self, device: torch.device, *, limit_all_gathers: bool) -> None:
+        self._device = device
+        self._limit = limit_all_gathers
+        # High priority: communication that compute waits for goes first on the device.
+        self._unshard = torch.cuda.Stream(device, priority=-1)
+        self._pre_unshard = torch.cuda.Stream(device, priority=-1)
+        self._post_backward = torch.cuda.Stream(device, priority=-1)
+        self._frees: deque[torch.cuda.Event] = deque()
+
+    def unshard(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._unshard)
+
+    def pre_unshard(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._pre_unshard)
+
+    def post_backward(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._post_backward)
+
+    def begin_forward(self) -> None:
+        current = torch.cuda.current_stream(self._device)
+        self._unshard.wait_stream(current)
+        self._pre_unshard.wait_stream(current)
+
+    def gather_after_prepare(self) -> None:
+        self._unshard.wait_stream(self._pre_unshard)
+
+    def compute_after_gather(self) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(self._unshard)
+
+    def reduce_after_compute(self) -> None:
+        self._post_backward.wait_stream(torch.cuda.current_stream(self._device))
+
+    def compute_after_reduce(self) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(self._post_backward)
+        # Gradients that were copied to the host without blocking are read by the host next.
+        self._post_backward.synchronize()
+
+    def used_by_compute(self, tensor: Tensor) -> None:
+        tensor.record_stream(torch.cuda.current_stream(self._device))
+
+    def used_by_reduce(self, tensor: Tensor) -> None:
+        tensor.record_stream(self._post_backward)
+
+    def limit_gathers(self) -> None:
+        while self._limit and len(self._frees) >= self.MAX_INFLIGHT:
+            self._frees.popleft().synchronize()
+
+    def note_free(self) -> None:
+        if self._limit:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self._device))
+            self._frees.append(event)
+
+
+def streams_for(device: torch.device, *, limit_all_gathers: bool) -> Streams:
+    """Return the streams for a compute device."""
+    if device.type == "cuda":
+        return CudaStreams(device, limit_all_gathers=limit_all_gathers)
+    return NullStreams()

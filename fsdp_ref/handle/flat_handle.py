@@ -1,0 +1,274 @@
+"""When does the full parameter exist, and who sees which copy?
+
+A handle owns one flat parameter: this rank's shard, and a full buffer that is gathered before computation and freed
+after it. It moves between three states (``states.SHARD_TRANSITIONS``); asking for the state it is in costs nothing::
+
+        SHARDED --start_unshard--> UNSHARDING --finish_unshard--> UNSHARDED --reshard--> SHARDED
+
+Suffixes: ``_S`` this rank's flat shard with right padding, ``_F`` the flat full buffer with all padding.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_ref.comm.collectives import SILENT, Collectives, Pending, collectives_for
+from fsdp_ref.comm.groups import DataParallelGroups
+from fsdp_ref.comm.streams import NullStreams, Streams
+from fsdp_ref.config import ShardingStrategy
+from fsdp_ref.handle.flat_parameter import FlatParameter
+from fsdp_ref.handle.flatten import HandleConfig, build_layout, check_params, cut_shard, flatten
+from fsdp_ref.handle.gradients import GradientStore
+from fsdp_ref.handle.originals import Originals
+from fsdp_ref.layout import FlatLayout, ShardMap
+from fsdp_ref.states import SHARD_TRANSITIONS, ShardState, check_transition
+from fsdp_ref.storage.flat_buffer import FlatBuffer
+from fsdp_ref.storage.param_sites import ManagedParam
+from fsdp_ref.storage.precision import Precision
+from fsdp_ref.storage.views import flat_views, mark_flattened, set_data
+
+ALL_HANDLES: weakref.WeakSet[FlatHandle] = weakref.WeakSet()
+"""Every handle of this process, for tools that count memory."""
+
+
+class FlatHandle:
+    """One flat parameter with its shard, its full buffer and its gradient.
+
+    Args:
+        params: the parameters with their places, in flattening order.
+        module: the module that the unit shards; a flat parameter shown to users is registered on it.
+        config: decisions for this flat parameter.
+        groups: over which ranks.
+        name: the unit's name, for messages and labels.
+
+    Attributes:
+        state: which copy is live.
+        shard_S: this rank's shard; the flat parameter's data.
+        flat_param: the flat parameter itself.
+        grads: its gradient.
+        originals: how users see the parameters.
+
+    Raises:
+        FlattenError: see ``flatten.check_params``.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[ManagedParam],
+        module: nn.Module,
+        config: HandleConfig,
+        groups: DataParallelGroups,
+        name: str = "",
+    ) -> None:
+        fqns = [managed.fqn for managed in params]
+        check_params([managed.param for managed in params], fqns, use_orig_params=config.use_orig_params)
+        self.name = name
+        self.module = module
+        self.config = config
+        self.groups = groups
+        # Without a second rank to shard over, the "shard" is the whole flat parameter.
+        no_shard = config.strategy is ShardingStrategy.NO_SHARD
+        self.shard_size = 1 if no_shard else groups.shard_size
+        self.shard_rank = 0 if no_shard else groups.rank
+        pad_ranks = groups.shard_size if no_shard else self.shard_size
+        padded_map = build_layout(params, config, pad_ranks)
+        self.shard_map = ShardMap(padded_map.layout, self.shard_size)
+        self.precision = Precision.of(params[0].param.dtype, config.mixed_precision)
+        self.collectives: Collectives = collectives_for(groups.shard, config.device)
+        self.streams: Streams = NullStreams()
+        self.state = ShardState.SHARDED
+        self.full_precision = False
+        self._pending: Pending | None = None
+        self._buffers: dict[torch.dtype, FlatBuffer] = {}
+        self._views: dict[torch.dtype, list[Tensor]] = {}
+        self._cast_S: Tensor | None = None
+        home = torch.device("cpu") if config.offload else config.device
+        flat_F = flatten([managed.param for managed in params], self.layout, config.device)
+        # Without a group to shard over the flat tensor itself becomes the shard: no second copy.
+        shard_S = flat_F if self.shard_size == 1 else cut_shard(flat_F, self.shard_map, self.shard_rank)
+        self.shard_S = shard_S.to(home)
+        if config.offload and config.device.type == "cuda":
+            self.shard_S = self.shard_S.pin_memory(config.device)
+        requires_grad = any(managed.param.requires_grad for managed in params)
+        self.flat_param: nn.Parameter = FlatParameter(self.shard_S, requires_grad=requires_grad)
+        mark_flattened(self.flat_param)
+        self.originals = Originals(self, params)
+        self.grads = GradientStore(self)
+        self.originals.take_over()
+        ALL_HANDLES.add(self)
+
+    # ------------------------------------------------------------------ facts
+
+    @property
+    def layout(self) -> FlatLayout:
+        """Where each parameter lies in the flat buffer."""
+        return self.shard_map.layout
+
+    @property
+    def sharded(self) -> bool:
+        """Whether ranks hold different pieces, so that computing needs a gather."""
+        return self.shard_size > 1
+
+    @property
+    def fqns(self) -> list[str]:
+        """Names of the parameters, relative to the unit's module."""
+        return [spec.fqn for spec in self.layout.params]
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype in which the parameters compute now (full precision may be asked for in evaluation)."""
+        return self.precision.original if self.full_precision else self.precision.compute
+
+    @property
+    def needs_buffer(self) -> bool:
+        """Whether full parameters are a copy; otherwise the shard is the full parameter and nothing is freed."""
+        return (
+            self.sharded
+            or self.compute_dtype != self.shard_S.dtype
+            or self.shard_S.device.type != self.config.device.type
+        )
+
+    @property
+    def unsharded(self) -> bool:
+        """Whether full parameters may be read."""
+        return self.state is ShardState.UNSHARDED
+
+    # ------------------------------------------------------------------ buffers
+
+    def buffer(self, dtype: torch.dtype) -> FlatBuffer:
+        """Return the full buffer of a dtype, made on first use; it may be freed at the moment."""
+        found = self._buffers.get(dtype)
+        if found is None:
+            found = self._buffers[dtype] = FlatBuffer(self.shard_map.padded_numel, dtype, self.config.device)
+        return found
+
+    def full_F(self) -> Tensor:
+        """Return the full parameter that computation reads now (the shard itself where nothing is gathered)."""
+        return self.buffer(self.compute_dtype).tensor if self.needs_buffer else self.shard_S
+
+    def compute_views(self) -> list[Tensor]:
+        """Return one view of the full parameter per original, in its own shape; valid while unsharded."""
+        if not self.needs_buffer:
+            return flat_views(self.shard_S, self.layout)
+        dtype = self.compute_dtype
+        found = self._views.get(dtype)
+        if found is None:
+            found = self._views[dtype] = flat_views(self.buffer(dtype).tensor, self.layout)
+        return found
+
+    def views_of(self, flat_F: Tensor) -> list[Tensor]:
+        """Return one view of a full-sized flat tensor per original, in its own shape."""
+        return flat_views(flat_F, self.layout)
+
+    def set_precision(self, dtype: torch.dtype) -> None:
+        """Make ``dtype`` the original dtype: the user cast the whole model. The shard is converted, buffers dropped."""
+        self.reshard()
+        self.precision = Precision.of(dtype, self.config.mixed_precision)
+        self.replace_shard(self.shard_S.to(dtype))
+        self._drop_buffers()
+
+    def replace_shard(self, shard_S: Tensor) -> None:
+        """Take ``shard_S`` (same size) as this rank's shard."""
+        self.shard_S = shard_S
+        set_data(self.flat_param, shard_S)
+        self.originals.forget_views()
+
+    def _drop_buffers(self) -> None:
+        for buffer in self._buffers.values():
+            buffer.free()
+        self._buffers.clear()
+        self._views.clear()
+
+    # ------------------------------------------------------------------ life cycle
+
+    def start_unshard(self) -> bool:
+        """Begin to gather the full parameter; return False when it is there or on its way.
+
+        Collectives:
+            One all-gather over the shard group, when sharded. All of its ranks must call.
+        """
+        if self.state is not ShardState.SHARDED:
+            return False
+        self._move_to(ShardState.UNSHARDING)
+        if not self.needs_buffer:
+            return True
+        with self.streams.pre_unshard(), torch.no_grad():
+            source_S = self.shard_S.to(self.config.device, self.compute_dtype, non_blocking=True)
+        self.streams.limit_gathers()
+        self.streams.gather_after_prepare()
+        buffer = self.buffer(self.compute_dtype)
+        with self.streams.unshard(), torch.no_grad():
+            buffer.allocate()
+            if self.sharded:
+                self._pending = self._gathering.all_gather(
+                    buffer.tensor, source_S, self.groups.shard, f"{self.name}: parameters"
+                )
+                self._cast_S = source_S  # the gather reads it until it has been waited for
+            else:
+                buffer.tensor.copy_(source_S, non_blocking=True)
+        return True
+
+    def gather_into(self, full_F: Tensor, part_S: Tensor, what: str) -> None:
+        """Gather shard-sized tensors of all ranks into ``full_F`` and wait.
+
+        Collectives:
+            One all-gather over the shard group.
+        """
+        source = part_S.to(full_F.device, full_F.dtype)
+        with torch.no_grad():
+            self._gathering.all_gather(full_F, source, self.groups.shard, f"{self.name}: {what}").wait()
+
+    def finish_unshard(self) -> None:
+        """Wait until the full parameter may be read."""
+        if self.state is not ShardState.UNSHARDING:
+            return
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
+        self._cast_S = None
+        self.streams.compute_after_gather()
+        self._move_to(ShardState.UNSHARDED)
+
+    def unshard(self) -> None:
+        """Gather the full parameter and wait for it."""
+        self.start_unshard()
+        self.finish_unshard()
+
+    def reshard(self) -> None:
+        """Free the full parameter (also one whose gather is in flight; it is waited for first)."""
+        if self.state is ShardState.SHARDED:
+            return
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
+        self._cast_S = None
+        if self.needs_buffer:
+            buffer = self.buffer(self.compute_dtype)
+            self.streams.used_by_compute(buffer.tensor)
+            buffer.free()
+            self.streams.note_free()
+        self._move_to(ShardState.SHARDED)
+
+    def set_full_precision(self, wanted: bool) -> None:
+        """Compute without lowering from the next unshard on (evaluation), or with it again."""
+        if wanted != self.full_precision:
+            self.reshard()
+            self.full_precision = wanted
+
+    @property
+    def _gathering(self) -> Collectives:
+        return SILENT if self.config.switches.fake_all_gather else self.collectives
+
+    def _move_to(self, state: ShardState) -> None:
+        self.state = check_transition(SHARD_TRANSITIONS, self.state, state, where=f"flat parameter {self.name!r}")
+
+    def __repr__(self) -> str:
+        return f"FlatHandle(flat_fqns={self.fqns}, state={self.state.name})"
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"cannot pickle the flat parameter {self.name!r}: it belongs to a process group. Save a state dict.")

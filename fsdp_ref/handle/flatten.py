@@ -1,0 +1,111 @@
+"""May these parameters share one flat parameter, and what does it hold at first?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_ref.config import MixedPrecision, ShardingStrategy
+from fsdp_ref.env import Switches
+from fsdp_ref.errors import FlattenError, explain, listing
+from fsdp_ref.handle.flat_parameter import FlatParameter
+from fsdp_ref.layout import FlatLayout, ShardMap
+from fsdp_ref.storage.param_sites import ManagedParam
+from fsdp_ref.storage.views import flat_views, gap_views
+
+PADDING_VALUE = 42
+"""Written into gaps at flattening: a result that depends on padding shows it."""
+
+ALIGNMENT_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class HandleConfig:
+    """What is decided for one flat parameter when it is built.
+
+    Attributes:
+        strategy: when full parameters are freed.
+        device: where parameters are when they compute.
+        mixed_precision: dtypes asked for.
+        offload: whether shards and their gradients live on the CPU.
+        use_orig_params: whether users see their own parameters or the flat one.
+        switches: environment switches.
+    """
+
+    strategy: ShardingStrategy
+    device: torch.device
+    mixed_precision: MixedPrecision = MixedPrecision()
+    offload: bool = False
+    use_orig_params: bool = True
+    switches: Switches = Switches()
+
+
+def check_params(params: Sequence[nn.Parameter], names: Sequence[str], *, use_orig_params: bool) -> None:
+    """Refuse parameters that cannot be flattened together.
+
+    Raises:
+        FlattenError: an empty list, a flat parameter, a dtype that is not floating point, or (without original
+            parameters) differing ``requires_grad``; or differing dtypes. Lists every offender.
+    """
+    if not params:
+        raise FlattenError("FlatHandle: expected parameters to flatten, got an empty parameter list. Make no handle.")
+    flat = [name for param, name in zip(params, names) if isinstance(param, FlatParameter)]
+    if flat:
+        raise FlattenError(f"Cannot flatten a `FlatParameter`: got {listing(flat)}. A unit holds it already.")
+    integer = [f"{n} ({p.dtype})" for p, n in zip(params, names) if not (p.is_floating_point() or p.is_complex())]
+    if integer:
+        raise FlattenError(
+            f"Cannot flatten integer dtype tensors: got {listing(integer)}. Register them as buffers or ignore them."
+        )
+    complexes = [f"{n} ({p.dtype})" for p, n in zip(params, names) if p.is_complex()]
+    if complexes:
+        raise FlattenError(f"Cannot flatten complex dtype tensors: got {listing(complexes)}. Ignore them.")
+    if len({param.dtype for param in params}) > 1:
+        got = listing(f"{n}: {p.dtype}" for p, n in zip(params, names))
+        raise FlattenError(f"Must flatten tensors with uniform dtype but got {got}. Wrap them in separate units.")
+    if not use_orig_params and len({param.requires_grad for param in params}) > 1:
+        got = listing(f"{n}: {p.requires_grad}" for p, n in zip(params, names))
+        raise FlattenError(
+            "Must flatten tensors with uniform `requires_grad` when `use_orig_params=False` but got "
+            f"{got}. Pass use_orig_params=True, or wrap frozen parameters separately."
+        )
+
+
+def build_layout(params: Sequence[ManagedParam], config: HandleConfig, world_size: int) -> ShardMap:
+    """Place the parameters.
+
+    Only with original parameters are there gaps: views of the flat parameter become what optimizers and kernels see,
+    and 16 bytes, measured in the dtype of computation, keep them as aligned as torch's own allocations.
+    """
+    specs = [managed.spec() for managed in params]
+    if not config.use_orig_params:
+        return ShardMap(FlatLayout.build(specs), world_size)
+    dtype = config.mixed_precision.param_dtype or params[0].param.dtype
+    aligned = max(1, ALIGNMENT_BYTES // dtype.itemsize)
+    return ShardMap(FlatLayout.build(specs, alignment_numel=aligned, pad_to_multiple=world_size), world_size)
+
+
+def flatten(tensors: Sequence[Tensor], layout: FlatLayout, device: torch.device) -> Tensor:
+    """Return the flat tensor of ``tensors``, with gaps and tail marked by :data:`PADDING_VALUE`."""
+    if len(tensors) != len(layout):
+        raise FlattenError(
+            explain("flatten", expected=f"{len(layout)} tensors", got=str(len(tensors)), remedy="Pass one each")
+        )
+    flat = torch.empty(layout.numel, dtype=tensors[0].dtype, device=device)
+    with torch.no_grad():
+        for view, tensor in zip(flat_views(flat, layout), tensors):
+            view.copy_(tensor.detach())
+        for gap in gap_views(flat, layout):
+            gap.fill_(PADDING_VALUE)
+    return flat
+
+
+def cut_shard(flat: Tensor, shard_map: ShardMap, rank: int) -> Tensor:
+    """Return a copy of ``rank``'s shard of ``flat``, padded on the right with zeros to the common size."""
+    shard = torch.zeros(shard_map.shard_numel, dtype=flat.dtype, device=flat.device)
+    span = shard_map.shard_span(rank)
+    shard[: span.numel].copy_(flat[span.as_slice()])
+    return shard

@@ -1,0 +1,167 @@
+"""How do users see the parameters of a unit, outside and inside computation?
+
+With original parameters each user's ``nn.Parameter`` object lives on; outside computation its data is the piece of it
+that this rank's shard holds (one-dimensional, possibly empty). Without, users see one flat parameter, and the places of
+the originals hold placeholders on the meta device: right shape and dtype, and any computation with one fails loudly.
+
+Inside forward and backward every place shows a plain tensor that autograd tracks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_ref.naming import FLAT_PARAM
+from fsdp_ref.storage.param_sites import ManagedParam
+from fsdp_ref.storage.views import ReshapeSites, SiteWriters, flat_views, mark_flattened, set_data, set_flat_param
+
+if TYPE_CHECKING:
+    from fsdp_ref.handle.flat_handle import FlatHandle
+
+
+class Shown(Enum):
+    """What the places of the originals show."""
+
+    SHARDED = auto()
+    """Originals over pieces of the shard, or placeholders."""
+    FULL = auto()
+    """Originals over the full buffer: a unit that stays unsharded between forward and backward."""
+    COMPUTING = auto()
+    """Tracked views, inside forward or backward."""
+    SUMMONED = auto()
+    """Parameters over a buffer that a user may edit."""
+
+
+class Originals:
+    """The user-visible side of one handle.
+
+    Args:
+        handle: the flat parameter.
+        params: its parameters with their places.
+    """
+
+    def __init__(self, handle: FlatHandle, params: Sequence[ManagedParam]) -> None:
+        self._handle = handle
+        self.managed = list(params)
+        self.params: list[nn.Parameter] = [managed.param for managed in params]
+        self.use_orig_params = handle.config.use_orig_params
+        self.shown = Shown.SHARDED
+        unsafe = handle.config.switches.unsafe_setattr
+        self._writers = SiteWriters(self.managed, registered=self.use_orig_params, unsafe_setattr=unsafe)
+        self._reshape = ReshapeSites(self.managed)
+        self._placeholders = [
+            torch.empty_strided(spec.shape, spec.stride, dtype=handle.shard_S.dtype, device="meta")
+            for spec in handle.layout.params
+        ]
+        # Pieces in this rank's shard: parameter index -> (offset, numel); absent ones are missing.
+        self.pieces = {
+            piece.param_index: (piece.offset_in_shard, piece.span_in_param.numel)
+            for piece in handle.shard_map.param_spans(handle.shard_rank)
+        }
+        self._shard_views: list[Tensor] | None = None
+
+    # ------------------------------------------------------------------ what a shard-sized flat tensor means
+
+    def pieces_of(self, flat_S: Tensor) -> list[Tensor]:
+        """Return, per original, the piece of it in a shard-sized flat tensor: 1-D, or whole where nothing is sharded."""
+        if not self._handle.sharded:
+            return flat_views(flat_S, self._handle.layout)
+        none = flat_S[0:0]
+        return [
+            flat_S[start : start + numel] if numel else none
+            for start, numel in (self.pieces.get(index, (0, 0)) for index in range(len(self.params)))
+        ]
+
+    def shard_views(self) -> list[Tensor]:
+        """Return each original's piece of this rank's shard (the same objects until the shard is replaced)."""
+        if self._shard_views is None:
+            self._shard_views = self.pieces_of(self._handle.shard_S)
+        return self._shard_views
+
+    def present(self, index: int) -> bool:
+        """Tell whether this rank holds any of original ``index`` (an empty parameter is present where nothing is cut)."""
+        return not self._handle.sharded or index in self.pieces
+
+    def forget_views(self) -> None:
+        """The shard was replaced: point the originals at the new one."""
+        self._shard_views = None
+        if self.use_orig_params and self.shown is not Shown.FULL:
+            self._point_at(self.shard_views())
+
+    # ------------------------------------------------------------------ what is shown
+
+    def take_over(self) -> None:
+        """Replace the user's parameters by their sharded form, once, at construction."""
+        for param in self.params:
+            mark_flattened(param)
+        if self.use_orig_params:
+            self._point_at(self.shard_views())
+            self._writers.show(self.params)
+        else:
+            self._reshape.hide(self._placeholders)
+            set_flat_param(self._handle.module, FLAT_PARAM, self._handle.flat_param)
+
+    def show_sharded(self) -> None:
+        """Show what users see outside computation."""
+        if self.shown is Shown.SHARDED:
+            return
+        if self.use_orig_params:
+            if self.shown is not Shown.COMPUTING:
+                self._point_at(self.shard_views())
+            self._writers.show(self.params)
+        elif self.shown is Shown.SUMMONED:
+            self._reshape.hide(self._placeholders)
+            set_flat_param(self._handle.module, FLAT_PARAM, self._handle.flat_param)
+        else:
+            self._writers.show(self._placeholders)
+        self.shown = Shown.SHARDED
+
+    def show_computing(self, views: Sequence[Tensor]) -> None:
+        """Show tracked views of the full parameter."""
+        if self.use_orig_params and self.shown is Shown.FULL:
+            self._point_at(self.shard_views())
+        self._writers.show(views)
+        self.shown = Shown.COMPUTING
+
+    def show_full(self) -> None:
+        """Show the originals over the full buffer (original parameters only)."""
+        self._point_at(self._handle.compute_views())
+        self._writers.show(self.params)
+        self.shown = Shown.FULL
+
+    def show_summoned(self, views: Sequence[Tensor]) -> list[nn.Parameter]:
+        """Show editable parameters over ``views`` and return them."""
+        if self.use_orig_params:
+            self._point_at(views)
+            self._writers.show(self.params)
+            shown = list(self.params)
+        else:
+            set_flat_param(self._handle.module, FLAT_PARAM, None)
+            requires_grad = self._handle.flat_param.requires_grad
+            shown = [nn.Parameter(view, requires_grad=requires_grad) for view in views]
+            self._reshape.register(shown)
+        self.shown = Shown.SUMMONED
+        return shown
+
+    def site_values(self) -> list[tuple[str, int, object]]:
+        """Return (name, parameter index, value) for each place."""
+        return [(site.fqn, index, value) for site, index, value in self._writers.shown()]
+
+    def unchanged(self) -> bool:
+        """Tell whether every place shows the original it should (original parameters only)."""
+        return self._writers.all_show(self.params)
+
+    def trainable(self) -> list[bool]:
+        """Return which originals want a gradient now; without original parameters the flat one speaks for all."""
+        if self.use_orig_params:
+            return [param.requires_grad for param in self.params]
+        return [self._handle.flat_param.requires_grad] * len(self.params)
+
+    def _point_at(self, views: Sequence[Tensor]) -> None:
+        for param, view in zip(self.params, views):
+            set_data(param, view)

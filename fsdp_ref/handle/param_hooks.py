@@ -1,0 +1,76 @@
+"""Which hooks did users put on parameters, and when do they run?
+
+With original parameters the user's tensors take no part in the graph (views of the full buffer do), so autograd does
+not run their hooks. The reference runs them: tensor hooks on this rank's own full gradient before it is reduced, as
+under DDP; post-accumulate hooks, and optimizers that step in backward, once ``.grad`` is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fsdp_ref.errors import FsdpRuntimeError
+from fsdp_ref.storage.views import set_grad
+
+if TYPE_CHECKING:
+    from fsdp_ref.handle.flat_handle import FlatHandle
+
+_IN_BACKWARD = "_in_backward_optimizers"
+
+
+def run_tensor_hooks(handle: FlatHandle, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the gradients after the hooks that users registered on their parameters with ``register_hook``."""
+    result = list(grads)
+    if not handle.originals.use_orig_params:
+        return _flat_hooks(handle, result)
+    for index, param in enumerate(handle.originals.params):
+        if param._backward_hooks and result[index] is not None:
+            result[index] = _run(param, result[index])
+    return result
+
+
+def _flat_hooks(handle: FlatHandle, grads: list[Tensor | None]) -> list[Tensor | None]:
+    """A hook on the flat parameter sees the flat gradient."""
+    flat = handle.flat_param
+    if not flat._backward_hooks:
+        return grads
+    local = torch.zeros(handle.layout.numel, dtype=handle.compute_dtype, device=handle.config.device)
+    for view, grad in zip(handle.views_of(local), grads):
+        if grad is not None:
+            view.copy_(grad)
+    return [*handle.views_of(_run(flat, local))]
+
+
+def _run(param: Tensor, grad: Any) -> Tensor:
+    for hook in list((param._backward_hooks or {}).values()):
+        replaced = hook(grad)
+        grad = grad if replaced is None else replaced
+    return grad  # type: ignore[no-any-return]  # user hooks return tensors
+
+
+def run_after_accumulation(handle: FlatHandle) -> None:
+    """Run post-accumulate hooks, and step optimizers that were applied in backward.
+
+    Raises:
+        FsdpRuntimeError: an optimizer was applied in backward to a flat parameter.
+    """
+    shown = handle.originals.params if handle.originals.use_orig_params else [handle.flat_param]
+    for param in shown:
+        if param.grad is None:
+            continue
+        for hook in list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()):
+            hook(param)
+        optimizers = getattr(param, _IN_BACKWARD, None)
+        if optimizers:
+            if not handle.originals.use_orig_params:
+                raise FsdpRuntimeError(
+                    "Optimizer in backward is only supported with use_orig_params=True: expected original parameters, "
+                    f"got the flat parameter of {handle.name!r}. Pass use_orig_params=True."
+                )
+            for optimizer in optimizers:
+                optimizer.step()
+            set_grad(param, None)

@@ -1,0 +1,180 @@
+"""What did the user do to the parameters since we last looked?
+
+Between iterations users replace a parameter's data, put another ``nn.Parameter`` on a module, or cast the whole
+model. Before each gather those changes are copied into the shard (or refused, by name). In-place edits need nothing:
+what users hold *is* the shard.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_ref.errors import ParametersChangedError, SharedParameterError, WritebackError, explain, listing
+from fsdp_ref.handle.originals import Shown
+from fsdp_ref.storage.views import mark_flattened
+
+if TYPE_CHECKING:
+    from fsdp_ref.handle.flat_handle import FlatHandle
+
+
+def absorb_params(handle: FlatHandle) -> bool:
+    """Copy what the user changed into the shard; tell whether anything was.
+
+    Raises:
+        WritebackError: a parameter was replaced by one of another shape.
+        SharedParameterError: a tied parameter was replaced in some of its places only, or two were tied.
+    """
+    if handle.config.switches.skip_writeback:
+        return False
+    originals = handle.originals
+    if originals.shown not in {Shown.SHARDED, Shown.FULL}:
+        return False
+    if not originals.use_orig_params:
+        return _absorb_flat(handle)
+    if not originals.unchanged():
+        _adopt_replaced(handle)
+        changed = True
+    else:
+        changed = False
+    return _absorb_data(handle) or changed
+
+
+def check_unchanged(handle: FlatHandle) -> None:
+    """Check that parameters which stayed unsharded since forward are the ones that forward used.
+
+    Raises:
+        ParametersChangedError: they were replaced.
+    """
+    originals = handle.originals
+    if handle.config.switches.skip_writeback or originals.shown not in {Shown.SHARDED, Shown.FULL}:
+        return
+    if not originals.use_orig_params:
+        changed = ["the flat parameter"] if handle.flat_param.data_ptr() != handle.shard_S.data_ptr() else []
+    else:
+        views = handle.compute_views() if originals.shown is Shown.FULL else originals.shard_views()
+        changed = [
+            fqn
+            for fqn, index, value in originals.site_values()
+            if value is not originals.params[index] or not _same_memory(originals.params[index], views[index])
+        ]
+    if changed:
+        raise ParametersChangedError(
+            "FSDP does not support changing the parameters between forward and backward: expected the parameters that "
+            f"forward of {handle.name!r} used, got others for {listing(changed)}. Replace them before forward or after "
+            "backward."
+        )
+
+
+def _same_memory(param: Tensor, view: Tensor) -> bool:
+    return param.shape == view.shape and (not view.numel() or param.data_ptr() == view.data_ptr())
+
+
+def _absorb_flat(handle: FlatHandle) -> bool:
+    flat = handle.flat_param
+    if flat.data_ptr() == handle.shard_S.data_ptr() and flat.dtype == handle.shard_S.dtype:
+        return False
+    if flat.shape != handle.shard_S.shape:
+        _refuse_shape(handle, ["the flat parameter"], [tuple(flat.shape)], [tuple(handle.shard_S.shape)])
+    new = flat.data
+    if new.dtype != handle.shard_S.dtype:
+        handle.set_precision(new.dtype)
+    with torch.no_grad():
+        handle.shard_S.copy_(new)
+    handle.replace_shard(handle.shard_S)
+    return True
+
+
+def _adopt_replaced(handle: FlatHandle) -> None:
+    """Take parameters that the user put in place of originals as the new originals."""
+    originals = handle.originals
+    shown: dict[int, list[tuple[str, object]]] = {}
+    for fqn, index, value in originals.site_values():
+        shown.setdefault(index, []).append((fqn, value))
+    owners = {id(param): index for index, param in enumerate(originals.params)}
+    problems = [
+        fqn
+        for index, places in shown.items()
+        for fqn, value in places
+        if not isinstance(value, nn.Parameter)
+        or value is not places[0][1]
+        or owners.get(id(value), index) != index
+    ]
+    if problems:
+        raise SharedParameterError(
+            f"Changing shared parameters is not supported yet: expected each parameter of {handle.name!r} at its own "
+            f"places, got something else at {listing(problems)}. Change what is tied before sharding."
+        )
+    for index, places in shown.items():
+        value = places[0][1]
+        if isinstance(value, nn.Parameter) and value is not originals.params[index]:
+            mark_flattened(value)
+            originals.params[index] = value
+
+
+def _absorb_data(handle: FlatHandle) -> bool:
+    """Copy data that is not the shard's own memory into the shard."""
+    originals = handle.originals
+    full = originals.shown is Shown.FULL
+    expected = handle.compute_views() if full else originals.shard_views()
+    dtype = expected[0].dtype
+    changed = [
+        index
+        for index, param in enumerate(originals.params)
+        if not _same_memory(param, expected[index]) or param.dtype != dtype
+    ]
+    if not changed:
+        return False
+    values = {index: originals.params[index].data for index in changed}
+    bad = [index for index in changed if values[index].shape != expected[index].shape]
+    if bad:
+        _refuse_shape(
+            handle,
+            [handle.fqns[index] for index in bad],
+            [tuple(values[index].shape) for index in bad],
+            [tuple(expected[index].shape) for index in bad],
+        )
+    dtypes = {value.dtype for value in values.values()}
+    if not full and len(changed) == len(originals.params) and len(dtypes) == 1 and dtypes != {dtype}:
+        handle.set_precision(dtypes.pop())
+    with torch.no_grad():
+        if full:
+            _copy_full(handle, values)
+        else:
+            for index, value in values.items():
+                originals.shard_views()[index].copy_(value)
+    originals.shown = Shown.FULL  # whatever the originals point at now, the next showing points them anew
+    originals.show_sharded()
+    return True
+
+
+def _copy_full(handle: FlatHandle, values: dict[int, Tensor]) -> None:
+    """Copy this rank's pieces of full-sized values into the shard."""
+    targets = handle.originals.shard_views()
+    if not handle.sharded:
+        for index, value in values.items():
+            targets[index].copy_(value)
+        return
+    views = handle.compute_views()
+    for index, value in values.items():
+        views[index].copy_(value)
+    span = handle.shard_map.shard_span(handle.shard_rank)
+    for index in values:
+        piece = handle.originals.pieces.get(index)
+        if piece is not None:
+            start, numel = piece
+            source = handle.full_F()[span.start + start : span.start + start + numel]
+            targets[index].copy_(source)
+
+
+def _refuse_shape(handle: FlatHandle, fqns: list[str], got: list[object], expected: list[object]) -> None:
+    raise WritebackError(
+        explain(
+            f"Cannot writeback when the parameter shape changes ({handle.name!r})",
+            expected=listing(f"{fqn}: {shape}" for fqn, shape in zip(fqns, expected)),
+            got=listing(f"{fqn}: {shape}" for fqn, shape in zip(fqns, got)),
+            remedy="Assign a tensor of the parameter's present (sharded) shape, or edit it inside summon_full_params",
+        )
+    )

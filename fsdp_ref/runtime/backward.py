@@ -1,0 +1,218 @@
+"""What happens around a unit's backward?
+
+*Pre-backward* (a hook on each output, or the first saved parameter that backward asks for): gather, show views for
+forwards that checkpointing runs again, gather ahead. *Post-backward* (the unit's node in the graph, see ``tracked``):
+all gradients are there; give parameters up and reduce. *End* (once per outermost pass): wait for reductions, give up
+whatever is left, hand gradients to users.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_ref import compat
+from fsdp_ref.config import BackwardPrefetch
+from fsdp_ref.errors import UnshardConflictError, explain
+from fsdp_ref.handle.gradients import dense
+from fsdp_ref.handle.writeback import absorb_params, check_unchanged
+from fsdp_ref.runtime import prefetch
+from fsdp_ref.runtime.events import UnitEventKind
+from fsdp_ref.runtime.root import Root
+from fsdp_ref.runtime.unit import Unit
+from fsdp_ref.states import HandleTrainingState, ShardState, TrainingState
+from fsdp_ref.storage.precision import map_tensors
+from fsdp_ref.handle.param_hooks import run_after_accumulation, run_tensor_hooks
+
+# ---------------------------------------------------------------------- pre-backward
+
+
+def hook_outputs(unit: Unit, output: Any) -> Any:
+    """Register the pre-backward hook on every output tensor that requires grad."""
+    if not torch.is_grad_enabled():
+        return output
+
+    def hook(tensor: Tensor) -> Tensor:
+        if tensor.requires_grad:
+            tensor.register_hook(lambda grad: pre_backward(unit))
+            unit.expect_backward()
+        return tensor
+
+    return map_tensors(output, hook)
+
+
+def pre_backward(unit: Unit) -> None:
+    """The gradient of an output of ``unit`` is there: its backward begins (once, however many outputs it has).
+
+    Collectives:
+        An all-gather over the shard group unless parameters are there; maybe another unit's. All ranks must call.
+    """
+    root = unit.root
+    assert root is not None  # the unit ran forward
+    task = root.enter_backward()
+    flush_partial(root, unit, task)
+    if unit.entered_backward:
+        return
+    _enter(root, unit, task)
+
+
+def demand(unit: Unit) -> None:
+    """Backward reads a parameter of ``unit`` that is not there: gather it, wherever backward is."""
+    root = unit.root
+    assert root is not None  # the unit ran forward
+    if not compat.in_backward():
+        # Somebody inspects the graph outside of backward; what they read is a copy (see ``tracked``).
+        if unit.handle is not None:
+            unit.handle.unshard()
+        return
+    _enter(root, unit, root.enter_backward())
+
+
+def _enter(root: Root, unit: Unit, task: int) -> None:
+    if unit.training_state is TrainingState.SUMMON_FULL_PARAMS:
+        raise UnshardConflictError(
+            explain(
+                f"backward of {unit!r}",
+                expected="sharded parameters",
+                got="full parameters held by summon_full_params",
+                remedy="Run backward outside of the context",
+            )
+        )
+    unit.begin_backward(task)
+    root.in_pass[unit] = None
+    unit.note(UnitEventKind.PRE_BACKWARD)
+    handle = unit.handle
+    if handle is not None:
+        if handle.state is ShardState.UNSHARDED:
+            check_unchanged(handle)
+        elif not unit.prefetched:
+            absorb_params(handle)
+        unit.unshard()
+        root.owned(unit)
+        unit.show_views()
+    prefetch.in_backward(root, unit, BackwardPrefetch.BACKWARD_PRE)
+
+
+def reshard_with_inputs(unit: Unit, inputs: Any) -> None:
+    """For a unit that trains nothing: give parameters up once the gradients of its inputs are there.
+
+    It has no node in the graph that could tell. Inputs that backward does not reach count as done.
+    """
+    handle = unit.handle
+    if handle is None or not torch.is_grad_enabled() or any(handle.originals.trainable()):
+        return
+    tensors: list[Tensor] = []
+
+    def collect(tensor: Tensor) -> Tensor:
+        if tensor.requires_grad:
+            tensors.append(tensor)
+        return tensor
+
+    map_tensors(inputs, collect)
+    if tensors:
+        torch.autograd.graph.register_multi_grad_hook(tensors, lambda grads: _frozen_done(unit))
+
+
+def _frozen_done(unit: Unit) -> None:
+    root = unit.root
+    assert root is not None  # the unit ran forward
+    root.enter_backward()
+    root.in_pass[unit] = None
+    _give_up(unit)
+    prefetch.in_backward(root, unit, BackwardPrefetch.BACKWARD_POST)
+
+
+# ---------------------------------------------------------------------- post-backward
+
+
+def on_gradients(unit: Unit, grads: tuple[Tensor | None, ...]) -> None:
+    """All gradients of this graph for the parameters of ``unit`` are there.
+
+    Collectives:
+        When synchronising, those of ``GradSync.reduce``. All ranks must call.
+    """
+    root = unit.root
+    assert root is not None  # the unit ran forward
+    task = root.enter_backward()
+    if all(grad is None for grad in grads):
+        return
+    root.in_pass[unit] = None
+    handle = unit.handle
+    assert handle is not None  # only units with parameters have gradients
+    local = run_tensor_hooks(handle, [None if grad is None else dense(grad).detach() for grad in grads])
+    if unit.entered_backward and unit.backward_task not in {-1, task}:
+        # A pass inside the pass (reentrant checkpointing): other regions of the unit may follow. Keep it open.
+        root.partial[unit] = None
+        root.sync.accumulate(unit, local)
+        return
+    root.partial.pop(unit, None)
+    _complete(root, unit, local)
+
+
+def _complete(root: Root, unit: Unit, local: list[Tensor | None]) -> None:
+    unit.note(UnitEventKind.POST_BACKWARD)
+    unit.phase_is(HandleTrainingState.BACKWARD_POST)
+    _give_up(unit)
+    prefetch.in_backward(root, unit, BackwardPrefetch.BACKWARD_POST)
+    if unit.sync_gradients:
+        root.sync.reduce(unit, local)
+    else:
+        root.sync.accumulate(unit, local)
+
+
+def flush_partial(root: Root, entering: Unit, task: int) -> None:
+    """Complete units whose gradients came from passes inside this one, now that backward moves on to another unit."""
+    for unit in [unit for unit in root.partial if unit is not entering and unit.backward_task == task]:
+        if not _encloses(unit, entering):
+            root.partial.pop(unit)
+            _complete(root, unit, [None] * len(unit.originals()))
+
+
+def _encloses(unit: Unit, other: Unit) -> bool:
+    return unit.is_root is True or not unit.name or other.name.startswith(unit.name + ".")
+
+
+def _give_up(unit: Unit) -> None:
+    """Reshard in backward: always when synchronising, else only where the strategy reshards anyway."""
+    unit.end_backward()
+    handle = unit.handle
+    if handle is None or handle.state is ShardState.SHARDED:
+        return
+    # A low-precision copy that nobody gathers (NO_SHARD) is out of date after the next optimizer step.
+    copied = not handle.sharded
+    free = copied or unit.sync_gradients or unit.reshards_after_forward
+    unit.reshard(free=free)
+    unit.keep(not free)
+
+
+# ---------------------------------------------------------------------- end
+
+
+def end_backward(root: Root) -> None:
+    """The outermost backward pass ended: nothing of it stays in flight, and users see its gradients."""
+    for unit in list(root.partial):
+        root.partial.pop(unit)
+        _complete(root, unit, [None] * len(unit.originals()))
+    root.sync.finish()
+    root.streams.compute_after_reduce()
+    for unit in root.units:
+        handle = unit.handle
+        if handle is not None and handle.state is not ShardState.SHARDED and not unit.keep_unsharded:
+            _give_up(unit)
+        unit.end_backward()
+        unit.phase_is(HandleTrainingState.IDLE)
+    publish(root.in_pass)
+    root.in_pass.clear()
+
+
+def publish(units: Iterable[Unit]) -> None:
+    """Hand gradients to users, then run what users attached to them."""
+    handles = [unit.handle for unit in units if unit.handle is not None]
+    for handle in handles:
+        handle.grads.publish()
+    for handle in handles:
+        if handle.grads.local_F is None:
+            run_after_accumulation(handle)

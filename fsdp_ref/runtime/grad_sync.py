@@ -1,0 +1,185 @@
+"""How do local gradients become the average over ranks?
+
+[Note: division] Gradients are divided before the sum by ``f`` and after it by ``world / f``, with ``f`` near the square
+root of the world size, so that neither the addends underflow nor the sum overflows in low precision. The sum runs in
+``reduce_dtype``, first over the shard group (each rank keeps its piece), then over the replicate group.
+
+Reductions are asynchronous: the next unit's backward computes while they run. At most :data:`IN_FLIGHT` are open, so
+that memory stays bounded; the rest is waited for at the end of backward.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp_ref.comm.collectives import SILENT, Collectives, Pending
+from fsdp_ref.comm.division import DivideFactors
+from fsdp_ref.comm.hooks import LOW_PRECISION_HOOKS
+from fsdp_ref.handle.flat_handle import FlatHandle
+from fsdp_ref.handle.gradients import fill_flat
+from fsdp_ref.runtime.events import UnitEventKind
+from fsdp_ref.storage.scratch import ScratchPool
+
+if TYPE_CHECKING:
+    from fsdp_ref.runtime.unit import Unit
+
+IN_FLIGHT = 2
+
+SCRATCH = ScratchPool()
+"""Buffers that gradients are gathered into before they are sent; shared by all units of this process."""
+
+
+class _Reduction:
+    """One gradient on its way: summed over one group after the other, then divided and added to the store."""
+
+    def __init__(self, unit: Unit, sent: Tensor | None, out_S: Tensor, pending: Pending, after: float) -> None:
+        self.unit = unit
+        self._sent = sent
+        self._out_S = out_S
+        self._pending = pending
+        self._after = after
+        self._rest: list[dist.ProcessGroup] = []
+        self._collectives: Collectives | None = None
+
+    def then_all_reduce(self, collectives: Collectives, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Sum over these groups afterwards."""
+        self._collectives = collectives
+        self._rest = list(groups)
+
+    def advance(self) -> None:
+        """Wait for the present sum and start the next, if there is one."""
+        if self._rest and self._collectives is not None:
+            self._pending.wait()
+            group = self._rest.pop(0)
+            self._pending = self._collectives.all_reduce(self._out_S, group, f"{self.unit.name}: gradient replicas")
+
+    def finish(self) -> None:
+        """Wait for everything and add the result to the gradient."""
+        while self._rest:
+            self.advance()
+        self._pending.wait()
+        if self._sent is not None:
+            SCRATCH.give(self._sent)
+            self._sent = None
+        if self._after > 1:
+            self._out_S.div_(self._after)
+        handle = self.unit.handle
+        assert handle is not None  # only units with parameters reduce
+        handle.grads.add_reduced(self._out_S)
+
+    def abandon(self) -> None:
+        """Wait for everything and drop the result."""
+        while self._rest:
+            self.advance()
+        self._pending.wait()
+
+
+class GradSync:
+    """The open reductions of one root."""
+
+    def __init__(self) -> None:
+        self._open: deque[_Reduction] = deque()
+
+    def accumulate(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
+        """Keep local gradients without reducing them."""
+        assert unit.handle is not None  # only units with parameters have gradients
+        unit.note(UnitEventKind.ACCUMULATE)
+        unit.handle.grads.add_local(grads)
+
+    def reduce(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
+        """Start to reduce local gradients together with those kept before.
+
+        Collectives:
+            A reduce-scatter over the shard group (an all-reduce where nothing is sharded), then an all-reduce over
+            the replicate group. All of their ranks must call.
+        """
+        handle = unit.handle
+        assert handle is not None  # only units with parameters have gradients
+        unit.note(UnitEventKind.REDUCE)
+        streams = handle.streams
+        streams.reduce_after_compute()
+        for grad in grads:
+            if grad is not None:
+                streams.used_by_reduce(grad)
+        with streams.post_backward(), torch.no_grad():
+            if unit.comm_hook is not None:
+                self._by_hook(unit, handle, grads)
+            else:
+                self._built_in(unit, handle, grads)
+
+    def _built_in(self, unit: Unit, handle: FlatHandle, grads: Sequence[Tensor | None]) -> None:
+        factors = DivideFactors.for_world(handle.groups.total_size)
+        before, after = factors.before, factors.after
+        dtype = handle.precision.original if handle.full_precision else handle.precision.reduce
+        sent_F = gather_local(handle, grads, dtype, before)
+        collectives = SILENT if handle.config.switches.fake_reduce else handle.collectives
+        rest = [] if handle.groups.replicate is None else [handle.groups.replicate]
+        label = f"{unit.name}: gradient"
+        if handle.sharded:
+            out_S = torch.empty(handle.shard_map.shard_numel, dtype=dtype, device=sent_F.device)
+            pending = collectives.reduce_scatter(out_S, sent_F, handle.groups.shard, label)
+            reduction = _Reduction(unit, sent_F, out_S, pending, after)
+        else:
+            # What is summed in place becomes the gradient: the buffer leaves the pool for good.
+            groups = [group for group in (handle.groups.shard, *rest) if group.size() > 1]
+            first, rest = groups[0] if groups else handle.groups.shard, groups[1:]
+            reduction = _Reduction(unit, None, sent_F, collectives.all_reduce(sent_F, first, label), after)
+        reduction.then_all_reduce(collectives, [group for group in rest if group.size() > 1])
+        self._open.append(reduction)
+        self._bound()
+
+    def _bound(self) -> None:
+        if len(self._open) > 1:
+            self._open[-2].advance()
+        while len(self._open) > IN_FLIGHT:
+            self._open.popleft().finish()
+
+    def _by_hook(self, unit: Unit, handle: FlatHandle, grads: Sequence[Tensor | None]) -> None:
+        """Let the user's hook reduce; it divides and communicates as it likes."""
+        hook = unit.comm_hook
+        assert hook is not None  # the caller looked
+        low = hook in LOW_PRECISION_HOOKS
+        dtype = handle.compute_dtype if low or handle.full_precision else handle.precision.reduce
+        sent_F = gather_local(handle, grads, dtype, 1.0)
+        if handle.sharded:
+            out_S = torch.zeros(handle.shard_map.shard_numel, dtype=dtype, device=sent_F.device)
+            hook(unit.comm_hook_state, sent_F, out_S)
+        else:
+            out_S = sent_F
+            hook(unit.comm_hook_state, out_S)
+        handle.grads.add_reduced(out_S)
+
+    def finish(self) -> None:
+        """Wait for all open reductions."""
+        while self._open:
+            self._open.popleft().finish()
+
+    def abandon(self) -> None:
+        """Wait for all open reductions and drop their results: the backward pass failed."""
+        while self._open:
+            self._open.popleft().abandon()
+
+
+def gather_local(handle: FlatHandle, grads: Sequence[Tensor | None], dtype: torch.dtype, divisor: float) -> Tensor:
+    """Return all local gradients as one flat tensor in ``dtype``, divided by ``divisor``, padding zero."""
+    kept_F = handle.grads.take_local()
+    if kept_F is not None:
+        handle.grads.local_F = kept_F
+        handle.grads.add_local(grads)
+        kept_F = handle.grads.take_local()
+    if kept_F is not None and kept_F.dtype == dtype and not handle.sharded:
+        return kept_F.div_(divisor) if divisor != 1.0 else kept_F
+    flat_F = SCRATCH.take(handle.shard_map.padded_numel, dtype, handle.config.device)
+    if kept_F is None:
+        fill_flat(flat_F, handle, grads, divisor)
+    else:
+        flat_F.copy_(kept_F)
+        if divisor != 1.0:
+            flat_F.div_(divisor)
+    return flat_F

@@ -1,0 +1,57 @@
+"""Do all ranks run their units in one order? (Only asked when torch's distributed debug level is DETAIL.)
+
+In the first iteration every forward of a unit is announced to the other ranks before its parameters are gathered, so
+that a mismatch is an error on every rank instead of a hang. Later iterations are compared with the first, locally: a
+deviation is reported once. Source: ``torch.distributed.fsdp._exec_order_utils`` for the behaviour.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+import torch.distributed as dist
+
+from fsdp_ref.runtime.execution_order import compare, order_error
+from fsdp_ref.runtime.root import Root
+from fsdp_ref.runtime.unit import Unit
+
+
+def check_order(root: Root, unit: Unit) -> None:
+    """Compare the forward of ``unit``, just recorded, with the other ranks or with the first iteration.
+
+    Raises:
+        ExecutionOrderError: ranks disagree in the first iteration.
+
+    Warns:
+        UserWarning: this rank leaves the order of the first iteration; once.
+
+    Collectives:
+        First iteration: one object gather over the shard group. All ranks must call.
+    """
+    handle = unit.handle
+    if dist.get_debug_level() is not dist.DebugLevel.DETAIL:
+        return
+    if handle is None or not handle.sharded or not unit.module.training or not torch.is_grad_enabled():
+        return
+    if root.order.first_forward is None:
+        names = [f"{unit.name}.{fqn}" if unit.name else fqn for fqn in handle.fqns]
+        per_rank: list[list[str]] = [[] for _ in range(handle.shard_size)]
+        dist.all_gather_object(per_rank, names, group=handle.groups.shard)
+        difference = compare(per_rank)
+        if difference is not None:
+            raise order_error(difference)
+        return
+    place = len(root.order.running)
+    recorded = root.order.first_forward
+    if tuple(root.order.running) != recorded[:place] and not root.order.warned:
+        root.order.warned = True
+        seen, first = root.index[unit], recorded[place - 1] if place <= len(recorded) else None
+        expected = "nothing more" if first is None else repr(root.units[first].name)
+        warnings.warn(
+            f"Forward order differs from that of the first iteration on rank {handle.groups.rank}. Collectives are "
+            f"unchecked and may give incorrect results or hang: expected {expected} at place {place - 1}, got "
+            f"{root.units[seen].name!r}. Keep control flow the same in every iteration.",
+            UserWarning,
+            stacklevel=4,
+        )

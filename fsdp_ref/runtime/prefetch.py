@@ -1,0 +1,49 @@
+"""Which gather is issued ahead of need?
+
+Three cases. (1) ``forward_prefetch``: at a unit's forward, the one that followed it in the first iteration. (2)
+``backward_prefetch``: at a unit's backward, the one before it in the latest forward. (3) On CPU nothing runs ahead of
+the host by itself, as kernels on a device do; so without being asked the next forward gather is issued early there
+too. It is not an "unshard" of its own: only the bytes start earlier.
+"""
+
+from __future__ import annotations
+
+from fsdp_ref.config import BackwardPrefetch
+from fsdp_ref.handle.writeback import absorb_params
+from fsdp_ref.runtime.root import Root
+from fsdp_ref.runtime.unit import Unit
+from fsdp_ref.states import ShardState
+
+
+def in_forward(root: Root, unit: Unit) -> None:
+    """Gather ahead at the forward of ``unit``, whose own parameters are there."""
+    explicit = unit.config.forward_prefetch
+    if not explicit and unit.config.device.type != "cpu":
+        return
+    order = root.order
+    target = order.next_forward(recorded=order.first_forward if explicit else order.last_forward)
+    if target is None:
+        return
+    following = root.units[target]
+    handle = following.handle
+    if handle is None or following.depth or handle.state is not ShardState.SHARDED or following.prefetched:
+        return
+    if following.config.switches.full_precision_in_eval:
+        handle.set_full_precision(following.full_precision_now)
+    absorb_params(handle)
+    if explicit:
+        following.prefetch()
+    elif handle.needs_buffer:
+        following.start_gather(prefetch=True)
+
+
+def in_backward(root: Root, unit: Unit, moment: BackwardPrefetch) -> None:
+    """Gather ahead at the backward of ``unit``, when its setting asks for this moment."""
+    if unit.config.backward_prefetch is not moment:
+        return
+    target = root.order.next_backward(root.index[unit])
+    if target is None:
+        return
+    following = root.units[target]
+    if following.needs_pre_backward and not following.prefetched and not following.entered_backward:
+        following.prefetch()

@@ -1,0 +1,215 @@
+"""What do the units of one tree share?
+
+The unit whose forward is entered first becomes the root (lazily, at first use). It lists its units, gives them one set
+of streams and one execution order, and holds what lasts for one forward or backward pass of the whole tree.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from fsdp_ref import compat
+from fsdp_ref.annotations import units_under
+from fsdp_ref.comm.streams import streams_for
+from fsdp_ref.errors import FsdpAssertionError, FsdpValueError, explain, listing
+from fsdp_ref.naming import clean_tensor_name
+from fsdp_ref.runtime.execution_order import ExecutionOrder
+from fsdp_ref.runtime.grad_sync import GradSync
+from fsdp_ref.runtime.tracked import pack_with, unpack_with
+from fsdp_ref.runtime.unit import Unit
+from fsdp_ref.states import HandleTrainingState, ShardState, TrainingState
+
+
+class _PassEnd:
+    """Runs when one backward pass ends; dies with a pass that fails, which is how failed passes are noticed."""
+
+    def __init__(self, root: Root, task: int) -> None:
+        self._root = root
+        self._task = task
+
+    def __call__(self) -> None:
+        self._root.leave_backward(self._task)
+
+
+class Root:
+    """Shared state of the units below one root.
+
+    Args:
+        unit: the root unit.
+        end_backward: what to do when the outermost backward pass has finished.
+        demand: make a unit's full parameters available to backward.
+
+    Attributes:
+        units: all units, depth first.
+        order: execution order.
+        sync: open gradient reductions.
+        round: counts outermost forward passes.
+        open_forwards: forward calls that are open now.
+        in_pass: units that took part in the present backward pass.
+    """
+
+    def __init__(
+        self, unit: Unit, end_backward: Callable[[Root], None], demand: Callable[[Unit], None]
+    ) -> None:
+        self.unit = unit
+        self.units: list[Unit] = []
+        self.index: dict[Unit, int] = {}
+        self.order = ExecutionOrder()
+        self.sync = GradSync()
+        self.round = 0
+        self.open_forwards = 0
+        self.in_pass: dict[Unit, None] = {}
+        self.partial: dict[Unit, None] = {}
+        self.anchor = torch.zeros((), device=unit.config.device, requires_grad=True)
+        self.streams = streams_for(unit.config.device, limit_all_gathers=unit.config.limit_all_gathers)
+        self._end_backward = end_backward
+        self._passes: dict[int, weakref.ref[_PassEnd]] = {}
+        self._dirty = False
+        self._storages: dict[int, Unit] = {}
+        self._pack = pack_with(self._storages)
+        self._unpack = unpack_with(demand)
+        self._saved: AbstractContextManager[object] | None = None
+        self._adopt(unit)
+
+    # ------------------------------------------------------------------ members
+
+    def _adopt(self, root_unit: Unit) -> None:
+        found = units_under(root_unit.holder)
+        units = list(dict.fromkeys(unit for _, _, unit in found))
+        if root_unit not in units:  # a unit inside a subtree that belongs to another parallelism
+            units = [root_unit]
+        others = [unit for unit in units if unit is not root_unit and unit.is_root]
+        if others:
+            raise FsdpAssertionError(
+                explain(
+                    "Non-root FSDP instance's `_is_root` should not have been set yet or should have been set to `False`",
+                    expected="the outermost unit to run first",
+                    got=f"roots already at {listing(unit.name or type(unit.module).__name__ for unit in others)}",
+                    remedy="Run, summon or clip through the outermost unit before any unit inside it",
+                )
+            )
+        check_homogeneous(units)
+        names = {id(unit): clean_tensor_name(name) for name, _, unit in reversed(found)}
+        self.units = units
+        for position, unit in enumerate(units):
+            unit.adopt(self, names.get(id(unit), ""), is_root=unit is root_unit)
+            self.index[unit] = position
+
+    def disband(self) -> None:
+        """Forget that the units belong together: the next use decides anew which unit is the root."""
+        for unit in self.units:
+            unit.leave()
+
+    def owned(self, unit: Unit) -> None:
+        """Let saved views of the unit's present buffer be recognised (see [Note: saved parameters])."""
+        handle = unit.handle
+        if handle is not None and handle.needs_buffer:
+            self._storages[compat.storage_key(handle.full_F())] = unit
+
+    # ------------------------------------------------------------------ forward passes
+
+    def begin_forward(self) -> None:
+        """The outermost forward call of this tree begins, outside of any backward."""
+        self.recover()
+        for unit in self.units:
+            handle = unit.handle
+            if handle is None or unit.early:
+                continue
+            # What is left from a forward without backward may be out of date: the user may have changed parameters.
+            if handle.state is not ShardState.SHARDED and not unit.keep_unsharded:
+                unit.settle()
+            unit.prefetched = False
+            unit.needs_pre_backward = False
+            unit.entered_backward = False
+        self.round += 1
+        self.order.begin_forward()
+        self.streams.begin_forward()
+
+    def watch_saved_tensors(self) -> AbstractContextManager[object]:
+        """Return the context in which saved views of parameters are packed; somebody else's hooks have precedence.
+
+        Hooks do not nest (the innermost pair serves alone), and checkpointing or offloading of activations must see
+        every tensor: under such hooks the units rely on the pre-backward hooks of their outputs.
+        """
+        if compat.saved_tensor_hooks_active() or not compat.saved_tensor_hooks_allowed():
+            return nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def end_forward(self) -> None:
+        """The outermost forward call ended: free gathers that nobody used."""
+        for unit in self.units:
+            if unit.handle is not None and unit.handle.state is ShardState.UNSHARDING and not unit.early:
+                unit.drop()
+
+    # ------------------------------------------------------------------ backward passes
+
+    def enter_backward(self) -> int:
+        """Be called back at the end of the backward pass that runs now; return its number."""
+        task = compat.graph_task_id()
+        if task not in self._passes or self._passes[task]() is None:
+            if not self._live_passes():
+                self.recover()
+            end = _PassEnd(self, task)
+            self._passes[task] = weakref.ref(end)
+            compat.queue_backward_callback(end)
+            self._dirty = True
+        return task
+
+    def _live_passes(self) -> list[int]:
+        self._passes = {task: end for task, end in self._passes.items() if end() is not None}
+        return list(self._passes)
+
+    def leave_backward(self, task: int) -> None:
+        """A backward pass ended; the outermost one (that touched units) ends backward for the tree."""
+        self._passes.pop(task, None)
+        if not self._live_passes():
+            self._end_backward(self)
+            self._dirty = False
+
+    def recover(self) -> None:
+        """Clean up after a backward pass that failed: its end was never reached."""
+        if not self._dirty or self._live_passes():
+            return
+        self._dirty = False
+        self.sync.abandon()
+        for unit in self.units:
+            unit.drop()
+            unit.entered_backward = False
+            unit.training_state = TrainingState.IDLE
+            unit.phase = HandleTrainingState.IDLE
+        self.in_pass.clear()
+        self.partial.clear()
+
+    def in_backward(self) -> bool:
+        """Tell whether a backward pass of this tree is under way."""
+        return bool(self._passes) and bool(self._live_passes())
+
+
+def check_homogeneous(units: list[Unit]) -> None:
+    """Check the settings that must agree over one tree.
+
+    Raises:
+        FsdpValueError: they differ; lists the units on each side.
+    """
+    settings = {
+        "_use_orig_params": [unit.config.use_orig_params for unit in units],
+        "limit_all_gathers": [unit.config.limit_all_gathers for unit in units],
+        "_use_full_prec_in_eval": [unit.config.switches.full_precision_in_eval for unit in units],
+    }
+    for name, values in settings.items():
+        if len(set(values)) > 1:
+            odd = [
+                f"{type(unit.module).__name__}: {value}" for unit, value in zip(units, values) if value != values[0]
+            ]
+            raise FsdpValueError(
+                explain(
+                    f"Expects one homogeneous value for {name}",
+                    expected=f"{values[0]} everywhere, as in the root",
+                    got=listing(odd),
+                    remedy="Give every unit of a tree the same value",
+                )
+            )

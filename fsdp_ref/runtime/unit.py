@@ -1,0 +1,300 @@
+"""What is a unit: one module whose parameters are gathered, computed with and freed together?
+
+A unit ties a module to its handle (None for a unit that owns no parameters), to its settings and to the root that it
+runs under. The wrapper and the composable API make the same units; only how forward reaches them differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_ref.comm.groups import DataParallelGroups
+from fsdp_ref.config import (
+    HYBRID_SHARDING_STRATEGIES,
+    NO_RESHARD_AFTER_FORWARD_STRATEGIES,
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from fsdp_ref.env import Switches
+from fsdp_ref.handle.flat_handle import FlatHandle
+from fsdp_ref.handle.originals import Shown
+from fsdp_ref.handle.writeback import absorb_params
+from fsdp_ref.runtime.events import OBSERVERS, UnitEvent, UnitEventKind, emit
+from fsdp_ref.states import HandleTrainingState, TrainingState
+from fsdp_ref.storage.precision import BufferCaster
+from fsdp_ref.storage.views import alias
+
+if TYPE_CHECKING:
+    from fsdp_ref.runtime.root import Root
+
+
+@dataclass(frozen=True, slots=True)
+class UnitConfig:
+    """Settings of one unit, as they hold after construction.
+
+    Attributes:
+        strategy: the strategy that the groups allow.
+        device: where the unit computes.
+        mixed_precision: dtypes.
+        cpu_offload: where shards live.
+        backward_prefetch: when backward gathers the next unit; None for not ahead.
+        forward_prefetch: gather the next unit in forward ahead of need, in the order of the first iteration.
+        limit_all_gathers: bound how far the host runs ahead of the device.
+        use_orig_params: what users see.
+        full_precision_module: made because mixed precision leaves its class alone: inputs are cast up, outputs back.
+        switches: environment switches.
+    """
+
+    strategy: ShardingStrategy
+    device: torch.device
+    mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
+    cpu_offload: CPUOffload = field(default_factory=CPUOffload)
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
+    forward_prefetch: bool = False
+    limit_all_gathers: bool = True
+    use_orig_params: bool = False
+    full_precision_module: bool = False
+    switches: Switches = field(default_factory=Switches)
+
+
+class Unit:
+    """One sharded module.
+
+    Args:
+        module: the module whose parameters are sharded.
+        holder: the module that users call: the wrapper, or ``module`` itself.
+        handle: the flat parameter, None when the unit owns no parameters.
+        config: settings.
+        groups: over which ranks.
+        modules: the modules whose nearest unit this is (for buffers).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        holder: nn.Module,
+        handle: FlatHandle | None,
+        config: UnitConfig,
+        groups: DataParallelGroups,
+        modules: tuple[nn.Module, ...],
+    ) -> None:
+        self.module = module
+        self.holder = holder
+        self.handle = handle
+        self.config = config
+        self.groups = groups
+        self.modules = modules
+        self.buffers = BufferCaster(modules, config.mixed_precision.buffer_dtype)
+        # What this unit and everything above it leave alone (a ``build.ignored.Ignored``).
+        self.ignored: Any = None
+        self.name = ""
+        self.root: Root | None = None
+        self.is_root: bool | None = None
+        self.training_state = TrainingState.IDLE
+        self.phase = HandleTrainingState.IDLE
+        self.sync_gradients = True
+        # The composable API was called on this very module (its inputs are cast like a root's).
+        self.applied_here = False
+        self.comm_hook: Callable[..., Any] | None = None
+        self.comm_hook_state: Any = None
+        # Forward calls that are open now (a module may call itself).
+        self.depth = 0
+        # Tracked views of this iteration's forward passes; one set per round, so that backward completes once.
+        self.views: list[Tensor] | None = None
+        self.views_round = -1
+        self.views_tracked = False
+        self.entered_backward = False
+        # The backward pass that the unit entered, and the trainable parameters' hooks are due in it.
+        self.backward_task = -1
+        self.needs_pre_backward = False
+        self.prefetched = False
+        # Full parameters that stay through the next forward: after a backward without synchronisation.
+        self.keep_unsharded = False
+        # A gather that the user started (``_unshard``) and that forward must not repeat.
+        self.early = False
+
+    # ------------------------------------------------------------------ facts
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """Whether the strategy frees full parameters between forward and backward."""
+        return self.config.strategy not in NO_RESHARD_AFTER_FORWARD_STRATEGIES | {ShardingStrategy.NO_SHARD}
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether gradients are reduced over a second group."""
+        return self.config.strategy in HYBRID_SHARDING_STRATEGIES
+
+    @property
+    def full_precision_now(self) -> bool:
+        """Whether this unit computes in full precision: evaluation, when the switch for it is on."""
+        return self.config.switches.full_precision_in_eval and not self.module.training
+
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        """The dtype that inputs are cast to, None for none."""
+        return None if self.full_precision_now else self.config.mixed_precision.param_dtype
+
+    def note(self, kind: UnitEventKind, *, prefetch: bool = False, freed: bool = False) -> None:
+        """Tell observers what this unit does."""
+        if OBSERVERS:
+            fqns = () if self.handle is None else tuple(self.handle.fqns)
+            emit(UnitEvent(kind, self.name, fqns, prefetch, freed))
+
+    def adopt(self, root: Root, name: str, *, is_root: bool) -> None:
+        """Become part of a tree."""
+        self.root = root
+        self.is_root = is_root
+        self.name = name
+        if self.handle is not None:
+            self.handle.name = name
+            self.handle.streams = root.streams
+        if not self.full_precision_now:
+            self.buffers.lower()
+
+    def leave(self) -> None:
+        """Belong to no tree again."""
+        self.root = None
+        self.is_root = None
+
+    # ------------------------------------------------------------------ full parameters
+
+    def start_gather(self, *, prefetch: bool) -> None:
+        """Issue the gather, when one is needed."""
+        if self.handle is not None and self.handle.start_unshard():
+            self.note(UnitEventKind.GATHER, prefetch=prefetch)
+
+    def unshard(self) -> None:
+        """Have full parameters now."""
+        if self.handle is None:
+            return
+        if not self.prefetched:
+            self.note(UnitEventKind.UNSHARD)
+        self.prefetched = False
+        self.start_gather(prefetch=False)
+        self.handle.finish_unshard()
+
+    def prefetch(self) -> None:
+        """Ask for full parameters ahead of need."""
+        self.note(UnitEventKind.UNSHARD, prefetch=True)
+        self.prefetched = True
+        self.start_gather(prefetch=True)
+
+    def reshard(self, *, free: bool) -> None:
+        """Give full parameters up; without ``free`` only what is shown changes."""
+        if self.handle is None:
+            return
+        freed = free and self.handle.sharded
+        if free:
+            self.handle.reshard()
+            self.keep_unsharded = False
+        self.prefetched = False
+        self.handle.originals.show_sharded()
+        self.note(UnitEventKind.RESHARD, freed=freed)
+
+    def drop(self) -> None:
+        """Free full parameters without a word: cleaning up after an unused gather or an aborted pass."""
+        self.prefetched = self.keep_unsharded = self.early = False
+        if self.handle is not None:
+            self.handle.reshard()
+            if self.handle.originals.shown is not Shown.SUMMONED:
+                self.handle.originals.show_sharded()
+
+    def gather_early(self) -> None:
+        """Begin to gather because a user asked for it; forward uses what comes."""
+        self.absorb()
+        self.early = True
+        self.start_gather(prefetch=True)
+
+    def settle(self) -> None:
+        """Give up whatever is left of an earlier forward, taking over what users changed on it."""
+        if self.handle is not None:
+            absorb_params(self.handle)
+            self.drop()
+
+    def absorb(self) -> None:
+        """Take over what users changed on parameters and gradients."""
+        if self.handle is not None:
+            absorb_params(self.handle)
+            self.handle.grads.absorb()
+
+    # ------------------------------------------------------------------ settings that change
+
+    def synchronise(self, wanted: bool) -> bool:
+        """Let backward reduce gradients, or keep them local; return what held before."""
+        before, self.sync_gradients = self.sync_gradients, wanted
+        return before
+
+    def hook(self, state: Any, hook: Callable[..., Any]) -> None:
+        """Let a user's function reduce gradients."""
+        self.comm_hook = hook
+        self.comm_hook_state = state
+
+    # ------------------------------------------------------------------ backward
+
+    def expect_backward(self) -> None:
+        """An output of this forward may be differentiated."""
+        self.needs_pre_backward = True
+
+    def begin_backward(self, task: int) -> None:
+        """The unit's backward begins in the pass ``task``."""
+        self.entered_backward = True
+        self.backward_task = task
+        self.phase = HandleTrainingState.BACKWARD_PRE
+
+    def end_backward(self) -> None:
+        """The unit's backward ended (it may begin again in the same pass)."""
+        self.entered_backward = False
+        self.needs_pre_backward = False
+        self.backward_task = -1
+
+    def phase_is(self, phase: HandleTrainingState) -> None:
+        """Note which phase the unit is in."""
+        self.phase = phase
+
+    def keep(self, wanted: bool) -> None:
+        """Let full parameters stay through the next forward."""
+        self.keep_unsharded = wanted
+
+    # ------------------------------------------------------------------ views
+
+    def show_views(self, views: list[Tensor] | None = None) -> None:
+        """Put views of the full parameter on the modules."""
+        if self.handle is not None:
+            shown = views or self.views or [alias(view) for view in self.handle.compute_views()]
+            self.handle.originals.show_computing(shown)
+
+    def keep_views(self, views: list[Tensor], of_round: int, *, tracked: bool) -> None:
+        """Remember the views of a forward pass: the unit may run again in it, and backward may run it again."""
+        self.views = views
+        self.views_round = of_round
+        self.views_tracked = tracked
+
+    def forget_views(self) -> None:
+        """Make the next forward track new views."""
+        self.views = None
+        self.views_round = -1
+
+    def begin_summon(self) -> None:
+        """A user takes hold of the full parameters."""
+        self.training_state = TrainingState.SUMMON_FULL_PARAMS
+        self.phase = HandleTrainingState.SUMMON_FULL_PARAMS
+
+    def end_summon(self) -> None:
+        """The user let go of them."""
+        self.training_state = TrainingState.IDLE
+        self.phase = HandleTrainingState.IDLE
+
+    def originals(self) -> Sequence[nn.Parameter]:
+        """Return the user's parameters that this unit holds."""
+        return () if self.handle is None else self.handle.originals.params
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name or 'root'!r}, {type(self.module).__name__}, {self.config.strategy.name})"

@@ -1,0 +1,73 @@
+"""Who owns the memory of full parameters, and how is it given back?
+
+A :class:`FlatBuffer` is one flat tensor whose storage is freed and refilled in place: the tensor object, and every
+view of it, outlives its memory. That is what lets autograd and modules hold views of parameters while the bytes are
+gone (the mechanism of FSDP's flat parameter; Source: Zhao et al., "PyTorch FSDP", section 4.2).
+
+The buffers count themselves (:data:`LEDGER`), so that a test can bound the peak of live full parameters.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Ledger:
+    """Bytes of full parameters that are allocated in this process, and the most there ever were."""
+
+    def __init__(self) -> None:
+        self.live_bytes = 0
+        self.peak_bytes = 0
+
+    def add(self, nbytes: int) -> None:
+        """Count an allocation (negative: a release)."""
+        self.live_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def reset_peak(self) -> None:
+        """Start the next measurement from what is live now."""
+        self.peak_bytes = self.live_bytes
+
+
+LEDGER = Ledger()
+
+
+class FlatBuffer:
+    """One flat tensor that is allocated only while somebody needs it.
+
+    Attributes:
+        tensor: the flat tensor; reading it while it is not allocated is undefined behaviour.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.tensor: Tensor = torch.empty(numel, dtype=dtype, device=device)
+        self._nbytes = numel * self.tensor.element_size()
+        self._storage = self.tensor.untyped_storage()
+        self._storage.resize_(0)
+
+    @property
+    def allocated(self) -> bool:
+        """Whether the storage has its memory (a buffer of no elements always has)."""
+        return self._storage.size() == self._nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer when it is allocated."""
+        return self._nbytes
+
+    def allocate(self) -> None:
+        """Give the storage its memory, with undefined content; nothing happens when it has it."""
+        if not self.allocated:
+            self._storage.resize_(self._nbytes)
+            LEDGER.add(self._nbytes)
+
+    def free(self) -> None:
+        """Take the memory away; nothing happens when it is gone."""
+        if self._nbytes and self.allocated:
+            self._storage.resize_(0)
+            LEDGER.add(-self._nbytes)
+
+    def __del__(self) -> None:
+        if self._nbytes and self.allocated:
+            LEDGER.add(-self._nbytes)

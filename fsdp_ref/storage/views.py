@@ -1,0 +1,176 @@
+"""How do parameters get onto modules and off again?
+
+The only file that writes parameters, gradients and marks onto modules and tensors which it did not make. What a place
+shows has two forms: *registered* (in ``module._parameters``: listed by ``named_parameters()``) and *plain* (an ordinary
+attribute, not listed). With original parameters everything is registered; with a flat parameter only what a user may
+see as parameters is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_ref.layout import FlatLayout
+from fsdp_ref.storage.param_sites import ManagedParam, ParamSite
+
+_FLATTENED = "_fsdp_flattened"
+
+Writer = Callable[[Tensor], None]
+
+
+def mark_flattened(param: Tensor) -> None:
+    """Mark a tensor as held by a unit, so that units around it leave it alone."""
+    setattr(param, _FLATTENED, True)
+
+
+def is_flattened(param: Tensor) -> bool:
+    """Tell whether a unit holds ``param``: one of its originals, or a flat parameter itself."""
+    return getattr(param, _FLATTENED, False)
+
+
+def flat_views(flat: Tensor, layout: FlatLayout) -> list[Tensor]:
+    """Return one view of ``flat`` per parameter, in the parameter's own shape and strides."""
+    return [
+        flat.as_strided(spec.shape, spec.stride, flat.storage_offset() + start)
+        for spec, start in zip(layout.params, layout.starts)
+    ]
+
+
+def gap_views(flat: Tensor, layout: FlatLayout) -> list[Tensor]:
+    """Return one view of ``flat`` per gap, tail and right padding: what belongs to no parameter."""
+    gaps = [span for index, span in layout.segments() if index is None]
+    views = [flat[span.as_slice()] for span in gaps]
+    if flat.numel() > layout.numel:
+        views.append(flat[layout.numel :])
+    return views
+
+
+def alias(view: Tensor) -> Tensor:
+    """Return a tensor on the same memory that autograd takes for an independent one (own version, no base)."""
+    return view.data
+
+
+class SiteWriters:
+    """Writes tensors to all places of a unit's parameters.
+
+    Args:
+        params: the parameters with their places.
+        registered: the form in which full and sharded values are shown (see the module's text).
+        unsafe_setattr: skip a module's own ``__setattr__`` even where its class defines one.
+    """
+
+    def __init__(self, params: Sequence[ManagedParam], *, registered: bool, unsafe_setattr: bool) -> None:
+        self._params = params
+        self.registered = registered
+        self._safe = not unsafe_setattr
+        self._fast: list[list[dict[str, Any]]] = []
+        self._slow: list[list[ParamSite]] = []
+        for managed in params:
+            slow = [site for site in managed.sites if self._safe and overrides_setattr(site.module)]
+            fast = [site for site in managed.sites if site not in slow]
+            self._fast.append([{"dict": _home(site.module, registered), "name": site.name} for site in fast])
+            self._slow.append(slow)
+        self._direct = [
+            (index, target["dict"], target["name"]) for index, targets in enumerate(self._fast) for target in targets
+        ]
+        self._through = [(index, site) for index, sites in enumerate(self._slow) for site in sites]
+
+    def show(self, values: Sequence[Tensor]) -> None:
+        """Put ``values[i]`` at every place of parameter i, in the form of this object."""
+        for index, home, name in self._direct:
+            home[name] = values[index]
+        for index, site in self._through:
+            _assign(site, values[index], registered=self.registered)
+
+    def shown(self) -> list[tuple[ParamSite, int, Any]]:
+        """Return what each place shows now, as (place, parameter index, value); None for a missing attribute."""
+        return [
+            (site, index, getattr(site.module, site.name, None))
+            for index, managed in enumerate(self._params)
+            for site in managed.sites
+        ]
+
+    def all_show(self, values: Sequence[Tensor]) -> bool:
+        """Tell whether every place shows exactly ``values[i]``."""
+        for index, home, name in self._direct:
+            if home.get(name) is not values[index]:
+                return False
+        return all(getattr(site.module, site.name, None) is values[index] for index, site in self._through)
+
+
+class ReshapeSites:
+    """Switches places between the registered and the plain form (used around summoning with a flat parameter)."""
+
+    def __init__(self, params: Sequence[ManagedParam]) -> None:
+        self._params = params
+
+    def register(self, values: Sequence[nn.Parameter]) -> None:
+        """Show ``values`` as parameters."""
+        for managed, value in zip(self._params, values):
+            for site in managed.sites:
+                _assign(site, value, registered=True)
+
+    def hide(self, values: Sequence[Tensor]) -> None:
+        """Show ``values`` as plain attributes; nothing of ours stays registered."""
+        for managed, value in zip(self._params, values):
+            for site in managed.sites:
+                _assign(site, value, registered=False)
+
+
+def overrides_setattr(module: nn.Module) -> bool:
+    """Tell whether the class of ``module`` wants to hear of attributes being set (recurrent layers do)."""
+    return type(module).__setattr__ is not nn.Module.__setattr__
+
+
+def set_flat_param(module: nn.Module, name: str, flat: nn.Parameter | None) -> None:
+    """Register the flat parameter on its module, or take it off with None."""
+    module._parameters.pop(name, None)
+    if flat is not None:
+        module._parameters[name] = flat
+
+
+def set_data(param: Tensor, data: Tensor) -> None:
+    """Point ``param`` at other memory, keeping the object (shape, dtype and device may change)."""
+    param.data = data
+
+
+def set_grad(param: Tensor, grad: Tensor | None) -> None:
+    """Set the gradient of ``param``, also where torch's own check of shape, dtype or device would refuse it.
+
+    Between a backward without synchronisation and the synchronising one a sharded parameter has the gradient of the
+    full one; with low-precision gradients the dtypes differ.
+    """
+    if grad is None:
+        param.grad = None
+    elif grad.shape == param.shape and grad.dtype == param.dtype and grad.device == param.device:
+        param.grad = grad
+    else:
+        holder = torch.empty_like(param, requires_grad=False)
+        param.grad = None
+        param.grad = holder
+        param.grad.data = grad
+
+
+def _home(module: nn.Module, registered: bool) -> dict[str, Any]:
+    return module._parameters if registered else module.__dict__
+
+
+def _assign(site: ParamSite, value: Tensor, *, registered: bool) -> None:
+    """Set one place through the module's own ``__setattr__``, then file it in the wanted form and order."""
+    module, name = site.module, site.name
+    order = list(module._parameters)
+    module._parameters.pop(name, None)
+    module.__dict__.pop(name, None)
+    if overrides_setattr(module):
+        setattr(module, name, value)
+        module._parameters.pop(name, None)
+        module.__dict__.pop(name, None)
+    _home(module, registered)[name] = value
+    if registered and order and name in order:
+        rest = dict(module._parameters)
+        module._parameters.clear()
+        module._parameters.update({key: rest.pop(key) for key in order if key in rest} | rest)
