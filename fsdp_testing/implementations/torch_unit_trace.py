@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -78,7 +79,7 @@ def fsdp1_trace(model: nn.Module, emit: Emit) -> Iterator[None]:
         return unshard
 
     def watch_reshard(original: Any) -> Any:
-        def reshard(state: Any, handle: Any, free_unsharded_flat_param: bool) -> Any:  # noqa: FBT001 - torch's own
+        def reshard(state: Any, handle: Any, free_unsharded_flat_param: bool) -> Any:
             held = handle in names and handle.uses_sharded_strategy and not handle.needs_unshard()
             result = original(state, handle, free_unsharded_flat_param)
             if handle in names:
@@ -120,56 +121,57 @@ def fsdp2_units(model: nn.Module) -> Units:
 @contextmanager
 def fsdp2_trace(model: nn.Module, emit: Emit) -> Iterator[None]:
     """Tell `emit` of FSDP2's transitions, from the parameter groups' own methods."""
+    groups = _groups(model)
     names = _names(model)
-    known = {id(group): names[module] for module, group in _groups(model)}
-    if not known:
-        yield
-        return
-    kind = type(_groups(model)[0][1])
-
-    def watch_unshard(original: Any) -> Any:
-        def unshard(group: Any, *args: Any, **kwargs: Any) -> Any:
-            name = known.get(id(group))
-            idle = group._all_gather_result is None and not _holds_full(group)
-            if name is not None:
-                emit(name, "unshard", ())
-            result = original(group, *args, **kwargs)
-            if name is not None and idle:
-                emit(name, "gather", ())
-            return result
-
-        return unshard
-
-    def watch_reshard(original: Any) -> Any:
-        def reshard(group: Any, *args: Any, **kwargs: Any) -> Any:
-            name = known.get(id(group))
-            held = _holds_full(group)
-            result = original(group, *args, **kwargs)
-            if name is not None:
-                emit(name, "reshard", ())
-                if held and not _holds_full(group):
-                    emit(name, "free", ())
-            return result
-
-        return reshard
-
-    def watch_finalize(original: Any) -> Any:
-        def finalize_backward(group: Any, *args: Any, **kwargs: Any) -> Any:
-            # A gather that nobody waited for is dropped here: a prefetch that aimed at the wrong unit.
-            unclaimed = group._all_gather_result is not None
-            result = original(group, *args, **kwargs)
-            name = known.get(id(group))
-            if name is not None and unclaimed and group._all_gather_result is None:
-                emit(name, "free", ())
-            return result
-
-        return finalize_backward
-
+    known = {id(group): names[module] for module, group in groups}
     with ExitStack() as stack:
-        stack.enter_context(_replaced(kind, "unshard", watch_unshard))
-        stack.enter_context(_replaced(kind, "reshard", watch_reshard))
-        stack.enter_context(_replaced(kind, "finalize_backward", watch_finalize))
+        for name, watch in _FSDP2_WATCHES.items() if groups else ():
+            stack.enter_context(_replaced(type(groups[0][1]), name, partial(watch, known, emit)))
         yield
+
+
+def _watch_unshard(known: Mapping[int, str], emit: Emit, original: Any) -> Any:
+    def unshard(group: Any, *args: Any, **kwargs: Any) -> Any:
+        name = known.get(id(group))
+        idle = group._all_gather_result is None and not _holds_full(group)
+        if name is not None:
+            emit(name, "unshard", ())
+        result = original(group, *args, **kwargs)
+        if name is not None and idle:
+            emit(name, "gather", ())
+        return result
+
+    return unshard
+
+
+def _watch_reshard(known: Mapping[int, str], emit: Emit, original: Any) -> Any:
+    def reshard(group: Any, *args: Any, **kwargs: Any) -> Any:
+        name = known.get(id(group))
+        held = _holds_full(group)
+        result = original(group, *args, **kwargs)
+        if name is not None:
+            emit(name, "reshard", ())
+            if held and not _holds_full(group):
+                emit(name, "free", ())
+        return result
+
+    return reshard
+
+
+def _watch_finalize(known: Mapping[int, str], emit: Emit, original: Any) -> Any:
+    def finalize_backward(group: Any, *args: Any, **kwargs: Any) -> Any:
+        # A gather that nobody waited for is dropped here: a prefetch that aimed at the wrong unit.
+        unclaimed = group._all_gather_result is not None
+        result = original(group, *args, **kwargs)
+        name = known.get(id(group))
+        if name is not None and unclaimed and group._all_gather_result is None:
+            emit(name, "free", ())
+        return result
+
+    return finalize_backward
+
+
+_FSDP2_WATCHES = {"unshard": _watch_unshard, "reshard": _watch_reshard, "finalize_backward": _watch_finalize}
 
 
 def _holds_full(group: Any) -> bool:

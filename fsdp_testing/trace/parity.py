@@ -79,7 +79,9 @@ def parity_cases(left: str, right: str, size: int, models: Sequence[str] = ()) -
     chosen = tuple(models) or PARITY_MODELS
     unknown = [name for name in chosen if name not in MODELS]
     if unknown:
-        raise InvalidArgument(f"parity: expected models among {', '.join(MODELS)}, got {unknown}. Choose from the list.")
+        raise InvalidArgument(
+            f"parity: expected models among {', '.join(MODELS)}, got {unknown}. Choose from the list."
+        )
     claims = [registry.load(name).capabilities for name in (left, right)]
     for name, claimed in zip((left, right), claims, strict=True):
         if "unit_trace" not in claimed:
