@@ -22,7 +22,7 @@ def unit_modules(root: nn.Module) -> list[nn.Module]:
 
 def units(root: nn.Module) -> list[Any]:
     """Return the units at or below ``root``; two modules of one unit give it once."""
-    return list(dict.fromkeys(unit for _, _, unit in units_under(root)))
+    return list({id(unit): unit for _, _, unit in units_under(root)}.values())
 
 
 def param_to_fqns(root: nn.Module, *, dedup_shared: bool = True) -> dict[nn.Parameter, list[str]]:
@@ -36,11 +36,12 @@ def param_to_fqns(root: nn.Module, *, dedup_shared: bool = True) -> dict[nn.Para
         dedup_shared: keep only the first name of a tied parameter.
     """
     names: dict[nn.Parameter, list[str]] = {}
+    handles = [unit.handle for unit in units(root) if getattr(unit, "handle", None) is not None]
+    held = {id(handle.flat_param): list(handle.fqns) for handle in handles}
     for path, module in root.named_modules(remove_duplicate=False):
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            # `_fqns` is what marks a flat parameter; relative to the module that it is registered on.
-            held = getattr(param, "_fqns", None)
-            found = [clean_tensor_name(join_fqn(path, fqn)) for fqn in ([name] if held is None else held)]
+            # The names a flat parameter holds are relative to the module that it is registered on.
+            found = [clean_tensor_name(join_fqn(path, fqn)) for fqn in held.get(id(param), [name])]
             known = names.setdefault(param, [])
             if not known:
                 known.extend(found)

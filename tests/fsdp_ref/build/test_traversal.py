@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from torch import nn
 
@@ -45,10 +47,11 @@ def test_parameters_map_to_clean_names():
 def test_a_flat_parameter_maps_to_the_names_it_holds():
     inner = nn.Module()
     inner._flat_param = nn.Parameter(nn.Linear(2, 2).weight.detach().reshape(-1))
-    inner._flat_param._fqns = ("l.weight", "l.bias")
     root = nn.Module()
     root.add_module("block", nn.Module())
     root.block.add_module("_fsdp_wrapped_module", inner)
+    handle = SimpleNamespace(flat_param=inner._flat_param, fqns=["l.weight", "l.bias"])
+    set_unit(root.block, SimpleNamespace(handle=handle))
     assert param_to_fqns(root) == {inner._flat_param: ["block.l.weight", "block.l.bias"]}
 
 

@@ -1,0 +1,186 @@
+"""A flat parameter by itself, under torch's names: for metadata and life-cycle tests without a wrapper.
+
+``FlatParamHandle`` takes the arguments of torch's class and answers its questions in its own tuples; everything is
+delegated to :class:`fsdp_ref.handle.flat_handle.FlatHandle`. Source: ``torch.distributed.fsdp._flat_param``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_ref.comm.groups import DataParallelGroups
+from fsdp_ref.config import MixedPrecision, coerce_sharding_strategy
+from fsdp_ref.config import ShardingStrategy as _Strategy
+from fsdp_ref.env import read_switches
+from fsdp_ref.errors import FlattenError, listing
+from fsdp_ref.handle.flat_handle import FlatHandle
+from fsdp_ref.handle.flat_parameter import FlatParameter
+from fsdp_ref.handle.flatten import HandleConfig, flatten
+from fsdp_ref.layout.inclusive_view import (
+    FlatParamShardMetadata,
+    ShardParamInfo,
+    infos_between,
+    is_padding_mask,
+    numels_with_padding,
+    shard_metadata,
+    shard_param_infos,
+)
+from fsdp_ref.states import HandleTrainingState, ShardState
+from fsdp_ref.storage.param_sites import sites_below
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fsdp_ref.layout import FlatLayout
+
+__all__ = [
+    "FlatParamHandle",
+    "FlatParamShardMetadata",
+    "FlatParameter",
+    "HandleTrainingState",
+    "ParamInfo",
+    "ShardParamInfo",
+]
+
+
+class ParamInfo(NamedTuple):
+    """Where a parameter hangs first."""
+
+    param_name: str
+    module: nn.Module
+    module_name: str
+
+
+class FlatParamHandle:
+    """One flat parameter over a process group, sharded from the start.
+
+    Args:
+        params: parameters to flatten.
+        fully_sharded_module: the module that holds them, anywhere below it.
+        device: where they compute.
+        sharding_strategy: ours or torch's.
+        offload_params: keep the shard on the CPU.
+        mp_param_dtype: dtype of computation.
+        mp_reduce_dtype: dtype of reduction.
+        keep_low_precision_grads: leave gradients in the reduction dtype.
+        process_group: the shard group.
+        use_orig_params: keep the users' parameter objects.
+
+    Raises:
+        FlattenError: an empty list, parameters that are not below the module, or that cannot be flattened together.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        fully_sharded_module: nn.Module,
+        device: torch.device,
+        sharding_strategy: object,
+        offload_params: bool,
+        mp_param_dtype: torch.dtype | None,
+        mp_reduce_dtype: torch.dtype | None,
+        keep_low_precision_grads: bool,
+        process_group: dist.ProcessGroup,
+        use_orig_params: bool,
+    ) -> None:
+        params = list(params)
+        flat = [str(index) for index, param in enumerate(params) if isinstance(param, FlatParameter)]
+        if flat:
+            raise FlattenError(f"Cannot flatten a `FlatParameter`: got parameters {listing(flat)}. A unit holds them.")
+        managed = sites_below(fully_sharded_module, params)
+        found = {id(each.param) for each in managed}
+        missing = [f"number {index}" for index, param in enumerate(params) if id(param) not in found]
+        if missing:
+            raise FlattenError(
+                f"FlatParamHandle: `params` were not found below {type(fully_sharded_module).__name__}: expected "
+                f"parameters of the module, got {listing(missing)}. Pass the module that holds them."
+            )
+        precision = MixedPrecision(mp_param_dtype, mp_reduce_dtype, keep_low_precision_grads=keep_low_precision_grads)
+        config = HandleConfig(
+            coerce_sharding_strategy(sharding_strategy) or _Strategy.FULL_SHARD,
+            torch.device(device),
+            precision,
+            offload_params,
+            use_orig_params,
+            read_switches(),
+        )
+        self.handle = FlatHandle(managed, fully_sharded_module, config, DataParallelGroups(process_group))
+
+    @property
+    def flat_param(self) -> nn.Parameter:
+        """The flat parameter; its data is this rank's shard."""
+        return self.handle.flat_param
+
+    @property
+    def layout(self) -> FlatLayout:
+        """Where each parameter lies."""
+        return self.handle.layout
+
+    @property
+    def uses_sharded_strategy(self) -> bool:
+        """Whether ranks hold different pieces."""
+        return self.handle.config.strategy is not _Strategy.NO_SHARD
+
+    @property
+    def sharded_grad(self) -> Tensor | None:
+        """The reduced gradient of this rank's shard."""
+        return self.handle.grads.reduced_S
+
+    def is_sharded(self, tensor: Tensor) -> bool:
+        """Tell whether ``tensor`` has the size of this rank's shard; never with NO_SHARD."""
+        return self.uses_sharded_strategy and tensor.numel() == self.handle.shard_map.shard_numel
+
+    def needs_unshard(self) -> bool:
+        """Tell whether the full parameter must be gathered before it can be read."""
+        return self.uses_sharded_strategy and self.handle.state is not ShardState.UNSHARDED
+
+    def unshard(self) -> None:
+        """Gather the full parameter. Collectives: one all-gather over the group; all ranks must call."""
+        self.handle.unshard()
+
+    def reshard(self, free_unsharded_flat_param: bool = True) -> None:
+        """Free the full parameter, or leave it there."""
+        if free_unsharded_flat_param:
+            self.handle.reshard()
+
+    def shard_metadata(self) -> FlatParamShardMetadata:
+        """Describe the parameters that this rank holds."""
+        return shard_metadata(self.handle.shard_map, self.handle.shard_rank)
+
+    def shard_param_infos(self) -> tuple[ShardParamInfo, ...]:
+        """Return one info per parameter for this rank's shard."""
+        return shard_param_infos(self.handle.shard_map, self.handle.shard_rank)
+
+    def _get_shard_metadata(self, start: int, last: int) -> tuple[ShardParamInfo, ...]:
+        """Return one info per parameter for the flat elements ``start`` to ``last`` inclusive."""
+        return infos_between(self.layout, start, last)
+
+    def numels_with_padding(self) -> tuple[int, ...]:
+        """Return the sizes of parameters, gaps and tail in buffer order."""
+        return numels_with_padding(self.layout)
+
+    def is_padding_mask(self) -> tuple[bool, ...]:
+        """Return which of :meth:`numels_with_padding` are padding."""
+        return is_padding_mask(self.layout)
+
+    def param_infos(self) -> tuple[ParamInfo, ...]:
+        """Return where each parameter hangs first."""
+        return tuple(
+            ParamInfo(site.name, site.module, site.fqn.rpartition(".")[0])
+            for site in (managed.sites[0] for managed in self.handle.originals.managed)
+        )
+
+    def param_module_names(self) -> list[tuple[str, str]]:
+        """Return (parameter name, module name) of each parameter."""
+        return [(info.param_name, info.module_name) for info in self.param_infos()]
+
+    def flatten_tensors(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Flatten other tensors of the same shapes, with the padding of the flat parameter."""
+        return flatten(tensors, self.layout, self.handle.config.device)
+
+    def __repr__(self) -> str:
+        return f"FlatParamHandle(flat_fqns={self.handle.fqns})"
