@@ -22,11 +22,12 @@ def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParse
 
 def execute(options: argparse.Namespace) -> int:
     """Print one line per examination."""
-    from rich.console import Console
     from rich.text import Text
 
+    from fsdp_testing.report.terminal import open_console
+
     del options
-    console = Console(highlight=False)
+    console = open_console()
     found: list[Symptom] = []
     for symptom in examine():
         found.append(symptom)

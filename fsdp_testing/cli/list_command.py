@@ -25,11 +25,12 @@ def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParse
 
 def execute(options: argparse.Namespace) -> int:
     """Print the lists."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False)
+    from fsdp_testing.report.terminal import open_console
+
+    console = open_console()
     for kind in [options.kind] if options.kind else KINDS:
         console.print(Text(kind, style="bold"))
         table = Table.grid(padding=(0, 2))

@@ -48,9 +48,8 @@ def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParse
 
 def execute(options: argparse.Namespace) -> int:
     """Print the layout."""
-    from rich.console import Console
-
     from fsdp_testing.implementations.ref_layout import unit_layouts
+    from fsdp_testing.report.terminal import open_console
 
     size = options.world_size
     if size < 1:
@@ -63,7 +62,7 @@ def execute(options: argparse.Namespace) -> int:
         raise InvalidArgument(
             f"plan: expected a model with parameters, got {options.model!r}. There is nothing to shard."
         )
-    console = Console(highlight=False)
+    console = open_console()
     for unit in found:
         _print_unit(unit, options.rank, console)
     _print_totals(found, console)

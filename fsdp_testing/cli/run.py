@@ -90,17 +90,15 @@ def seconds(text: str) -> float:
 
 def execute(options: argparse.Namespace) -> int:
     """Judge, print, write."""
-    from rich.console import Console
-
     from fsdp_testing.report import report_exit_code
-    from fsdp_testing.report.terminal import print_report
+    from fsdp_testing.report.terminal import open_console, print_report
 
     refuse_torchrun()
     look_at_outputs(options)
     check_backend(options.backend, max(options.world_size))
     names = named(options)
     expected = expectations(options.expected_failures, names)
-    console = Console(highlight=False)
+    console = open_console()
     report, interrupted = judged(names, expected, options, console)
     print_report(report, console, full=options.full)
     if interrupted:

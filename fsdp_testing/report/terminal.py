@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from fsdp_testing import env
 from fsdp_testing.records import CheckResult, Finding, RunReport, Verdict
 from fsdp_testing.report import summary
 
@@ -23,9 +24,19 @@ STYLES = {
     Verdict.EXPECTED_FAILURE: "yellow",
     Verdict.STALE: "bold yellow",
 }
-DETAIL_LINES = 30
+HEAD_LINES = 4
+TAIL_LINES = 12
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-FINDINGS_SHOWN = 3
+SHORT_FINDINGS = 4
+LOG_WIDTH = 120
+
+
+def open_console() -> Console:
+    """A console on standard output; a log file, which has no width, gets a usual one unless `COLUMNS` sets it."""
+    console = Console(highlight=False)
+    if not console.is_terminal and not env.get("COLUMNS"):
+        return Console(highlight=False, width=LOG_WIDTH)
+    return console
 
 
 def print_report(report: RunReport, console: Console, *, full: bool = False) -> None:
@@ -41,9 +52,15 @@ def print_report(report: RunReport, console: Console, *, full: bool = False) -> 
         results = summary.attention(report, verdict)
         if results:
             console.print()
-            console.print(Rule(_heading(verdict, len(results)), style=STYLES[verdict], align="left"))
+            noun = "check" if len(results) == 1 else "checks"
+            title = Text(f"{summary.WORDS[verdict]}: {len(results)} {noun}", style=STYLES[verdict])
+            console.print(Rule(title, style=STYLES[verdict], align="left"))
+            console.print(Text(summary.MEANINGS[verdict], style="dim"), soft_wrap=True)
             for result in results:
-                console.print(Padding(result_account(result, report, full=full), (1, 0, 0, 0)))
+                console.print()
+                for part in result_account(result, report, full=full):
+                    # Tables fit the width; text keeps its own lines, so that replay lines and paths can be copied.
+                    console.print(part, soft_wrap=isinstance(part, Text))
     console.print()
     for line in closing_lines(report):
         console.print(line, soft_wrap=True)
@@ -71,26 +88,31 @@ def cell(result: CheckResult | None) -> Text:
     return Text(summary.WORDS[result.verdict], style=STYLES[result.verdict])
 
 
-def result_account(result: CheckResult, report: RunReport, *, full: bool) -> RenderableType:
-    """Everything that a reader needs about one result that did not simply pass."""
-    parts: list[RenderableType] = [
-        Text.assemble((result.implementation, "bold"), "  ", (result.check, "bold cyan"), f"  {result.meaning}"),
-        Padding(told(summary.sentence(result)), (0, 0, 0, 2)),
-    ]
-    shown = result.findings if full else result.findings[:FINDINGS_SHOWN]
-    for finding in shown:
-        parts.append(Padding(_finding_table(finding, result, full=full), (0, 0, 0, 2)))
-    if len(result.findings) > len(shown):
-        parts.append(Text(f"  and {len(result.findings) - len(shown)} more failing cases (--full shows them)"))
-    for account in summary.accounts(result)[: None if full else FINDINGS_SHOWN]:
-        parts.append(Padding(told(_shortened(account, full=full), style="dim"), (0, 0, 0, 2)))
+def result_account(result: CheckResult, report: RunReport, *, full: bool) -> Iterator[RenderableType]:
+    """Everything that a reader needs about one result that did not simply pass.
+
+    The first failing case at length, the others in a line each, unless all of them are wanted in full.
+    """
+    yield Text.assemble((result.implementation, "bold"), "  ", (result.check, "bold cyan"), f"  {result.meaning}")
+    yield told(f"  {summary.sentence(result)}")
+    at_length = result.findings if full else result.findings[:1]
+    for finding in at_length:
+        yield Padding(_finding_table(finding, result), (0, 0, 0, 2))
+        if finding.detail:
+            yield _account(finding.detail, full=full)
+    in_short = result.findings[len(at_length) :]
+    for finding in in_short[:SHORT_FINDINGS]:
+        yield told(f"  also: {summary.world_text(finding)}: {finding.explanation}")
+    if len(in_short) > SHORT_FINDINGS:
+        yield Text(f"  and {len(in_short) - SHORT_FINDINGS} more failing cases (--full shows them)")
+    for account in summary.accounts(result)[: None if full else SHORT_FINDINGS]:
+        yield _account(account, full=full)
     if result.expected:
-        parts.append(told(f"  expected because: {result.expected}"))
-    parts.append(Text.assemble("  replay: ", (summary.replay_line(result, report), "bold")))
-    return Group(*parts)
+        yield told(f"  expected because: {result.expected}")
+    yield Text.assemble("  replay: ", (summary.replay_line(result, report), "bold"))
 
 
-def _finding_table(finding: Finding, result: CheckResult, *, full: bool) -> RenderableType:
+def _finding_table(finding: Finding, result: CheckResult) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
     table.add_column(overflow="fold")
@@ -104,9 +126,7 @@ def _finding_table(finding: Finding, result: CheckResult, *, full: bool) -> Rend
     if finding.bound_derivation:
         table.add_row("bound", told(finding.bound_derivation))
     table.add_row("case", Text(f"{finding.case.identity}: {summary.world_text(finding)}"))
-    if not finding.detail:
-        return table
-    return Group(table, told(_shortened(finding.detail, full=full), style="dim"))
+    return table
 
 
 def told(text: str, style: str = "") -> Text:
@@ -114,18 +134,14 @@ def told(text: str, style: str = "") -> Text:
     return Text(CONTROL.sub("\N{REPLACEMENT CHARACTER}", text), style=style)
 
 
-def _shortened(text: str, *, full: bool) -> str:
+def _account(text: str, *, full: bool) -> Text:
+    """A traceback or an account of ranks: its own line breaks, its beginning and its end unless `full`."""
     lines = text.rstrip().splitlines()
-    if full or len(lines) <= DETAIL_LINES:
-        return "\n".join(lines)
-    half = DETAIL_LINES // 2
-    left_out = len(lines) - 2 * half
-    return "\n".join([*lines[:half], f"... {left_out} lines left out (--full shows them) ...", *lines[-half:]])
-
-
-def _heading(verdict: Verdict, count: int) -> Text:
-    noun = "check" if count == 1 else "checks"
-    return Text(f"{count} {noun} {summary.WORDS[verdict]}: {summary.MEANINGS[verdict]}")
+    if not full and len(lines) > HEAD_LINES + TAIL_LINES + 1:
+        left_out = len(lines) - HEAD_LINES - TAIL_LINES
+        note = f"... {left_out} lines left out (--full shows them) ..."
+        lines = [*lines[:HEAD_LINES], note, *lines[-TAIL_LINES:]]
+    return told("\n".join(f"  {line}" for line in lines), style="dim")
 
 
 def closing_lines(report: RunReport) -> Iterator[Text]:

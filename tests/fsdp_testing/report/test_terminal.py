@@ -10,7 +10,7 @@ from rich.console import Console
 
 from fsdp_testing.records import RunReport, Verdict
 from fsdp_testing.report.progress import ProgressListener
-from fsdp_testing.report.terminal import print_report
+from fsdp_testing.report.terminal import open_console, print_report
 
 
 def drawn(report: RunReport, width: int = 120, *, full: bool = False) -> str:
@@ -38,6 +38,7 @@ def test_a_failure_shows_where_what_by_how_much_and_how_to_replay(mixed: RunRepo
         "max error 0.37, bound 2e-12 (1.85e+11 times the bound)",
         "12 roundings x u(float64)",
         "max error 0.37, equal bits were due",
+        "also: mlp, 2 ranks, full_shard, float64: after operation 0 the gradient",
         "fsdp-verify run one --check training.adamw --world-size 2",
         "expected because: issue 1",
         "exit code 1",
@@ -54,9 +55,21 @@ def test_nothing_is_lost_at_any_width(mixed: RunReport, width: int) -> None:
 
 def test_long_accounts_are_shortened_unless_asked_for(mixed: RunReport) -> None:
     text = drawn(mixed)
-    assert "50 lines left out" in text
+    assert "64 lines left out" in text
     assert "line 40" not in text
     assert "line 40" in drawn(mixed, full=True)
+
+
+@pytest.mark.parametrize("width", [20, 80])
+def test_a_replay_line_can_be_copied_at_any_width(mixed: RunReport, width: int) -> None:
+    assert "  replay: fsdp-verify run one --check training.adamw --world-size 2\n" in drawn(mixed, width)
+
+
+def test_a_log_without_a_width_gets_a_usual_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert open_console().width == 120
+    monkeypatch.setenv("COLUMNS", "77")
+    assert open_console().width == 77
 
 
 def test_text_of_a_run_cannot_steer_the_terminal(mixed: RunReport) -> None:
