@@ -11,52 +11,47 @@ from typing import Any
 _CONTROLLER = "fsdp_testing.pytest_plugin.controller"
 
 
+_OPTIONS: tuple[tuple[str, str, str], ...] = (
+    (
+        "--world-size",
+        "N[,N...]",
+        "ranks for tests whose `world` marker names no size; several give one test id each (default: 2)",
+    ),
+    (
+        "--dist-backend",
+        "NAME",
+        "backend for tests whose `world` marker names none: gloo, nccl, fake or a registered one (default: gloo)",
+    ),
+    (
+        "--rank-timeout",
+        "SECONDS",
+        "deadline for tests whose `world` marker names none; 0 means no deadline (default: 60)",
+    ),
+    (
+        "--isolation",
+        "MODE",
+        "warm: ranks and group are kept from test to test; fresh: new processes and a new group for every test, also "
+        "for tests whose marker says warm (default: warm)",
+    ),
+    (
+        "--rank-pdb",
+        "RANK",
+        "debug this rank: on a failure and at breakpoint() it gets the terminal, the others wait, no deadline",
+    ),
+)
+_FLAGS: tuple[tuple[str, str], ...] = (
+    ("--strict-hygiene", "fail a test that leaves something behind in a rank (default: warn)"),
+    ("--require-backend", "fail instead of skipping where a backend cannot run on this machine"),
+)
+
+
 def pytest_addoption(parser: Any) -> None:
     """Add the options of multi-rank tests."""
     group = parser.getgroup("fsdp-testing", "tests on N ranks (marker `world`)")
-    group.addoption(
-        "--world-size",
-        metavar="N[,N...]",
-        default=None,
-        help="ranks for tests whose `world` marker names no size; several give one test id each (default: 2)",
-    )
-    group.addoption(
-        "--dist-backend",
-        metavar="NAME",
-        default=None,
-        help="backend for tests whose `world` marker names none: gloo, nccl, fake or a registered one (default: gloo)",
-    )
-    group.addoption(
-        "--rank-timeout",
-        metavar="SECONDS",
-        default=None,
-        help="deadline for tests whose `world` marker names none; 0 means no deadline (default: 60)",
-    )
-    group.addoption(
-        "--isolation",
-        metavar="MODE",
-        default=None,
-        help="warm: ranks and group are kept from test to test; fresh: new processes and a new group for every test, "
-        "also for tests whose marker says warm (default: warm)",
-    )
-    group.addoption(
-        "--strict-hygiene",
-        action="store_true",
-        default=False,
-        help="fail a test that leaves something behind in a rank (default: warn)",
-    )
-    group.addoption(
-        "--rank-pdb",
-        metavar="RANK",
-        default=None,
-        help="debug this rank: on a failure and at breakpoint() it gets the terminal, the others wait, no deadline",
-    )
-    group.addoption(
-        "--require-backend",
-        action="store_true",
-        default=False,
-        help="fail instead of skipping where a backend cannot run on this machine",
-    )
+    for name, metavar, text in _OPTIONS:
+        group.addoption(name, metavar=metavar, default=None, help=text)
+    for name, text in _FLAGS:
+        group.addoption(name, action="store_true", default=False, help=text)
     parser.addini(
         "world_rank_plugins_off",
         "plugins (names as `pytest --trace-config` shows them) that are not loaded in ranks",

@@ -144,6 +144,14 @@ class PooledWorld:
             changed = self._sys_path = list(sys.path)
         return Job(self._jobs, name, target, arguments, hygiene, changed, self._place)
 
+    def borrow(self) -> None:
+        """Take this very world again, between two tests that it may serve."""
+        self.busy = True
+
+    def distrust(self) -> None:
+        """Have this world replaced once it is given back: a user of it knows that it is no longer clean."""
+        self.trusted = False
+
     def release(self) -> None:
         """Give the world back; ends it when it is not to be lent again."""
         self.busy = False

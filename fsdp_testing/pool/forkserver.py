@@ -86,7 +86,9 @@ class _ForkServer:
         gc.freeze()
         gc.disable()
         threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
-        self._control.send(READY + json.dumps({"pid": os.getpid(), "threads": threads}).encode())
+        # A controller that has gone already is found out by the first read.
+        with contextlib.suppress(OSError):
+            self._control.send(READY + json.dumps({"pid": os.getpid(), "threads": threads}).encode())
         while True:
             patience = 0 if self._waiting_imports else None
             ready, _, _ = select.select([self._control, self._wake_read], [], [], patience)

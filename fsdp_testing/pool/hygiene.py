@@ -53,7 +53,7 @@ class Snapshot:
         """
         try:
             now = [read() for read in _READERS]
-        except Exception:  # noqa: BLE001 - what a job left (a mode on torch's stack, say) may break any reader
+        except Exception:
             now = [_read(probe) for probe in PROBES]
         if now == self._values:
             return ()
@@ -71,8 +71,8 @@ class Snapshot:
                 dirt.append(Dirt(PROBES[i].kind, f"can no longer be read ({value.why})", restored=False))
             elif value != self._values[i]:
                 dirt.extend(_clean(PROBES[i], self._values[i], value))
-        if any(entry.kind == "process group" for entry in dirt):
-            # A group holds its connections open; one leak is told once.
+        if any(PROBES[i].kind == "process group" for i in suspects):
+            # A group holds its connections open, for a while also after it was destroyed; the group itself is told.
             dirt = [entry for entry in dirt if not (entry.kind == "open file" and entry.what.endswith("]"))]
         return dirt
 
@@ -85,7 +85,7 @@ class _Unreadable:
 def _read(probe: Probe) -> Any:
     try:
         return probe.read()
-    except Exception as error:  # noqa: BLE001 - see restore
+    except Exception as error:
         return _Unreadable(type(error).__name__)
 
 
@@ -97,7 +97,7 @@ def _clean(probe: Probe, before: Any, now: Any) -> list[Dirt]:
         return [Dirt(probe.kind, text, restored=False) for text in texts]
     try:
         probe.put_back(before, now)
-    except Exception as error:  # noqa: BLE001 - whatever a setter refuses with, the rank is no longer as it was
+    except Exception as error:
         return [Dirt(probe.kind, f"{text}; putting it back failed: {error}", restored=False) for text in texts]
     # Told again after the repair: what is still told could not be put back.
     left = set(probe.tell(before, probe.read()))

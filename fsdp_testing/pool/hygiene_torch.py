@@ -98,13 +98,14 @@ def _put_hooks(before: tuple[tuple[int, ...], ...], now: tuple[tuple[int, ...], 
             hooks.pop(key, None)
 
 
-def _groups() -> tuple[Any, list[Any]]:
+def _groups() -> tuple[Any, list[Any], int]:
     if not dist.is_available() or not dist.is_initialized():
-        return None, []
-    return dist.group.WORLD, list(compat.process_groups())
+        return None, [], 0
+    # The count differs also when a group was made and destroyed again, which is no dirt but explains open sockets.
+    return dist.group.WORLD, list(compat.process_groups()), compat.process_group_count()
 
 
-def _tell_groups(before: tuple[Any, list[Any]], now: tuple[Any, list[Any]]) -> Iterator[str]:
+def _tell_groups(before: tuple[Any, list[Any], int], now: tuple[Any, list[Any], int]) -> Iterator[str]:
     if before[0] is not now[0]:
         yield "the default process group was destroyed" if now[0] is None else "the default process group was replaced"
         return

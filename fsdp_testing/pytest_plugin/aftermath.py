@@ -105,8 +105,7 @@ def _fail(item: pytest.Item, merged: list[Merged], lines: list[str]) -> None:
         target.sections.append(("hygiene", "\n".join(lines)))
         return
     location = str(item.path), (item.location[1] or 0) + 1
-    target.outcome = "failed"
-    target.longrepr = build([text_element(lines)], f"{lines[0]}: {lines[1]}", None, location)
+    target.fail(build([text_element(lines)], f"{lines[0]}: {lines[1]}", None, location))
 
 
 def _category(record: WarningRecord) -> type[Warning]:

@@ -11,13 +11,13 @@ import pickle
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fsdp_testing import env
+from fsdp_testing.errors import PoolBroken
 from fsdp_testing.pool import hygiene_process
 from fsdp_testing.pool.channel import dumps, loads
 from fsdp_testing.pool.hygiene import take_snapshot
@@ -188,29 +188,38 @@ class _Loader:
                 config.addinivalue_line("markers", line)
 
 
-@dataclass(slots=True)
 class _Here:
-    """The session of this process, once it has one."""
+    """The session of this process: how to start it, and itself once it has been needed."""
 
-    session: RankSession | None = None
-    spec: SessionSpec | None = None
-    directory: str = ""
+    def __init__(self) -> None:
+        self._session: RankSession | None = None
+        self._spec: SessionSpec | None = None
+        self._directory = ""
+
+    def prepare(self, spec: bytes | None, directory: str) -> None:
+        """Remember how to start the session; every world is told with its first job."""
+        if spec is not None:
+            self._spec, self._directory = pickle.loads(spec), directory
+
+    def session(self) -> RankSession:
+        """The session, started now if it was not."""
+        if self._session is None:
+            if self._spec is None:
+                raise PoolBroken("in_rank: expected the session's description with the first item, got none.")
+            self._session = RankSession(self._spec, self._directory)
+        return self._session
+
+    def present(self) -> RankSession | None:
+        """The session if there is one."""
+        return self._session
+
+    def take(self) -> RankSession | None:
+        """The session if there is one, which is then forgotten."""
+        session, self._session = self._session, None
+        return session
 
 
 _here = _Here()
-
-
-def prepare(spec: bytes, directory: str) -> None:
-    """Remember how to start the session; sent once to every world."""
-    _here.spec, _here.directory = pickle.loads(spec), directory
-
-
-def _session() -> RankSession:
-    if _here.session is None:
-        if _here.spec is None:
-            raise RuntimeError("in_rank: expected prepare() before the first item")
-        _here.session = RankSession(_here.spec, _here.directory)
-    return _here.session
 
 
 def run_item(spec: bytes | None, directory: str, task: ItemTask) -> RankResult | Failed:
@@ -224,9 +233,8 @@ def run_item(spec: bytes | None, directory: str, task: ItemTask) -> RankResult |
     Returns:
         This rank's result, marked as failed when it is one so that ranks that wait for this one are stopped soon.
     """
-    if spec is not None:
-        prepare(spec, directory)
-    session = _session()
+    _here.prepare(spec, directory)
+    session = _here.session()
     item, problem = session.item(task)
     if item is None:
         session.plugin.take_reports()
@@ -263,19 +271,18 @@ def _wait_for_debugger(debugging: Debugging | None) -> None:
 
 def tear_down(keep: int) -> RankResult:
     """End fixtures that the next item does not share; called when another world runs that item."""
-    if _here.session is None:
+    session = _here.present()
+    if session is None:
         return RankResult()
-    problem = _here.session.tear_down(keep)
-    _, warnings, dirt = _here.session.plugin.take_reports()
-    return RankResult((), (), warnings, dirt, _here.session.kept(), group_count(), "", problem)
+    problem = session.tear_down(keep)
+    _, warnings, dirt = session.plugin.take_reports()
+    return RankResult((), (), warnings, dirt, session.kept(), group_count(), "", problem)
 
 
 def finish() -> str:
     """End the session; called before the rank leaves."""
-    if _here.session is None:
-        return ""
-    session, _here.session = _here.session, None
-    return session.finish()
+    session = _here.take()
+    return "" if session is None else session.finish()
 
 
 def call_function(
@@ -293,9 +300,8 @@ def call_function(
     Returns:
         The serialised result (to be read in the test, where its classes are known) and what the call left behind.
     """
-    if spec is not None:
-        prepare(spec, directory)
-    session = _session()
+    _here.prepare(spec, directory)
+    session = _here.session()
     if test_file and target.module not in sys.modules:
         session.item(ItemTask("", test_file, 0))
     function = resolve(target)

@@ -91,7 +91,7 @@ class Leases:
             if not world.trusted:
                 self._kept.pop(id(world), None)
                 continue
-            world.busy = True
+            world.borrow()
             try:
                 outcome = world.execute(f"{IN_RANK}:tear_down", (keep,), hygiene=False, timeout=_END_SECONDS)
             finally:

@@ -138,15 +138,13 @@ def _alike(accounts: Sequence[Account]) -> list[Merged]:
     first = accounts[0].result
     for phase in first.phases if first is not None else ():
         if phase.outcome != "passed" or phase.wasxfail is not None:
-            report = by_when[phase.when]
-            report.outcome, report.longrepr, report.wasxfail = phase.outcome, phase.longrepr, phase.wasxfail
+            by_when[phase.when].follow(phase)
     reasons = {account.told().partition(" ")[2].partition(" ")[2] for account in accounts}
     skipped = [report for report in merged if report.outcome == "skipped" and isinstance(report.longrepr, list | tuple)]
-    if len(reasons) > 1 and skipped:
-        path, line, _ = skipped[0].longrepr
-        skipped[0].longrepr = (path, line, "Skipped: " + "; ".join(account.told() for account in accounts))
-    elif skipped:
-        skipped[0].longrepr = tuple(skipped[0].longrepr)
+    for report in skipped[:1]:
+        path, line, reason = report.longrepr
+        every = "Skipped: " + "; ".join(account.told() for account in accounts)
+        report.skip_because(path, line, reason if len(reasons) == 1 else every)
     return merged
 
 
@@ -157,7 +155,7 @@ def _partly_expected(accounts: Sequence[Account]) -> list[Merged]:
     for report in merged:
         if report.wasxfail is not None:
             told = f"failed on {names(account.rank for account in failed)}, passed on {passed}"
-            report.wasxfail = f"{report.wasxfail} ({told})" if report.wasxfail else told
+            report.explain_expected_failure(f"{report.wasxfail} ({told})" if report.wasxfail else told)
     return merged
 
 
@@ -172,14 +170,12 @@ def _failure(outcome: WorldOutcome, accounts: Sequence[Account], location: tuple
         when = _first_failing(accounts)
         if when == "call":
             reports.append(Merged("setup", "passed", durations["setup"]))
-        report = Merged(when, "failed", durations[when])
-        report.longrepr = _account_of_all(outcome, accounts, location)
-        reports.append(report)
+        reports.append(Merged(when, "failed", durations[when], _account_of_all(outcome, accounts, location)))
     else:
         reports.extend(Merged(when, "passed", durations[when]) for when in _whens(accounts) if when != "teardown")
     last = Merged("teardown", "passed", durations["teardown"])
     if teardown:
-        last.outcome, last.longrepr = "failed", _teardown_text(teardown, accounts, location)
+        last.fail(_teardown_text(teardown, accounts, location))
     return _with_sections([*reports, last], accounts)
 
 

@@ -91,7 +91,7 @@ class Protocol:
                 properties = _properties(outcome)
         self._tear_down_here(item, nextitem, merged)
         # Lending a world, sending and merging belong to setup, so that durations add up to the time spent.
-        merged[0].duration += max(0.0, time.perf_counter() - clock - sum(report.duration for report in merged))
+        merged[0].lengthen(time.perf_counter() - clock - sum(report.duration for report in merged))
         return [self._report(item, part, began, properties) for part in merged]
 
     def _execute(self, item: pytest.Item, request: WorldRequest, nextitem: pytest.Item | None) -> WorldOutcome:
@@ -113,7 +113,7 @@ class Protocol:
             )
             results = [value for value in outcome.values if isinstance(value, RankResult)]
             if any(result.dirt for result in results) or len({result.groups for result in results}) > 1:
-                world.trusted = False
+                world.distrust()
             self.leases.note(world, chain[: max((result.kept for result in results), default=0)])
             return outcome
         finally:
@@ -163,8 +163,7 @@ class Protocol:
             item.ihook.pytest_runtest_teardown(item=item, nextitem=nextitem)
         except Exception as error:
             text = f"teardown in the controlling process: {type(error).__name__}: {error}"
-            merged[-1].outcome = "failed"
-            merged[-1].longrepr = build([text_element([text])], text, None, _location(item))
+            merged[-1].fail(build([text_element([text])], text, None, _location(item)))
 
     def _report(
         self, item: pytest.Item, part: Merged, began: float, properties: tuple[tuple[str, Any], ...]

@@ -129,3 +129,23 @@ class Merged:
     longrepr: Any = None
     sections: list[tuple[str, str]] = field(default_factory=list)
     wasxfail: str | None = None
+
+    def fail(self, longrepr: dict[str, Any]) -> None:
+        """Become a failure."""
+        self.outcome, self.longrepr = "failed", longrepr
+
+    def follow(self, phase: Phase) -> None:
+        """Say what one rank said, for all."""
+        self.outcome, self.longrepr, self.wasxfail = phase.outcome, phase.longrepr, phase.wasxfail
+
+    def skip_because(self, path: str, line: int, reason: str) -> None:
+        """Become skipped at a place."""
+        self.outcome, self.longrepr = "skipped", (path, line, reason)
+
+    def explain_expected_failure(self, reason: str) -> None:
+        """Give the reason of an expected failure."""
+        self.wasxfail = reason
+
+    def lengthen(self, seconds: float) -> None:
+        """Count time that is nobody else's."""
+        self.duration += max(0.0, seconds)

@@ -83,7 +83,7 @@ class BoundWorld:
                 hygiene=False,
             )
             if outcome.ok and any(dirt for _, dirt in outcome.values):
-                world.trusted = False
+                world.distrust()
         finally:
             world.release()
             if not world.trusted or not world.kept:

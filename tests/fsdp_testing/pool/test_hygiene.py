@@ -228,6 +228,7 @@ def test_a_process_group_left_behind_is_named() -> None:
     dirt = snapshot.restore()
     assert [(entry.kind, entry.restored) for entry in dirt] == [("process group", False)]
     assert "'mine' of ranks [0]" in dirt[0].what
+    # Destroyed, it is no dirt any more, although `group` still holds its connections.
     dist.destroy_process_group(group)
     assert snapshot.restore() == ()
 
