@@ -160,7 +160,6 @@ def _walk(
         is_root = module is root and not path
         if not is_root and parent not in chains:
             continue
-        # The root is planned for even when it carries a unit of its own: wrapping a wrapper is legal.
         if not is_root and (unit_of(module) is not None or module in ignored.modules or is_replicated(module)):
             continue
         chain = () if is_root else chains[parent]
@@ -172,6 +171,9 @@ def _walk(
         nearest = walk.modules[chain[-1][0]]
         if module not in nearest:
             nearest.append(module)
+        if is_root and unit_of(module) is not None:
+            # Wrapping a wrapper is legal: the new unit stands around the old one and holds nothing itself.
+            break
         if is_root and module in ignored.modules:
             continue
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):

@@ -141,6 +141,14 @@ def test_units_made_before_keep_their_parameters():
     assert root.a not in plan.root.modules
 
 
+@pytest.mark.covers("CTOR-20")
+def test_a_unit_around_a_unit_holds_nothing():
+    root = Node(a=lin())
+    set_unit(root, object())
+    taken = set(root.parameters())
+    assert owners(plan_for(root, is_managed=lambda param: param in taken)) == {"": []}
+
+
 @pytest.mark.covers("REP-01", "TRAV-03", "B010")
 def test_a_replicated_subtree_is_left_alone_with_the_units_in_it():
     from fsdp_ref.annotations import register
