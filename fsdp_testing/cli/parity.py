@@ -1,20 +1,27 @@
-"""`fsdp-verify parity`: do two implementations handle units and collectives in the same order? Side by side."""
+"""`fsdp-verify parity NAME NAME`: do two implementations do the same things in the same order?
+
+Exit code 0 if every case shows the same order, 1 if one differs or breaks a rule of its own.
+"""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from fsdp_testing.errors import InvalidArgument, WorldFailed
+from fsdp_testing.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console
 
-    from fsdp_testing.checkers.order import OrderComparison
     from fsdp_testing.trace.parity import CaseParity
 
 Subparsers = argparse._SubParsersAction  # the only name argparse gives it
-CONTEXT_ROWS = 4
+
+DESCRIPTION = """\
+Run the same training programs on both implementations, record what their units and collectives do, and show side by
+side where the order differs: units and their parameters, unshard and reshard, gather and free, collectives.
+"""
 
 
 def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParser:
@@ -22,78 +29,70 @@ def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParse
     command = commands.add_parser(
         "parity",
         help="unit and event order of two implementations, side by side",
-        description="Trace the same cases on two implementations and compare the order of units, of their unshard and "
-        "reshard, and of collectives. Exit code 0: the same; 1: they differ, or one breaks a rule of its own.",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    command.add_argument("left", metavar="NAME", help="an implementation that claims unit_trace")
+    command.add_argument("left", metavar="NAME", help="an implementation that claims `unit_trace`")
     command.add_argument("right", metavar="NAME", help="another one")
-    command.add_argument("--world-size", type=int, default=2, metavar="N", help="ranks (default 2)")
-    command.add_argument("--model", action="append", default=[], metavar="MODEL", help="model of the zoo; repeatable")
-    command.add_argument("--full", action="store_true", help="show every row, not only those around differences")
+    command.add_argument("--world-size", type=int, default=2, metavar="N", help="number of ranks (default 2)")
+    command.add_argument(
+        "--model", action="append", default=[], metavar="MODEL", help="models of `list models`; repeatable"
+    )
+    command.add_argument("--full", action="store_true", help="show equal rows far from any difference too")
     return command
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Compare and print; the worst finding decides the exit code."""
-    from rich.console import Console
-
+    """Compare, print, and say what differs."""
+    from fsdp_testing.report.terminal import open_console
     from fsdp_testing.trace.parity import compare_case, parity_cases
 
     if options.world_size < 1:
         raise InvalidArgument(f"--world-size: expected at least 1, got {options.world_size}. Give the number of ranks.")
-    console = Console(highlight=False)
-    code = 0
-    for case in parity_cases(options.left, options.right, options.world_size, options.model):
-        where = f"{case.model.name}, {case.strategy}, {case.world.size} ranks"
-        try:
+    cases = parity_cases(options.left, options.right, options.world_size, options.model)
+    console = open_console()
+    different = 0
+    for case in cases:
+        with console.status(f"{case.model.name}, {case.strategy}"):
             found = compare_case(options.left, options.right, case)
-        except WorldFailed as error:
-            console.print(f"{where}: unknown", style="bold yellow", markup=False)
-            console.print(str(error), markup=False, soft_wrap=True)
-            code = 3
-            continue
-        _print_case(where, found, console, full=options.full)
-        code = max(code, 0 if found.equal else 1)
-    return code
+        different += not found.equal
+        _print_case(found, options, console)
+    told = f"{different} of {len(cases)} cases differ" if different else f"the same order in all {len(cases)} cases"
+    console.print(f"{options.left} and {options.right}: {told}", markup=False, soft_wrap=True)
+    return 1 if different else 0
 
 
-def _print_case(where: str, found: CaseParity, console: Console, *, full: bool) -> None:
-    told = "same order" if found.equal else "order differs"
-    console.print(f"{where}: {told}", style="bold green" if found.equal else "bold red", markup=False)
-    for fault in found.faults:
-        console.print(f"  {fault}", markup=False, soft_wrap=True)
-    for comparison in found.comparisons:
-        count = sum(not row.same for row in comparison.rows)
-        if comparison.rank == 0 or count:
-            tail = "equal" if not count else f"{count} of {len(comparison.rows)} rows differ"
-            console.print(f"  {comparison.aspect}, rank {comparison.rank}: {tail}", markup=False)
-        # Ranks run one program: what rank 0 shows in full need not be shown again.
-        if (comparison.rank == 0 and count) or (full and comparison.rank == 0):
-            console.print(_table(comparison, found, full=full))
-
-
-def _table(comparison: OrderComparison, found: CaseParity, *, full: bool) -> RenderableType:
-    from rich.table import Table
+def _print_case(found: CaseParity, options: argparse.Namespace, console: Console) -> None:
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for header in ("    ", found.left.implementation, found.right.implementation):
-        table.add_column(header, overflow="fold")
-    last = -1
-    for index in _shown(comparison, full=full):
-        if index > last + 1:
-            table.add_row("", Text("…", style="dim"), "")
-        row = comparison.rows[index]
-        style = "" if row.same else "red"
-        table.add_row("    " if row.same else "  ≠ ", Text(row.left, style=style), Text(row.right, style=style))
-        last = index
-    return table
+    from fsdp_testing.report.side_by_side import by_difference, order_table
+
+    case = found.case
+    title = Text(f"{case.model.name}, {case.strategy}, {case.world.size} ranks: ", style="bold")
+    aspects = dict.fromkeys(comparison.aspect for comparison in found.comparisons)
+    differing = _aspects_that_differ(found)
+    same = [aspect for aspect in aspects if aspect not in differing]
+    title.append(
+        f"differ in {', '.join(differing)}" if differing else "same order", style="yellow" if differing else "green"
+    )
+    if differing and same:
+        title.append(f" (same {', '.join(same)})", style="dim")
+    console.print(title, soft_wrap=True)
+    for fault in found.faults:
+        console.print(Text(f"  {fault}", style="red"), soft_wrap=True)
+    for comparison, ranks in by_difference(found.comparisons):
+        console.print(Text(f"  {comparison.aspect}, rank{'s' if len(ranks) > 1 else ''} {_list(ranks)}", style="bold"))
+        console.print(order_table(comparison, options.left, options.right, full=options.full))
+    if options.full and not differing:
+        for comparison in found.comparisons[: len(aspects)]:
+            console.print(Text(f"  {comparison.aspect}, rank {comparison.rank}", style="bold"))
+            console.print(order_table(comparison, options.left, options.right, full=True))
 
 
-def _shown(comparison: OrderComparison, *, full: bool) -> list[int]:
-    if full:
-        return list(range(len(comparison.rows)))
-    differing = [index for index, row in enumerate(comparison.rows) if not row.same]
-    near = {i for d in differing for i in range(d - CONTEXT_ROWS, d + CONTEXT_ROWS + 1)}
-    return [index for index in range(len(comparison.rows)) if index in near]
+def _aspects_that_differ(found: CaseParity) -> list[str]:
+    return list(dict.fromkeys(comparison.aspect for comparison in found.comparisons if not comparison.equal))
+
+
+def _list(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks))
