@@ -1,1 +1,48 @@
-"""Reference implementation of fully sharded data parallel (flat-parameter FSDP)."""
+"""Reference implementation of fully sharded data parallel (flat-parameter FSDP).
+
+``from fsdp_ref import FullyShardedDataParallel as FSDP`` replaces the import of torch's class; the modules ``wrap``,
+``composable``, ``comm_hooks`` and ``flat_param`` hold what torch keeps under those or similar names.
+"""
+
+from fsdp_ref.api.fully_shard import fully_shard, unshard_params
+from fsdp_ref.api.wrapper import FullyShardedDataParallel
+from fsdp_ref.config import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from fsdp_ref.handle.flat_parameter import FlatParameter
+
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FlatParameter",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+    "fully_shard",
+    "unshard_params",
+]

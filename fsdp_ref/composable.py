@@ -1,4 +1,4 @@
-"""The composable APIs under one name: ``from fsdp_ref.composable import fully_shard, replicate``."""
+"""The composable APIs under one name: ``from fsdp_ref.composable import fully_shard, replicate, contract``."""
 
 from fsdp_ref.api.fully_shard import fully_shard, unshard_params
 from fsdp_ref.api.replicate import replicate

@@ -173,7 +173,7 @@ class ViewBlock(nn.Linear):
         super().__init__(6, 6)
 
     def forward(self, x):
-        return torch.tanh(super().forward(x)).view(-1, 6)
+        return super().forward(torch.tanh(x)).view(-1, 6)
 
 
 class InPlace(nn.Module):
