@@ -7,7 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_testing.ledger.recorder import Call
+from fsdp_testing.ledger.records import WAITS_FOR_ALL, WAITS_FOR_NOBODY, Call
+
+_MOST_CALLS = 20_000
+# Every rank may send another number of elements, and one whose own splits are even need not name them.
+_UNEVEN = ("all_to_all_single", "all_to_all")
 
 
 class Calls:
@@ -16,34 +20,48 @@ class Calls:
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], Call] = {}
 
-    def get(self, key: tuple[Any, ...], waits: bool = True) -> Call:
-        """The call for (operation, detail, dtype, shapes); `waits` as in `Call`."""
-        call = self._known.get((key, waits))
+    def get(self, key: tuple[Any, ...], waits_for: int = WAITS_FOR_ALL) -> Call:
+        """The call for (operation, detail, dtype, shapes); `waits_for` as in `Call`."""
+        call = self._known.get((key, waits_for))
         if call is None:
-            call = self._known[key, waits] = _make_call(key, waits)
+            if len(self._known) >= _MOST_CALLS:
+                self._known.clear()
+            call = self._known[key, waits_for] = _make_call(key, waits_for)
         return call
 
 
-def _make_call(key: tuple[Any, ...], waits: bool) -> Call:
+def _make_call(key: tuple[Any, ...], waits_for: int) -> Call:
     # Element counts, not shapes, must agree: gloo and NCCL move [2, 4] against [8] correctly.
     operation, detail, dtype, shapes = key
     name = operation if not detail else f"{operation}({', '.join(str(part) for part in detail)})"
     if dtype is None:
-        return Call((operation, detail), name, waits)
+        return Call((operation, detail), name, waits_for)
     text = str(dtype).removeprefix("torch.")
     if shapes is None:
-        return Call((operation, detail, text), f"{name} {text}", waits)
+        return Call((operation, detail, text), f"{name} {text}", waits_for)
+    sizes = (shapes.numel(),) if isinstance(shapes, torch.Size) else tuple(shape.numel() for shape in shapes)
+    if not any(sizes):
+        waits_for = WAITS_FOR_NOBODY  # gloo has nothing to move and returns at once
+    if operation in _UNEVEN:
+        return Call((operation, detail, text), f"{name} {text}{list(shapes)}", waits_for)
     if isinstance(shapes, torch.Size):
-        return Call((operation, detail, text, shapes.numel()), f"{name} {text}{list(shapes)}", waits)
+        return Call((operation, detail, text, sizes[0]), f"{name} {text}{list(shapes)}", waits_for)
     shown = list(map(list, shapes)) if len(shapes) <= 4 else f"[{len(shapes)} tensors]"
-    return Call((operation, detail, text, tuple(shape.numel() for shape in shapes)), f"{name} {text}{shown}", waits)
+    return Call((operation, detail, text, sizes), f"{name} {text}{shown}", waits_for)
 
 
 call_for = Calls().get
 
 
 def shapes_of(tensors: list[torch.Tensor]) -> Any:
+    """The shape of one tensor, or the shapes of several, as `call_for` takes them."""
     return tensors[0].shape if len(tensors) == 1 else tuple(tensor.shape for tensor in tensors)
+
+
+def all_to_all_call(tensor: torch.Tensor, *, even: bool) -> Call:
+    """The call of an all_to_all_single; with splits it may exchange nothing with some members."""
+    key = ("all_to_all_single", (), tensor.dtype, tensor.shape)
+    return call_for(key, WAITS_FOR_ALL if even else WAITS_FOR_NOBODY)
 
 
 # By number: hashing and comparing the compiled enum costs more than the rest of the record.

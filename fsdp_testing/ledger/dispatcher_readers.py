@@ -12,7 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdp_testing.ledger.calls import call_for, shapes_of
+from fsdp_testing.ledger.calls import all_to_all_call, call_for, shapes_of
+from fsdp_testing.ledger.records import WAITS_FOR_ALL, WAITS_FOR_NOBODY
 
 
 class PendingReduceOp(threading.local):
@@ -42,12 +43,12 @@ def _allreduce_coalesced(tensors: Any, group: Any, op: Any, async_op: bool = Tru
 
 def _broadcast(tensors: Any, group: Any, root: int, root_tensor: int, async_op: bool = True, *_: Any) -> Any:
     key = ("broadcast", (f"root={root}",), tensors[0].dtype, shapes_of(tensors))
-    return group, call_for(key, _rank_in(group) != root), not async_op
+    return group, call_for(key, root if _rank_in(group) != root else WAITS_FOR_NOBODY), not async_op
 
 
 def _reduce(tensors: Any, group: Any, op: Any, root: int, root_tensor: int, async_op: bool = True, *_: Any) -> Any:
     key = ("reduce", (_reducing(), f"root={root}"), tensors[0].dtype, shapes_of(tensors))
-    return group, call_for(key, _rank_in(group) == root), not async_op
+    return group, call_for(key, WAITS_FOR_ALL if _rank_in(group) == root else WAITS_FOR_NOBODY), not async_op
 
 
 def _allgather(outputs: Any, inputs: Any, group: Any, async_op: bool = True, *_: Any) -> Any:
@@ -79,23 +80,21 @@ def _reduce_scatter_coalesced(outputs: Any, inputs: Any, group: Any, op: Any, as
 
 
 def _alltoall_base(output: Any, tensor: Any, group: Any, outs: Any, ins: Any, async_op: bool = True, *_: Any) -> Any:
-    # With splits, sizes differ between ranks by right.
-    shape = tensor.shape if not outs and not ins else None
-    return group, call_for(("all_to_all_single", (), tensor.dtype, shape)), not async_op
+    return group, all_to_all_call(tensor, even=not outs and not ins), not async_op
 
 
 def _alltoall(outputs: Any, inputs: Any, group: Any, async_op: bool = True, *_: Any) -> Any:
-    return group, call_for(("all_to_all", (), inputs[0].dtype, None)), not async_op
+    return group, call_for(("all_to_all", (), inputs[0].dtype, None), WAITS_FOR_NOBODY), not async_op
 
 
 def _gather(outputs: Any, inputs: Any, group: Any, root: int, async_op: bool = True, *_: Any) -> Any:
     key = ("gather", (f"root={root}",), inputs[0].dtype, inputs[0].shape)
-    return group, call_for(key, _rank_in(group) == root), not async_op
+    return group, call_for(key, WAITS_FOR_ALL if _rank_in(group) == root else WAITS_FOR_NOBODY), not async_op
 
 
 def _scatter(outputs: Any, inputs: Any, group: Any, root: int, async_op: bool = True, *_: Any) -> Any:
     key = ("scatter", (f"root={root}",), outputs[0].dtype, outputs[0].shape)
-    return group, call_for(key, _rank_in(group) != root), not async_op
+    return group, call_for(key, root if _rank_in(group) != root else WAITS_FOR_NOBODY), not async_op
 
 
 def _barrier(tensor: Any, group: Any, devices: Any, async_op: bool = True, *_: Any) -> Any:
@@ -103,7 +102,8 @@ def _barrier(tensor: Any, group: Any, devices: Any, async_op: bool = True, *_: A
 
 
 def _monitored_barrier(tensor: Any, group: Any, *_: Any) -> Any:
-    return group, call_for(("monitored_barrier", (), None, None)), True
+    waits_for = WAITS_FOR_ALL if _rank_in(group) == 0 else 0
+    return group, call_for(("monitored_barrier", (), None, None), waits_for), True
 
 
 READERS: dict[str, Callable[..., Any]] = {

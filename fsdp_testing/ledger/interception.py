@@ -15,7 +15,9 @@ Installed once per rank process and never removed; without an active recorder th
 from __future__ import annotations
 
 import functools
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,7 +29,8 @@ from fsdp_testing.errors import HarnessError
 from fsdp_testing.ledger.dispatcher_readers import READERS, pending_reduce_op
 from fsdp_testing.ledger.functional_readers import FUNCTIONAL_READERS
 from fsdp_testing.ledger.method_readers import METHOD_READERS, reduce_op_among
-from fsdp_testing.ledger.recorder import GroupIdentity, Listener, Recorder, group_identity
+from fsdp_testing.ledger.recorder import Line, Listener, Recorder
+from fsdp_testing.ledger.records import group_identity
 
 _BACKEND_SELECT = torch._C.DispatchKey.BackendSelect
 _CPP_CALLERS = ("Reducer", "_broadcast_coalesced", "_verify_params_across_processes")
@@ -43,7 +46,10 @@ _passing = _Passing()
 _libraries: list[torch.library.Library] = []
 _watching_cpp = False
 _active: Recorder | None = None
-_groups: dict[int, tuple[GroupIdentity, Any]] = {}
+_HOST_BACKENDS = {"gloo", "mpi"}
+# By identity of the group object; an entry goes with its group, so an identity is never used twice.
+_lines: dict[int, Line | None] = {}
+_alive: dict[int, weakref.ref[Any]] = {}
 
 
 def activate(recorder: Recorder | None) -> None:
@@ -51,8 +57,14 @@ def activate(recorder: Recorder | None) -> None:
     global _active
     if not _libraries:
         _install()
-    _groups.clear()
+    forget_groups()
     _active = recorder
+
+
+def _stop_in_child() -> None:
+    # A forked child shares the ledger's memory with the rank, and is none.
+    global _active
+    _active = None
 
 
 @contextmanager
@@ -74,11 +86,13 @@ def listen(listener: Listener) -> Iterator[None]:
 
 
 def forget_groups() -> None:
-    """Let go of the process groups seen so far; called between jobs, so that the ledger keeps no group alive."""
-    _groups.clear()
+    """Forget the process groups seen so far; called between jobs, since numbers start anew."""
+    _lines.clear()
+    _alive.clear()
 
 
 def _install() -> None:
+    os.register_at_fork(after_in_child=_stop_in_child)
     for name, reader in METHOD_READERS.items():
         if name in dist.ProcessGroup.__dict__:
             setattr(dist.ProcessGroup, name, _recording(getattr(dist.ProcessGroup, name), reader))
@@ -112,27 +126,41 @@ def _recording(method: Callable[..., Any], reader: Callable[..., Any]) -> Callab
         recorder = _active
         if recorder is None or _passing.recorded:
             return method(group, *args, **kwargs)
-        read = reader(group, *args) if not kwargs else reader(group, *args, *kwargs.values())
-        if read is None:
-            # Another overload than torch.distributed uses: the operator underneath tells what it is.
-            _watch_cpp()
-            pending_reduce_op.name = reduce_op_among(args, kwargs)
-            try:
-                return method(group, *args, **kwargs)
-            finally:
-                pending_reduce_op.name = None
-        call, blocking = read
-        known = _groups.get(id(group))
-        recorder.record(known[0] if known is not None and known[1] is group else _identify(group), call, blocking)
-        if not _watching_cpp:
+        try:
+            # torch.distributed gives one argument by name, the options of a barrier.
+            read = reader(group, *args) if not kwargs else reader(group, *args, **kwargs)
+        except Exception:  # noqa: BLE001 - arguments that are no collective's: torch says what is wrong with them
             return method(group, *args, **kwargs)
-        _passing.recorded = True
+        if read is None:
+            return _call_watched(method, group, args, kwargs)
+        line = _lines.get(id(group)) or _line_of(group)
+        if line is None:
+            return method(group, *args, **kwargs)
+        call, blocking = read
+        recorder.record(line, call, blocking)
+        number = line.number
+        if _watching_cpp:
+            _passing.recorded = True
         try:
             return method(group, *args, **kwargs)
+        except Exception:
+            recorder.withdraw(line, number)
+            raise
         finally:
-            _passing.recorded = False
+            if _watching_cpp:
+                _passing.recorded = False
 
     return record_and_call
+
+
+def _call_watched(method: Callable[..., Any], group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `method`, of which the operator underneath tells what it is: an overload that torch.distributed does not use."""
+    _watch_cpp()
+    pending_reduce_op.name = reduce_op_among(args, kwargs)
+    try:
+        return method(group, *args, **kwargs)
+    finally:
+        pending_reduce_op.name = None
 
 
 def _kernel(operator: Any, reader: Callable[..., Any]) -> Callable[..., Any]:
@@ -140,28 +168,60 @@ def _kernel(operator: Any, reader: Callable[..., Any]) -> Callable[..., Any]:
 
     def record_and_hand_on(keyset: Any, *args: Any) -> Any:
         recorder = _active
-        if recorder is not None and not _passing.recorded:
+        handed = keyset.remove(_BACKEND_SELECT)
+        if recorder is None or _passing.recorded:
+            return redispatch(handed, *args)
+        try:
             boxed, call, blocking = reader(*args)
-            recorder.record(_identify(dist.ProcessGroup.unbox(boxed)), call, blocking)
-        return redispatch(keyset.remove(_BACKEND_SELECT), *args)
+        except Exception:  # noqa: BLE001 - as above
+            return redispatch(handed, *args)
+        line = _line_of(dist.ProcessGroup.unbox(boxed))
+        if line is None:
+            return redispatch(handed, *args)
+        recorder.record(line, call, blocking)
+        number = line.number
+        try:
+            return redispatch(handed, *args)
+        except Exception:
+            recorder.withdraw(line, number)
+            raise
 
     return record_and_hand_on
 
 
 def _functional_kernel(operator: Any, reader: Callable[..., Any]) -> Callable[..., Any]:
+    redispatch = operator.redispatch
+
     def record_and_hand_on(keyset: Any, *args: Any) -> Any:
         recorder = _active
-        if recorder is None or _passing.recorded:
-            return operator.redispatch(keyset.remove(_BACKEND_SELECT), *args)
-        group, call = reader(*args)
-        recorder.record(_identify(group), call, False)
+        handed = keyset.remove(_BACKEND_SELECT)
+        if recorder is None or _passing.recorded or _moves_nothing(args[0]):
+            return redispatch(handed, *args)
+        try:
+            group, call = reader(*args)
+        except Exception:  # noqa: BLE001 - as above
+            return redispatch(handed, *args)
+        line = _lines.get(id(group)) or _line_of(group)
+        if line is None:
+            return redispatch(handed, *args)
+        recorder.record(line, call, False)
+        number = line.number
         _passing.recorded = True
         try:
-            return operator.redispatch(keyset.remove(_BACKEND_SELECT), *args)
+            return redispatch(handed, *args)
+        except Exception:
+            recorder.withdraw(line, number)
+            raise
         finally:
             _passing.recorded = False
 
     return record_and_hand_on
+
+
+def _moves_nothing(value: Any) -> bool:
+    """Whether a functional collective is only traced: on the meta device, where FakeTensorMode ends up."""
+    first = value[0] if isinstance(value, (list, tuple)) and value else value
+    return isinstance(first, torch.Tensor) and first.device.type == "meta"
 
 
 def _announcing_cpp(caller: Any) -> Any:
@@ -173,13 +233,35 @@ def _announcing_cpp(caller: Any) -> Any:
     return call
 
 
-def _identify(group: Any) -> GroupIdentity:
-    known = _groups.get(id(group))
-    if known is not None and known[1] is group:
-        return known[0]
-    members = tuple(dist.get_process_group_ranks(group))
-    configuration = str(dist.get_backend_config(group))
-    host = "gloo" in configuration or "mpi" in configuration
-    identity = group_identity(group.group_name, members, dist.get_world_size(), host)
-    _groups[id(group)] = (identity, group)
-    return identity
+def _line_of(group: Any) -> Line | None:
+    """The line of `group`; None for a group whose ranks the ledger cannot name."""
+    found = id(group)
+    if found in _lines:
+        return _lines[found]
+    line = _make_line(group)
+    _lines[found] = line
+    _alive[found] = weakref.ref(group, lambda _: _drop(found))
+    return line
+
+
+def _drop(found: int) -> None:
+    _lines.pop(found, None)
+    _alive.pop(found, None)
+
+
+def _make_line(group: Any) -> Line | None:
+    recorder = _active
+    if recorder is None:
+        return None
+    if recorder.compare and (dist.get_rank() != recorder.rank or dist.get_world_size() != recorder.world_size):
+        # The default group was replaced by one with other ranks: members can no longer be told by rank of the world.
+        return None
+    try:
+        members = tuple(dist.get_process_group_ranks(group))
+        backends, name = str(dist.get_backend_config(group)), group.group_name
+    except (KeyError, ValueError, RuntimeError):
+        return None  # a group that torch.distributed does not know, made by hand
+    # "cpu:gloo,cuda:nccl" and the like
+    configuration = {part.rpartition(":")[2] for part in backends.split(",")}
+    identity = group_identity(name, members, dist.get_world_size(), configuration <= _HOST_BACKENDS)
+    return recorder.line(identity)

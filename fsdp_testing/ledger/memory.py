@@ -2,12 +2,15 @@
 
 One area per rank; only that rank writes it, everybody reads it:
 
-    | header | group table: key, count, digest of all entries | per group: ring of the last entries | strings: descriptions, call sites |
+    | header | group table: key, count, digest of all entries | per group: ring of the last entries | strings |
 
-An entry is (signature, number, epoch, description, call site, moment). The epoch counts jobs: entries of an earlier
-job never match, so a rank may start a job before its peer has cleared the last one's entries. The file is sparse:
-memory is used only for what was written. Peers read without a lock, so an entry may be seen half-written: a reader that
-finds a difference looks again before it believes it, and what it misses the digests tell at the end of the job.
+Header, in words of 8 bytes: epoch, groups used, strings, bytes of strings, waiting group, waiting meta, groups without
+room. The epoch counts jobs: entries of an earlier job never match, so a rank may start a job before its peer has cleared
+the last one's entries. The file is sparse: memory is used only for what was written.
+
+Peers read without a lock, so every record is written in an order that shows a half-written one: an entry has its
+stamp (number and epoch) first and last, and the meta word of a wait is cleared before its group changes. Words are stored
+whole, and in order, by the processors that torch runs on (x86 guarantees it, the interpreter's own locks see to the rest).
 """
 
 from __future__ import annotations
@@ -17,27 +20,24 @@ import os
 import struct
 from dataclasses import dataclass
 
-GROUPS = 128
+GROUPS = 1024
 RING = 128
-_COUNT = struct.Struct("<QQQ")
+_WORD = 8
+_ENTRY = struct.Struct("<QQQIIQ")
 _PROGRESS = struct.Struct("<QQ")
-_ENTRY = struct.Struct("<QQIIII")
+_LENGTH = struct.Struct("<H")
+ENTRY_WORDS = _ENTRY.size // _WORD
+_TABLE_WORDS = 3
 _STRINGS_BYTES = 256 * 1024
 _HEADER_BYTES = 128
-_TABLE_BYTES = GROUPS * _COUNT.size
+_TABLE_BYTES = GROUPS * _TABLE_WORDS * _WORD
 _RINGS_BYTES = GROUPS * RING * _ENTRY.size
 AREA_BYTES = _HEADER_BYTES + _TABLE_BYTES + _RINGS_BYTES + _STRINGS_BYTES
 
-_EPOCH = struct.Struct("<Q")
-_WAITING = struct.Struct("<QQI")
-_LENGTH = struct.Struct("<H")
-_EPOCH_AT = 0
-_GROUP_COUNT_AT = 8
-_STRING_COUNT_AT = 16
-_STRING_BYTES_AT = 24
-_WAITING_AT = 32
-_OVERFLOW_AT = 64
-_U64 = struct.Struct("<Q")
+_EPOCH, _GROUPS_USED, _STRINGS, _STRING_BYTES, _WAIT_GROUP, _WAIT_META, _OVERFLOW = range(7)
+_LONGEST_TEXT = 1000
+NUMBER_BITS = 32
+ANYBODY = 0xFFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,16 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The blocking collective that a rank issued last: group key, number; `number` 0 means none."""
+    """The blocking collective that a rank issued last.
+
+    `awaited` is the one rank it cannot do without, or `ANYBODY` when that is every member; `alone` says that the rank
+    had one Python thread, so that nobody else in it can issue what others wait for.
+    """
 
     group_key: int
     number: int
+    awaited: int
+    alone: bool
 
 
 def create(size: int) -> int:
@@ -73,118 +79,168 @@ class LedgerMemory:
     def __init__(self, descriptor: int, size: int) -> None:
         self.size = size
         self._map = mmap.mmap(descriptor, max(1, size) * AREA_BYTES)
-        self.areas = tuple(Area(self._map, rank * AREA_BYTES) for rank in range(max(1, size)))
+        self._words = memoryview(self._map).cast("Q")
+        self.areas = tuple(Area(self._map, self._words, rank) for rank in range(max(1, size)))
 
     def close(self) -> None:
-        """Unmap; areas are unusable afterwards."""
+        """Unmap; areas are unusable afterwards. Safe to call twice."""
+        self._words.release()
         self._map.close()
 
 
 class Area:
-    """One rank's part. Methods named `put_*` and `start_job` are for that rank alone."""
+    """One rank's part. Methods named `put_*`, `withdraw_*` and `start_job` are for that rank alone.
 
-    def __init__(self, memory: mmap.mmap, base: int) -> None:
+    `words` is all shared memory as 64-bit words; `entry_word` and `waiting_word` say where to look, for the reader that
+    cannot afford a call.
+    """
+
+    def __init__(self, memory: mmap.mmap, words: memoryview, index: int) -> None:
+        self.words = words
         self._map = memory
-        self._base = base
-        self._table = base + _HEADER_BYTES
-        self._rings = self._table + _TABLE_BYTES
-        self._strings = self._rings + _RINGS_BYTES
+        self._base = index * AREA_BYTES
+        self._head = self._base // _WORD
+        self._table = (self._base + _HEADER_BYTES) // _WORD
+        self._rings = self._base + _HEADER_BYTES + _TABLE_BYTES
+        self._texts = self._rings + _RINGS_BYTES
 
     # Written by the owner
 
-    def start_job(self, epoch: int) -> None:
-        """Forget the groups of the last job; strings stay, their ids are cached by the owner."""
-        _U64.pack_into(self._map, self._base + _GROUP_COUNT_AT, 0)
-        _WAITING.pack_into(self._map, self._base + _WAITING_AT, 0, 0, 0)
-        _U64.pack_into(self._map, self._base + _OVERFLOW_AT, 0)
-        _EPOCH.pack_into(self._map, self._base + _EPOCH_AT, epoch)
+    def start_job(self, epoch: int) -> bool:
+        """Forget the groups of the last job.
+
+        Returns:
+            True when the strings were forgotten too, to make room: ids that the owner knows are void then.
+        """
+        words, head = self.words, self._head
+        words[head + _WAIT_META] = 0
+        words[head + _GROUPS_USED] = 0
+        words[head + _OVERFLOW] = 0
+        crowded = words[head + _STRING_BYTES] > _STRINGS_BYTES // 2
+        if crowded:
+            words[head + _STRINGS] = 0
+            words[head + _STRING_BYTES] = 0
+        words[head + _EPOCH] = epoch
+        return crowded
 
     def put_group(self, key: int) -> int | None:
         """Take the next slot of the group table for `key`; None when the table is full."""
-        (slot,) = _U64.unpack_from(self._map, self._base + _GROUP_COUNT_AT)
+        words, slot = self.words, self.words[self._head + _GROUPS_USED]
         if slot >= GROUPS:
-            (lost,) = _U64.unpack_from(self._map, self._base + _OVERFLOW_AT)
-            _U64.pack_into(self._map, self._base + _OVERFLOW_AT, lost + 1)
+            words[self._head + _OVERFLOW] += 1
             return None
-        _COUNT.pack_into(self._map, self._table + slot * _COUNT.size, key, 0, 0)
-        _U64.pack_into(self._map, self._base + _GROUP_COUNT_AT, slot + 1)
-        return int(slot)
+        at = self._table + slot * _TABLE_WORDS
+        words[at], words[at + 1], words[at + 2] = key, 0, 0
+        words[self._head + _GROUPS_USED] = slot + 1
+        return slot
 
     def put_entry(self, slot: int, entry: tuple[int, int, int, int, int, int], digest: int) -> None:
-        """Write `entry` (fields of `Entry` in order) into its group's ring, then the group's count and digest."""
-        number = entry[2]
-        at = self._rings + (slot * RING + number % RING) * _ENTRY.size
-        _ENTRY.pack_into(self._map, at, *entry)
-        _PROGRESS.pack_into(self._map, self._table + slot * _COUNT.size + 8, number, digest)
+        """Write `entry` (stamp, signature, moment, description, call site, stamp), then its group's count and digest."""
+        number = entry[0] >> NUMBER_BITS
+        _ENTRY.pack_into(self._map, self._rings + (slot * RING + number % RING) * _ENTRY.size, *entry)
+        _PROGRESS.pack_into(self._map, (self._table + slot * _TABLE_WORDS + 1) * _WORD, number, digest)
 
-    def put_waiting(self, key: int, number: int) -> None:
-        """Say that the owner is about to block in collective `number` of group `key` until every member joins."""
-        _WAITING.pack_into(self._map, self._base + _WAITING_AT, key, number, 1)
+    def withdraw_entry(self, slot: int, number: int, digest: int) -> None:
+        """Take back collective `number`, the last one of its group; `digest` is that of those before."""
+        at = self.entry_word(slot, number)
+        self.words[at] = self.words[at + ENTRY_WORDS - 1] = 0
+        _PROGRESS.pack_into(self._map, (self._table + slot * _TABLE_WORDS + 1) * _WORD, number - 1, digest)
+
+    def put_waiting(self, key: int, number: int, awaited: int, *, alone: bool) -> None:
+        """Say that the owner is about to block in collective `number` of group `key`."""
+        words, head = self.words, self._head
+        if words[head + _WAIT_GROUP] != key:
+            words[head + _WAIT_META] = 0
+            words[head + _WAIT_GROUP] = key
+        words[head + _WAIT_META] = number << NUMBER_BITS | awaited << 1 | alone
+
+    @property
+    def waiting_word(self) -> int:
+        """Index in `words` of the group that the owner waits in; the next word is 0 while it waits in none."""
+        return self._head + _WAIT_GROUP
+
+    def withdraw_waiting(self) -> None:
+        """Say that the owner does not block."""
+        self.words[self._head + _WAIT_META] = 0
 
     def put_string(self, text: str) -> int:
         """Append a description or call site; returns its id, 0 when there is no more room (id 0 reads as '?')."""
-        (used,) = _U64.unpack_from(self._map, self._base + _STRING_BYTES_AT)
-        (count,) = _U64.unpack_from(self._map, self._base + _STRING_COUNT_AT)
-        data = text.encode("utf-8", "replace")[:1000]
+        words, head = self.words, self._head
+        used, count = words[head + _STRING_BYTES], words[head + _STRINGS]
+        data = text.encode("utf-8", "replace")[:_LONGEST_TEXT]
         if used + len(data) + _LENGTH.size > _STRINGS_BYTES:
             return 0
-        at = self._strings + used
+        at = self._texts + used
         _LENGTH.pack_into(self._map, at, len(data))
         self._map[at + _LENGTH.size : at + _LENGTH.size + len(data)] = data
-        _U64.pack_into(self._map, self._base + _STRING_BYTES_AT, used + _LENGTH.size + len(data))
-        _U64.pack_into(self._map, self._base + _STRING_COUNT_AT, count + 1)
-        return int(count) + 1
+        words[head + _STRING_BYTES] = used + _LENGTH.size + len(data)
+        words[head + _STRINGS] = count + 1
+        return count + 1
 
     # Read by anyone
 
     def epoch(self) -> int:
         """Number of the job whose entries the area holds."""
-        return int(_EPOCH.unpack_from(self._map, self._base + _EPOCH_AT)[0])
+        return self.words[self._head + _EPOCH]
 
     def uncompared(self) -> int:
         """How many groups found no room in the table during this job; their collectives were not recorded."""
-        return int(_U64.unpack_from(self._map, self._base + _OVERFLOW_AT)[0])
+        return self.words[self._head + _OVERFLOW]
 
     def groups(self) -> list[tuple[int, int, int]]:
         """(key, collectives issued, digest) of every group that the owner has used in this job, by first use."""
-        (count,) = _U64.unpack_from(self._map, self._base + _GROUP_COUNT_AT)
-        return [_COUNT.unpack_from(self._map, self._table + slot * _COUNT.size) for slot in range(count)]
+        words, table = self.words, self._table
+        slots = range(table, table + words[self._head + _GROUPS_USED] * _TABLE_WORDS, _TABLE_WORDS)
+        return [(words[at], words[at + 1], words[at + 2]) for at in slots]
 
     def slot_of(self, key: int) -> int | None:
         """The slot of group `key`, if the owner has used the group in this job."""
-        (count,) = _U64.unpack_from(self._map, self._base + _GROUP_COUNT_AT)
-        for slot in range(count):
-            if _U64.unpack_from(self._map, self._table + slot * _COUNT.size)[0] == key:
+        words, table = self.words, self._table
+        for slot in range(words[self._head + _GROUPS_USED]):
+            if words[table + slot * _TABLE_WORDS] == key:
                 return slot
         return None
 
     def issued(self, key: int) -> int:
         """How many collectives of group `key` the owner has issued in this job."""
         slot = self.slot_of(key)
-        return 0 if slot is None else int(_U64.unpack_from(self._map, self._table + slot * _COUNT.size + 8)[0])
+        return 0 if slot is None else self.words[self._table + slot * _TABLE_WORDS + 1]
 
-    def entry_fields(self, slot: int, number: int) -> tuple[int, int, int, int, int, int]:
-        """The fields at ring position `number` of a group, whatever they hold: check epoch and number."""
-        return _ENTRY.unpack_from(self._map, self._rings + (slot * RING + number % RING) * _ENTRY.size)  # type: ignore[return-value]  # struct gives tuple[Any, ...]
+    def entry_word(self, slot: int, number: int) -> int:
+        """Index of the first word of collective `number` in `words`: stamp, signature, moment, ids, stamp."""
+        return (self._rings + (slot * RING + number % RING) * _ENTRY.size) // _WORD
 
     def entry(self, slot: int, number: int) -> Entry | None:
-        """Collective `number` of the group in `slot`, if it was issued in this job and is still in the ring."""
-        entry = Entry(*self.entry_fields(slot, number))
-        return entry if entry.number == number and entry.epoch == self.epoch() & 0xFFFFFFFF else None
+        """Collective `number` of the group in `slot`: None when not issued in this job, or no longer in the ring."""
+        wanted = stamp(number, self.epoch())
+        at = self._rings + (slot * RING + number % RING) * _ENTRY.size
+        fields = _ENTRY.unpack_from(self._map, at)
+        # The first stamp is read again: a writer that had begun a later entry would have changed it by now.
+        if fields[5] != wanted or self.words[at // _WORD] != wanted:
+            return None
+        return Entry(fields[1], fields[2], number, self.epoch() & 0xFFFFFFFF, fields[3], fields[4])
 
     def waiting(self) -> Waiting | None:
         """The blocking collective issued last in this job."""
-        key, number, is_set = _WAITING.unpack_from(self._map, self._base + _WAITING_AT)
-        return Waiting(key, number) if is_set else None
+        words, head = self.words, self._head
+        meta = words[head + _WAIT_META]
+        key = words[head + _WAIT_GROUP]
+        if not meta or words[head + _WAIT_META] != meta:
+            return None
+        return Waiting(key, meta >> NUMBER_BITS, (meta >> 1) & ANYBODY, bool(meta & 1))
 
     def strings(self) -> list[str]:
         """All strings of the owner; index is the id, 0 is '?'."""
         texts = ["?"]
-        (count,) = _U64.unpack_from(self._map, self._base + _STRING_COUNT_AT)
-        at = self._strings
-        for _ in range(count):
+        at = self._texts
+        for _ in range(self.words[self._head + _STRINGS]):
             (length,) = _LENGTH.unpack_from(self._map, at)
             at += _LENGTH.size
             texts.append(self._map[at : at + length].decode("utf-8", "replace"))
             at += length
         return texts
+
+
+def stamp(number: int, epoch: int) -> int:
+    """What marks an entry as collective `number` of job `epoch`: one word, so that it is read whole."""
+    return number << NUMBER_BITS | epoch & 0xFFFFFFFF

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdp_testing.compat import collective_options
-from fsdp_testing.ledger.calls import call_for, reduce_op_name, shapes_of
-from fsdp_testing.ledger.recorder import Call
+from fsdp_testing.ledger.calls import all_to_all_call, call_for, reduce_op_name, shapes_of
+from fsdp_testing.ledger.records import WAITS_FOR_ALL, WAITS_FOR_NOBODY, Call
 
 _Read = tuple[Call, bool] | None
 _options = collective_options()
@@ -45,7 +45,7 @@ def _broadcast(group: Any, tensors: Any, options: Any = None, *rest: Any) -> _Re
         return None
     root = options.rootRank
     key = ("broadcast", (f"root={root}",), tensors[0].dtype, shapes_of(tensors))
-    return call_for(key, group.rank() != root), not options.asyncOp
+    return call_for(key, root if group.rank() != root else WAITS_FOR_NOBODY), not options.asyncOp
 
 
 def _reduce(group: Any, tensors: Any, options: Any = None, *rest: Any) -> _Read:
@@ -53,7 +53,7 @@ def _reduce(group: Any, tensors: Any, options: Any = None, *rest: Any) -> _Read:
         return None
     root = options.rootRank
     key = ("reduce", (reduce_op_name(options.reduceOp), f"root={root}"), tensors[0].dtype, shapes_of(tensors))
-    return call_for(key, group.rank() == root), not options.asyncOp
+    return call_for(key, WAITS_FOR_ALL if group.rank() == root else WAITS_FOR_NOBODY), not options.asyncOp
 
 
 def _allgather(group: Any, outputs: Any, inputs: Any, options: Any = None, *rest: Any) -> _Read:
@@ -102,15 +102,13 @@ def _all_to_all_single(
 ) -> _Read:
     if rest or options.__class__ is not _options.AllToAllOptions:
         return None
-    # With splits, sizes differ between ranks by right.
-    shape = tensor.shape if not outs and not ins else None
-    return call_for(("all_to_all_single", (), tensor.dtype, shape)), not options.asyncOp
+    return all_to_all_call(tensor, even=not outs and not ins), not options.asyncOp
 
 
 def _all_to_all(group: Any, outputs: Any, inputs: Any, options: Any = None, *rest: Any) -> _Read:
     if rest or options.__class__ is not _options.AllToAllOptions:
         return None
-    return call_for(("all_to_all", (), inputs[0].dtype, None)), not options.asyncOp
+    return call_for(("all_to_all", (), inputs[0].dtype, None), WAITS_FOR_NOBODY), not options.asyncOp
 
 
 def _gather(group: Any, outputs: Any, inputs: Any, options: Any = None, *rest: Any) -> _Read:
@@ -118,7 +116,7 @@ def _gather(group: Any, outputs: Any, inputs: Any, options: Any = None, *rest: A
         return None
     root = options.rootRank
     key = ("gather", (f"root={root}",), inputs[0].dtype, inputs[0].shape)
-    return call_for(key, group.rank() == root), not options.asyncOp
+    return call_for(key, WAITS_FOR_ALL if group.rank() == root else WAITS_FOR_NOBODY), not options.asyncOp
 
 
 def _scatter(group: Any, outputs: Any, inputs: Any, options: Any = None, *rest: Any) -> _Read:
@@ -126,17 +124,17 @@ def _scatter(group: Any, outputs: Any, inputs: Any, options: Any = None, *rest: 
         return None
     root = options.rootRank
     key = ("scatter", (f"root={root}",), outputs[0].dtype, outputs[0].shape)
-    return call_for(key, group.rank() != root), not options.asyncOp
+    return call_for(key, root if group.rank() != root else WAITS_FOR_NOBODY), not options.asyncOp
 
 
-def _barrier(group: Any, options: Any = None, *rest: Any) -> _Read:
-    if rest or options.__class__ is not _options.BarrierOptions:
+def _barrier(group: Any, opts: Any = None, *rest: Any) -> _Read:
+    if rest or opts.__class__ is not _options.BarrierOptions:
         return None
-    return call_for(("barrier", (), None, None)), not options.asyncOp
+    return call_for(("barrier", (), None, None)), not opts.asyncOp
 
 
-def _monitored_barrier(group: Any, *rest: Any) -> _Read:
-    return call_for(("monitored_barrier", (), None, None)), True
+def _monitored_barrier(group: Any, *rest: Any, **named: Any) -> _Read:
+    return call_for(("monitored_barrier", (), None, None), WAITS_FOR_ALL if group.rank() == 0 else 0), True
 
 
 # Both spellings: torch renamed the single-tensor collectives in 2.13.

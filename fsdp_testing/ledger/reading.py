@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fsdp_testing.ledger.memory import Area
-from fsdp_testing.ledger.recorder import group_fact
+from fsdp_testing.ledger.records import group_fact, members_from
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,18 +22,29 @@ class LedgerEntry:
 
 @dataclass(frozen=True, slots=True)
 class RankLedger:
-    """What one rank issued in a job: last entries over all groups, oldest first; counts, digests of all entries, and members by group key."""
+    """What one rank issued in a job.
 
+    Attributes:
+        begun: Whether the rank has begun the job at all.
+        entries: The last collectives over all groups, oldest first.
+        issued: Collectives by group key.
+        digests: One number for the whole sequence by group key, equal on ranks that issued the same.
+        members: Ranks of the world in each group, by group key.
+        uncompared: Groups that found no room in the ledger; nothing is known of them.
+    """
+
+    begun: bool
     entries: tuple[LedgerEntry, ...]
     issued: dict[int, int]
     digests: dict[int, int]
     members: dict[int, tuple[int, ...]]
+    uncompared: int = 0
 
 
 def read_rank(area: Area, epoch: int, last: int = 8) -> RankLedger:
     """Read `area`; empty when the rank has not begun job `epoch`."""
     if area.epoch() != epoch:
-        return RankLedger((), {}, {}, {})
+        return RankLedger(False, (), {}, {}, {})
     strings = area.strings()
     groups = area.groups()
     entries: list[LedgerEntry] = []
@@ -45,11 +56,12 @@ def read_rank(area: Area, epoch: int, last: int = 8) -> RankLedger:
                 what, site = (strings[i] if i < len(strings) else "?" for i in (entry.description, entry.call_site))
                 entries.append(LedgerEntry(number, label, key, what, site, entry.moment_ns))
     entries.sort(key=lambda entry: entry.moment_ns)
-    members = {key: _members(group_fact(strings, key, 3)) for key, _, _ in groups}
+    members = {key: members_from(group_fact(strings, key, 3)) for key, _, _ in groups}
     issued = {key: count for key, count, _ in groups}
     digests = {key: digest for key, _, digest in groups}
-    return RankLedger(tuple(entries[-last:]), issued, digests, members)
+    return RankLedger(True, tuple(entries[-last:]), issued, digests, members, area.uncompared())
 
 
-def _members(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(",") if part)
+def counts(area: Area, epoch: int) -> dict[int, int]:
+    """Collectives issued in job `epoch` by group key; cheap enough to be asked many times a second."""
+    return {key: count for key, count, _ in area.groups()} if area.epoch() == epoch else {}

@@ -12,261 +12,205 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from fsdp_testing.compat import other_threads
 from fsdp_testing.errors import CollectiveMismatch
-from fsdp_testing.ledger.memory import Area, LedgerMemory
+from fsdp_testing.ledger import deadlock
+from fsdp_testing.ledger.memory import ANYBODY, Area, LedgerMemory
+from fsdp_testing.ledger.records import WAITS_FOR_ALL, WAITS_FOR_NOBODY, Call, GroupIdentity, group_told
 
 _MASK = (1 << 64) - 1
 _SETTLE_SECONDS = 0.001
 _LOOKS = 20
 _OWN = ("/torch/", "/fsdp_testing/ledger/", "<frozen", "<string>", "/contextlib.py")
-
-
-@dataclass(frozen=True, slots=True)
-class GroupIdentity:
-    """A process group as all its ranks know it.
-
-    `key` is equal on every member, `members` are ranks of the world, `label` is for people; `blocking_host` says that
-    a synchronous collective of this group keeps the calling thread waiting (gloo), not a device stream (NCCL).
-    """
-
-    key: int
-    label: str
-    members: tuple[int, ...]
-    blocking_host: bool
-
-
-def group_identity(name: str, members: tuple[int, ...], world_size: int, blocking_host: bool) -> GroupIdentity:
-    """Identity of the group called `name` on all ranks."""
-    digest = hashlib.blake2b(f"{name}|{members}".encode(), digest_size=8).digest()
-    whole = len(members) == world_size and name in ("0", "default_pg")
-    label = "default group" if whole else f"group {name[:12]!r} of ranks {list(members)}"
-    return GroupIdentity(int.from_bytes(digest, "little"), label, members, blocking_host)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Call:
-    """One collective about to be issued; calls are compared by identity, the interception makes each once.
-
-    `what` is everything that must be equal on all members: operation, reduce op, root, dtype and sizes. `text` shows
-    it. `waits_for_all` is False for an operation that this rank may leave before its peers join (the root of a
-    broadcast).
-    """
-
-    what: tuple[Any, ...]
-    text: str
-    waits_for_all: bool = True
-
+_NO_SITE = (0, "?", None)
 
 #: Told of every collective of this rank: group, call, call site.
 Listener = Callable[[GroupIdentity, Call, str], None]
+
+
+class Line:
+    """The collectives of one group in one job, as this rank issues them.
+
+    `peers` are [area, slot or None] of the other members; the slot is looked up until the
+    peer has used the group.
+    """
+
+    __slots__ = ("digest", "digest_before", "group", "number", "peers", "slot")
+
+    def __init__(self, group: GroupIdentity, slot: int | None, peers: list[list[Any]]) -> None:
+        self.group = group
+        self.slot = slot
+        self.peers = peers
+        self.number = 0
+        self.digest = 0
+        self.digest_before = 0
 
 
 class Recorder:
     """The ledger of one rank in one world; used by the interception, from any thread that issues collectives."""
 
     def __init__(self, memory: LedgerMemory, rank: int, *, compare: bool = True) -> None:
-        self._memory = memory
-        self._rank = rank
+        self.rank = rank
+        self.compare = compare
+        self.world_size = memory.size
+        self._areas = memory.areas
         self._area: Area = memory.areas[rank if compare else 0]
-        self._compare = compare
+        self._words = self._area.words
         self._epoch = 0
-        self._slots: dict[int, int | None] = {}
-        self._peer_slots: dict[tuple[int, int], int] = {}
-        self._numbers: dict[int, int] = {}
-        self._digests: dict[int, int] = {}
-        self._signatures: dict[Call, tuple[int, int]] = {}
-        self._sites: dict[tuple[str, int], int] = {}
-        self._site_texts: dict[int, str] = {}
+        self._lines: dict[int, Line] = {}
+        self._known: dict[Call, tuple[int, int]] = {}
+        self._sites: dict[tuple[int, int], tuple[int, str, Any]] = {}
         self._is_own: dict[str, bool] = {}
+        self._deadlocks = deadlock.Deadlocks(memory.areas, rank)
+        self._rare = threading.Lock()
         self.listener: Listener | None = None
-        self._labels: dict[int, int] = {}
-        self._memberships: dict[int, bool] = {}
-        self._thread: int | None = None
-        self._threaded = False
-        self.total = 0
 
     def start_job(self, epoch: int) -> None:
         """Begin job `epoch`: numbers start at 1 again."""
         self._epoch = epoch & 0xFFFFFFFF
-        self._slots.clear()
-        self._peer_slots.clear()
-        self._numbers.clear()
-        self._digests.clear()
-        self._thread = None
-        self._threaded = False
-        self.total = 0
-        self._area.start_job(epoch)
+        self._lines.clear()
+        self._deadlocks.forget()
+        if self._area.start_job(epoch):
+            self._known.clear()
+            self._sites.clear()
 
     def issued(self) -> dict[int, int]:
         """Collectives issued in this job by group key."""
-        return dict(self._numbers)
+        return {key: line.number for key, line in self._lines.items()}
 
-    def record(self, group: GroupIdentity, call: Call, blocking: bool) -> None:
-        """Record `call` on `group` and compare it with what the peers recorded.
+    def line(self, group: GroupIdentity) -> Line:
+        """The line of `group` in this job, begun if need be."""
+        with self._rare:
+            line = self._lines.get(group.key)
+            if line is None:
+                slot = self._area.put_group(group.key)
+                if slot is not None:
+                    self._area.put_string(group_told(group))
+                others = [peer for peer in group.members if peer != self.rank] if self.compare else []
+                line = self._lines[group.key] = Line(group, slot, [[self._areas[peer], None] for peer in others])
+            return line
+
+    def record(self, line: Line, call: Call, blocking: bool) -> None:
+        """Record `call` on the group of `line` and compare it with what the peers recorded.
 
         Raises:
             CollectiveMismatch: when a peer issued another collective at the same place of the same group, or waits
-                in a collective of another group that this rank has not issued, while this one is about to block too.
+                in a collective of another group that this rank has not issued, while this one is about to wait too.
         """
-        key = group.key
-        number = self._numbers.get(key, 0) + 1
-        self._numbers[key] = number
-        self.total += 1
-        slot = self._slots.get(key, -1)
-        if slot == -1:
-            slot = self._slots[key] = self._area.put_group(key)
-            self._name_group(group)
+        number = line.number = line.number + 1
+        slot = line.slot
         if slot is None:
             return
-        known = self._signatures.get(call)
+        known = self._known.get(call)
         if known is None:
-            known = self._signatures[call] = self._learn(call)
+            known = self._learn(call)
         signature, description = known
-        epoch = self._epoch
-        site = self._call_site()
-        digest = self._digests[key] = hash((self._digests.get(key, 0), signature)) & _MASK
-        self._area.put_entry(slot, (signature, time.monotonic_ns(), number, epoch, description, site), digest)
+        mark = number << 32 | self._epoch
+        line.digest_before = line.digest
+        digest = line.digest = hash((line.digest, signature)) & _MASK
+        site, told, _ = self._call_site()
         if self.listener is not None:
-            self.listener(group, call, self._site_texts.get(site, "?"))
-        if self._compare:
-            self._compare_with_peers(group, number, signature)
-            if blocking and group.blocking_host and call.waits_for_all:
-                self._before_blocking(group, number)
+            self.listener(line.group, call, told)
+        self._area.put_entry(slot, (mark, signature, time.monotonic_ns(), description, site, mark), digest)
+        words = self._words
+        for peer in line.peers:
+            theirs = peer[1]
+            if theirs is None:
+                theirs = self._find_peer(peer, line.group.key)
+                if theirs is None:
+                    continue
+            at = peer[0].entry_word(theirs, number)
+            # Last word first: the order opposite to writing shows an entry that is being replaced.
+            if words[at + 4] == mark and words[at + 1] != signature and words[at] == mark:
+                self._confirm_difference(line, peer, mark, signature)
+        if blocking and line.peers and line.group.blocking_host and call.waits_for != WAITS_FOR_NOBODY:
+            self._before_blocking(line, call)
 
-    def _before_blocking(self, group: GroupIdentity, number: int) -> None:
-        # A second thread may issue what a waiting first one does not: then no wait is certain to last.
-        thread = threading.get_ident()
-        if self._thread is None:
-            self._thread = thread
-        self._threaded |= thread != self._thread
-        if not self._threaded:
-            self._refuse_crossed_wait(group, number)
-            self._area.put_waiting(group.key, number)
-        else:
-            self._area.put_waiting(0, 0)
+    def withdraw(self, line: Line, number: int) -> None:
+        """Take back collective `number`: the call was refused by torch, so nothing was issued."""
+        self._area.withdraw_waiting()
+        if line.slot is None or line.number != number:
+            return
+        line.number -= 1
+        line.digest = line.digest_before
+        self._area.withdraw_entry(line.slot, number, line.digest)
 
-    def _name_group(self, group: GroupIdentity) -> None:
-        if group.key not in self._labels:
-            members = ",".join(map(str, group.members))
-            self._labels[group.key] = self._area.put_string(f"\x00{group.key}\x00{group.label}\x00{members}")
-        self._memberships[group.key] = True
+    def _before_blocking(self, line: Line, call: Call) -> None:
+        group = line.group
+        awaited = ANYBODY if call.waits_for == WAITS_FOR_ALL else group.members[call.waits_for]
+        alone = other_threads() == 0
+        self._area.put_waiting(group.key, line.number, awaited, alone=alone)
+        # Written before it is looked for: of two ranks that block at the same moment, one sees the other.
+        if alone and self._deadlocks.possible(self._lines, group.key, self._epoch):
+            found = self._deadlocks.find(line, awaited, self._epoch)
+            if found:
+                time.sleep(_SETTLE_SECONDS)
+                # A deadlock lasts; a wait that was read half-written does not.
+                found = self._deadlocks.find(line, awaited, self._epoch)
+            if found:
+                self._area.withdraw_waiting()
+                raise CollectiveMismatch(self._deadlocks.tell(found, line))
 
-    def _is_member(self, key: int, peer: int) -> bool:
-        known = self._memberships.get(key)
-        if known is None:
-            members = group_fact(self._memory.areas[peer].strings(), key, 3)
-            known = self._memberships[key] = str(self._rank) in members.split(",")
-        return known
+    def _find_peer(self, peer: list[Any], key: int) -> int | None:
+        area: Area = peer[0]
+        if area.epoch() & 0xFFFFFFFF != self._epoch:
+            return None
+        peer[1] = area.slot_of(key)
+        return peer[1]  # type: ignore[no-any-return]  # int or None, as above
 
     def _learn(self, call: Call) -> tuple[int, int]:
         digest = hashlib.blake2b(repr(call.what).encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little"), self._area.put_string(call.text)
+        with self._rare:
+            known = self._known[call] = int.from_bytes(digest, "little"), self._area.put_string(call.text)
+        return known
 
-    def _call_site(self) -> int:
-        # File names, not code objects, are looked up: a string keeps its hash, a code object computes it each time.
+    def _call_site(self) -> tuple[int, str, Any]:
+        # The code object by identity and the instruction: cheaper than a hash of the code and the search for a line.
         frame: FrameType | None = sys._getframe(3)
         own = self._is_own
         while frame is not None:
-            file = frame.f_code.co_filename
+            code = frame.f_code
+            file = code.co_filename
             skip = own.get(file)
             if skip is None:
                 skip = own[file] = any(part in file for part in _OWN)
             if not skip:
-                place = (file, frame.f_lineno)
-                site = self._sites.get(place)
-                return self._learn_site(frame, place) if site is None else site
+                site = self._sites.get((id(code), frame.f_lasti))
+                return site if site is not None else self._learn_site(frame)
             frame = frame.f_back
-        return 0
+        return _NO_SITE
 
-    def _learn_site(self, frame: FrameType, place: tuple[str, int]) -> int:
-        text = f"{place[0]}:{place[1]} in {frame.f_code.co_qualname}"
-        site = self._sites[place] = self._area.put_string(text)
-        self._site_texts[site] = text
+    def _learn_site(self, frame: FrameType) -> tuple[int, str, Any]:
+        code = frame.f_code
+        text = f"{code.co_filename}:{frame.f_lineno} in {code.co_qualname}"
+        with self._rare:
+            # The code object is kept, so that its identity stays its own.
+            self._sites[id(code), frame.f_lasti] = site = (self._area.put_string(text), text, code)
         return site
 
-    def _compare_with_peers(self, group: GroupIdentity, number: int, signature: int) -> None:
-        epoch, me, areas = self._epoch, self._rank, self._memory.areas
-        for peer in group.members:
-            if peer == me:
-                continue
-            slot = self._peer_slots.get((peer, group.key))
-            if slot is None:
-                found = areas[peer].slot_of(group.key) if areas[peer].epoch() & 0xFFFFFFFF == epoch else None
-                if found is None:
-                    continue
-                slot = self._peer_slots[peer, group.key] = found
-            fields = areas[peer].entry_fields(slot, number)
-            if fields[2] == number and fields[3] == epoch and fields[0] != signature:
-                self._confirm_difference(group, number, peer, signature)
-
-    def _confirm_difference(self, group: GroupIdentity, number: int, peer: int, signature: int) -> None:
-        """Raise unless the difference was a half-written entry.
-
-        Peers write at the same moment as a rule, since the last collective released them together: a few looks settle
-        it in a microsecond, and only a difference that stays is given the time of a scheduler's pause.
-        """
-        slot = self._peer_slots[peer, group.key]
-        area = self._memory.areas[peer]
+    def _confirm_difference(self, line: Line, peer: list[Any], mark: int, signature: int) -> None:
+        """Raise unless the difference was a half-written entry: a few looks, then one after a pause."""
+        words, at = self._words, peer[0].entry_word(peer[1], line.number)
         for look in range(_LOOKS + 1):
-            fields = area.entry_fields(slot, number)
-            if fields[2] != number or fields[3] != self._epoch or fields[0] == signature:
+            if words[at + 4] != mark or words[at + 1] == signature or words[at] != mark:
                 return
             if look == _LOOKS - 1:
                 time.sleep(_SETTLE_SECONDS)
-        raise CollectiveMismatch(self._tell_difference(group, number, peer, fields))
+        raise CollectiveMismatch(self._tell_difference(line, peer))
 
-    def _tell_difference(self, group: GroupIdentity, number: int, peer: int, fields: tuple[int, ...]) -> str:
-        mine = self._area.strings()
-        theirs = self._memory.areas[peer].strings()
-        slot = self._slots[group.key]
-        entry = self._area.entry_fields(slot or 0, number)
+    def _tell_difference(self, line: Line, peer: list[Any]) -> str:
+        area: Area = peer[0]
+        other = self._areas.index(area)
+        theirs, mine = area.entry(peer[1], line.number), self._area.entry(line.slot or 0, line.number)
         return (
-            f"collective #{number} of the {group.label} differs: "
-            f"rank {peer} issued {theirs[fields[4]]} at {theirs[fields[5]]}; "
-            f"rank {self._rank} issues {mine[entry[4]]} at {mine[entry[5]]}. "
+            f"collective #{line.number} of the {line.group.label} differs: "
+            f"rank {other} issued {deadlock.entry_text(area, theirs)}; "
+            f"rank {self.rank} issues {deadlock.entry_text(self._area, mine)}. "
             "All ranks of a group must issue the same collectives in the same order."
         )
 
-    def _refuse_crossed_wait(self, group: GroupIdentity, number: int) -> None:
-        """Notice a certain deadlock: a peer of this group waits in another group for this rank.
 
-        Certain, because the peer cannot leave that collective before this rank issues it, nor this rank leave the
-        present one before the peer issues that.
-        """
-        for peer in group.members:
-            if peer == self._rank:
-                continue
-            area = self._memory.areas[peer]
-            waiting = area.waiting()
-            if waiting is None or waiting.group_key == group.key or area.epoch() & 0xFFFFFFFF != self._epoch:
-                continue
-            if area.issued(group.key) >= number or self._numbers.get(waiting.group_key, 0) >= waiting.number:
-                continue
-            if self._is_member(waiting.group_key, peer):
-                raise CollectiveMismatch(self._tell_crossed(group, number, peer, waiting.group_key, waiting.number))
-
-    def _tell_crossed(self, group: GroupIdentity, number: int, peer: int, other: int, other_number: int) -> str:
-        area = self._memory.areas[peer]
-        strings = area.strings()
-        slot = area.slot_of(other)
-        entry = area.entry(slot, other_number) if slot is not None else None
-        label = group_fact(strings, other, 2) or "another group"
-        what = strings[entry.description] if entry else "a collective"
-        site = strings[entry.call_site] if entry else "?"
-        mine = self._area.strings()
-        own = self._area.entry_fields(self._slots[group.key] or 0, number)
-        return (
-            f"groups are used in opposite order: rank {peer} waits in {what} (#{other_number} of the {label}) at {site} "
-            f"for rank {self._rank}, which is about to wait in {mine[own[4]]} (#{number} of the {group.label}) at "
-            f"{mine[own[5]]} for rank {peer}. Use groups that share ranks in one order on all of them."
-        )
-
-
-def group_fact(strings: list[str], key: int, field: int) -> str:
-    """Label (2) or comma-separated members (3) of group `key` from a rank's strings; '' when not told there."""
-    start = f"\x00{key}\x00"
-    return next((text.split("\x00")[field] for text in strings if text.startswith(start)), "")
+__all__ = ["Call", "GroupIdentity", "Line", "Listener", "Recorder"]

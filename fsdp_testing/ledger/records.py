@@ -1,0 +1,64 @@
+"""What is a collective, and what is a group, to the ledger?"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+WAITS_FOR_ALL = -1
+WAITS_FOR_NOBODY = -2
+
+
+@dataclass(frozen=True, slots=True)
+class GroupIdentity:
+    """A process group as all its ranks know it.
+
+    `key` is equal on every member, `members` are ranks of the world in the group's order, `label` is for people;
+    `blocking_host` says that a synchronous collective of this group keeps the calling thread waiting (gloo), not a device
+    stream (NCCL).
+    """
+
+    key: int
+    label: str
+    members: tuple[int, ...]
+    blocking_host: bool
+
+
+def group_identity(name: str, members: tuple[int, ...], world_size: int, blocking_host: bool) -> GroupIdentity:
+    """Identity of the group called `name` on all ranks."""
+    digest = hashlib.blake2b(f"{name}|{members}".encode(), digest_size=8).digest()
+    whole = len(members) == world_size and name in ("0", "default_pg")
+    label = "default group" if whole else f"group {name[:12]!r} of ranks {list(members)}"
+    return GroupIdentity(int.from_bytes(digest, "little"), label, members, blocking_host)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """One collective about to be issued; calls are compared by identity, the interception makes each once.
+
+    `what` is everything that must be equal on all members: operation, reduce op, root, dtype and sizes. `text` shows
+    it. `waits_for` is whom a synchronous call cannot return without: every member (`WAITS_FOR_ALL`), one member by its
+    rank in the group (the root of a broadcast), or `WAITS_FOR_NOBODY` (the root itself, who only sends). What a backend
+    merely happens to wait for does not count.
+    """
+
+    what: tuple[Any, ...]
+    text: str
+    waits_for: int = WAITS_FOR_ALL
+
+
+def group_fact(strings: list[str], key: int, field: int) -> str:
+    """Label (2) or comma-separated members (3) of group `key` from a rank's strings; '' when not told there."""
+    start = f"\x00{key}\x00"
+    return next((text.split("\x00")[field] for text in strings if text.startswith(start)), "")
+
+
+def group_told(group: GroupIdentity) -> str:
+    """The string that `group_fact` reads."""
+    return f"\x00{group.key}\x00{group.label}\x00{','.join(map(str, group.members))}"
+
+
+def members_from(text: str) -> tuple[int, ...]:
+    """Members from what `group_fact` gave."""
+    return tuple(int(part) for part in text.split(",") if part)
