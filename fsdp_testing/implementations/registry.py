@@ -25,6 +25,9 @@ BUILT_IN: Mapping[str, str] = {
     "torch-fsdp1": "fsdp_testing.implementations.torch_fsdp1:IMPLEMENTATION",
     "torch-fsdp1-flat": "fsdp_testing.implementations.torch_fsdp1:FLAT",
     "torch-fsdp2": "fsdp_testing.implementations.torch_fsdp2:IMPLEMENTATION",
+    "fsdp_ref-wrapper": "fsdp_testing.implementations.fsdp_ref:WRAPPER",
+    "fsdp_ref-composable": "fsdp_testing.implementations.fsdp_ref:COMPOSABLE",
+    "fsdp_ref-flat": "fsdp_testing.implementations.fsdp_ref:FLAT",
     "single-process": "fsdp_testing.implementations.single_process:IMPLEMENTATION",
 }
 

@@ -10,47 +10,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from fsdp_testing.implementations import naming, pieces
+from fsdp_testing.implementations import flat_pieces, naming, pieces
+from fsdp_testing.implementations.flat_pieces import FlatOriginal
 from fsdp_testing.implementations.protocol import Piece, StateEntry
-
-
-@dataclass(frozen=True, slots=True)
-class _Original:
-    """One original parameter inside a flat parameter.
-
-    Attributes:
-        fqn: Original name.
-        shape: Whole shape.
-        stride: Strides under which the flat parameter stores it.
-        contiguous: Whether storage order is row-major order.
-        parameter: The original's own object, or None for a plain flat parameter.
-        unsharded_start: Offset in the unsharded flat parameter.
-        shard_start: Offset in this rank's shard; None if the rank holds none of it.
-        first: First held element, in storage order.
-        count: Number of held elements.
-    """
-
-    fqn: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    contiguous: bool
-    parameter: nn.Parameter | None
-    unsharded_start: int
-    shard_start: int | None
-    first: int
-    count: int
-
-    @property
-    def numel(self) -> int:
-        """Elements of the whole parameter."""
-        return torch.Size(self.shape).numel()
 
 
 class _Flat:
@@ -63,11 +32,11 @@ class _Flat:
         local = getattr(flat, "_local_shard", None)  # absent before lazy initialisation, when the data is the shard
         self.shard: torch.Tensor = (flat.data if local is None else local).detach()
         self.saved_grad: torch.Tensor | None = getattr(flat, "_saved_grad_shard", None)
-        self.originals: list[_Original] = list(self._read(prefix, flat))
+        self.originals: list[FlatOriginal] = list(self._read(prefix, flat))
         self.by_original = bool(handle._use_orig_params)
 
     @staticmethod
-    def _read(prefix: str, flat: Any) -> Iterator[_Original]:
+    def _read(prefix: str, flat: Any) -> Iterator[FlatOriginal]:
         starts = itertools.accumulate(flat._numels_with_padding, initial=0)
         real = [start for start, padding in zip(starts, flat._is_padding_mask) if not padding]
         objects = flat._params if flat._params is not None else [None] * len(flat._fqns)
@@ -76,9 +45,9 @@ class _Flat:
             whole_name = ".".join(part for part in (prefix, naming.original(fqn)) if part)
             held = (info.offset_in_shard, info.intra_param_start_idx, info.numel_in_shard)
             place = held if info.in_shard else (None, 0, 0)
-            yield _Original(whole_name, tuple(shape), tuple(stride), bool(contiguous), parameter, start, *place)
+            yield FlatOriginal(whole_name, tuple(shape), tuple(stride), bool(contiguous), parameter, start, *place)
 
-    def source(self, original: _Original) -> nn.Parameter:
+    def source(self, original: FlatOriginal) -> nn.Parameter:
         """The object whose flag, gradient and optimizer state are those of `original`."""
         return original.parameter if self.by_original and original.parameter is not None else self.parameter
 
@@ -112,27 +81,27 @@ def _outside(model: nn.Module, managed: set[str], flat_parameters: set[int]) -> 
     return {fqn: p for fqn, p in named if fqn not in managed and id(p) not in flat_parameters}
 
 
-def _pieces_of(flat: _Flat, original: _Original) -> tuple[Piece, ...]:
+def _pieces_of(flat: _Flat, original: FlatOriginal) -> tuple[Piece, ...]:
     value = _held(flat.shard, original)
     source = flat.source(original)
     grad, saved = _gradient(flat, original), flat.saved_grad
     unsharded = grad is not None and flat.gradient_is_unsharded
     beside = grad if not unsharded else (None if saved is None else _held(saved, original))
     flag = source.requires_grad
-    values = _spans(original, original.first, original.count, value, beside, requires_grad=flag)
+    values = flat_pieces.spans(original, original.first, original.count, value, beside, requires_grad=flag)
     if not unsharded:
         return tuple(values)
-    own = _spans(original, 0, original.numel, grad, None, requires_grad=flag)
+    own = flat_pieces.spans(original, 0, original.numel, grad, None, requires_grad=flag)
     return (*values, *(replace(p, value=None, grad=p.value, reduced=False) for p in own))
 
 
-def _held(shard: torch.Tensor, original: _Original) -> torch.Tensor:
+def _held(shard: torch.Tensor, original: FlatOriginal) -> torch.Tensor:
     if original.shard_start is None:
         return shard[:0]
     return shard[original.shard_start : original.shard_start + original.count]
 
 
-def _gradient(flat: _Flat, original: _Original) -> torch.Tensor | None:
+def _gradient(flat: _Flat, original: FlatOriginal) -> torch.Tensor | None:
     """The original's gradient in storage order: of its held span, or all of it while it is unsharded."""
     if flat.by_original and original.parameter is not None:
         grad = original.parameter.grad
@@ -145,48 +114,6 @@ def _gradient(flat: _Flat, original: _Original) -> torch.Tensor | None:
     if flat.gradient_is_unsharded:
         return grad[original.unsharded_start : original.unsharded_start + original.numel]
     return _held(grad, original)
-
-
-def _spans(
-    original: _Original,
-    first: int,
-    count: int,
-    value: torch.Tensor | None,
-    grad: torch.Tensor | None,
-    *,
-    requires_grad: bool,
-) -> Iterator[Piece]:
-    """Elements [first, first+count) in storage order as spans in row-major order."""
-    whole = partial_piece(original, requires_grad=requires_grad)
-    if original.contiguous or count == 0:
-        yield replace(whole, start=first, stop=first + count, value=value, grad=grad)
-        return
-    for offset, start, length in _runs(original, first, count):
-        cut = slice(offset, offset + length)
-        yield replace(
-            whole,
-            start=start,
-            stop=start + length,
-            value=None if value is None else value[cut],
-            grad=None if grad is None else grad[cut],
-        )
-
-
-def partial_piece(original: _Original, *, requires_grad: bool) -> Piece:
-    """An empty piece of the original, to be filled."""
-    return Piece(original.shape, 0, 0, None, requires_grad=requires_grad)
-
-
-def _runs(original: _Original, first: int, count: int) -> Iterator[tuple[int, int, int]]:
-    """`(offset in the held elements, row-major start, length)` of each run of neighbours."""
-    order = torch.empty_strided(original.shape, original.stride, dtype=torch.int64)
-    order.copy_(torch.arange(original.numel).view(original.shape))
-    logical = order.as_strided((original.numel,), (1,))[first : first + count].tolist()
-    begin = 0
-    for end in range(1, count + 1):
-        if end == count or logical[end] != logical[end - 1] + 1:
-            yield begin, logical[begin], end - begin
-            begin = end
 
 
 def optimizer_pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Mapping[str, StateEntry]]:
@@ -211,11 +138,11 @@ def _kept(value: object) -> bool:
     return isinstance(value, (torch.Tensor, int, float))
 
 
-def _entry(original: _Original, value: torch.Tensor | float, own: bool) -> StateEntry:
+def _entry(original: FlatOriginal, value: torch.Tensor | float, own: bool) -> StateEntry:
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         return float(value)
     flat_value = value.detach()
     if flat_value.ndim != 1:
         flat_value = flat_value.as_strided((flat_value.numel(),), (1,))
     held = flat_value if own else _held(flat_value, original)
-    return tuple(_spans(original, original.first, original.count, held, None, requires_grad=True))
+    return tuple(flat_pieces.spans(original, original.first, original.count, held, None, requires_grad=True))

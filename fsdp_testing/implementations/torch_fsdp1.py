@@ -50,7 +50,6 @@ _SHARED_CLAIMS = frozenset(
         "frozen_parameters",
         "unused_parameters",
         "uneven_parameters",
-        "empty_parameters",
         "strided_parameters",
         "buffers",
         "container_outputs",

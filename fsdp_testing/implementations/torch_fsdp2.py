@@ -50,7 +50,6 @@ CAPABILITIES = frozenset(
         "unused_parameters",
         "unused_gradient_is_none",
         "uneven_parameters",
-        "empty_parameters",
         "buffers",
         "container_outputs",
         "uneven_batches",
