@@ -1,0 +1,236 @@
+"""The reference as two implementations: `fsdp_ref-wrapper` and `fsdp_ref-composable`, one code path under both.
+
+They claim whatever the reference does; a check that needs what it does not do yet (state dicts) is not claimed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_ref import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+    fully_shard,
+    unshard_params,
+)
+from fsdp_ref.annotations import units_under
+from fsdp_ref.comm.division import DivideFactors
+from fsdp_ref.runtime import comm_hooks
+from fsdp_ref.runtime import no_sync as sync
+from fsdp_ref.runtime.events import UnitEvent, UnitEventKind, observe
+from fsdp_ref.training import clip
+from fsdp_ref.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
+from fsdp_testing.implementations import naming, ref_pieces
+from fsdp_testing.implementations.adapter import TorchStyle
+from fsdp_testing.implementations.protocol import Division, Precision, Setup, WrapPolicy
+from fsdp_testing.implementations.sites import innermost_first, replace_module
+from fsdp_testing.implementations.torch_checkpointing import checkpoint_modules
+from fsdp_testing.records.capabilities import CAPABILITIES
+
+_NOT_YET = frozenset(
+    {
+        "full_state_dict",
+        "sharded_state_dict",
+        "local_state_dict",
+        "optim_state",
+        "explicit_unshard",
+        "mixed_dtype_units",
+    }
+)
+"""State has its own part of the reference, still to be written; the rest FSDP's API has no word for."""
+
+_STRATEGIES = {
+    "full_shard": ShardingStrategy.FULL_SHARD,
+    "shard_grad_op": ShardingStrategy.SHARD_GRAD_OP,
+    "no_shard": ShardingStrategy.NO_SHARD,
+    "hybrid_shard": ShardingStrategy.HYBRID_SHARD,
+    "hybrid_shard_zero2": ShardingStrategy._HYBRID_SHARD_ZERO2,
+}
+_PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
+
+
+def _options(setup: Setup, name: str) -> dict[str, Any]:
+    """What both paths are told about one unit."""
+    strategy = setup.unit_strategies.get(name, setup.strategy)
+    on_mesh = strategy.startswith("hybrid")
+    return {
+        "device_mesh": setup.mesh if on_mesh else None,
+        "process_group": None if on_mesh else setup.group,
+        "mixed_precision": _mixed_precision(setup.unit_precisions.get(name, setup.precision)),
+        "cpu_offload": CPUOffload(offload_params=True) if setup.cpu_offload else None,
+        "sync_module_states": setup.sync_module_states,
+        "forward_prefetch": setup.forward_prefetch,
+        "device_id": setup.device,
+    }
+
+
+def _mixed_precision(precision: Precision) -> MixedPrecision | None:
+    if precision == Precision():
+        return None
+    return MixedPrecision(
+        param_dtype=precision.param_dtype,
+        reduce_dtype=precision.reduce_dtype,
+        buffer_dtype=precision.buffer_dtype,
+        keep_low_precision_grads=precision.keep_low_precision_grads,
+        cast_forward_inputs=precision.cast_unit_inputs,
+        cast_root_forward_inputs=precision.cast_inputs,
+    )
+
+
+def _policy(module: nn.Module, policy: WrapPolicy) -> Any:
+    if policy.classes:
+        return ModuleWrapPolicy(set(policy.classes))
+    if policy.min_numel is not None:
+        return partial(size_based_auto_wrap_policy, min_num_params=policy.min_numel)
+    chosen = {id(module.get_submodule(name)) for name in policy.names}
+    return CustomPolicy(lambda candidate: id(candidate) in chosen)
+
+
+Apply = Callable[[nn.Module, Setup, str, dict[str, Any]], nn.Module]
+
+
+def _wrap(apply: Apply, module: nn.Module, setup: Setup) -> nn.Module:
+    """Every unit, children first, then the root. Collectives: those of the settings; every rank calls."""
+    checkpoint_modules(module, setup.checkpointed)
+    ignored = [module.get_submodule(name) for name in setup.ignored]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # NO_SHARD over several ranks is judged, not recommended
+        for name, unit in innermost_first(module, setup.units):
+            inside = {id(inner) for inner in unit.modules()}
+            options = _options(setup, name) | {"ignored_modules": [m for m in ignored if id(m) in inside]}
+            sharded = apply(unit, setup, name, options)
+            if sharded is not unit:
+                replace_module(module, unit, sharded)
+        if not setup.wrap_root:
+            return module
+        options = _options(setup, "") | {"ignored_modules": ignored}
+        if setup.policy is not None:
+            options["auto_wrap_policy"] = _policy(module, setup.policy)
+        return apply(module, setup, "", options)
+
+
+def _as_wrapper(
+    use_orig_params: bool, module: nn.Module, setup: Setup, name: str, options: dict[str, Any]
+) -> nn.Module:
+    strategy = _STRATEGIES[setup.unit_strategies.get(name, setup.strategy)]
+    return FullyShardedDataParallel(
+        module,
+        sharding_strategy=strategy,
+        backward_prefetch=_PREFETCH[setup.backward_prefetch],
+        use_orig_params=use_orig_params,
+        **options,
+    )
+
+
+def _as_composable(module: nn.Module, setup: Setup, name: str, options: dict[str, Any]) -> nn.Module:
+    policy = options.pop("auto_wrap_policy", None)
+    strategy = _STRATEGIES[setup.unit_strategies.get(name, setup.strategy)]
+    return fully_shard(module, strategy=strategy, policy=policy, **options)
+
+
+def _roots(model: nn.Module) -> list[Any]:
+    """The units that no other unit encloses."""
+    found = units_under(model)
+    outermost = [(name, unit) for name, _, unit in found]
+    return [unit for name, unit in outermost if not any(_encloses(other, name) for other, _ in outermost)]
+
+
+def _encloses(outer: str, inner: str) -> bool:
+    return outer != inner and (not outer or inner.startswith(outer + "."))
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """`no_sync` of every root."""
+    with ExitStack() as stack:
+        for unit in _roots(model):
+            stack.enter_context(sync.no_sync(unit))
+        yield
+
+
+def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float) -> torch.Tensor:
+    """The reference's own clipping. Collectives: all-reduces over the shard groups; every rank calls."""
+    (root,) = _roots(model)
+    return clip.clip_grad_norm_(root, max_norm, norm_type)
+
+
+@contextmanager
+def full_parameters(model: nn.Module, *, writeback: bool) -> Iterator[Mapping[str, torch.Tensor]]:
+    """`summon_full_params` (the same for both paths). Collectives: an all-gather per unit; every rank enters."""
+    with unshard_params(model, writeback=writeback):
+        yield {naming.original(fqn): parameter.data for fqn, parameter in model.named_parameters()}
+
+
+def division(setup: Setup) -> Division:
+    """Two factors near the square root of the number of ranks, around the sum."""
+    factors = DivideFactors.for_world(setup.world_size)
+    return Division(before=factors.before, after=factors.after)
+
+
+def units(model: nn.Module) -> list[tuple[str, tuple[str, ...]]]:
+    """Units with parameters in the order of the reference's own list, depth first."""
+    return [
+        (name, tuple(original.fqn for original in ref_pieces.originals(name, handle)))
+        for name, handle in ref_pieces.handles(model)
+    ]
+
+
+def trace_units(model: nn.Module, emit: Callable[[str, str, tuple[str, ...]], None]) -> AbstractContextManager[None]:
+    """Subscribe to the reference's own unit events."""
+
+    def tell(event: UnitEvent) -> None:
+        if not event.fqns:
+            return
+        transition = _TRANSITIONS.get(event.kind)
+        if transition is not None:
+            emit(naming.original(event.unit), transition, ())
+        if event.kind is UnitEventKind.RESHARD and event.freed:
+            emit(naming.original(event.unit), "free", ())
+
+    return observe(tell)
+
+
+_TRANSITIONS = {UnitEventKind.UNSHARD: "unshard", UnitEventKind.GATHER: "gather", UnitEventKind.RESHARD: "reshard"}
+
+
+def _implementation(name: str, apply: Apply, without: frozenset[str] = frozenset()) -> TorchStyle:
+    return TorchStyle(
+        name=name,
+        wrap=partial(_wrap, apply),
+        capabilities=frozenset(CAPABILITIES) - _NOT_YET - without,
+        source="docs/reference.md",
+        no_sync=no_sync,
+        clip_grad_norm=clip_grad_norm,
+        full_parameters=full_parameters,
+        local_pieces=ref_pieces.local_pieces,
+        optimizer_pieces=ref_pieces.optimizer_pieces,
+        division=division,
+        register_comm_hook=_register_comm_hook,
+        units=units,
+        trace_units=trace_units,
+    )
+
+
+def _register_comm_hook(model: nn.Module, state: object, hook: Callable[..., Any]) -> None:
+    (root,) = _roots(model)
+    comm_hooks.register_comm_hook(root, state, hook)
+
+
+WRAPPER = _implementation("fsdp_ref-wrapper", partial(_as_wrapper, True))
+FLAT = _implementation(
+    "fsdp_ref-flat",
+    partial(_as_wrapper, False),
+    # One flat parameter has one gradient and one flag.
+    without=frozenset({"frozen_mixed_unit", "thawed_parameters", "unused_gradient_is_none"}),
+)
+COMPOSABLE = _implementation("fsdp_ref-composable", _as_composable)
