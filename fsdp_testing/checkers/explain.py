@@ -49,6 +49,8 @@ def raised_finding(case: Case, errors: dict[int, RaisedError]) -> Finding:
     """
     _, error = min(errors.items(), key=lambda item: (item[1].index, item[0]))
     lines = error.message.strip().splitlines() or [""]
+    if error.not_supported:
+        lines = [f"{lines[0]}; it claims {_claims(case, error.index)}, which needs this"]
     who = "every rank" if len(errors) == case.world.size else _ranks(tuple(sorted(errors)))
     text = operation_text(case, error.index)
     return Finding(
@@ -61,6 +63,13 @@ def raised_finding(case: Case, errors: dict[int, RaisedError]) -> Finding:
         case=case,
         detail="\n".join(f"--- rank {number}\n{item.traceback}" for number, item in sorted(errors.items())),
     )
+
+
+def _claims(case: Case, index: int) -> str:
+    """The capabilities that the failing operation, or the case as a whole, needs."""
+    inside = 0 <= index < len(case.program)
+    needed = (case.program[index].required() if inside else frozenset()) or case.required()
+    return ", ".join(sorted(needed))
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

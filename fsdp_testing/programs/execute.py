@@ -11,11 +11,13 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+import fsdp_testing
 from fsdp_testing.errors import CollectiveMismatch, HarnessError, InvalidImplementation
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.implementations.protocol import Setup
@@ -42,6 +44,8 @@ from fsdp_testing.records import (
     plan,
 )
 from fsdp_testing.records.legality import builds_late
+
+_HOME = Path(fsdp_testing.__file__).parent
 
 Values = dict[str, torch.Tensor]
 SetupMaker = Callable[[Case, nn.Module], Setup]
@@ -149,7 +153,16 @@ class RankProgram:
         if isinstance(raised, HarnessError):
             # Collectives that do not match are the implementation's; the ledger only says so first.
             return not isinstance(raised, CollectiveMismatch)
-        return self.index < 0 and not self.in_implementation
+        return _raised_by_harness(raised) or (self.index < 0 and not self.in_implementation)
+
+
+def _raised_by_harness(raised: Exception) -> bool:
+    """Whether the innermost frame is the harness's own: its ledger or an adapter of ours. Zoo models are user code."""
+    frames = traceback.extract_tb(raised.__traceback__)
+    if not frames:
+        return False
+    innermost = Path(frames[-1].filename)
+    return _HOME in innermost.parents and _HOME / "zoo" not in innermost.parents
 
 
 class _Inside:

@@ -17,9 +17,6 @@ from fsdp_testing.programs.models import build_model, dtype_name
 from fsdp_testing.programs.replay import Replay, ReplayPoint
 from fsdp_testing.records import UNIT_ROUNDOFF, Case, ForwardBackward
 
-NORM_ROUNDINGS = 4096
-"""Elements of the largest model of the zoo, whose squares a norm adds up in any order."""
-
 DIRECTIONS = 4
 """Factor on the observed deviation, for directions of rounding that the one disturbed replay did not draw."""
 
@@ -30,7 +27,8 @@ def expect_free(case: Case, *, observe_all: bool = False) -> Expectation:
     replay = Replay(case)
     plain = replay.run(observe_all=observe_all)
     disturbed = Replay(case, disturbance=Disturbance(case.seed, roundings)).run(observe_all=observe_all)
-    points = tuple(_free_point(a, b, roundings) for a, b in zip(plain, disturbed))
+    numel = sum(parameter.numel() for parameter in replay.parameters.values())
+    points = tuple(_free_point(a, b, roundings, numel) for a, b in zip(plain, disturbed))
     return Expectation(points, _shapes(replay), {"roundings": roundings, "mode": "free"})
 
 
@@ -61,7 +59,7 @@ def roundings_of(case: Case) -> int:
     return case.world.size + len(batches) + max(depth, 1) * (rows + widest + 8)
 
 
-def _free_point(plain: ReplayPoint, disturbed: ReplayPoint, roundings: int) -> ExpectedPoint:
+def _free_point(plain: ReplayPoint, disturbed: ReplayPoint, roundings: int, numel: int) -> ExpectedPoint:
     largest = max(
         (_largest(value) for quantity, value in plain.values.items() if quantity.kind == "gradient"), default=0.0
     )
@@ -69,7 +67,9 @@ def _free_point(plain: ReplayPoint, disturbed: ReplayPoint, roundings: int) -> E
     for quantity, value in plain.values.items():
         # A gradient may be the small difference of large numbers; the largest gradient stands for their size.
         scale = max(_largest(value), largest if quantity.kind == "gradient" else 0.0)
-        quantities[quantity] = _free_bound(quantity, value, disturbed.values.get(quantity), roundings, scale)
+        # A norm adds up every element of the model, in any order.
+        count = roundings + (numel if quantity.name == "total_norm" else 0)
+        quantities[quantity] = _free_bound(value, disturbed.values.get(quantity), count, scale)
     return _point(plain, quantities)
 
 
@@ -77,17 +77,13 @@ def _largest(value: torch.Tensor | None) -> float:
     return float(value.abs().max()) if value is not None and value.numel() and value.is_floating_point() else 0.0
 
 
-def _free_bound(
-    quantity: Quantity, value: torch.Tensor | None, disturbed: torch.Tensor | None, roundings: int, scale: float
-) -> Expected:
+def _free_bound(value: torch.Tensor | None, disturbed: torch.Tensor | None, roundings: int, scale: float) -> Expected:
     if value is None or not value.numel():
         return Expected(value)
     if not value.is_floating_point():
         return Expected(value, 0.0, "integers are exact")
     name = dtype_name(value.dtype)
     deviation = 0.0 if disturbed is None else float((value - disturbed).abs().max())
-    if quantity.name == "total_norm":
-        roundings += NORM_ROUNDINGS
     own = roundings * UNIT_ROUNDOFF[name] * scale
     bound = DIRECTIONS * deviation + own
     return Expected(

@@ -46,7 +46,7 @@ def _late(place: Place) -> Iterable[Case]:
 
 
 def _magnitudes(place: Place) -> Iterable[Case]:
-    program = [op for seed, scale in enumerate((1.0, 100.0, 0.01)) for op in iterations(1, first=seed, scale=scale)]
+    program = [op for seed, scale in enumerate((1.0, 10.0, 0.01)) for op in iterations(1, first=seed, scale=scale)]
     yield place.case("mlp", *program, optimizer=PLAIN_SGD)
 
 
