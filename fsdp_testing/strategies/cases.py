@@ -167,9 +167,10 @@ def _optimizer(choices: Choices, swarm: Swarm) -> OptimizerSpec:
     lr = choices.pick((0.05, 0.01))
     if not kinds:
         return OptimizerSpec("sgd", {"lr": lr})
+    # Adam divides by |g| + eps: with a small eps a gradient that is zero but for rounding makes a step of full size.
     made = {
         "optimizer.momentum": OptimizerSpec("sgd", {"lr": lr, "momentum": 0.9, "weight_decay": 0.01}),
-        "optimizer.adamw": OptimizerSpec("adamw", {"lr": lr, "weight_decay": 0.1}),
-        "optimizer.adam": OptimizerSpec("adam", {"lr": lr}),
+        "optimizer.adamw": OptimizerSpec("adamw", {"lr": lr, "eps": 1e-3, "weight_decay": 0.1}),
+        "optimizer.adam": OptimizerSpec("adam", {"lr": lr, "eps": 1e-3}),
     }
     return made[choices.pick(kinds)]

@@ -86,6 +86,9 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
 FEATURES: dict[str, frozenset[str]] = {name: frozenset(needs) for name, needs in _NEEDS.items()}
 """Every feature with the capabilities that it needs."""
 
+# Without several units little of an implementation runs at all.
+_COMMON = ("wrap.nested", "tree.group", "op.step")
+
 # Features that make most of the others unreachable or slow, and that are therefore switched on less often.
 _RARE = frozenset({"model.zoo", "tree.large", "precision.param", "precision.reduce", "precision.buffer", "offload"})
 
@@ -148,13 +151,15 @@ class SwarmDrawer:
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
         available = scope.available()
-        self._usual = [name for name in available if name not in _RARE]
+        self._base = [name for name in available if name in _COMMON]
+        self._usual = [name for name in available if name not in _RARE and name not in _COMMON]
         self._rare = [name for name in available if name in _RARE]
 
     def draw(self, choices: Choices) -> Swarm:
         """Draws a subset: about a quarter or a half of the usual features, each rare one in eight times."""
         mask = choices.subset(len(self._usual), sparse=not choices.chance(2))
         on = [name for place, name in enumerate(self._usual) if mask >> place & 1]
+        on += [name for name in self._base if not choices.chance(4)]
         if choices.chance(3) and self._rare:
             on.append(choices.pick(self._rare))
         return Swarm(frozenset(on), self.scope)

@@ -1,0 +1,1 @@
+"""Look for divergences that nobody wrote a test for: campaigns of random cases, shrinking, replay, findings."""

@@ -1,0 +1,159 @@
+"""What do the ranks do with a batch of cases? Run them one after the other until one goes wrong."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import hashlib
+import threading
+import weakref
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.distributed import DeviceMesh
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_testing.compat import process_groups
+from fsdp_testing.fuzz import stream
+from fsdp_testing.implementations import registry
+from fsdp_testing.implementations.adapter import Adapter
+from fsdp_testing.implementations.protocol import Setup
+from fsdp_testing.ledger.interception import listen
+from fsdp_testing.ledger.recorder import Call, GroupIdentity
+from fsdp_testing.pool import Failed
+from fsdp_testing.pool.world import World, current_world
+from fsdp_testing.programs.execute import RankProgram
+from fsdp_testing.programs.setup import setup_of
+from fsdp_testing.records import Case, RankObservation, WorldSpec
+
+_MESHES: dict[tuple[int, ...], DeviceMesh] = {}
+"""Two-dimensional meshes of this world: making one creates process groups, which costs more than a case."""
+
+OUTLIVES = "the model outlives its case: something refers to it for good"
+_FREEZE_AFTER = 2
+_done = [0]
+
+
+def run_batch(name: str, documents: list[str], directory: str, watch_models: bool) -> int | Failed:
+    """Runs cases through implementation `name`; stops after the first one in which this rank saw an exception.
+
+    Args:
+        name: Registered name or import string.
+        documents: Cases as JSON.
+        directory: Where the observations go.
+        watch_models: Look whether models outlive their case.
+
+    Returns:
+        How many cases were begun; marked as failed if the last one raised or left something behind.
+
+    Collectives: those of the implementation; every rank of the world runs the same call.
+    """
+    world = current_world()
+    adapter = _adapter(name)
+    models: list[tuple[int, weakref.ref[nn.Module]]] = []
+    with stream.path_of(directory, world.rank).open("ab") as file:
+        for index, document in enumerate(documents):
+            case = Case.from_json(document)
+            record, model = _run(adapter, case, world, index)
+            models.append((index, model))
+            stream.append(file, record)
+            if record.observation.error is not None or record.leaks:
+                return Failed(index + 1)
+    survivors = _survivors(models)
+    if watch_models and survivors:
+        with stream.path_of(directory, world.rank).open("ab") as file:
+            for index in survivors:
+                stream.append(file, stream.CaseRecord(index, RankObservation(world.rank), {}, (OUTLIVES,)))
+    return len(documents)
+
+
+@functools.cache
+def _adapter(name: str) -> Adapter:
+    return registry.load(name)
+
+
+def _run(adapter: Adapter, case: Case, world: World, index: int) -> tuple[stream.CaseRecord, weakref.ref[nn.Module]]:
+    mesh = _mesh(world, case.world.mesh_shape)
+    before = _fingerprint()
+    issued = _Issued()
+    program = RankProgram(case, adapter, world.rank, lambda c, module: _setup(world, mesh, c, module))
+    with listen(issued):
+        observation = program.run(observe_all=case.mixed_precision is not None)
+        adapter.finish(program.model)
+    leaks = _differences(before, _fingerprint())
+    return stream.CaseRecord(index, observation, issued.summary(), leaks), weakref.ref(program.model)
+
+
+class _Issued:
+    """Counts the collectives of one case and keeps a digest of what they were, group by group."""
+
+    def __init__(self) -> None:
+        self._texts: dict[int, list[str]] = {}
+
+    def __call__(self, group: GroupIdentity, call: Call, _site: str) -> None:
+        self._texts.setdefault(group.key, []).append(call.text)
+
+    def summary(self) -> dict[int, tuple[int, int]]:
+        """Returns number and digest by group key."""
+        return {key: (len(texts), _digest(texts)) for key, texts in self._texts.items()}
+
+
+def _digest(texts: list[str]) -> int:
+    return int.from_bytes(hashlib.blake2b("|".join(texts).encode(), digest_size=8).digest(), "little")
+
+
+def _survivors(models: list[tuple[int, weakref.ref[nn.Module]]]) -> list[int]:
+    """Collects garbage, and returns the cases whose model is still there although the case is over."""
+    gc.collect()
+    _done[0] += 1
+    if _done[0] == _FREEZE_AFTER:
+        # What is imported and cached by now stays for good; leaving it out makes each later collection cheap.
+        gc.freeze()
+    return [index for index, model in models if model() is not None]
+
+
+def _mesh(world: World, shape: tuple[int, ...]) -> DeviceMesh:
+    if len(shape) != 2:
+        return world.mesh
+    if shape not in _MESHES:
+        _MESHES[shape] = init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    return _MESHES[shape]
+
+
+def _setup(world: World, mesh: DeviceMesh, case: Case, module: nn.Module) -> Setup:
+    # Translated as for a flat world, since the translation would make a mesh of its own.
+    flat = replace(case, world=WorldSpec(case.world.size, case.world.backend))
+    setup = setup_of(flat, module, world.rank, world.device, world.group, mesh)
+    shape = case.world.mesh_shape
+    return replace(setup, shard_size=shape[-1]) if len(shape) == 2 else setup
+
+
+def _fingerprint() -> tuple[object, ...]:
+    """State of this process that no case may change; cheap enough to read after every one."""
+    return (
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_num_threads(),
+        threading.active_count(),
+        len(list(process_groups())),
+    )
+
+
+_NAMES = (
+    "default dtype",
+    "grad mode",
+    "inference mode",
+    "autocast",
+    "deterministic algorithms",
+    "torch threads",
+    "Python threads",
+    "process groups",
+)
+
+
+def _differences(before: tuple[object, ...], after: tuple[object, ...]) -> tuple[str, ...]:
+    return tuple(f"{name}: {a} before, {b} after" for name, a, b in zip(_NAMES, before, after) if a != b)

@@ -1,0 +1,65 @@
+"""How do a rank's observations survive the rank? Each is appended to a file as soon as its case is over.
+
+A batch that ends badly in its tenth case has told everything about the first nine. The files lie in a directory that
+the controller made for itself (mode 0700) and removes; they are read by processes of the same campaign only.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from fsdp_testing.pool.channel import dumps, loads
+from fsdp_testing.records import RankObservation
+
+_HEADER = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class CaseRecord:
+    """What one rank tells of one case of a batch.
+
+    Attributes:
+        index: Place of the case in the batch.
+        observation: What the engine observed.
+        collectives: Per group key, number of collectives issued and a digest of what they were, up to the end of the
+            case, counted from the start of the batch.
+        leaks: What the case left behind in the process.
+    """
+
+    index: int
+    observation: RankObservation
+    collectives: dict[int, tuple[int, int]]
+    leaks: tuple[str, ...] = ()
+
+
+def path_of(directory: str, rank: int) -> Path:
+    """Returns the file of one rank."""
+    return Path(directory) / f"rank{rank}"
+
+
+def append(file: BinaryIO, record: CaseRecord) -> None:
+    """Writes one record and hands it to the kernel, where the death of this process does not matter."""
+    data = dumps(record)
+    file.write(_HEADER.pack(len(data)) + data)
+    file.flush()
+
+
+def read(directory: str, rank: int) -> list[CaseRecord]:
+    """Returns the complete records of one rank, in order; a record cut short by the rank's death is left out."""
+    try:
+        data = path_of(directory, rank).read_bytes()
+    except FileNotFoundError:
+        return []
+    records: list[Any] = []
+    place = 0
+    while place + _HEADER.size <= len(data):
+        (length,) = _HEADER.unpack_from(data, place)
+        end = place + _HEADER.size + length
+        if end > len(data):
+            break
+        records.append(loads(data[place + _HEADER.size : end]))
+        place = end
+    return records
