@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from fsdp_ref import (
     unshard_params,
 )
 from fsdp_ref.annotations import units_under
+from fsdp_ref.build.wrap_policy import choose_by_function
 from fsdp_ref.comm.division import DivideFactors
 from fsdp_ref.runtime import comm_hooks
 from fsdp_ref.runtime import no_sync as sync
@@ -37,17 +39,21 @@ from fsdp_testing.implementations.sites import innermost_first, replace_module
 from fsdp_testing.implementations.torch_checkpointing import checkpoint_modules
 from fsdp_testing.records.capabilities import CAPABILITIES
 
-_NOT_YET = frozenset(
+_NOT_CLAIMED = frozenset(
     {
+        # One gradient per flat parameter and one reduction per unit, as behind every FSDP of this kind.
+        "unused_gradient_is_none",
+        "unused_parameters_differ",
+        # State has its own part of the reference, still to be written.
         "full_state_dict",
         "sharded_state_dict",
         "local_state_dict",
         "optim_state",
+        # FSDP's API has no word for these.
         "explicit_unshard",
         "mixed_dtype_units",
     }
 )
-"""State has its own part of the reference, still to be written; the rest FSDP's API has no word for."""
 
 _STRATEGIES = {
     "full_shard": ShardingStrategy.FULL_SHARD,
@@ -96,6 +102,31 @@ def _policy(module: nn.Module, policy: WrapPolicy) -> Any:
     return CustomPolicy(lambda candidate: id(candidate) in chosen)
 
 
+@dataclass(frozen=True, slots=True)
+class _ByFunction:
+    """A callable policy as the object that the composable API expects."""
+
+    function: Callable[..., bool]
+
+    def _run_policy(
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
+    ) -> dict[nn.Module, dict[str, Any]]:
+        ignored = frozenset(p for module in ignored_modules for p in module.parameters())
+        return {
+            module: dict(root_kwargs)
+            for module in choose_by_function(root_module, self.function, frozenset(ignored_modules), ignored)
+        }
+
+
+def _shared_across_units(module: nn.Module, setup: Setup) -> bool:
+    """Whether a parameter is reached through several units, or a unit and what is outside: one call must own it."""
+    owners: dict[int, set[str]] = {}
+    for fqn, parameter in module.named_parameters(remove_duplicate=False):
+        inside = [name for name in setup.units if fqn.startswith(name + ".")]
+        owners.setdefault(id(parameter), set()).add(max(inside, key=len, default=""))
+    return any(len(names) > 1 for names in owners.values())
+
+
 Apply = Callable[[nn.Module, Setup, str, dict[str, Any]], nn.Module]
 
 
@@ -105,6 +136,8 @@ def _wrap(apply: Apply, module: nn.Module, setup: Setup) -> nn.Module:
     ignored = [module.get_submodule(name) for name in setup.ignored]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # NO_SHARD over several ranks is judged, not recommended
+        if setup.units and setup.policy is None and _shared_across_units(module, setup):
+            setup = replace(setup, units=(), policy=WrapPolicy(names=setup.units))
         for name, unit in innermost_first(module, setup.units):
             inside = {id(inner) for inner in unit.modules()}
             options = _options(setup, name) | {"ignored_modules": [m for m in ignored if id(m) in inside]}
@@ -134,6 +167,8 @@ def _as_wrapper(
 
 def _as_composable(module: nn.Module, setup: Setup, name: str, options: dict[str, Any]) -> nn.Module:
     policy = options.pop("auto_wrap_policy", None)
+    if policy is not None and not hasattr(policy, "_run_policy"):
+        policy = _ByFunction(policy)
     strategy = _STRATEGIES[setup.unit_strategies.get(name, setup.strategy)]
     return fully_shard(module, strategy=strategy, policy=policy, **options)
 
@@ -207,7 +242,7 @@ def _implementation(name: str, apply: Apply, without: frozenset[str] = frozenset
     return TorchStyle(
         name=name,
         wrap=partial(_wrap, apply),
-        capabilities=frozenset(CAPABILITIES) - _NOT_YET - without,
+        capabilities=frozenset(CAPABILITIES) - _NOT_CLAIMED - without,
         source="docs/reference.md",
         no_sync=no_sync,
         clip_grad_norm=clip_grad_norm,

@@ -99,6 +99,11 @@ class Remembering(nn.Module):
         self.hidden = torch.tanh(self.inner(x))
         return torch.tanh(self.outer(self.hidden))
 
+    def take(self) -> torch.Tensor | None:
+        """What forward kept, once. A method: an attribute that is set through a wrapper may stay on the wrapper."""
+        kept, self.hidden = self.hidden, None  # else the graph of this step would live until the next
+        return kept
+
 
 class CachedIntermediate(nn.Module):
     """The loss sees what a unit kept, besides or instead of what it returned."""
@@ -112,8 +117,7 @@ class CachedIntermediate(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         returned = self.unit(torch.tanh(self.stem(x)))
-        kept = self.unit.hidden
-        self.unit.hidden = None  # else the graph of this step would live until the next
+        kept = self.unit.take()
         if kept is None:
             raise RuntimeError("the unit kept nothing")
         return self.last(kept if self.bypass else kept + returned)
