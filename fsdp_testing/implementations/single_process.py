@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -68,17 +68,22 @@ class _Averaging:
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None) -> None:
         self.enabled = True
-        self._module = module
+        # Weakly: the hooks on the parameters hold this object, through C++ where the collector does not see it.
+        self._module = ref(module)
         self._group = group
         self._queued = False
         self._hooked: set[int] = set()
         module.register_forward_pre_hook(lambda _module, _args: self._watch_parameters())
 
+    def _parameters(self) -> list[nn.Parameter]:
+        module = self._module()
+        return [] if module is None else [p for p in module.parameters() if p.requires_grad]
+
     def _watch_parameters(self) -> None:
         """Looked at in every forward, since a parameter may have been thawed."""
         self._queued = False  # a backward that raised has left it set
-        for parameter in self._module.parameters():
-            if parameter.requires_grad and id(parameter) not in self._hooked:
+        for parameter in self._parameters():
+            if id(parameter) not in self._hooked:
                 self._hooked.add(id(parameter))
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
@@ -90,7 +95,7 @@ class _Averaging:
     def _average(self) -> None:
         """Collectives: one all-reduce of flags, then one per parameter that some rank has a gradient for."""
         self._queued = False
-        parameters = [p for p in self._module.parameters() if p.requires_grad]
+        parameters = self._parameters()
         present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
         dist.all_reduce(present, dist.ReduceOp.MAX, group=self._group)
         for parameter, somewhere in zip(parameters, present.tolist()):
