@@ -144,27 +144,39 @@ def bare_ignores(path: str, source: str) -> Iterator[Offence]:
 
 
 def foreign_attribute_offences(path: str, source: str, allowed: set[str]) -> Iterator[Offence]:
-    """Assignments to attributes of an object that is neither self nor made in the same function."""
+    """Assignments to attributes of an object that is neither self nor made in the same function or file."""
     if path in allowed:
         return
-    for name, node in _named_nodes(ast.parse(source)):
+    tree = ast.parse(source)
+    of_module = {name.id for node in tree.body for name in _plain_targets(node)}
+    declared = TENSOR_ATTRIBUTES | _declared_here(tree)
+    for name, node in _named_nodes(tree):
         if isinstance(node, ast.ClassDef):
             continue
-        own = {"self", "cls", *_made_here(node)}
+        # `ctx` is how an autograd function passes values to its backward; a module's own objects are its state.
+        own = {"self", "cls", "ctx", *of_module, *_made_here(node)}
         for target in _assigned_attributes(node):
             root = target.value
-            if isinstance(root, ast.Name) and root.id not in own and target.attr not in TENSOR_ATTRIBUTES:
+            if isinstance(root, ast.Name) and root.id not in own and target.attr not in declared:
                 said = f"sets {ast.unparse(target)}; give {root.id} a method for it"
                 yield Offence("foreign_attribute", path, target.lineno, name, said)
 
 
+def _declared_here(tree: ast.Module) -> set[str]:
+    """Attributes that the classes of this file declare: a file may set what it defines."""
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    targets = [item.target for cls in classes for item in cls.body if isinstance(item, ast.AnnAssign)]
+    declared = {target.id for target in targets if isinstance(target, ast.Name)}
+    for function in (item for cls in classes for item in cls.body if isinstance(item, Function)):
+        for target in _assigned_attributes(function):
+            if isinstance(target.value, ast.Name) and target.value.id == "self":
+                declared.add(target.attr)
+    return declared
+
+
 def _made_here(function: Function) -> set[str]:
-    return {
-        target.id
-        for node in ast.walk(function)
-        if isinstance(node, ast.Assign | ast.AnnAssign | ast.With)
-        for target in _plain_targets(node)
-    }
+    inner = {node.name for node in ast.walk(function) if isinstance(node, Function)}
+    return inner | {target.id for node in ast.walk(function) for target in _plain_targets(node)}
 
 
 def _plain_targets(node: ast.AST) -> Iterator[ast.Name]:
@@ -269,7 +281,7 @@ def import_cycle(sources: dict[str, str]) -> list[str] | None:
     """A cycle of module-level imports among the given modules (dotted name -> source), or None."""
     graph: dict[str, set[str]] = {}
     for name, source in sources.items():
-        wanted = {module for _, module in _top_level_imports(ast.parse(source))}
+        wanted = {module for node in _top_level_imports(ast.parse(source)) for module in _needed(node, sources)}
         graph[name] = {module for module in wanted if module in sources and module != name}
     try:
         graphlib.TopologicalSorter(graph).prepare()
@@ -278,12 +290,21 @@ def import_cycle(sources: dict[str, str]) -> list[str] | None:
     return None
 
 
-def _top_level_imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def _top_level_imports(tree: ast.Module) -> Iterator[ast.Import | ast.ImportFrom]:
     for node in tree.body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield from imported_modules(ast.Module(body=[node], type_ignores=[]))
-        elif isinstance(node, ast.Try):
-            yield from imported_modules(node)
+        inside = ast.walk(node) if isinstance(node, ast.Try) else [node]
+        yield from (item for item in inside if isinstance(item, ast.Import | ast.ImportFrom))
+
+
+def _needed(node: ast.Import | ast.ImportFrom, sources: dict[str, str]) -> Iterator[str]:
+    """Modules that must have run before the statement can; a submodule does not need its package to be through."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+        return
+    submodules = {f"{node.module}.{alias.name}" for alias in node.names} & set(sources)
+    yield from submodules
+    if len(submodules) < len(node.names):
+        yield node.module or ""
 
 
 def module_name(path: Path) -> str:

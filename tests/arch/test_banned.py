@@ -97,6 +97,11 @@ def test_an_ignore_needs_a_code_and_a_reason(source: str, broken: bool) -> None:
         ("def f(self):\n    self.ready = True", False),
         ("def f(parameter):\n    parameter.grad = None", False),
         ("def f():\n    made = make()\n    made.ready = True", False),
+        ("def f():\n    def inner(): ...\n    inner.state = 1", False),
+        ("kept = make()\ndef f():\n    kept.world = 1", False),
+        ("class Watch:\n    report: int = 0\ndef f(watch):\n    watch.report = 1", False),
+        ("class Watch:\n    report: int = 0\ndef f(watch):\n    watch.other = 1", True),
+        ("def forward(ctx, x):\n    ctx.unit = x", False),
     ],
 )
 def test_foreign_attributes_are_told_from_own(source: str, broken: bool) -> None:

@@ -12,6 +12,8 @@ from tree_rules import PACKAGES, ROOT, python_files
 
 # Test folders that are about the tree or the product as a whole, not about one package.
 WHOLE = {"arch", "docs", "quality", "acceptance"}
+# Tests of one package that go through all of its layers, a file for each behaviour.
+BEHAVIOURS = "behaviours"
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 RUN_STEPS = re.compile(
     r"tox -e [\w,-]+( -- [\w ./-]+)?"
@@ -24,7 +26,7 @@ def test_every_test_folder_mirrors_a_package() -> None:
     strangers = []
     for path in python_files("tests"):
         folder = path.parent.relative_to("tests")
-        if folder == Path() or folder.parts[0] in WHOLE:
+        if folder == Path() or folder.parts[0] in WHOLE or BEHAVIOURS in folder.parts:
             continue
         if not (ROOT / folder).is_dir():
             strangers.append(str(path))
@@ -32,7 +34,7 @@ def test_every_test_folder_mirrors_a_package() -> None:
 
 
 def test_every_package_has_tests() -> None:
-    packages = {path.parent for path in python_files(*PACKAGES) if path.name == "__init__.py" and len(path.parts) > 2}
+    packages = {path.parent for path in python_files(*PACKAGES) if path.name == "__init__.py" and len(path.parts) == 3}
     bare = [str(p) for p in sorted(packages) if not any(python_files(f"tests/{p}"))]
     assert not bare, f"packages without a test folder: {bare}"
 
