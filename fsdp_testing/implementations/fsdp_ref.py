@@ -223,11 +223,14 @@ def units(model: nn.Module) -> list[tuple[str, tuple[str, ...]]]:
 def trace_units(model: nn.Module, emit: Callable[[str, str, tuple[str, ...]], None]) -> AbstractContextManager[None]:
     """Subscribe to the reference's own unit events."""
 
+    gathering = {name: handle.needs_buffer for name, handle in ref_pieces.handles(model)}
+
     def tell(event: UnitEvent) -> None:
         if not event.fqns:
             return
         transition = _TRANSITIONS.get(event.kind)
-        if transition is not None:
+        # A unit whose shard is the whole parameter asks like the others, and fills no memory.
+        if transition is not None and (transition != "gather" or gathering.get(naming.original(event.unit), True)):
             emit(naming.original(event.unit), transition, ())
         if event.kind is UnitEventKind.RESHARD and event.freed:
             emit(naming.original(event.unit), "free", ())
