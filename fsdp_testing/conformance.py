@@ -9,7 +9,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.backends import backend_named
+from fsdp_testing.errors import BackendUnavailable, InvalidArgument
 from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.programs.runner import CaseRunner, Judgement
@@ -63,12 +64,14 @@ def run_conformance(
     Raises:
         InvalidArgument: An unknown name, pattern, or expectation; nothing has run then.
         InvalidImplementation: An adapter that cannot be loaded or keeps no protocol.
+        BackendUnavailable: The backend cannot run here; the message gives the one reason.
     """
     start = time.perf_counter()
     adapters = load_all(names)
     selected = select_checks(checks, extended=extended)
     expected = _expectations(expected_failures, names)
     where = Where(_sizes(world_sizes), backend)
+    _check_backend(where)
     runner = runner or CaseRunner()
     if listener is not None:
         listener.planned(len(adapters) * len(selected))
@@ -183,6 +186,18 @@ def _sizes(world_sizes: Iterable[int]) -> tuple[int, ...]:
     if wrong or not sizes:
         raise InvalidArgument(f"world_sizes: expected one or more sizes of at least 1, got {world_sizes!r}. Give (2,).")
     return tuple(dict.fromkeys(sizes))
+
+
+def _check_backend(where: Where) -> None:
+    backend = backend_named(where.backend)
+    for size in where.world_sizes:
+        reason = backend.unavailable(size)
+        if reason:
+            raise BackendUnavailable(f"backend {where.backend!r}: {reason}")
+    if backend.single_process:
+        raise InvalidArgument(
+            f"backend: expected one whose ranks compute real values, got {where.backend!r}. Give gloo or nccl."
+        )
 
 
 def environment() -> dict[str, str]:
