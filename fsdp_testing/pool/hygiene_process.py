@@ -8,6 +8,7 @@ import signal
 import stat
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from fsdp_testing.pool.hygiene_probe import Probe
 
 # A thread that was told to stop gets this long to do so before it counts as left behind.
 _THREAD_GRACE_SECONDS = 0.2
+# The moment in which a new process has neither its parent's command line nor its own.
+_EXEC_SECONDS = 0.1
 # Made once per process by the standard library for as long as it lives.
 _LASTING_CHILDREN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 # Caches that torch.compile keeps between processes on purpose.
@@ -74,11 +77,18 @@ def _children() -> tuple[int, ...]:
 
 
 def _command(pid: int) -> str:
-    try:
-        raw = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return ""
-    return raw.replace(b"\0", b" ").decode("utf-8", "replace").strip()
+    """The command line of a process; empty for one that has ended."""
+    limit = time.monotonic() + _EXEC_SECONDS
+    while True:
+        try:
+            raw = Path(f"/proc/{pid}/cmdline").read_bytes()
+            state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
+        except OSError:
+            return ""
+        # A process that is just being replaced by another program has no command line for a moment.
+        if raw or state.split()[0] == "Z" or time.monotonic() > limit:
+            return raw.replace(b"\0", b" ").decode("utf-8", "replace").strip()
+        os.sched_yield()
 
 
 def _lasting(pid: int) -> bool:

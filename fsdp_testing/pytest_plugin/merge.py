@@ -287,10 +287,12 @@ def _fate_lines(rank: RankOutcome) -> list[str]:
     if rank.collectives:
         lines.append("last collectives:")
         lines.extend(f"  {record}  ({record.call_site})" for record in rank.collectives[-5:])
-    if rank.stack:
+    # Python's own account of a fatal signal, written to descriptor 2 as the process went down.
+    fatal = rank.stderr.find("Fatal Python error") if rank.fate is Fate.DIED else -1
+    stack = rank.stack if fatal < 0 else rank.stderr[fatal:]
+    if stack:
         lines.append("stack:")
-        stack = rank.stack.rstrip().splitlines()
-        lines.extend(line for line in stack if not any(part in line for part in _MACHINERY))
+        lines.extend(line for line in stack.rstrip().splitlines() if not any(part in line for part in _MACHINERY))
     return lines or ["it left no traceback and issued no collective"]
 
 

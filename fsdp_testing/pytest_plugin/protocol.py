@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,10 @@ class Protocol:
                 outcome = self._execute(item, request, nextitem)
             except (HarnessError, pytest.fail.Exception) as error:
                 merged = [_failed_setup(item, str(error)), Merged("teardown", "passed", 0.0)]
+            except Exception:
+                # A fault of this harness fails the one test, with all that is known; the session goes on.
+                text = "the harness failed, so the verdict is unknown\n" + traceback.format_exc()
+                merged = [_failed_setup(item, text), Merged("teardown", "passed", 0.0)]
             else:
                 merged = merge(outcome, _location(item))
                 self._aftermath.apply(item, outcome, merged)

@@ -68,6 +68,8 @@ def session_spec(config: pytest.Config) -> SessionSpec:
     options = {name: value for name, value in vars(config.option).items() if _is_plain(value)}
     options = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
     options.update(_NEUTRAL)
+    # argparse warns about positional arguments that are there before it parses.
+    options.pop("file_or_dir", None)
     plugins, blocked = _plugins(config, off)
     return SessionSpec(
         root=str(config.rootpath),

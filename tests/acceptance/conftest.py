@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -34,7 +39,6 @@ class Verdict:
     xfailed: int
     warnings: int
     code: int
-    seconds: float
 
     def counts(self) -> tuple[int, int, int]:
         """Passed, failed, errors."""
@@ -44,33 +48,89 @@ class Verdict:
 Runner = Callable[..., Verdict]
 
 
-def read(result: pytest.RunResult) -> Verdict:
+def read(text: str, code: int) -> Verdict:
     """Counts and text of one run."""
-    counted = result.parseoutcomes() if re.search(r"\d+ \w+.* in [\d.]+s", result.stdout.str()) else {}
+    last = [line for line in text.splitlines() if re.search(r" in [\d.]+s", line)]
+    counted = {word.rstrip("s"): int(number) for number, word in re.findall(r"(\d+) (\w+)", last[-1] if last else "")}
     count = counted.get
     return Verdict(
-        result.stdout.str() + "\n" + result.stderr.str(),
+        text,
         count("passed", 0),
         count("failed", 0),
         count("skipped", 0),
-        count("errors", 0),
+        count("error", 0),
         count("xfailed", 0),
-        count("warnings", 0),
-        int(result.ret),
-        result.duration,
+        count("warning", 0),
+        code,
     )
 
 
+def run_pytest(folder: Path, *args: str) -> Verdict:
+    """Run pytest on `folder` in a process of its own."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
+    environment["OMP_NUM_THREADS"] = "1"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *args],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    return read(done.stdout + done.stderr, done.returncode)
+
+
 @pytest.fixture
-def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Runner:
+def run(tmp_path: Path) -> Runner:
     """Write a test module (imports are there already) and run pytest over it with more arguments."""
-    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
     def runner(source: str, *args: str, then_next: bool = False) -> Verdict:
-        body = HEADER + source + (NEXT if then_next else "")
-        pytester.makepyfile(test_ranks=body)
-        result = pytester.runpytest_subprocess("-p", "no:randomly", *args, timeout=120)
-        return read(result)
+        (tmp_path / "test_ranks.py").write_text(HEADER + source + (NEXT if then_next else ""))
+        return run_pytest(tmp_path, *args)
 
     return runner
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What junit says of one test."""
+
+    outcome: str
+    message: str
+    text: str
+
+
+@pytest.fixture(scope="session")
+def run_many(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Case]]:
+    """Run bodies of tests in one session, each followed by a healthy test; results by name, from junit's file."""
+
+    def runner(bodies: dict[str, str], *args: str) -> dict[str, Case]:
+        folder = tmp_path_factory.mktemp("many")
+        parts = [HEADER]
+        for name, body in bodies.items():
+            parts.append(f"@pytest.mark.world(2, timeout=3)\ndef test_{slug(name)}(world):{body}\n")
+            parts.append(NEXT.replace("test_next", f"test_{slug(name)}_next"))
+        (folder / "test_ranks.py").write_text("\n".join(parts))
+        run_pytest(folder, "--junitxml=junit.xml", "-o", "junit_family=xunit2", *args)
+        return _cases(folder / "junit.xml")
+
+    return runner
+
+
+def slug(name: str) -> str:
+    """A name as part of a function's name."""
+    return re.sub(r"\W+", "_", name)
+
+
+def _cases(path: Path) -> dict[str, Case]:
+    cases: dict[str, Case] = {}
+    for element in ET.parse(path).getroot().iter("testcase"):
+        outcomes = [child for child in element if child.tag in ("failure", "error", "skipped")]
+        if not outcomes:
+            cases[element.attrib["name"]] = Case("passed", "", "")
+        else:
+            first = outcomes[0]
+            cases[element.attrib["name"]] = Case(first.tag, first.attrib.get("message", ""), first.text or "")
+    return cases

@@ -20,10 +20,10 @@ FATES: dict[str, tuple[str, list[str]]] = {
         """,
         [
             r"rank 1: AssertionError: planted",
-            r"rank 0 waits in all_reduce #1 float32\[4\]",
+            r"rank 0 waits in all_reduce\(sum\) #1 float32\[4\]",
             r"assert \[1, 2\] == \[1, 3\]",
             r"At index 1 diff: 2 != 3",
-            r"FAILED test_ranks.py::test_fate - rank 1: AssertionError: planted",
+            r"^rank 1: AssertionError: planted",
         ],
     ),
     "raise on all": (
@@ -47,28 +47,28 @@ FATES: dict[str, tuple[str, list[str]]] = {
             os.kill(os.getpid(), signal.SIGKILL)
         dist.all_reduce(torch.ones(4))
         """,
-        [r"FAILED test_ranks.py::test_fate - rank 1 died by SIGKILL"],
+        [r"^rank 1 died by SIGKILL"],
     ),
     "SIGKILL while the others finish": (
         """
         if world.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         """,
-        [r"FAILED test_ranks.py::test_fate - rank 1 died by SIGKILL"],
+        [r"^rank 1 died by SIGKILL"],
     ),
     "os._exit": (
         """
         if world.rank == 0:
             os._exit(3)
         """,
-        [r"FAILED test_ranks.py::test_fate - rank 0 died with exit code 3"],
+        [r"^rank 0 died with exit code 3"],
     ),
     "os._exit(0)": (
         """
         if world.rank == 1:
             os._exit(0)
         """,
-        [r"FAILED test_ranks.py::test_fate - rank 1 died with exit code 0"],
+        [r"^rank 1 died with exit code 0"],
     ),
     "segfault": (
         """
@@ -77,7 +77,7 @@ FATES: dict[str, tuple[str, list[str]]] = {
             ctypes.string_at(0)
         dist.barrier()
         """,
-        [r"FAILED test_ranks.py::test_fate - rank 1 died by SIGSEGV", r"Fatal Python error: Segmentation fault"],
+        [r"^rank 1 died by SIGSEGV", r"in test_segfault"],
     ),
     "hang in a collective": (
         """
@@ -85,14 +85,14 @@ FATES: dict[str, tuple[str, list[str]]] = {
             threading.Event().wait()
         dist.all_reduce(torch.ones(4))
         """,
-        [r"hung after 3 s", r"rank 0 last issued all_reduce #1 float32\[4\]", r"in test_fate"],
+        [r"hung after 3 s", r"rank 0 last issued all_reduce\(sum\) #1 float32\[4\]", r"in test_"],
     ),
     "hang in Python": (
         """
         while world.rank == 1:
             pass
         """,
-        [r"rank 1 hung after 3 s", r"rank 1 issued no collective", r"test_ranks.py\", line \d+ in test_fate"],
+        [r"rank 1 hung after 3 s", r"rank 1 issued no collective", r"test_ranks.py\", line \d+ in test_"],
     ),
     "hang while holding the GIL": (
         """
@@ -100,7 +100,7 @@ FATES: dict[str, tuple[str, list[str]]] = {
             import ctypes
             ctypes.PyDLL(None).sleep(1000)
         """,
-        [r"rank 1 hung after 3 s", r"test_ranks.py\", line \d+ in test_fate"],
+        [r"rank 1 hung after 3 s", r"test_ranks.py\", line \d+ in test_"],
     ),
     "mismatched collective": (
         """
@@ -118,7 +118,7 @@ FATES: dict[str, tuple[str, list[str]]] = {
             return
         dist.all_reduce(torch.ones(8))
         """,
-        [r"rank 0 waits in all_reduce #2 float32\[8\]", r"rank 1 returned after #1"],
+        [r"rank 0 waits in all_reduce\(sum\) #2 float32\[8\]", r"rank 1 returned after #1"],
     ),
     "skip on one rank only": (
         """
@@ -133,7 +133,7 @@ FATES: dict[str, tuple[str, list[str]]] = {
             pytest.skip("no device here")
         dist.all_reduce(torch.ones(4))
         """,
-        [r"rank 1 skipped \(no device here\); rank 0 waits in all_reduce #1 float32\[4\]"],
+        [r"rank 1 skipped \(no device here\); rank 0 waits in all_reduce\(sum\) #1 float32\[4\]"],
     ),
     "xfail on one rank only": (
         """
@@ -161,14 +161,24 @@ FATES: dict[str, tuple[str, list[str]]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def fates(run_many: Callable[..., Any]) -> dict[str, Any]:
+    """One session that meets every fate; junit's file says what became of each test."""
+    return dict(run_many({name: body for name, (body, _) in FATES.items()}))
+
+
+def _test(name: str) -> str:
+    return "test_" + re.sub(r"\W+", "_", name)
+
+
 @pytest.mark.parametrize("name", FATES)
-def test_a_fate_is_told_and_the_next_test_passes(name: str, run: Runner) -> None:
-    body, expected = FATES[name]
-    verdict = run(f"@pytest.mark.world(2, timeout=3)\ndef test_fate(world):{body}", "-rA", then_next=True)
-    assert verdict.counts() == (1, 1, 0), verdict.text
-    for pattern in expected:
-        assert re.search(pattern, verdict.text), f"{pattern} is missing in:\n{verdict.text}"
-    assert "PASSED test_ranks.py::test_next" in verdict.text
+def test_a_fate_is_told_and_the_next_test_passes(name: str, fates: dict[str, Any]) -> None:
+    case, following = fates[_test(name)], fates[_test(name) + "_next"]
+    assert case.outcome == "failure", case
+    for pattern in FATES[name][1]:
+        told = case.message if pattern.startswith("^") else case.text
+        assert re.search(pattern, told), f"{pattern} is missing in:\n{case.message}\n{case.text}"
+    assert following.outcome == "passed", following
 
 
 # name: (body, what is told); the test passes with a warning, and fails under --strict-hygiene.
@@ -194,24 +204,28 @@ LEAKS: dict[str, tuple[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", LEAKS)
-def test_a_leak_is_a_warning_and_the_next_test_passes(name: str, run: Runner) -> None:
-    body, expected = LEAKS[name]
-    verdict = run(f"@pytest.mark.world(2)\ndef test_fate(world):\n    {body}\n", then_next=True)
-    assert verdict.counts() == (2, 0, 0), verdict.text
-    assert verdict.warnings == 1, verdict.text
-    assert re.search(r"WorldHygieneWarning: .*" + expected, verdict.text), verdict.text
+@pytest.fixture(scope="module")
+def leaks(run_many: Callable[..., Any]) -> dict[str, Any]:
+    """One session of every leak, each a failure by option."""
+    return dict(run_many({name: "\n    " + body for name, (body, _) in LEAKS.items()}, "--strict-hygiene"))
 
 
 @pytest.mark.parametrize("name", LEAKS)
-def test_a_leak_is_a_failure_when_asked_for(name: str, run: Runner) -> None:
-    body, expected = LEAKS[name]
-    verdict = run(
-        f"@pytest.mark.world(2)\ndef test_fate(world):\n    {body}\n", "--strict-hygiene", then_next=True
-    )
-    assert verdict.counts() == (1, 1, 0), verdict.text
-    assert re.search(expected, verdict.text), verdict.text
-    assert "the test left something behind (--strict-hygiene)" in verdict.text
+def test_a_leak_is_a_failure_when_asked_for(name: str, leaks: dict[str, Any]) -> None:
+    case, following = leaks[_test(name)], leaks[_test(name) + "_next"]
+    assert case.outcome == "failure", case
+    assert "the test left something behind (--strict-hygiene)" in case.message
+    assert re.search(LEAKS[name][1], case.text), case.text
+    assert following.outcome == "passed", following
+
+
+def test_a_leak_is_a_warning_by_default(run: Runner) -> None:
+    tests = [f"@pytest.mark.world(2)\ndef {_test(name)}(world):\n    {body}\n" for name, (body, _) in LEAKS.items()]
+    verdict = run("\n".join(tests), then_next=True)
+    assert verdict.counts() == (len(LEAKS) + 1, 0, 0), verdict.text
+    assert verdict.warnings == len(LEAKS), verdict.text
+    for _, expected in LEAKS.values():
+        assert re.search(r"WorldHygieneWarning: .*" + expected, verdict.text), verdict.text
 
 
 def test_a_clean_test_is_silent_under_strict_hygiene(run: Runner) -> None:
