@@ -196,7 +196,7 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
         self._assert_state(TrainingState.IDLE)
         fresh = self._unit.root is None
         with summon(self, SummonOptions()):
-            super().apply(fn)
+            _visit(self, fn)
         if fresh and self._unit.root is not None:
             # Initializing weights must not decide which unit is the root.
             self._unit.root.disband()
@@ -266,6 +266,13 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
         unit = unit_of(self)
         assert isinstance(unit, Unit)  # set while constructing
         return unit
+
+
+def _visit(module: nn.Module, fn: Callable[[nn.Module], None]) -> None:
+    """Call ``fn`` on children before parents, without asking nested wrappers to summon what is summoned already."""
+    for child in module.children():
+        _visit(child, fn)
+    fn(module)
 
 
 class EarlyUnshard:

@@ -1,0 +1,419 @@
+"""Which copy has which dtype, when."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_ref import FullyShardedDataParallel as FSDP
+from fsdp_ref import MixedPrecision, ShardingStrategy
+
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+
+
+class Spy(nn.Module):
+    """Notes the dtypes that its forward meets."""
+
+    def __init__(self, width=4):
+        super().__init__()
+        self.lin = nn.Linear(width, width)
+        self.register_buffer("offset", torch.zeros(width))
+        self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+        self.met = {}
+
+    def forward(self, x, *, ids=None):
+        self.met = {"param": self.lin.weight.dtype, "input": x.dtype, "buffer": self.offset.dtype}
+        if ids is not None:
+            self.met["ids"] = ids.dtype
+        return self.lin(x) + self.offset.to(x.dtype)
+
+
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Spy(), Spy()
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def x_of(lab, dtype=F32):
+    return lab.batch(shape=(2, 4)).to(dtype)
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("MP-03", "MP-24", "MP-05", "B003")
+def test_compute_low_keep_high(lab, path):
+    model = lab.make(Chain, dtype=F32)
+    spies = [model.first, model.second]
+    model = lab.shard(model, path, policy={Spy}, mixed_precision=MixedPrecision(param_dtype=BF16))
+    loss = model(x_of(lab)).sum()
+    assert loss.dtype == BF16
+    loss.backward()
+    for spy in spies:
+        assert (spy.met["param"], spy.met["input"]) == (BF16, BF16)
+    for p in model.parameters():
+        assert p.dtype == F32
+        assert p.grad is None or p.grad.dtype == F32
+    for unit in lab.units(model):
+        if unit.handle:
+            assert unit.handle.shard_S.dtype == F32
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("MP-02", "B003")
+def test_the_original_dtype_as_param_dtype_is_off_bit_for_bit(lab, path):
+    results = []
+    for precision in (None, MixedPrecision(param_dtype=F64)):
+        model = lab.shard(lab.make(), path, policy={lab.Block}, mixed_precision=precision)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            lab.loss(model, lab.batch(step)).backward()
+            optim.step()
+            optim.zero_grad()
+        results.append(lab.params(model))
+        assert all(u.handle.precision.compute == F64 == u.handle.precision.reduce for u in lab.units(model))
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("MP-04")
+def test_reduce_dtype_alone_touches_communication_only(lab, path):
+    model = lab.make(Chain, dtype=F32)
+    spy = model.first
+    model = lab.shard(model, path, policy={Spy}, mixed_precision=MixedPrecision(reduce_dtype=BF16))
+    with lab.collectives() as seen:
+        model(x_of(lab)).sum().backward()
+    assert spy.met == {"param": F32, "input": F32, "buffer": F32}
+    dtypes = {call.op: call.tensor.dtype for call in seen}
+    assert dtypes["all_gather"] == F32
+    assert dtypes["reduce_scatter"] == BF16
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {F32}
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("MP-05", "MP-08", "B013")
+def test_floating_inputs_are_cast_however_they_come(lab, path):
+    class Eats(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(4, 4)
+            self.met = {}
+
+        def forward(self, x, pair=None, *, more=None, ids=None):
+            self.met = {"x": x.dtype, "pair": [t.dtype for t in pair], "more": more["a"].dtype, "ids": ids.dtype}
+            return self.lin(x)
+
+    model = lab.make(Eats, dtype=F32)
+    spy = model
+    model = lab.shard(model, path, mixed_precision=MixedPrecision(param_dtype=BF16))
+    x = x_of(lab)
+    model(x, (x, x.double()), more={"a": x}, ids=torch.zeros(2, dtype=torch.int64))
+    assert spy.met == {"x": BF16, "pair": [BF16, BF16], "more": BF16, "ids": torch.int64}
+    assert x.dtype == F32
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("MP-06", "B005")
+def test_casts_are_part_of_the_graph(lab, path):
+    upstream = nn.Linear(4, 4)
+    model = lab.shard(lab.make(Chain, dtype=F32), path, policy={Spy}, mixed_precision=MixedPrecision(param_dtype=BF16))
+    x = x_of(lab).requires_grad_()
+    model(upstream(x)).sum().backward()
+    assert x.grad.dtype == F32
+    assert x.grad.abs().sum() > 0
+    assert upstream.weight.grad is not None
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("MP-07")
+def test_without_casts_the_natural_error_appears(lab, path):
+    precision = MixedPrecision(param_dtype=BF16, cast_root_forward_inputs=False)
+    model = lab.shard(lab.make(Chain, dtype=F32), path, policy={Spy}, mixed_precision=precision)
+    with pytest.raises(RuntimeError, match="must have the same dtype"):
+        model(x_of(lab))
+    # The model is not damaged by it.
+    model(x_of(lab, BF16)).sum().backward()
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("MP-09", "MP-08", "MP-11")
+@pytest.mark.parametrize("cast", [True, False])
+def test_a_nested_unit_casts_its_own_inputs_only_when_asked(lab, cast):
+    class External(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.high, self.low = Spy(), Spy()
+
+        def forward(self, x):
+            return self.low(self.high(x)).float()
+
+    model = lab.make(External, dtype=F32)
+    high, low = model.high, model.low
+    model.low = FSDP(low, mixed_precision=MixedPrecision(BF16, cast_forward_inputs=cast), use_orig_params=True)
+    model = FSDP(model, use_orig_params=True)
+    if cast:
+        model(x_of(lab)).sum().backward()
+        assert high.met["input"] == F32
+        assert low.met["input"] == BF16
+    else:
+        with pytest.raises(RuntimeError, match="must have the same dtype"):
+            model(x_of(lab))
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("MP-10", "MP-25")
+@pytest.mark.parametrize("how", ["nested low first", "ignored high inside low"])
+def test_mismatches_are_not_silently_repaired(lab, how):
+    model = lab.make(Chain, dtype=F32)
+    if how == "nested low first":
+        model.first = FSDP(model.first, mixed_precision=MixedPrecision(BF16, cast_forward_inputs=True))
+        model = FSDP(model)
+    else:
+        model = FSDP(model, mixed_precision=MixedPrecision(BF16), ignored_modules=[model.second])
+    with pytest.raises(RuntimeError, match="must have the same dtype"):
+        model(x_of(lab))
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("MP-12", "MP-13", "B001", "B065")
+def test_buffers_are_cast_once_by_their_nearest_unit(lab, path):
+    class Buffered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Spy()
+            self.only = nn.Module()
+            self.only.register_buffer("table", torch.ones(2))
+            self.only.register_buffer("mask", torch.ones(2, dtype=torch.bool))
+            self.left = nn.Linear(4, 4)
+            self.left.register_buffer("kept", torch.ones(2))
+
+        def forward(self, x):
+            return self.inner(x)
+
+    model = lab.make(Buffered, dtype=F32)
+    inner, only, left = model.inner, model.only, model.left
+    precision = MixedPrecision(param_dtype=BF16, buffer_dtype=BF16)
+    if path == "composable":
+        lab.shard(inner, path, mixed_precision=MixedPrecision(BF16, buffer_dtype=torch.float16))
+        model = lab.shard(model, path, mixed_precision=precision, ignored_modules=[left])
+    else:
+        model.inner = lab.shard(inner, path, mixed_precision=MixedPrecision(BF16, buffer_dtype=torch.float16))
+        model = lab.shard(model, path, mixed_precision=precision, ignored_modules=[left])
+    assert only.table.dtype == F32, "buffers are cast at first use, not at construction"
+    for _ in range(2):
+        model(x_of(lab)).sum().backward()
+        assert inner.offset.dtype == torch.float16
+        assert inner.count.dtype == torch.int64
+        assert only.table.dtype == BF16
+        assert only.mask.dtype == torch.bool
+        assert left.kept.dtype == F32
+    model.eval()
+    model(x_of(lab))
+    assert only.table.dtype == BF16
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("MP-14", "MP-21", "MP-18")
+def test_summoned_parameters_are_full_precision_and_the_low_copy_is_dropped(lab, path):
+    strategy = ShardingStrategy.SHARD_GRAD_OP
+    precision = MixedPrecision(param_dtype=BF16, buffer_dtype=BF16)
+    model = lab.make(Chain, dtype=F32)
+    spy = model.first
+    model = lab.shard(model, path, policy={Spy}, mixed_precision=precision, sharding_strategy=strategy)
+    before = model(x_of(lab))
+    with lab.full(model):
+        assert {p.dtype for p in model.parameters()} == {F32}
+        assert spy.offset.dtype == BF16
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(3)
+    after = model(x_of(lab))
+    assert not torch.equal(before, after)
+    reference = lab.make(Chain, dtype=F32)
+    with torch.no_grad():
+        for p in reference.parameters():
+            p.mul_(3)
+    torch.testing.assert_close(after, reference.to(BF16)(x_of(lab, BF16)), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("MP-18")
+def test_the_low_precision_copy_exists_only_around_computation(lab, path):
+    model = lab.shard(lab.make(Chain, dtype=F32), path, policy={Spy}, mixed_precision=MixedPrecision(param_dtype=BF16))
+    model(x_of(lab)).sum().backward()
+    for unit in lab.units(model):
+        if unit.handle:
+            assert unit.handle._cast_S is None
+            assert all(b.tensor.untyped_storage().nbytes() == 0 for b in unit.handle._buffers.values())
+
+
+@pytest.mark.world(2)
+@pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy:FutureWarning")
+@pytest.mark.covers("MP-16", "B033")
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("reduce_dtype", [None, F32, torch.float16])
+def test_kept_low_precision_gradients(lab, path, strategy, reduce_dtype):
+    precision = MixedPrecision(param_dtype=BF16, reduce_dtype=reduce_dtype, keep_grads_in_reduce_dtype=True)
+    model = lab.shard(
+        lab.make(Chain, dtype=F32),
+        path,
+        policy={Spy},
+        mixed_precision=precision,
+        sharding_strategy=ShardingStrategy[strategy],
+    )
+    for _ in range(2):
+        model(x_of(lab)).sum().backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        assert grads
+        assert {g.dtype for g in grads} == {reduce_dtype or BF16}
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("MP-19", "MP-20", "B063", "ENV-04")
+@pytest.mark.parametrize("own", [True, False])
+def test_evaluation_in_full_precision_by_environment(lab, path, own, monkeypatch):
+    monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+    model = lab.make(Chain, dtype=F32)
+    if own:
+        model.extra = nn.Parameter(torch.ones(1))
+    plain = copy.deepcopy(model)
+    spies = [model.first, model.second]
+    precision = MixedPrecision(param_dtype=BF16, buffer_dtype=BF16)
+    model = lab.shard(model, path, policy={Spy}, mixed_precision=precision)
+    monkeypatch.delenv("FSDP_USE_FULL_PREC_IN_EVAL")
+    for _ in range(2):
+        model.train()
+        model(x_of(lab)).sum().backward()
+        assert {tuple(spy.met.values()) for spy in spies} == {(BF16, BF16, BF16)}
+        model.eval()
+        output = model(x_of(lab))
+        assert {tuple(spy.met.values()) for spy in spies} == {(F32, F32, F32)}
+        assert torch.equal(output, plain(x_of(lab)))
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("MP-22", "WRAP-14")
+def test_batch_norms_compute_in_full_precision_and_return_what_came_in(lab, path):
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.norm, self.b = Spy(), nn.BatchNorm1d(4), Spy()
+
+        def forward(self, x):
+            return self.b(self.norm(self.a(x)))
+
+    model = lab.make(Normed, dtype=F32)
+    met = []
+    model.norm.register_forward_pre_hook(lambda m, args: met.append(args[0].dtype) or None)
+    norm, last = model.norm, model.b
+    with pytest.warns(UserWarning, match="These modules will be wrapped as separate FSDP"):
+        model = lab.shard(model, path, policy={Spy}, mixed_precision=MixedPrecision(BF16, buffer_dtype=BF16))
+    output = model(x_of(lab))
+    assert output.dtype == BF16
+    assert last.met["input"] == BF16
+    assert met == [F32]
+    assert norm.running_mean.dtype == F32
+    output.sum().backward()
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("MP-23", "B042")
+def test_evaluation_sees_an_average_that_was_written_under_summon(lab, path):
+    strategy = ShardingStrategy.SHARD_GRAD_OP
+    model = lab.shard(
+        lab.make(Chain, dtype=F32),
+        path,
+        policy={Spy},
+        mixed_precision=MixedPrecision(BF16),
+        sharding_strategy=strategy,
+        forward_prefetch=True,
+    )
+    ema = lab.make(Chain, dtype=F32)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(x_of(lab)).sum().backward()
+        optim.step()
+        optim.zero_grad()
+        with lab.full(model), torch.no_grad():
+            for p, average in zip(model.parameters(), ema.parameters(), strict=True):
+                average.lerp_(p, 0.5)
+                p.copy_(average)
+        with torch.no_grad():
+            for _ in range(2):
+                got = model(x_of(lab))
+            want = copy.deepcopy(ema).to(BF16)(x_of(lab, BF16))
+        assert torch.equal(got, want)
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("B142", "FRZ-03")
+def test_thawing_a_unit_that_was_frozen_at_first_keeps_its_dtypes(lab, orig_path):
+    model = lab.make(Chain, dtype=F32)
+    model.second.requires_grad_(False)
+    model = lab.shard(model, orig_path, policy={Spy}, mixed_precision=MixedPrecision(param_dtype=BF16))
+    x = x_of(lab).requires_grad_()
+    model(x).sum().backward()
+    for p in model.parameters():
+        p.requires_grad_(True)
+    model(x).sum().backward()
+    grads = lab.grads(model)
+    assert {g.dtype for g in grads.values()} == {F32}
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("COMP-14", "MP-11")
+@pytest.mark.parametrize("root_owns", [False, True])
+@pytest.mark.parametrize("cast_root", [False, True])
+@pytest.mark.parametrize("cast_child", [False, True])
+def test_the_table_of_input_casts(lab, root_owns, cast_root, cast_child):
+    class Tree(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.c1, self.c2 = Spy(), Spy()
+            if root_owns:
+                self.own = nn.Linear(4, 4)
+            self.met = None
+
+        def forward(self, x):
+            self.met = x.dtype
+            if root_owns:
+                x = self.own(x)
+            return self.c2(self.c1(x))
+
+    model = lab.make(Tree, dtype=F32)
+    low = torch.bfloat16
+    child = MixedPrecision(low, cast_forward_inputs=cast_child, cast_root_forward_inputs=cast_root)
+    if root_owns:
+        # Root and c1 compute in fp32, c2 low; c2 is its own local root.
+        lab.shard(model.c2, "composable", mixed_precision=child)
+        lab.shard(model, "composable")
+        if cast_root or cast_child:
+            model(x_of(lab))
+            assert (model.met, model.c1.met["input"], model.c2.met["input"]) == (F32, F32, low)
+        else:
+            with pytest.raises(RuntimeError, match="must have the same dtype"):
+                model(x_of(lab))
+        return
+    # Units by policy: c1 and c2 low; the root owns nothing and has the same settings.
+    lab.shard(model, "composable", policy={Spy}, mixed_precision=child)
+    if cast_root or cast_child:
+        model(x_of(lab))
+        assert (model.met, model.c1.met["input"], model.c2.met["input"]) == (low, low, low)
+    else:
+        with pytest.raises(RuntimeError, match="must have the same dtype"):
+            model(x_of(lab))
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("MP-15", "B001", "SUM-19")
+def test_a_state_dict_of_summoned_parameters_is_in_full_precision(lab, path):
+    model = lab.shard(lab.make(Chain, dtype=F32), path, policy={Spy}, mixed_precision=MixedPrecision(BF16))
+    model(x_of(lab)).sum().backward()
+    with lab.full(model, writeback=False):
+        state = OrderedDict((name, p.detach().clone()) for name, p in model.named_parameters())
+    assert {value.dtype for value in state.values()} == {F32}
