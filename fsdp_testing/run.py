@@ -7,6 +7,7 @@ from typing import Any
 
 from fsdp_testing.errors import BackendUnavailable, WorldFailed
 from fsdp_testing.pool import default_pool
+from fsdp_testing.pool.controller import unavailable_reason
 from fsdp_testing.pool.outcome import WorldOutcome
 
 
@@ -55,7 +56,7 @@ def raise_unless_ok(outcome: WorldOutcome) -> None:
     """Raise `WorldFailed` (or `BackendUnavailable`) unless every rank returned."""
     if outcome.ok:
         return
-    first = outcome.ranks[0].error
-    if first is not None and first.type_name == "BackendUnavailable":
-        raise BackendUnavailable(first.message)
+    reason = unavailable_reason(outcome)
+    if reason:
+        raise BackendUnavailable(reason)
     raise WorldFailed(outcome.describe(), outcome)

@@ -26,4 +26,17 @@ def _prepare(place: RankPlace) -> None:
     torch.cuda.set_device(place.device_index)
 
 
-NCCL = Backend(name="nccl", device_type="cuda", unavailable=_unavailable, torch_backend="nccl", prepare=_prepare)
+def _device_count() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+NCCL = Backend(
+    name="nccl",
+    device_type="cuda",
+    unavailable=_unavailable,
+    torch_backend="nccl",
+    prepare=_prepare,
+    device_count=_device_count,
+)

@@ -38,6 +38,7 @@ class Backend:
         torch_backend: what `torch.distributed.init_process_group` is given.
         single_process: one process stands for any one rank, no peers exist (FakeProcessGroup).
         prepare: called in the rank before the process group is made (select the device).
+        device_count: called in the rank; how many devices of the type there are, None where ranks share one.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Backend:
     torch_backend: str
     single_process: bool = False
     prepare: Callable[[RankPlace], None] | None = None
+    device_count: Callable[[], int] | None = None
 
 
 _BUILT_IN = {

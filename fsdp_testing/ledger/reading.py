@@ -10,7 +10,10 @@ from fsdp_testing.ledger.records import group_fact, members_from
 
 @dataclass(frozen=True, slots=True)
 class LedgerEntry:
-    """One collective: `number` in its group from 1, readable `group`, `group_key`, what, where, when (ns, monotonic)."""
+    """One collective: `number` in its group from 1, what, where, when (ns, monotonic).
+
+    `group` is readable, `group_key` its identity; equal `signature` means that ranks may issue these together.
+    """
 
     number: int
     group: str
@@ -18,6 +21,7 @@ class LedgerEntry:
     what: str
     call_site: str
     moment_ns: int
+    signature: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,8 @@ def read_rank(area: Area, epoch: int, last: int = 8) -> RankLedger:
             entry = area.entry(slot, number)
             if entry is not None:
                 what, site = (strings[i] if i < len(strings) else "?" for i in (entry.description, entry.call_site))
-                entries.append(LedgerEntry(number, label, key, what, site, entry.moment_ns))
+                moment, signature = entry.moment_ns, entry.signature
+                entries.append(LedgerEntry(number, label, key, what, site, moment, signature))
     entries.sort(key=lambda entry: entry.moment_ns)
     members = {key: members_from(group_fact(strings, key, 3)) for key, _, _ in groups}
     issued = {key: count for key, count, _ in groups}

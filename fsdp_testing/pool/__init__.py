@@ -1,8 +1,9 @@
 """Ranks on demand: a fork server, worlds that are kept and replaced, and the account of what every rank did."""
 
-from fsdp_testing.pool.controller import Pool, PooledWorld, default_pool
+from fsdp_testing.pool.controller import Pool, default_pool
 from fsdp_testing.pool.jobs import Failed
 from fsdp_testing.pool.outcome import CollectiveRecord, ErrorRecord, Fate, RankOutcome, WorldOutcome
+from fsdp_testing.pool.world_on_loan import PooledWorld
 
 __all__ = [
     "CollectiveRecord",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import select
 import socket
 import struct
 import sys
@@ -49,6 +48,8 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
             return NotImplemented
+        if value.device.type == "meta" or value.is_quantized:
+            return NotImplemented
         plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         data = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
         dtype = str(value.dtype).removeprefix("torch.")
@@ -63,7 +64,7 @@ def dumps(value: object) -> bytes:
     return buffer.getvalue()
 
 
-def loads(data: bytes) -> Any:
+def loads(data: bytes | bytearray) -> Any:
     """Inverse of `dumps`."""
     return pickle.loads(data)
 
@@ -72,7 +73,8 @@ class Channel:
     """One end of a controller-rank connection.
 
     The controller reads with `take_ready` (never blocks, tolerates a peer that stops in the middle of a message);
-    a rank reads with `receive` (blocks until a message or the end of the controller).
+    a rank reads with `receive` (blocks until a message or the end of the controller). What is no message of ours (a rank
+    whose code wrote to the descriptor) closes the channel, and `problem` says so.
     """
 
     def __init__(self, sock: socket.socket, *, send_timeout: float | None = None) -> None:
@@ -80,6 +82,7 @@ class Channel:
         self._pending = bytearray()
         self._closed = False
         self._send_timeout = send_timeout
+        self.problem = ""
 
     def fileno(self) -> int:
         """Descriptor for selectors; -1 once closed."""
@@ -93,8 +96,13 @@ class Channel:
     def send(self, message: object) -> None:
         """Send one message. Raises `OSError` when the peer has gone or does not read within `send_timeout`."""
         data = dumps(message)
+        header = _HEADER.pack(len(data))
         self._sock.settimeout(self._send_timeout)
-        self._sock.sendall(_HEADER.pack(len(data)) + data)
+        if len(data) < _CHUNK:
+            self._sock.sendall(header + data)
+        else:
+            self._sock.sendall(header)
+            self._sock.sendall(data)
 
     def receive(self) -> Any:
         """Wait for one message. Raises `EOFError` when the peer has gone."""
@@ -111,17 +119,25 @@ class Channel:
 
     def take_ready(self) -> list[Any]:
         """Return every message that is complete by now; sets `closed` at the end of the stream."""
-        messages: list[Any] = []
-        while not self._closed and select.select([self._sock], [], [], 0)[0]:
+        if not self._closed:
+            self._sock.settimeout(0.0)
+        while not self._closed:
             try:
                 data = self._sock.recv(_CHUNK)
+            except BlockingIOError:
+                break
             except (ConnectionResetError, BrokenPipeError):
                 data = b""
             if not data:
                 self._closed = True
             self._pending += data
-        while (message := self._next()) is not None:
-            messages.append(message[0])
+        messages: list[Any] = []
+        try:
+            while (message := self._next()) is not None:
+                messages.append(message[0])
+        except Exception as error:  # noqa: BLE001 - pickle raises anything for bytes that are no pickle
+            self._closed = True
+            self.problem = f"{type(error).__name__}: {error}"
         return messages
 
     def _next(self) -> tuple[Any] | None:
@@ -131,7 +147,7 @@ class Channel:
         end = _HEADER.size + length
         if len(self._pending) < end:
             return None
-        data = bytes(self._pending[_HEADER.size : end])
+        data = self._pending[_HEADER.size : end]
         del self._pending[:end]
         return (loads(data),)
 

@@ -6,196 +6,18 @@ import atexit
 import contextlib
 import os
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fsdp_testing.errors import InvalidArgument, PoolBroken
-from fsdp_testing.ledger import memory
+from fsdp_testing.errors import BackendUnavailable, HarnessError, InvalidArgument
 from fsdp_testing.pool import preload
-from fsdp_testing.pool.channel import dumps
-from fsdp_testing.pool.jobs import Bootstrap, Close, Job, Place
-from fsdp_testing.pool.outcome import Fate, WorldOutcome
-from fsdp_testing.pool.processes import ForkServer, RankProcess, environment_for_ranks, listening_socket
-from fsdp_testing.pool.supervision import Supervision
-from fsdp_testing.pool.targets import Target, target_of
+from fsdp_testing.pool.outcome import WorldOutcome
+from fsdp_testing.pool.server import ForkServer
+from fsdp_testing.pool.world import inside_rank
+from fsdp_testing.pool.world_on_loan import PooledWorld, WorldKey
 
-_LEAVE_SECONDS = 5.0
-_SINGLE_PROCESS = ("fake",)
-
-
-@dataclass(frozen=True, slots=True)
-class WorldKey:
-    """What makes two worlds interchangeable."""
-
-    size: int
-    backend: str
-
-
-class PooledWorld:
-    """A world on loan: `size` ranks that run one call at a time, all of them the same call."""
-
-    def __init__(self, pool: Pool, key: WorldKey, *, kept: bool) -> None:
-        self.key = key
-        self.kept = kept
-        self.trusted = True
-        self.busy = False
-        self.before_leaving: list[Callable[[PooledWorld], None]] = []
-        self._pool = pool
-        self._single = key.backend in _SINGLE_PROCESS
-        self._jobs = 0
-        self._sys_path: list[str] = []
-        self._place: Place | None = None
-        processes = 1 if self._single else key.size
-        ledger_fd = memory.create(processes)
-        try:
-            self._ledger = memory.LedgerMemory(ledger_fd, processes)
-            self._processes = self._start(processes, ledger_fd)
-        finally:
-            os.close(ledger_fd)
-
-    def _start(self, count: int, ledger_fd: int) -> list[RankProcess]:
-        settings = environment_for_ranks()
-        self._sys_path = list(settings["sys_path"])
-        processes: list[RankProcess] = []
-        with contextlib.ExitStack() as undo, listening_socket() as listener:
-            port = listener.getsockname()[1]
-            for rank in range(count):
-                listen = listener.fileno() if rank == 0 and not self._single else None
-                process = RankProcess(self._pool.server(), rank, ledger_fd, listen)
-                processes.append(process)
-                undo.callback(process.close)
-                undo.callback(process.kill)
-                process.channel.send(
-                    Bootstrap(
-                        rank=rank,
-                        size=self.key.size,
-                        backend=self.key.backend,
-                        device_index=rank,
-                        store_port=port,
-                        coverage=self._pool.coverage,
-                        **settings,
-                    )
-                )
-            undo.pop_all()
-        return processes
-
-    def at(self, rank: int) -> PooledWorld:
-        """In a single-process world: stand for `rank` from the next job on."""
-        self._place = Place(rank, self.key.size)
-        return self
-
-    def execute(
-        self,
-        target: Callable[..., Any] | str,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        *,
-        timeout: float | None = 60.0,
-        name: str = "",
-        hygiene: bool = True,
-    ) -> WorldOutcome:
-        """Call `target(*args, **kwargs)` on every rank and wait for the end of it, whatever that is.
-
-        Args:
-            target: an importable function, or "package.module:function".
-            args: sent once, the same to every rank.
-            kwargs: likewise.
-            timeout: seconds until a rank counts as hung; None waits for ever.
-            name: shown in messages.
-            hygiene: put process state back after the call and report what was dirty.
-
-        Returns:
-            The account of every rank. When it is not `ok`, or something was left dirty, the world is not lent again.
-
-        Raises:
-            UnsendableFunction, InvalidArgument: before anything is sent.
-            PoolBroken: when the world has been closed.
-        """
-        if not self._processes:
-            raise PoolBroken("world.execute: expected an open world, got one that is closed. Ask the pool for another.")
-        reference = target if isinstance(target, Target) else target_of(target)
-        job = self._job(reference, name or str(reference), _serialise(args, kwargs or {}, reference), hygiene)
-        supervision = Supervision(
-            self._processes, self._ledger, job, self.key.size, self.key.backend, timeout, single_process=self._single
-        )
-        finished = False
-        try:
-            outcome = supervision.run()
-            finished = True
-        finally:
-            # Ctrl-C, or an error of ours, leaves ranks in an unknown place.
-            if not finished:
-                self.discard()
-        self._pool.note_modules(supervision.new_modules)
-        if not outcome.ok or any(rank.dirt for rank in outcome.ranks):
-            self.trusted = False
-        if any(rank.fate not in (Fate.RETURNED, Fate.RAISED) for rank in outcome.ranks):
-            self.discard()
-        return outcome
-
-    def _job(self, target: Target, name: str, arguments: bytes, hygiene: bool) -> Job:
-        import sys
-
-        self._jobs += 1
-        changed = None
-        if sys.path != self._sys_path:
-            changed = self._sys_path = list(sys.path)
-        return Job(self._jobs, name, target, arguments, hygiene, changed, self._place)
-
-    def borrow(self) -> None:
-        """Take this very world again, between two tests that it may serve."""
-        self.busy = True
-
-    def distrust(self) -> None:
-        """Have this world replaced once it is given back: a user of it knows that it is no longer clean."""
-        self.trusted = False
-
-    def release(self) -> None:
-        """Give the world back; ends it when it is not to be lent again."""
-        self.busy = False
-        if not self.trusted or not self.kept:
-            self.leave()
-
-    def leave(self) -> None:
-        """Let the ranks end by themselves (they save coverage), then make sure of it."""
-        for farewell in self.before_leaving:
-            farewell(self)
-        self.before_leaving.clear()
-        for process in self._processes:
-            with contextlib.suppress(OSError):
-                process.channel.send(Close())
-        limit = time.monotonic() + _LEAVE_SECONDS
-        for process in self._processes:
-            while process.read_exit() is None and time.monotonic() < limit:
-                _wait_readable(process.status_fd, limit - time.monotonic())
-        self.discard()
-
-    def discard(self) -> None:
-        """Kill what is left of the ranks and release everything; safe to call twice."""
-        self.trusted = False
-        for process in self._processes:
-            process.kill()
-            process.close()
-        self._processes = []
-        self._pool.forget(self)
-
-
-def _serialise(args: Sequence[Any], kwargs: Mapping[str, Any], target: Target) -> bytes:
-    try:
-        return dumps((tuple(args), dict(kwargs)))
-    except Exception as error:
-        raise InvalidArgument(
-            f"{target}: expected arguments that can be sent to ranks, got {type(error).__name__}: {error}. "
-            "Pass plain data and tensors, and build the rest inside the function."
-        ) from error
-
-
-def _wait_readable(fd: int, seconds: float) -> None:
-    import select
-
-    select.select([fd], [], [], max(0.0, seconds))
+_MOST_PROCESSES = 256
+_MOST_IDLE_RANKS = 64
 
 
 class Pool:
@@ -206,8 +28,10 @@ class Pool:
         self._lock = threading.RLock()
         self._extra_modules = tuple(preload_modules)
         self._server: ForkServer | None = None
+        # Most recently used last.
         self._worlds: list[PooledWorld] = []
-        self._noted: set[str] = set()
+        self._noted: dict[str, None] = {}
+        self._unavailable: dict[WorldKey, str] = {}
         self._owner = os.getpid()
 
     def add_preload(self, *modules: str) -> None:
@@ -221,7 +45,10 @@ class Pool:
     def server(self) -> ForkServer:
         """The fork server, started if it is not there (any more)."""
         with self._lock:
-            if self._server is None or not self._server.alive:
+            if self._server is not None and not self._server.alive:
+                self._server.close()
+                self._server = None
+            if self._server is None:
                 self._server = ForkServer(preload.FIRST + self._extra_modules)
             return self._server
 
@@ -235,29 +62,69 @@ class Pool:
 
         Raises:
             InvalidArgument: for a bad size, isolation or backend name.
+            BackendUnavailable: the backend was found unable to run a world of this size here.
             PoolBroken: when no rank can be started.
+            HarnessError: when called inside a rank.
         """
         _validate(size, backend, isolation)
+        if inside_rank():
+            raise HarnessError(
+                "pool.world: expected the controlling process, got a rank of a world. Worlds cannot be nested: "
+                "use the rank's own world (fsdp_testing.current_world), or make groups with torch.distributed.new_group."
+            )
         key = WorldKey(size, backend)
         with self._lock:
-            if isolation == "warm":
-                for world in self._worlds:
-                    if world.key == key and world.kept and world.trusted and not world.busy:
-                        world.busy = True
-                        return world
-            world = PooledWorld(self, key, kept=isolation == "warm")
+            if key in self._unavailable:
+                raise BackendUnavailable(self._unavailable[key])
+            world = self._idle(key) if isolation == "warm" else None
+            if world is None:
+                world = PooledWorld(self, key, kept=isolation == "warm")
+            else:
+                self._worlds.remove(world)
             world.busy = True
             self._worlds.append(world)
-            return world
+        self._limit_idle()
+        return world
+
+    def _idle(self, key: WorldKey) -> PooledWorld | None:
+        for world in list(self._worlds):
+            if world.key == key and world.kept and world.trusted and not world.busy:
+                if world.whole:
+                    return world
+                # A rank ended while nothing ran in it; no call is to blame.
+                world.discard()
+        return None
+
+    def _limit_idle(self) -> None:
+        """End the worlds that were idle longest when idle ranks are too many."""
+        with self._lock:
+            idle = [world for world in self._worlds if not world.busy]
+            surplus = sum(len(world.pids) for world in idle) - _MOST_IDLE_RANKS
+            leaving = []
+            for world in idle:
+                if surplus <= 0:
+                    break
+                surplus -= len(world.pids)
+                world.busy = True
+                leaving.append(world)
+        for world in leaving:
+            world.leave()
 
     def forget(self, world: PooledWorld) -> None:
         """Drop a closed world."""
         with self._lock, contextlib.suppress(ValueError):
             self._worlds.remove(world)
 
-    def note_modules(self, modules: set[str]) -> None:
-        """Remember what ranks had to import themselves, for the next run's preload."""
-        self._noted.update(modules)
+    def note(self, key: WorldKey, outcome: WorldOutcome, modules: Iterable[str]) -> None:
+        """Learn from an outcome: what ranks had to import themselves, and which backend cannot run."""
+        with self._lock:
+            self._noted.update(dict.fromkeys(modules))
+            reason = unavailable_reason(outcome)
+            if reason:
+                self._unavailable[key] = reason
+            if self._server is not None and outcome.ok:
+                # Only now: until the first call is over, nothing is to compete with it.
+                self._server.enrich()
 
     def worlds(self) -> tuple[PooledWorld, ...]:
         """The worlds that are open now."""
@@ -269,16 +136,32 @@ class Pool:
         if os.getpid() != self._owner:
             return
         with self._lock:
-            for world in list(self._worlds):
-                if world.busy:
-                    world.discard()
-                else:
-                    world.leave()
-            if self._server is not None:
-                self._server.close()
-                self._server = None
-            preload.record(self._noted)
-            self._noted.clear()
+            try:
+                for world in list(self._worlds):
+                    if world.busy:
+                        world.discard()
+                    else:
+                        world.leave()
+            finally:
+                if self._server is not None:
+                    self._server.close()
+                    self._server = None
+                preload.record(self._noted)
+                self._noted.clear()
+                self._unavailable.clear()
+
+    @property
+    def owner(self) -> int:
+        """The process that made this pool."""
+        return self._owner
+
+
+def unavailable_reason(outcome: WorldOutcome) -> str:
+    """Why the world's backend cannot run on this machine; empty when that is not what happened."""
+    for rank in outcome.ranks:
+        if rank.error is not None and rank.error.type_name == "BackendUnavailable" and not rank.began:
+            return rank.error.message
+    return ""
 
 
 def _validate(size: int, backend: str, isolation: str) -> None:
@@ -291,14 +174,33 @@ def _validate(size: int, backend: str, isolation: str) -> None:
     if backend not in registered_backends():
         known = ", ".join(registered_backends())
         raise InvalidArgument(f"world: expected a backend among {known}, got {backend!r}. Check the name or register it.")
+    if backend != "fake" and size > _MOST_PROCESSES:
+        raise InvalidArgument(
+            f"world: expected at most {_MOST_PROCESSES} ranks that are processes of this machine, got {size}. "
+            "Use backend='fake', which runs any rank of any size in one process."
+        )
 
 
-_default: list[Pool] = []
+class _Default:
+    """The pool of this process, and the lock that makes it one."""
+
+    def __init__(self) -> None:
+        self.pool: Pool | None = None
+        self.renew_lock()
+
+    def renew_lock(self) -> None:
+        """In a forked child the lock may be held by a thread that the child does not have."""
+        self.lock = threading.Lock()
+
+
+_default = _Default()
+os.register_at_fork(after_in_child=_default.renew_lock)
 
 
 def default_pool() -> Pool:
     """The pool of this process, closed when the process ends."""
-    if not _default or _default[0]._owner != os.getpid():
-        _default[:] = [Pool()]
-        atexit.register(_default[0].close)
-    return _default[0]
+    with _default.lock:
+        if _default.pool is None or _default.pool.owner != os.getpid():
+            _default.pool = Pool()
+            atexit.register(_default.pool.close)
+        return _default.pool

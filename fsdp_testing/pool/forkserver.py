@@ -1,11 +1,14 @@
 """Where do ranks come from? From one process that has imported and never computed.
 
 A process that has run one parallel operation holds threads which do not survive a fork, so pytest's own process is
-never forked. This one imports torch, then, whenever nobody asks for a rank, the modules that torch was seen to import
-lazily (one at a time, so that a request waits for one import at most), and forks. It is single-threaded by rule.
+never forked. This one imports torch and forks. It is single-threaded by rule.
 
-Requests come over one inherited SEQPACKET socket; its end of file means that the controller is gone, whatever killed
-it, and every rank is killed.
+Modules that torch was seen to import lazily are imported by a successor: a fork of this process that nobody waits for.
+When it is through, and still single-threaded, the controller asks it for ranks instead; when an import started threads, it
+is dropped and names the module. So no request ever waits for such an import.
+
+Requests come over one inherited SEQPACKET socket. Its end of file, or the end of the controller's process (a forked child
+of the controller may hold a copy of the socket), means that every rank is to be killed.
 """
 
 from __future__ import annotations
@@ -19,29 +22,48 @@ import select
 import signal
 import socket
 import sys
-from collections import deque
-from typing import NoReturn
+import time
+from typing import Any, NoReturn
 
 FORK = b"F"
-PRELOAD = b"P"
+SUCCEED = b"S"
 READY = b"R"
+FAILED = b"E"
 _FDS = 16
 _MESSAGE_BYTES = 1 << 18
+_END_SECONDS = 2.0
 
 
 def main(control_fd: int, setup: str) -> NoReturn:
-    """Serve until the controller goes. `setup` is JSON: sys_path, modules to import before the first fork."""
+    """Serve until the controller goes. `setup` is JSON: sys_path, modules to import first, controller_pid."""
     settings = json.loads(setup)
     sys.path[:] = settings["sys_path"]
-    die_with_parent(settings["controller_pid"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    server = _ForkServer(socket.socket(fileno=control_fd))
-    server.import_now(settings["modules"])
+    server = _ForkServer(socket.socket(fileno=control_fd), watch_process(settings["controller_pid"]))
+    for module in settings["modules"]:
+        # A module that fails is left to the rank that needs it, which will say so.
+        with contextlib.suppress(Exception):
+            importlib.import_module(module)
     server.serve()
 
 
+def watch_process(pid: int) -> int | None:
+    """A descriptor that becomes readable when process `pid`, the parent, ends; None where the kernel has no such thing.
+
+    Not PR_SET_PDEATHSIG: that fires when the *thread* of the parent that made this process ends, and a pool may be first
+    used in any thread.
+    """
+    try:
+        descriptor = os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
+    if os.getppid() != pid:
+        os._exit(1)
+    return descriptor
+
+
 def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel to kill this process when its parent ends (Linux; elsewhere the socket's end must do)."""
+    """Ask the kernel to kill this process when its parent ends, a single-threaded one (Linux)."""
     prctl = _prctl()
     if prctl is not None:
         prctl(1, signal.SIGKILL, 0, 0, 0)
@@ -56,7 +78,7 @@ def adopt_orphans() -> None:
         prctl(36, 1, 0, 0, 0)
 
 
-def _prctl() -> object:
+def _prctl() -> Any:
     if not sys.platform.startswith("linux"):
         return None
     import ctypes
@@ -64,47 +86,47 @@ def _prctl() -> object:
     return ctypes.CDLL(None, use_errno=True).prctl
 
 
+def thread_count() -> int:
+    """Threads of this process, those that Python does not know included."""
+    return len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
+
+
 class _ForkServer:
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, control: socket.socket, controller: int | None) -> None:
         self._control = control
-        self._status_pipes: dict[int, int] = {}
-        self._waiting_imports: deque[str] = deque()
+        self._controller = controller
+        # Ranks' pipes by pid; None for a successor.
+        self._children: dict[int, int | None] = {}
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
 
-    def import_now(self, modules: list[str]) -> None:
-        """Import before serving; a module that fails is left to the rank that needs it, which will say so."""
-        for module in modules:
-            with contextlib.suppress(Exception):
-                importlib.import_module(module)
-
-    def serve(self) -> NoReturn:
+    def serve(self, told: dict[str, Any] | None = None) -> NoReturn:
+        """Say that imports are done, then answer requests for ever."""
+        adopt_orphans()
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         gc.collect()
         gc.freeze()
         gc.disable()
-        threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
-        # A controller that has gone already is found out by the first read.
-        with contextlib.suppress(OSError):
-            self._control.send(READY + json.dumps({"pid": os.getpid(), "threads": threads}).encode())
+        self._send(READY + json.dumps({"pid": os.getpid(), "threads": thread_count(), **(told or {})}).encode())
+        watched = [self._control.fileno(), self._wake_read]
+        if self._controller is not None:
+            watched.append(self._controller)
         while True:
-            patience = 0 if self._waiting_imports else None
-            ready, _, _ = select.select([self._control, self._wake_read], [], [], patience)
+            ready, _, _ = select.select(watched, [], [])
+            if self._controller in ready:
+                self._end()
             if self._wake_read in ready:
                 self._reap()
-            if self._control in ready:
+            if self._control.fileno() in ready:
                 self._answer()
-            elif self._waiting_imports and not ready:
-                self._import_next()
 
-    def _import_next(self) -> None:
-        module = self._waiting_imports.popleft()
-        if module not in sys.modules:
-            self.import_now([module])
-        if not self._waiting_imports:
-            gc.freeze()
+    def _send(self, message: bytes) -> None:
+        try:
+            self._control.send(message)
+        except OSError:
+            self._end()
 
     def _answer(self) -> None:
         try:
@@ -113,12 +135,20 @@ class _ForkServer:
             data, fds = b"", []
         if not data:
             self._end()
-        if data[:1] == PRELOAD:
-            self._waiting_imports.extend(json.loads(data[1:]))
-        elif data[:1] == FORK:
-            self._fork(json.loads(data[1:]), fds)
+        try:
+            message = json.loads(data[1:])
+            pid = self._fork(message, fds) if data[:1] == FORK else self._fork_successor(message, fds)
+        except (OSError, ValueError) as error:
+            # No process or no descriptor left: said to the one who asked, while other worlds go on.
+            for fd in fds:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+            self._send(FAILED + f"{type(error).__name__}: {error}".encode())
+        else:
+            if data[:1] == FORK:
+                self._send(str(pid).encode())
 
-    def _fork(self, names: list[str], fds: list[int]) -> None:
+    def _fork(self, names: list[str], fds: list[int]) -> int:
         by_name = dict(zip(names, fds, strict=True))
         server_pid = os.getpid()
         pid = os.fork()
@@ -131,46 +161,114 @@ class _ForkServer:
                 os._exit(status)
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)
-        status_fd = by_name.pop("status")
-        self._status_pipes[pid] = status_fd
+        self._children[pid] = by_name.pop("status")
         for fd in by_name.values():
             os.close(fd)
-        self._control.send(str(pid).encode())
+        return pid
 
     def _become_rank(self, fds: dict[str, int], server_pid: int) -> None:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
-        die_with_parent(server_pid)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._leave_server(server_pid)
         adopt_orphans()
-        self._control.close()
-        for fd in (self._wake_read, self._wake_write, fds.pop("status"), *self._status_pipes.values()):
-            os.close(fd)
+        os.close(fds.pop("status"))
+        if self._controller is not None:
+            os.close(self._controller)
         gc.enable()
         from fsdp_testing.pool import worker
 
         worker.main(fds)
+
+    def _leave_server(self, server_pid: int) -> None:
+        """Give up, in a child, what belongs to the server."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        die_with_parent(server_pid)
+        self._control.close()
+        for fd in (self._wake_read, self._wake_write, *self._children.values()):
+            if fd is not None:
+                os.close(fd)
+
+    def _fork_successor(self, modules: list[str], fds: list[int]) -> int:
+        server_pid = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self._leave_server(server_pid)
+                _succeed(socket.socket(fileno=fds[0]), self._controller, modules)
+            finally:
+                os._exit(1)
+        self._children[pid] = None
+        os.close(fds[0])
+        return pid
 
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4096)
         while True:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 return
-            if pid == 0:
+            if ended is None:
                 return
-            pipe = self._status_pipes.pop(pid, None)
+            pid = ended.si_pid
+            if pid in self._children:
+                # While the rank is a zombie its number is its own: nobody else's process group is hit.
+                with contextlib.suppress(OSError):
+                    os.killpg(pid, signal.SIGKILL)
+            _, status = os.waitpid(pid, 0)
+            pipe = self._children.pop(pid, None)
+            self._kill_orphans()
             if pipe is not None:
                 with contextlib.suppress(OSError):
-                    os.write(pipe, str(status).encode())
+                    os.write(pipe, f"{status} {time.monotonic()}".encode())
                 os.close(pipe)
 
+    def _kill_orphans(self) -> None:
+        """End what ended ranks left behind in sessions of their own: it has become this process's child."""
+        for pid in _own_children():
+            if pid not in self._children:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+
     def _end(self) -> NoReturn:
-        for pid in self._status_pipes:
+        signal.set_wakeup_fd(-1)
+        for pid in self._children:
             with contextlib.suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        limit = time.monotonic() + _END_SECONDS
+        while time.monotonic() < limit:
+            try:
+                pid, _ = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            self._children.pop(pid, None)
+            self._kill_orphans()
+            if pid == 0:
+                time.sleep(0.002)
         os._exit(0)
+
+
+def _succeed(control: socket.socket, controller: int | None, modules: list[str]) -> NoReturn:
+    server = _ForkServer(control, controller)
+    gc.enable()
+    for module in modules:
+        if module in sys.modules:
+            continue
+        with contextlib.suppress(Exception):
+            importlib.import_module(module)
+        if thread_count() > 1:
+            server.serve({"culprit": module})
+    server.serve()
+
+
+def _own_children() -> list[int]:
+    try:
+        with open("/proc/self/task/%d/children" % os.getpid(), encoding="ascii") as listing:
+            return [int(pid) for pid in listing.read().split()]
+    except (OSError, ValueError):
+        return []

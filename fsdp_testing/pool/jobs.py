@@ -11,18 +11,21 @@ from fsdp_testing.records.dirt import Dirt
 
 @dataclass(frozen=True, slots=True)
 class Bootstrap:
-    """What a new rank needs to join its world."""
+    """What a new rank needs to join its world.
+
+    `worker` of `workers` is the controller among those of one test session (pytest-xdist): they share the devices.
+    """
 
     rank: int
     size: int
     backend: str
-    device_index: int
+    worker: int
+    workers: int
     store_port: int
     environment: dict[str, str]
     sys_path: list[str]
     directory: str
     argv: list[str]
-    preloaded: bool = True
     coverage: dict[str, Any] | None = None
 
 
@@ -36,7 +39,11 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Call `target` with `arguments` (args and kwargs, serialised once for all ranks)."""
+    """Call `target` with `arguments` (args and kwargs, serialised once for all ranks).
+
+    `sys_path`, `environment` (None removes a variable) and `directory` tell what changed in the controller since the last
+    job, so that a kept rank sees what a new one would.
+    """
 
     number: int
     name: str
@@ -44,14 +51,17 @@ class Job:
     arguments: bytes
     hygiene: bool = True
     sys_path: list[str] | None = None
+    environment: dict[str, str | None] | None = None
+    directory: str | None = None
     place: Place | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A rank is in its world, or says why it is not."""
+    """A rank is in its world, or says why it is not; `unavailable` when its backend cannot run on this machine."""
 
     problem: str = ""
+    unavailable: bool = False
     traceback: str = ""
 
 

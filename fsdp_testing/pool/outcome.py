@@ -9,6 +9,9 @@ from typing import Any
 from fsdp_testing.records.dirt import Dirt
 
 
+_SHOWN_CHARACTERS = 20_000
+
+
 class Fate(StrEnum):
     """How one rank ended a job."""
 
@@ -39,7 +42,8 @@ class CollectiveRecord:
     """One collective as a rank's ledger holds it.
 
     `number` counts the collectives of its group in this job, from 1. `group` is the readable name of the group and
-    `group_key` its identity on all ranks. `moment_ns` is the system-wide monotonic clock.
+    `group_key` its identity on all ranks. `moment_ns` is the system-wide monotonic clock. Ranks that issue records of
+    equal `signature` together are in order, though shapes in `what` may differ.
     """
 
     number: int
@@ -48,6 +52,7 @@ class CollectiveRecord:
     what: str
     call_site: str
     moment_ns: int = 0
+    signature: int = 0
 
     def __str__(self) -> str:
         where = "" if self.group == "default group" else f" on {self.group}"
@@ -61,7 +66,8 @@ class RankOutcome:
 
     `stdout` and `stderr` hold everything written on the rank's descriptors 1 and 2 during the job, C++ included.
     `collectives` are the last ones issued, oldest first; per group key, `issued` counts all of them and `digests`
-    holds one number for the whole sequence, equal on ranks that issued the same.
+    holds one number for the whole sequence, equal on ranks that issued the same. `uncompared` groups found no room in the
+    ledger. `began` is False for a rank that never reached the call; `finished_at` is on the system's monotonic clock.
     """
 
     rank: int
@@ -80,6 +86,8 @@ class RankOutcome:
     stderr: str = ""
     seconds: float = 0.0
     finished_at: float = 0.0
+    began: bool = True
+    uncompared: int = 0
 
     @property
     def good(self) -> bool:
@@ -94,9 +102,11 @@ class RankOutcome:
         """One clause that tells this rank's fate."""
         name = f"rank {self.rank}"
         if self.fate is Fate.DIED:
+            when = "" if self.began else " before it began this call"
             if self.signal_name:
-                return f"{name} died by {self.signal_name}"
-            return f"{name} died with exit code {self.exit_code}"
+                return f"{name} died by {self.signal_name}{when}"
+            silent = " (it left without a report)" if self.exit_code == 0 else ""
+            return f"{name} died with exit code {self.exit_code}{silent}{when}"
         if self.fate is Fate.RAISED and self.error is not None:
             return f"{name} raised {self.error.headline()}"
         last = self.last_collective()
@@ -148,8 +158,17 @@ def _account(rank: RankOutcome) -> list[str]:
     if rank.stack:
         lines.append(f"stack of rank {rank.rank}:")
         lines.append(rank.stack.rstrip())
+    elif rank.fate in (Fate.HUNG, Fate.STOPPED):
+        lines.append(f"no stack: rank {rank.rank} did not answer SIGUSR1 (its code may have taken or blocked it)")
     for label, text in (("stdout", rank.stdout), ("stderr", rank.stderr)):
         if text.strip():
             lines.append(f"{label} of rank {rank.rank}:")
-            lines.append(text.rstrip())
+            lines.append(_shortened(text.rstrip()))
     return lines
+
+
+def _shortened(text: str) -> str:
+    """The end of long output; all of it is in the record."""
+    if len(text) <= _SHOWN_CHARACTERS:
+        return text
+    return f"[the first {len(text) - _SHOWN_CHARACTERS} characters are left out]\n{text[-_SHOWN_CHARACTERS:]}"

@@ -13,14 +13,39 @@ import os
 import platform
 import sys
 import tempfile
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
-FIRST = ("torch", "torch.distributed", "torch.distributed.device_mesh", "fsdp_testing.pool.worker",
-         "fsdp_testing.ledger.interception", "fsdp_testing.backends.gloo", "fsdp_testing.pool.hygiene", "ctypes")
-_FAMILIES = ("torch", "numpy", "sympy", "mpmath", "networkx", "jinja2", "markupsafe", "filelock", "fsspec",
-             "typing_extensions", "optree", "einops", "triton")
-_NEVER = ("torch._inductor.compile_worker", "torch.testing._internal", "torch.utils.tensorboard")
+FIRST = (
+    "torch",
+    "torch.distributed",
+    "torch.distributed.device_mesh",
+    "fsdp_testing.pool.worker",
+    "fsdp_testing.ledger.interception",
+    "fsdp_testing.backends.gloo",
+    "fsdp_testing.pool.hygiene",
+    "ctypes",
+    "numpy.random",
+)
+_FAMILIES = (
+    "torch",
+    "numpy",
+    "sympy",
+    "mpmath",
+    "networkx",
+    "jinja2",
+    "markupsafe",
+    "filelock",
+    "fsspec",
+    "typing_extensions",
+    "optree",
+    "einops",
+    "triton",
+)
+_NEVER = ("torch._inductor.compile_worker", "torch.testing._internal", "torch.utils.tensorboard", "antigravity", "this")
+_MOST_MODULES = 5_000
 
 
 def cache_file() -> Path:
@@ -35,12 +60,23 @@ def cache_file() -> Path:
 
 
 def recorded_modules() -> list[str]:
-    """The recorded list, leaves first; empty when nothing was recorded or the file is damaged."""
-    try:
-        names = json.loads(cache_file().read_text())
-    except (OSError, ValueError):
-        return []
-    return [name for name in names if isinstance(name, str) and _allowed(name)]
+    """The recorded list in the order to import; empty when nothing was recorded or the file is damaged."""
+    known = _read()
+    refused = set(known["refused"])
+    return [name for name in known["modules"] if name not in refused and _allowed(name)]
+
+
+def _read() -> dict[str, list[str]]:
+    content: Any = None
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        content = json.loads(cache_file().read_text(encoding="utf-8"))
+    content = content if isinstance(content, dict) else {}
+    known: dict[str, list[str]] = {}
+    for part in ("modules", "refused"):
+        names = content.get(part)
+        names = names if isinstance(names, list) else []
+        known[part] = [name for name in names if isinstance(name, str)][:_MOST_MODULES]
+    return known
 
 
 def _allowed(name: str) -> bool:
@@ -49,19 +85,36 @@ def _allowed(name: str) -> bool:
     return known and not name.startswith(_NEVER) and "__main__" not in name
 
 
-def record(modules: set[str]) -> None:
-    """Add `modules` that a rank had to import itself; written atomically, kept for the next run."""
-    wanted = [name for name in modules if _allowed(name)]
-    if not wanted:
-        return
-    known = recorded_modules()
-    fresh = [name for name in wanted if name not in set(known)]
-    if not fresh:
-        return
+def record(modules: Iterable[str]) -> None:
+    """Add `modules` that ranks had to import themselves, in the order in which their import began.
+
+    What is not importable any more or not allowed does no harm: the list is filtered when read, and a module that
+    fails to import is skipped. A cache that cannot be written only costs time.
+    """
+    known = _read()
+    present = set(known["modules"])
+    # Importers begin before what they import: from the back, imports come in small steps.
+    fresh = [name for name in reversed(list(modules)) if _allowed(name) and name not in present]
+    if fresh:
+        _write({**known, "modules": known["modules"] + fresh})
+
+
+def refuse(module: str) -> None:
+    """Never import `module` ahead again: it starts threads, which a fork would lose."""
+    known = _read()
+    if module not in known["refused"]:
+        _write({**known, "refused": [*known["refused"], module]})
+
+
+def _write(known: dict[str, list[str]]) -> None:
     path = cache_file()
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        with os.fdopen(handle, "w") as stream:
-            json.dump(known + fresh, stream)
-        Path(temporary).replace(path)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as stream:
+                json.dump(known, stream)
+            Path(temporary).replace(path)
+        except OSError:
+            Path(temporary).unlink(missing_ok=True)
+            raise

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_testing.ledger.memory import LedgerMemory
-from fsdp_testing.ledger.reading import RankLedger, read_rank
+from fsdp_testing.ledger.reading import RankLedger, counts, read_rank
 from fsdp_testing.pool.channel import loads
 from fsdp_testing.pool.diagnosis import cause_of
 from fsdp_testing.pool.jobs import Job, Joined, Report
@@ -25,7 +25,7 @@ from fsdp_testing.pool.processes import Exit, RankProcess
 GRACE_SECONDS = 0.5
 _LOOK_SECONDS = 0.1
 _STACK_SECONDS = 0.3
-_EXIT_SECONDS = 1.0
+_JOIN_SECONDS = 60.0
 
 
 @dataclass(slots=True)
@@ -35,8 +35,8 @@ class _Watch:
     process: RankProcess
     report: Report | None = None
     exit: Exit | None = None
+    joined: bool = False
     join_problem: Joined | None = None
-    timed_out: bool = False
     stack: str = ""
 
     @property
@@ -45,12 +45,18 @@ class _Watch:
 
     @property
     def bad(self) -> bool:
-        return self.exit is not None or (self.report is not None and self.report.failed)
+        if self.report is not None:
+            return self.report.failed
+        return self.exit is not None or bool(self.process.channel.problem)
 
 
 @dataclass(slots=True)
 class Supervision:
-    """One job on one world, from sending to the outcome."""
+    """One job on one world, from sending to the outcome.
+
+    `joined` says that every rank is in its world already; a new world has its own time to come together, before the
+    job's clock starts.
+    """
 
     processes: Sequence[RankProcess]
     ledger: LedgerMemory
@@ -59,14 +65,16 @@ class Supervision:
     backend: str
     timeout: float | None
     single_process: bool = False
-    new_modules: set[str] = field(default_factory=set)
+    joined: bool = False
+    new_modules: dict[str, None] = field(default_factory=dict)
 
     def run(self) -> WorldOutcome:
         """Send the job, watch it, and judge every rank. Kills nobody: the owner of the world does, when not `ok`."""
         started = time.monotonic()
-        watches = [_Watch(process) for process in self.processes]
+        watches = [_Watch(process, joined=self.joined) for process in self.processes]
         for watch in watches:
             watch.process.take_output("stacks")
+            watch.process.empty_output()
             self._send(watch)
         passed_deadline = self._watch(watches, started)
         unsettled = [watch for watch in watches if not watch.settled]
@@ -78,6 +86,9 @@ class Supervision:
             for outcome in watches:
                 members.update(self._ledger_of(outcome.process.rank, 1).members)
         cause = cause_of(outcomes, members, self.timeout if passed_deadline else None)
+        late = [str(watch.process.rank) for watch in watches if not watch.joined and not watch.settled]
+        if passed_deadline and late:
+            cause = f"rank {', '.join(late)} did not come into the world within {_JOIN_SECONDS:g} s"
         return WorldOutcome(self.job.name, self.size, self.backend, outcomes, cause, time.monotonic() - started)
 
     def _send(self, watch: _Watch) -> None:
@@ -87,21 +98,28 @@ class Supervision:
 
     def _watch(self, watches: list[_Watch], started: float) -> bool:
         """Wait until all are settled, or the grace period or deadline ends; True when the deadline did it."""
-        deadline = None if self.timeout is None else started + self.timeout
+        deadline: float | None = started + _JOIN_SECONDS
         stop_at: float | None = None
         with selectors.DefaultSelector() as selector:
             for watch in watches:
                 selector.register(watch.process.channel, selectors.EVENT_READ, watch)
                 selector.register(watch.process.status_fd, selectors.EVENT_READ, watch)
+            clock_runs = False
             while True:
                 unsettled = [watch for watch in watches if not watch.settled]
                 now = time.monotonic()
+                if not clock_runs and all(watch.joined for watch in watches):
+                    clock_runs = self.joined = True
+                    deadline = None if self.timeout is None else now + self.timeout
                 if not unsettled:
                     return False
-                if stop_at is None and (any(w.bad for w in watches) or self._someone_waits_in_vain(watches)):
+                bad = any(watch.bad for watch in watches)
+                if stop_at is None and (bad or self._someone_waits_in_vain(watches)):
                     stop_at = now + GRACE_SECONDS
                 if stop_at is not None and now >= stop_at:
-                    return False
+                    if bad or self._someone_waits_in_vain(watches):
+                        return False
+                    stop_at = None  # the collective was taken back
                 if deadline is not None and now >= deadline:
                     return True
                 self._wait(selector, now, stop_at, deadline, some_settled=len(unsettled) < len(watches))
@@ -124,10 +142,11 @@ class Supervision:
     def _take_messages(self, selector: selectors.BaseSelector, watch: _Watch) -> None:
         for message in watch.process.channel.take_ready():
             if isinstance(message, Joined):
+                watch.joined = not message.problem
                 watch.join_problem = message if message.problem else None
             elif isinstance(message, Report) and message.number == self.job.number:
                 watch.report = message
-                self.new_modules.update(message.new_modules)
+                self.new_modules.update(dict.fromkeys(message.new_modules))
         if watch.process.channel.closed:
             self._forget(selector, watch.process.channel)
 
@@ -142,15 +161,18 @@ class Supervision:
         """A running rank has issued a collective that a returned member of its group never joined."""
         if self.single_process or all(not watch.settled for watch in watches):
             return False
-        ledgers = {watch.process.rank: self._ledger_of(watch.process.rank, 1) for watch in watches}
+        areas, epoch = self.ledger.areas, self.job.number
         gone = [watch.process.rank for watch in watches if watch.settled]
-        for watch in watches:
-            if watch.settled:
-                continue
-            mine = ledgers[watch.process.rank]
-            for key, count in mine.issued.items():
-                members = mine.members.get(key, ())
-                if any(rank in members and ledgers[rank].issued.get(key, 0) < count for rank in gone):
+        running = [watch.process.rank for watch in watches if not watch.settled]
+        issued = {rank: counts(areas[rank], epoch) for rank in gone}
+        for rank in running:
+            for key, count in counts(areas[rank], epoch).items():
+                behind = [other for other in gone if issued[other].get(key, 0) < count]
+                if not behind:
+                    continue
+                members = self._ledger_of(rank, 1).members.get(key, ())
+                # A full ledger does not tell how often its rank used the group.
+                if any(other in members and (key in issued[other] or not areas[other].uncompared()) for other in behind):
                     return True
         return False
 
@@ -177,23 +199,39 @@ class Supervision:
             "stdout": process.take_output("stdout"),
             "stderr": process.take_output("stderr"),
             "collectives": tuple(
-                CollectiveRecord(e.number, e.group, e.group_key, e.what, e.call_site, e.moment_ns) for e in ledger.entries
+                CollectiveRecord(e.number, e.group, e.group_key, e.what, e.call_site, e.moment_ns, e.signature)
+                for e in ledger.entries
             ),
             "issued": ledger.issued,
             "digests": ledger.digests,
+            "uncompared": ledger.uncompared,
+            "began": ledger.begun,
         }
         if watch.join_problem is not None:
-            problem = watch.join_problem
-            error = ErrorRecord("WorldNotJoined", f"the rank could not join its world: {problem.problem}", problem.traceback)
-            return RankOutcome(fate=Fate.RAISED, failed=True, error=error, **shared)
+            return RankOutcome(fate=Fate.RAISED, failed=True, error=_join_error(watch.join_problem), **shared)
         if watch.report is not None:
             return _reported(watch.report, shared)
         if watch.exit is not None:
             return RankOutcome(
-                fate=Fate.DIED, failed=True, exit_code=watch.exit.code, signal_name=watch.exit.signal_name, **shared
+                fate=Fate.DIED,
+                failed=True,
+                exit_code=watch.exit.code,
+                signal_name=watch.exit.signal_name,
+                finished_at=watch.exit.moment,
+                **shared,
             )
+        if process.channel.problem:
+            text = f"what the rank sent is no message ({process.channel.problem}): its code wrote to, or closed, a descriptor"
+            error = ErrorRecord("ChannelGarbled", text, text)
+            return RankOutcome(fate=Fate.RAISED, failed=True, error=error, stack=watch.stack, **shared)
         fate = Fate.HUNG if passed_deadline else Fate.STOPPED
         return RankOutcome(fate=fate, failed=True, stack=watch.stack, **shared)
+
+
+def _join_error(problem: Joined) -> ErrorRecord:
+    if problem.unavailable:
+        return ErrorRecord("BackendUnavailable", problem.problem, problem.problem)
+    return ErrorRecord("WorldNotJoined", f"the rank could not join its world: {problem.problem}", problem.traceback)
 
 
 def _reported(report: Report, shared: dict[str, Any]) -> RankOutcome:

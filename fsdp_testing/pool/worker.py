@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import resource
 import signal
 import socket
 import sys
@@ -17,11 +18,13 @@ import traceback
 from typing import Any
 
 from fsdp_testing import env
+from fsdp_testing.errors import BackendUnavailable
 from fsdp_testing.ledger.memory import LedgerMemory
 from fsdp_testing.pool import world as world_place
 from fsdp_testing.pool.channel import Channel, dumps, loads
 from fsdp_testing.pool.jobs import Bootstrap, Close, Failed, Job, Joined, Place, Report
 from fsdp_testing.pool.targets import resolve
+from fsdp_testing.records.dirt import Dirt
 
 
 def main(fds: dict[str, int]) -> None:
@@ -35,8 +38,11 @@ def main(fds: dict[str, int]) -> None:
     try:
         try:
             rank.join()
-        except BaseException as error:
-            channel.send(Joined(f"{type(error).__name__}: {error}", traceback.format_exc()))
+        except BackendUnavailable as error:
+            channel.send(Joined(str(error), unavailable=True))
+            return
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the controller is told
+            channel.send(Joined(f"{type(error).__name__}: {_text_of(error)}", traceback.format_exc()))
             return
         channel.send(Joined())
         while True:
@@ -57,6 +63,8 @@ def _redirect(fds: dict[str, int]) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.close(null)
+    # A segfault under test is expected: no core file is to be left behind.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     for name, number in (("stdout", 1), ("stderr", 2)):
         os.dup2(fds[name], number)
         os.close(fds[name])
@@ -104,6 +112,7 @@ class _Rank:
         self._flush_c: Any = None
         self._forget_groups: Any = None
         self._device = "cpu"
+        self._pid = os.getpid()
 
     def join(self) -> None:
         """Make the process group, the world and the ledger of this rank."""
@@ -112,6 +121,7 @@ class _Rank:
         import torch
 
         from fsdp_testing.backends import RankPlace, backend_named
+        from fsdp_testing.backends.devices import Share, devices_for
         from fsdp_testing.ledger import interception
         from fsdp_testing.ledger.recorder import Recorder
         from fsdp_testing.pool import hygiene
@@ -119,7 +129,12 @@ class _Rank:
         boot = self._bootstrap
         torch.set_num_threads(1)
         backend = backend_named(boot.backend)
-        place = RankPlace(boot.rank, boot.size, boot.device_index)
+        reason = backend.unavailable(boot.size)
+        if reason is not None:
+            raise BackendUnavailable(f"backend {boot.backend!r} cannot run a world of {boot.size} here: {reason}.")
+        devices = backend.device_count() if backend.device_count is not None else 0
+        index = devices_for(boot.size, devices, Share(boot.worker, boot.workers))[boot.rank]
+        place = RankPlace(boot.rank, boot.size, index)
         if backend.prepare is not None:
             backend.prepare(place)
         self._init_group(place.rank, place.size)
@@ -129,7 +144,7 @@ class _Rank:
         self._forget_groups = interception.forget_groups
         self._hygiene = hygiene
         self._flush_c = ctypes.CDLL(None).fflush
-        device = backend.device_type if backend.device_type == "cpu" else f"{backend.device_type}:{boot.device_index}"
+        device = backend.device_type if backend.device_type == "cpu" else f"{backend.device_type}:{index}"
         self._device = device
         world_place.enter(world_place.World(boot.rank, boot.size, boot.backend, device))
 
@@ -170,28 +185,41 @@ class _Rank:
 
     def run(self, job: Job) -> Report:
         """Run one job: clean state before, call, put state back, report."""
-        if job.sys_path is not None:
-            sys.path[:] = job.sys_path
+        self._follow(job)
         if job.place is not None:
             self._move(job.place)
         self._recorder.start_job(job.number)
         snapshot = self._hygiene.take_snapshot() if job.hygiene else None
         started = time.perf_counter()
         report = _call(job)
+        if os.getpid() != self._pid:
+            # A child that the call forked has come out of it; its report would be taken for the rank's.
+            _flush()
+            os._exit(0)
         seconds = time.perf_counter() - started
         finished = time.monotonic()
         self._flush_c(None)
         _flush()
-        dirt = () if snapshot is None else snapshot.restore()
+        dirt = () if snapshot is None else _restored(snapshot)
         self._forget_groups()
         return Report(
             number=job.number,
-            dirt=tuple(dirt),
+            dirt=dirt,
             seconds=seconds,
             finished_at=finished,
             new_modules=self._new_modules(),
             **report,
         )
+
+    def _follow(self, job: Job) -> None:
+        """Take over what has changed in the controller since the last job."""
+        if job.sys_path is not None:
+            sys.path[:] = job.sys_path
+        if job.environment is not None:
+            env.update(job.environment)
+        if job.directory is not None:
+            with contextlib.suppress(OSError):
+                os.chdir(job.directory)
 
     def _new_modules(self) -> tuple[str, ...]:
         if len(sys.modules) == len(self._modules):
@@ -207,17 +235,31 @@ def _call(job: Job) -> dict[str, Any]:
         function = resolve(job.target)
         args, kwargs = loads(job.arguments)
         value = function(*args, **kwargs)
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - also SystemExit and KeyboardInterrupt are the call's end, not the rank's
         return _error_fields(error)
     failed = isinstance(value, Failed)
     try:
         return {"payload": dumps(value.value if isinstance(value, Failed) else value), "failed": failed}
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - a value's own reduction may raise anything
         note = TypeError(
             f"{job.target} returned a {type(value).__name__} that cannot be sent to the controller "
-            f"({type(error).__name__}: {error}). Return plain data and tensors."
+            f"({type(error).__name__}: {_text_of(error)}). Return plain data and tensors."
         )
         return _error_fields(note)
+
+
+def _restored(snapshot: Any) -> tuple[Dirt, ...]:
+    try:
+        return tuple(snapshot.restore())
+    except Exception as error:  # noqa: BLE001 - the call left the rank in a state that cannot even be examined
+        return (Dirt("rank", f"its state cannot be examined: {type(error).__name__}: {_text_of(error)}", restored=False),)
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as problem:  # noqa: BLE001 - an exception's own text is the test's code
+        return f"<str() of it raised {type(problem).__name__}>"
 
 
 def _error_fields(error: BaseException) -> dict[str, Any]:
@@ -226,8 +268,8 @@ def _error_fields(error: BaseException) -> dict[str, Any]:
         "payload": b"",
         "failed": True,
         "error_type": type(error).__name__,
-        "error_message": str(error),
-        "error_traceback": "".join(lines),
+        "error_message": _text_of(error),
+        "error_traceback": "".join(lines).encode("utf-8", "backslashreplace").decode(),
     }
 
 

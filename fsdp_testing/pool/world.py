@@ -123,6 +123,11 @@ def current_world() -> World:
     return _place.world
 
 
+def inside_rank() -> bool:
+    """Whether this process is a rank of a world."""
+    return _place.world is not None
+
+
 def enter(world: World | None) -> None:
     """Make `world` the current one of this process."""
     _place.world = world

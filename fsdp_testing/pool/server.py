@@ -1,0 +1,184 @@
+"""How does the controller talk to the process that forks ranks?"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+from typing import Any
+
+from fsdp_testing import env
+from fsdp_testing.errors import PoolBroken
+from fsdp_testing.pool import preload
+from fsdp_testing.pool.forkserver import FAILED, FORK, READY, SUCCEED
+
+_READY_SECONDS = 120.0
+_FORK_SECONDS = 60.0
+_SINGLE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+class ForkServer:
+    """The controller's end of the process that forks ranks. Starts at once, is waited for at the first fork."""
+
+    def __init__(self, modules: tuple[str, ...]) -> None:
+        self._lock = threading.Lock()
+        self._ready = False
+        self._broken = False
+        self._successor: socket.socket | None = None
+        self._retired: list[socket.socket] = []
+        self.enriched = False
+        self._owner = os.getpid()
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control = mine
+        setup = json.dumps({"sys_path": sys.path, "modules": list(modules), "controller_pid": os.getpid()})
+        command = f"from fsdp_testing.pool.forkserver import main; main({theirs.fileno()}, {setup!r})"
+        environment = env.snapshot()
+        # numpy's BLAS starts its threads at import unless told not to; a forked rank would wait for them for ever.
+        environment.update(dict.fromkeys(_SINGLE_THREAD, "1"))
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", command],
+            pass_fds=[theirs.fileno()],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        """Process number of the first server; a successor is its child."""
+        return self._process.pid
+
+    def fork(self, fds: dict[str, int]) -> int:
+        """Fork one rank with the descriptors `fds` (name -> number); returns its pid.
+
+        Raises:
+            PoolBroken: when the fork server did not start, has ended or cannot fork.
+        """
+        with self._lock:
+            self._wait_ready()
+            self._welcome_successor()
+            while True:
+                try:
+                    socket.send_fds(self._control, [FORK + json.dumps(list(fds)).encode()], list(fds.values()))
+                    answer = self._control.recv(1024)
+                except OSError as error:
+                    answer, why = b"", str(error)
+                else:
+                    why = "end of stream"
+                if answer[:1] == FAILED:
+                    raise PoolBroken(
+                        f"fork server: expected a new rank, got {answer[1:].decode()}. This machine may be out of "
+                        "processes, memory or descriptors; close what you do not need, or use smaller worlds."
+                    )
+                if answer:
+                    return int(answer)
+                if not self._retired or self._process.poll() is not None:
+                    raise PoolBroken(self._lost(why))
+                # The successor ended by itself; its predecessor is still there.
+                self._control.close()
+                self._control = self._retired.pop()
+                self.enriched = False
+
+    def _wait_ready(self) -> None:
+        if self._ready:
+            return
+        self._control.settimeout(_READY_SECONDS)
+        try:
+            message = self._control.recv(4096)
+        except OSError as error:
+            raise PoolBroken(self._lost(str(error))) from error
+        if not message.startswith(READY):
+            raise PoolBroken(self._lost("it ended while importing"))
+        threads = json.loads(message[1:])["threads"]
+        if threads > 1:
+            self._broken = True
+            raise PoolBroken(
+                f"fork server: expected one thread after the preload, got {threads}. A preloaded module started "
+                "threads, which forked ranks would wait for; remove it from the preload list."
+            )
+        self._control.settimeout(_FORK_SECONDS)
+        self._ready = True
+
+    def enrich(self) -> None:
+        """Begin to import, in a successor, what ranks of earlier runs had to import; nobody waits for it."""
+        with self._lock:
+            if not self._ready or self.enriched or self._successor is not None:
+                return
+            modules = preload.recorded_modules()
+            if not modules:
+                return
+            mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                try:
+                    socket.send_fds(self._control, [SUCCEED + json.dumps(modules).encode()], [theirs.fileno()])
+                except OSError:
+                    mine.close()
+                    return
+            mine.settimeout(_FORK_SECONDS)
+            self._successor = mine
+
+    def _welcome_successor(self) -> None:
+        """Use the successor from now on, if it is through with its imports and fit to fork."""
+        if self._successor is None or not _readable(self._successor):
+            return
+        successor, self._successor = self._successor, None
+        told: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):
+            message = successor.recv(4096)
+            told = json.loads(message[1:]) if message.startswith(READY) else {}
+        if told.get("culprit"):
+            preload.refuse(told["culprit"])
+        if told.get("threads") != 1:
+            successor.close()
+            return
+        self._retired.append(self._control)
+        self._control = successor
+        self.enriched = True
+
+    def wait_enriched(self, seconds: float) -> bool:
+        """Wait until the successor has taken over; for measurements."""
+        with self._lock:
+            if self._successor is not None:
+                select.select([self._successor], [], [], seconds)
+                self._welcome_successor()
+            return self.enriched
+
+    def _lost(self, why: str) -> str:
+        self._broken = True
+        code = self._process.poll()
+        state = "still running" if code is None else f"ended with {code}"
+        return (
+            f"fork server: expected an answer, got {why} (process {state}). "
+            "Run `fsdp-verify doctor`, and check that `import torch` works in this environment."
+        )
+
+    @property
+    def alive(self) -> bool:
+        """True while the process runs and has kept its word."""
+        return not self._broken and self._process.poll() is None
+
+    def close(self) -> None:
+        """End the fork server; every rank that is still there is killed by it."""
+        if os.getpid() != self._owner:
+            return
+        for control in (self._successor, self._control, *self._retired):
+            if control is not None:
+                control.close()
+        try:
+            self._process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def _readable(sock: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(sock, select.POLLIN | select.POLLHUP)
+    return bool(poll.poll(0))

@@ -1,0 +1,298 @@
+"""What can a borrower do with a world? Run calls on it, one at a time, and give it back."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import select
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fsdp_testing import env
+from fsdp_testing.backends.devices import share_from
+from fsdp_testing.errors import InvalidArgument, PoolBroken
+from fsdp_testing.ledger import memory
+from fsdp_testing.pool.channel import dumps
+from fsdp_testing.pool.jobs import Bootstrap, Close, Job, Place
+from fsdp_testing.pool.outcome import Fate, WorldOutcome
+from fsdp_testing.pool.processes import RankProcess, directory, environment_for_ranks, listening_socket
+from fsdp_testing.pool.supervision import Supervision
+from fsdp_testing.pool.targets import Target, target_of
+
+if TYPE_CHECKING:
+    from fsdp_testing.pool.controller import Pool
+
+_LEAVE_SECONDS = 5.0
+_SINGLE_PROCESS = ("fake",)
+# pytest sets it anew for every phase of every test, for itself.
+_NOT_FOLLOWED = (b"PYTEST_CURRENT_TEST", b"GLOO_SOCKET_IFNAME")
+
+
+@dataclass(frozen=True, slots=True)
+class WorldKey:
+    """What makes two worlds interchangeable."""
+
+    size: int
+    backend: str
+
+
+class PooledWorld:
+    """A world on loan: `size` ranks that run one call at a time, all of them the same call.
+
+    Attributes:
+        key: Size and backend.
+        kept: Whether the world is lent again after it was given back.
+        trusted: False once anything went wrong in it or was left behind; it is not lent again then.
+        busy: Whether it is on loan.
+        before_leaving: Called with the world when it is about to end and its ranks still answer.
+    """
+
+    def __init__(self, pool: Pool, key: WorldKey, *, kept: bool) -> None:
+        self.key = key
+        self.kept = kept
+        self.trusted = True
+        self.busy = False
+        self.before_leaving: list[Callable[[PooledWorld], None]] = []
+        self._pool = pool
+        self._single = key.backend in _SINGLE_PROCESS
+        self._running = threading.Lock()
+        self._owner = os.getpid()
+        self._jobs = 0
+        self._joined = False
+        self._place = Place(0, key.size) if self._single else None
+        settings = environment_for_ranks()
+        self._sys_path: list[str] = settings["sys_path"]
+        self._directory: str = settings["directory"]
+        self._environment = env.encoded()
+        processes = 1 if self._single else key.size
+        ledger_fd = memory.create(processes)
+        try:
+            self._ledger = memory.LedgerMemory(ledger_fd, processes)
+            self._processes = self._start(processes, ledger_fd, settings)
+        finally:
+            os.close(ledger_fd)
+
+    def _start(self, count: int, ledger_fd: int, settings: dict[str, Any]) -> list[RankProcess]:
+        share = share_from(env.get("PYTEST_XDIST_WORKER"), env.get("PYTEST_XDIST_WORKER_COUNT"))
+        processes: list[RankProcess] = []
+        server = self._pool.server()
+        with contextlib.ExitStack() as undo, listening_socket() as listener:
+            port = listener.getsockname()[1]
+            for rank in range(count):
+                listen = listener.fileno() if rank == 0 and not self._single else None
+                process = RankProcess(server, rank, ledger_fd, listen)
+                processes.append(process)
+                undo.callback(process.close)
+                undo.callback(process.kill)
+                process.channel.send(
+                    Bootstrap(
+                        rank=rank,
+                        size=self.key.size,
+                        backend=self.key.backend,
+                        worker=share.index,
+                        workers=share.count,
+                        store_port=port,
+                        coverage=self._pool.coverage,
+                        **settings,
+                    )
+                )
+            undo.pop_all()
+        return processes
+
+    @property
+    def whole(self) -> bool:
+        """Whether every rank is still there."""
+        return bool(self._processes) and all(process.read_exit() is None for process in self._processes)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process numbers of the ranks."""
+        return tuple(process.pid for process in self._processes)
+
+    def at(self, rank: int) -> PooledWorld:
+        """In a single-process world: stand for `rank` until the world is given back.
+
+        Raises:
+            InvalidArgument: for a rank outside the world, or a world whose ranks are processes.
+        """
+        if not self._single:
+            raise InvalidArgument(
+                f"world.at: expected a single-process backend ({', '.join(_SINGLE_PROCESS)}), got {self.key.backend!r}. "
+                "Every rank of this world exists; ask for its result instead."
+            )
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < self.key.size:
+            raise InvalidArgument(f"world.at: expected a rank from 0 to {self.key.size - 1}, got {rank!r}.")
+        self._place = Place(rank, self.key.size)
+        return self
+
+    def execute(
+        self,
+        target: Callable[..., Any] | str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout: float | None = 60.0,
+        name: str = "",
+        hygiene: bool = True,
+    ) -> WorldOutcome:
+        """Call `target(*args, **kwargs)` on every rank and wait for the end of it, whatever that is.
+
+        Args:
+            target: an importable function, or "package.module:function".
+            args: sent once, the same to every rank.
+            kwargs: likewise.
+            timeout: seconds until a rank counts as hung, from the moment when all are in the world; None: no limit.
+            name: shown in messages.
+            hygiene: put process state back after the call and report what was dirty.
+
+        Returns:
+            The account of every rank. When it is not `ok`, or something was left dirty, the world is not lent again.
+
+        Raises:
+            UnsendableFunction, InvalidArgument: before anything is sent.
+            PoolBroken: when the world has been closed, runs another call, or belongs to another process.
+        """
+        _validate_timeout(timeout)
+        reference = target if isinstance(target, Target) else target_of(target)
+        arguments = _serialise(args, kwargs or {}, reference)
+        self._check_usable()
+        if not self._running.acquire(blocking=False):
+            raise PoolBroken(
+                "world.execute: expected an idle world, got one that runs a call for another thread. "
+                "Ask the pool for a world in each thread."
+            )
+        try:
+            return self._execute(reference, name or str(reference), arguments, timeout, hygiene=hygiene)
+        finally:
+            self._running.release()
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._owner:
+            raise PoolBroken(
+                "world.execute: expected the process that made the world, got a forked child of it. "
+                "Use run_ranks in the child, which makes worlds of its own."
+            )
+        if not self._processes:
+            raise PoolBroken("world.execute: expected an open world, got one that is closed. Ask the pool for another.")
+
+    def _execute(
+        self, target: Target, name: str, arguments: bytes, timeout: float | None, *, hygiene: bool
+    ) -> WorldOutcome:
+        supervision = Supervision(
+            self._processes,
+            self._ledger,
+            self._job(target, name, arguments, hygiene=hygiene),
+            self.key.size,
+            self.key.backend,
+            timeout,
+            single_process=self._single,
+            joined=self._joined,
+        )
+        finished = False
+        try:
+            outcome = supervision.run()
+            finished = True
+        finally:
+            # Ctrl-C, or an error of ours, leaves ranks in an unknown place.
+            if not finished:
+                self.discard()
+        self._joined = supervision.joined
+        self._pool.note(self.key, outcome, supervision.new_modules)
+        if not outcome.ok or any(rank.dirt for rank in outcome.ranks):
+            self.trusted = False
+        garbled = any(rank.error is not None and rank.error.type_name == "ChannelGarbled" for rank in outcome.ranks)
+        if garbled or any(rank.fate not in (Fate.RETURNED, Fate.RAISED) for rank in outcome.ranks):
+            self.discard()
+        return outcome
+
+    def _job(self, target: Target, name: str, arguments: bytes, *, hygiene: bool) -> Job:
+        self._jobs += 1
+        sys_path = where = None
+        if sys.path != self._sys_path:
+            sys_path = self._sys_path = list(sys.path)
+        if directory() != self._directory:
+            where = self._directory = directory()
+        environment = self._changed_environment()
+        return Job(self._jobs, name, target, arguments, hygiene, sys_path, environment, where, self._place)
+
+    def _changed_environment(self) -> dict[str, str | None] | None:
+        now, before = env.encoded(), self._environment
+        if now == before:
+            return None
+        self._environment = now
+        changed = {name for name in {*now, *before} if now.get(name) != before.get(name)}
+        changed.difference_update(_NOT_FOLLOWED)
+        return {os.fsdecode(name): os.fsdecode(now[name]) if name in now else None for name in changed} or None
+
+    def release(self) -> None:
+        """Give the world back; ends it when it is not to be lent again."""
+        if os.getpid() != self._owner:
+            return
+        if self._single:
+            self._place = Place(0, self.key.size)
+        if not self.trusted or not self.kept:
+            self.leave()
+        self.busy = False
+
+    def leave(self) -> None:
+        """End the ranks; gracefully where there is something to lose (coverage, fixtures that live in them)."""
+        if os.getpid() != self._owner:
+            return
+        try:
+            while self.before_leaving and self._processes:
+                self.before_leaving.pop(0)(self)
+            if self._pool.coverage is not None:
+                self._close_gracefully()
+        finally:
+            self.discard()
+
+    def _close_gracefully(self) -> None:
+        for process in self._processes:
+            with contextlib.suppress(OSError):
+                process.channel.send(Close())
+        limit = time.monotonic() + _LEAVE_SECONDS
+        for process in self._processes:
+            while process.read_exit() is None and time.monotonic() < limit:
+                _wait_readable(process.status_fd, limit - time.monotonic())
+
+    def discard(self) -> None:
+        """Kill what is left of the ranks and release everything; safe to call twice."""
+        if os.getpid() != self._owner:
+            return
+        self.trusted = False
+        self.before_leaving.clear()
+        processes, self._processes = self._processes, []
+        for process in processes:
+            process.kill()
+            process.close()
+        if processes:
+            self._ledger.close()
+        self._pool.forget(self)
+
+
+def _validate_timeout(timeout: float | None) -> None:
+    if timeout is None:
+        return
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or math.isnan(timeout) or timeout <= 0:
+        raise InvalidArgument(f"timeout: expected seconds above 0, or None for no limit, got {timeout!r}.")
+
+
+def _serialise(args: Sequence[Any], kwargs: Mapping[str, Any], target: Target) -> bytes:
+    try:
+        return dumps((tuple(args), dict(kwargs)))
+    except Exception as error:
+        raise InvalidArgument(
+            f"{target}: expected arguments that can be sent to ranks, got {type(error).__name__}: {error}. "
+            "Pass plain data and tensors, and build the rest inside the function."
+        ) from error
+
+
+def _wait_readable(fd: int, seconds: float) -> None:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN | select.POLLHUP)
+    poll.poll(max(0.0, seconds) * 1000)
