@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from fsdp_testing.backends import backend_named
 from fsdp_testing.errors import BackendUnavailable, InvalidArgument
-from fsdp_testing.implementations import registry
+from fsdp_testing.implementations import registry, validation
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.programs.runner import CaseRunner, Judgement
 from fsdp_testing.records import Case, CheckResult, RunReport, check_case
@@ -73,6 +73,7 @@ def run_conformance(
     where = Where(_sizes(world_sizes), backend)
     _check_backend(where)
     runner = runner or CaseRunner()
+    _examine(adapters, runner, where)
     if listener is not None:
         listener.planned(len(adapters) * len(selected))
     results: list[CheckResult] = []
@@ -133,7 +134,22 @@ def load_all(names: Sequence[str]) -> dict[str, Adapter]:
     repeated = sorted({name for name in names if list(names).count(name) > 1})
     if repeated:
         raise InvalidArgument(f"implementations: expected each name once, got {repeated} more than once. Drop one.")
-    return {name: registry.load(name) for name in names}
+    adapters = {name: registry.load(name) for name in names}
+    for adapter in adapters.values():
+        validation.check_claims(adapter)
+    return adapters
+
+
+def _examine(adapters: Mapping[str, Adapter], runner: CaseRunner, where: Where) -> None:
+    """Looks at each adapter on ranks before its implementation is judged.
+
+    Raises:
+        InvalidImplementation: What the adapter itself does wrong, everything in one message.
+    """
+    if where.backend != "gloo":
+        return  # the examination is about names and values on the CPU; other devices have checks of their own
+    for name in adapters:
+        validation.validate(name, runner.on_ranks, world_size=min(where.world_sizes))
 
 
 def select_checks(patterns: Sequence[str], *, extended: bool = False) -> list[Check]:

@@ -29,6 +29,7 @@ from fsdp_testing.records import (
     WorldSpec,
     WrappingPlan,
 )
+from fsdp_testing.run import raise_unless_ok
 
 _ORACLE_CACHE = 512
 
@@ -85,6 +86,12 @@ class CaseRunner:
             return Judgement(_outcome(case, Verdict.UNKNOWN, start, error="nothing was compared"))
         verdict = Verdict.PASS if finding is None else Verdict.FAIL
         return Judgement(_outcome(case, verdict, start, tally=tally), finding)
+
+    def on_ranks(self, function: Callable[..., Any], *args: Any, size: int) -> list[Any]:
+        """Calls `function(*args)` on a world of the runner's pool; raises `WorldFailed` unless every rank returned."""
+        outcome = self._execute(WorldSpec(size), function, args, function.__name__)
+        raise_unless_ok(outcome)
+        return outcome.values
 
     def observe(self, name: str, case: Case, *, observe_all: bool = False) -> tuple[RankObservation, ...]:
         """Runs `case` and returns what each rank reports.
