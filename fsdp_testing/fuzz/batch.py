@@ -6,8 +6,10 @@ import functools
 import gc
 import hashlib
 import threading
+import time
 import weakref
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -15,7 +17,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_testing.compat import process_groups
-from fsdp_testing.fuzz import stream
+from fsdp_testing.fuzz import arcs, stream
 from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.implementations.protocol import Setup
@@ -25,27 +27,47 @@ from fsdp_testing.pool import Failed
 from fsdp_testing.pool.world import World, current_world
 from fsdp_testing.programs.execute import RankProgram
 from fsdp_testing.programs.setup import setup_of
-from fsdp_testing.records import Case, RankObservation, WorldSpec
+from fsdp_testing.records import Case, RaisedError, RankObservation, WorldSpec
 
 _MESHES: dict[tuple[int, ...], DeviceMesh] = {}
 """Two-dimensional meshes of this world: making one creates process groups, which costs more than a case."""
 
 OUTLIVES = "the model outlives its case: something refers to it for good"
 _FREEZE_AFTER = 2
+_PATIENCE_SECONDS = 0.4
 _done = [0]
 
 
-def run_batch(name: str, documents: list[str], directory: str, watch_models: bool) -> int | Failed:
-    """Runs cases through implementation `name`; stops after the first one in which this rank saw an exception.
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What is looked at besides the numbers.
+
+    Attributes:
+        operations: Take a snapshot after every operation, so that the first one that diverges is known.
+        models: Whether models outlive their case.
+        arcs: Places in the batch of cases whose way through the implementation's source is recorded.
+        sources: Parts of file names that make a file part of the implementation.
+    """
+
+    operations: bool = False
+    models: bool = False
+    arcs: tuple[int, ...] = ()
+    sources: tuple[str, ...] = ()
+
+
+def run_batch(name: str, documents: list[str], directory: str, watch: Watch) -> int | Failed:
+    """Runs cases through implementation `name`, up to the first one that leaves the ranks in different places.
+
+    An exception that every rank raised in the same operation ends its case only.
 
     Args:
         name: Registered name or import string.
         documents: Cases as JSON.
         directory: Where the observations go.
-        watch_models: Look whether models outlive their case.
+        watch: What is looked at besides.
 
     Returns:
-        How many cases were begun; marked as failed if the last one raised or left something behind.
+        How many cases were begun; marked as failed if the ranks cannot go on together after the last one.
 
     Collectives: those of the implementation; every rank of the world runs the same call.
     """
@@ -55,17 +77,37 @@ def run_batch(name: str, documents: list[str], directory: str, watch_models: boo
     with stream.path_of(directory, world.rank).open("ab") as file:
         for index, document in enumerate(documents):
             case = Case.from_json(document)
-            record, model = _run(adapter, case, world, index)
+            tracer = arcs.Tracer(watch.sources) if index in watch.arcs and world.rank == 0 else None
+            record, model = _run(adapter, case, world, index, watch, tracer)
             models.append((index, model))
             stream.append(file, record)
-            if record.observation.error is not None or record.leaks:
+            error = record.observation.error
+            if record.leaks or (error is not None and not _everyone_raised(directory, world, index, error)):
                 return Failed(index + 1)
-    survivors = _survivors(models)
-    if watch_models and survivors:
-        with stream.path_of(directory, world.rank).open("ab") as file:
-            for index in survivors:
-                stream.append(file, stream.CaseRecord(index, RankObservation(world.rank), {}, (OUTLIVES,)))
+        survivors = _survivors(models)
+        for index in survivors if watch.models else ():
+            stream.append(file, stream.CaseRecord(index, RankObservation(world.rank), {}, (OUTLIVES,)))
     return len(documents)
+
+
+def _everyone_raised(directory: str, world: World, index: int, mine: RaisedError) -> bool:
+    """Whether every other rank raised the same kind of exception in the same operation; waits a moment for them.
+
+    Asked through the files, since the ranks may no longer agree about their next collective.
+    """
+    limit = time.monotonic() + _PATIENCE_SECONDS
+    missing = set(range(world.size)) - {world.rank}
+    while missing and time.monotonic() < limit:
+        for rank in sorted(missing):
+            told = [r for r in stream.read(directory, rank) if r.index == index]
+            if told:
+                error = told[0].observation.error
+                if error is None or (error.index, error.type_name) != (mine.index, mine.type_name):
+                    return False
+                missing.discard(rank)
+        if missing:
+            time.sleep(0.001)
+    return not missing
 
 
 @functools.cache
@@ -73,16 +115,19 @@ def _adapter(name: str) -> Adapter:
     return registry.load(name)
 
 
-def _run(adapter: Adapter, case: Case, world: World, index: int) -> tuple[stream.CaseRecord, weakref.ref[nn.Module]]:
+def _run(
+    adapter: Adapter, case: Case, world: World, index: int, watch: Watch, tracer: arcs.Tracer | None
+) -> tuple[stream.CaseRecord, weakref.ref[nn.Module]]:
     mesh = _mesh(world, case.world.mesh_shape)
     before = _fingerprint()
     issued = _Issued()
     program = RankProgram(case, adapter, world.rank, lambda c, module: _setup(world, mesh, c, module))
-    with listen(issued):
-        observation = program.run(observe_all=case.mixed_precision is not None)
+    with listen(issued), tracer or nullcontext():
+        observation = program.run(observe_all=watch.operations or case.mixed_precision is not None)
         adapter.finish(program.model)
     leaks = _differences(before, _fingerprint())
-    return stream.CaseRecord(index, observation, issued.summary(), leaks), weakref.ref(program.model)
+    taken = frozenset() if tracer is None else tracer.taken()
+    return stream.CaseRecord(index, observation, issued.summary(), leaks, taken), weakref.ref(program.model)
 
 
 class _Issued:

@@ -12,7 +12,8 @@ from fsdp_testing.checkers import adoption, parity
 from fsdp_testing.checkers.divergence import Tally
 from fsdp_testing.checkers.parity import Comparison
 from fsdp_testing.fuzz import screen, stream
-from fsdp_testing.fuzz.batch import OUTLIVES
+from fsdp_testing.fuzz.batch import OUTLIVES, Watch
+from fsdp_testing.fuzz.signature import Signature, of_divergence, of_error
 from fsdp_testing.fuzz.stream import CaseRecord
 from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
@@ -29,10 +30,13 @@ class CaseNote:
         index: Place of the case in the batch.
         status: `passed`, `leaked` (right, but its model stays in memory), `suspect` (to be confirmed alone),
             `unfinished` (its observations are not complete),
-            `unjudged` (the oracle could not run it, or nothing was compared).
+            `unsupported` (the implementation said so itself), `unjudged` (the oracle or the adapter could not run it, or
+            nothing was compared).
         reason: Why it is not `passed`.
         comparisons: Number of tensors compared.
         screened: It was cleared by the screen alone.
+        signature: What the failure looks like.
+        arcs: The way through the implementation's source, if it was recorded.
     """
 
     index: int
@@ -40,6 +44,8 @@ class CaseNote:
     reason: str = ""
     comparisons: int = 0
     screened: bool = False
+    signature: Signature | None = None
+    arcs: frozenset[int] = frozenset()
 
 
 def comparison_for(case: Case, adapter: Adapter) -> Comparison:
@@ -53,7 +59,7 @@ def comparison_for(case: Case, adapter: Adapter) -> Comparison:
     )
 
 
-def judge_batch(name: str, documents: list[str], size: int, directory: str) -> list[CaseNote]:
+def judge_batch(name: str, documents: list[str], size: int, directory: str, watch: Watch) -> list[CaseNote]:
     """Judges every case of a batch of which all ranks told.
 
     Args:
@@ -61,6 +67,7 @@ def judge_batch(name: str, documents: list[str], size: int, directory: str) -> l
         documents: Cases as JSON, in the order in which they were run.
         size: Number of ranks.
         directory: Where their observations lie.
+        watch: As given to `run_batch`.
     """
     adapter = registry.load(name)
     told: list[dict[int, CaseRecord]] = []
@@ -69,33 +76,55 @@ def judge_batch(name: str, documents: list[str], size: int, directory: str) -> l
         by_index: dict[int, CaseRecord] = {}
         for record in stream.read(directory, rank):
             known = by_index.get(record.index)
-            by_index[record.index] = record if known is None else _with_leaks(known, record.leaks)
+            by_index[record.index] = record if known is None else replace(known, leaks=known.leaks + record.leaks)
         told.append(by_index)
-    return [_judge(adapter, name, index, document, told) for index, document in enumerate(documents)]
+    return [_judge(adapter, name, index, document, told, watch) for index, document in enumerate(documents)]
 
 
-def _with_leaks(record: CaseRecord, leaks: tuple[str, ...]) -> CaseRecord:
-    return CaseRecord(record.index, record.observation, record.collectives, record.leaks + leaks)
-
-
-def _judge(adapter: Adapter, name: str, index: int, document: str, told: list[dict[int, CaseRecord]]) -> CaseNote:
+def _judge(
+    adapter: Adapter, name: str, index: int, document: str, told: list[dict[int, CaseRecord]], watch: Watch
+) -> CaseNote:
     records = [by_index[index] for by_index in told if index in by_index]
-    errors = [record.observation.error for record in records if record.observation.error is not None]
-    if errors:
-        return CaseNote(index, "suspect", f"{errors[0].type_name}: {errors[0].message.strip()[:200]}")
-    if len(records) < len(told):
+    if not records:
         return CaseNote(index, "unfinished")
+    case = Case.from_json(document)
+    arcs = frozenset().union(*(record.arcs for record in records))
+    try:
+        note = _judge_records(adapter, name, case, records, len(told), watch)
+    except Exception as error:  # noqa: BLE001 - a case that the oracle cannot run is told, never passed over
+        note = CaseNote(index, "unjudged", f"{type(error).__name__}: {error}")
+    return replace(note, index=index, arcs=arcs)
+
+
+def _judge_records(
+    adapter: Adapter, name: str, case: Case, records: list[CaseRecord], size: int, watch: Watch
+) -> CaseNote:
+    errors = [record.observation.error for record in records if record.observation.error is not None]
+    innocent = [error for error in errors if error.innocent]
+    if innocent:
+        return CaseNote(0, "unjudged", f"{innocent[0].type_name}: {innocent[0].message.strip()}")
+    if errors:
+        first = min(errors, key=lambda error: error.index)
+        if first.not_supported:
+            return CaseNote(0, "unsupported", f"{first.type_name}: {first.message.strip()[:200]}")
+        signature = of_error(case, first, everyone=len(errors) == size)
+        earlier = _compare(adapter, name, case, [record.observation for record in records], watch) if len(records) == size else None
+        if earlier is not None and earlier.status == "suspect":
+            # What diverged before is the cause of what is raised after.
+            return earlier
+        return CaseNote(0, "suspect", f"{first.type_name}: {first.message.strip()[:300]}", signature=signature)
+    if len(records) < size:
+        return CaseNote(0, "unfinished")
     leaks = [leak for record in records for leak in record.leaks]
     if any(leak != OUTLIVES for leak in leaks):
-        return CaseNote(index, "suspect", f"left behind: {leaks[0]}")
-    if _sequences_differ(records):
-        return CaseNote(index, "suspect", "the ranks did not issue the same collectives")
-    case = Case.from_json(document)
-    try:
-        note = _compare(adapter, name, index, case, [record.observation for record in records])
-        return replace(note, status="leaked", reason=leaks[0]) if leaks and note.status == "passed" else note
-    except Exception as error:  # noqa: BLE001 - a case that the oracle cannot run is told, never passed over
-        return CaseNote(index, "unjudged", f"{type(error).__name__}: {error}")
+        return CaseNote(0, "suspect", f"left behind: {leaks[0]}", signature=Signature("leaked", leaks[0].split(":")[0]))
+    note = _compare(adapter, name, case, [record.observation for record in records], watch)
+    if note.status == "passed" and _sequences_differ(records):
+        what = "the ranks did not issue the same collectives"
+        return CaseNote(0, "suspect", what, signature=Signature("desynchronised", "collectives"))
+    if note.status == "passed" and leaks:
+        return replace(note, status="leaked", reason=leaks[0], signature=Signature("leaked", "model"))
+    return note
 
 
 def _sequences_differ(records: Sequence[CaseRecord]) -> bool:
@@ -107,22 +136,24 @@ def _sequences_differ(records: Sequence[CaseRecord]) -> bool:
     return False
 
 
-def _compare(adapter: Adapter, name: str, index: int, case: Case, ranks: list[RankObservation]) -> CaseNote:
+def _compare(adapter: Adapter, name: str, case: Case, ranks: list[RankObservation], watch: Watch) -> CaseNote:
     comparison = comparison_for(case, adapter)
-    if not comparison.lockstep and not comparison.ignore:
-        points = Replay(case).run()
-        compared = screen.cleared(points, ranks, optimizer=comparison.optimizer)
-        if compared > 0:
-            return CaseNote(index, "passed", comparisons=compared, screened=True)
-        expectation = oracle.expect_free(case)
-    elif not comparison.lockstep:
-        expectation = oracle.expect_free(case)
+    if not comparison.lockstep:
+        if not comparison.ignore:
+            compared = screen.cleared(
+                Replay(case).run(observe_all=watch.operations), ranks, optimizer=comparison.optimizer
+            )
+            if compared > 0:
+                return CaseNote(0, "passed", comparisons=compared, screened=True)
+        expectation = oracle.expect_free(case, observe_all=watch.operations)
     else:
         expectation = jobs.expect_lockstep(case, name, adoption.states(ranks))
     tally: Tally = parity.compare(expectation, ranks, comparison)
     if tally.divergences:
         first = parity.first(tally.divergences)
-        return CaseNote(index, "suspect", f"{first.quantity} {first.sentence}", tally.comparisons)
+        return CaseNote(
+            0, "suspect", f"{first.quantity} {first.sentence}", tally.comparisons, signature=of_divergence(case, first)
+        )
     if not tally.comparisons:
-        return CaseNote(index, "unjudged", "nothing was compared")
-    return CaseNote(index, "passed", comparisons=tally.comparisons)
+        return CaseNote(0, "unjudged", "nothing was compared")
+    return CaseNote(0, "passed", comparisons=tally.comparisons)

@@ -27,12 +27,14 @@ class CaseRecord:
         collectives: Per group key, number of collectives issued and a digest of what they were, up to the end of the
             case, counted from the start of the batch.
         leaks: What the case left behind in the process.
+        arcs: The way that the case took through the implementation's source, if it was recorded.
     """
 
     index: int
     observation: RankObservation
     collectives: dict[int, tuple[int, int]]
     leaks: tuple[str, ...] = ()
+    arcs: frozenset[int] = frozenset()
 
 
 def path_of(directory: str, rank: int) -> Path:
@@ -48,7 +50,7 @@ def append(file: BinaryIO, record: CaseRecord) -> None:
 
 
 def read(directory: str, rank: int) -> list[CaseRecord]:
-    """Returns the complete records of one rank, in order; a record cut short by the rank's death is left out."""
+    """Returns the complete records of one rank, in the order of writing; a record cut short by the rank's death is left out."""
     try:
         data = path_of(directory, rank).read_bytes()
     except FileNotFoundError:

@@ -1,0 +1,150 @@
+"""Which failures are known, so that a campaign goes on to the next unknown one?
+
+Rules are data: what a case must contain to be hit by a known failure, and which operation to leave out then. A rule
+has a reason and a link, and where it has an example, the campaign runs the example unedited: if it passes by now, the
+rule is reported stale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fsdp_testing.errors import InvalidRecord
+from fsdp_testing.fuzz.tags import tags, token, tokens
+from fsdp_testing.records import Case
+from fsdp_testing.records.document import check_format, decode, encode, load_json, to_json
+
+KNOWN_FORMAT = "fsdp_testing/known_failures"
+KNOWN_VERSION = 1
+SHIPPED = Path(__file__).parent / "known"
+_EDITS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One known failure.
+
+    Attributes:
+        name: Unique in its file.
+        reason: What goes wrong, in one sentence.
+        link: Where it is reported or documented.
+        operations: Tokens that occur in this order (others may lie between them); empty matches any program. A token
+            may end in `*`.
+        tags: Tags that the case has, all of them; a tag may end in `*`.
+        drop: Operations with this token are left out, the last one first, until the rule no longer applies; empty
+            discards the case.
+        example: A case that fails because of it, to notice when it no longer does.
+    """
+
+    name: str
+    reason: str
+    link: str = ""
+    operations: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+    drop: str = ""
+    example: Any = None
+
+    def applies(self, case: Case) -> bool:
+        """Whether a legal case is one that this failure hits."""
+        return _in_order(self.operations, tokens(case)) and _all_held(self.tags, case)
+
+    def edit(self, case: Case) -> Case | None:
+        """Returns the case without what brings the failure about, or None if that leaves nothing to run."""
+        for _ in range(_EDITS):
+            if not self.applies(case):
+                return case
+            places = [i for i, operation in enumerate(case.program) if self.drop and _matches(self.drop, token(operation))]
+            if not places:
+                return None
+            case = case.without_operation(places[-1])
+        return None
+
+
+def _matches(pattern: str, text: str) -> bool:
+    return text.startswith(pattern[:-1]) if pattern.endswith("*") else text == pattern
+
+
+def _in_order(wanted: Sequence[str], found: Sequence[str]) -> bool:
+    rest = iter(found)
+    return all(any(_matches(pattern, text) for text in rest) for pattern in wanted)
+
+
+def _all_held(wanted: Sequence[str], case: Case) -> bool:
+    if not wanted:
+        return True
+    held = tags(case)
+    return all(any(_matches(pattern, tag) for tag in held) for pattern in wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownFailures:
+    """The known failures of one implementation."""
+
+    rules: tuple[Rule, ...] = ()
+
+    def around(self, case: Case) -> tuple[Case | None, tuple[str, ...]]:
+        """Returns the case edited around every known failure (None: nothing is left), and the rules that applied."""
+        applied: list[str] = []
+        for rule in self.rules:
+            if rule.applies(case):
+                applied.append(rule.name)
+                edited = rule.edit(case)
+                if edited is None or not edited.program:
+                    return None, tuple(applied)
+                case = edited
+        return case, tuple(applied)
+
+    def with_rule(self, rule: Rule) -> KnownFailures:
+        """Returns these rules and one more."""
+        return KnownFailures((*self.rules, rule))
+
+    def examples(self) -> list[tuple[Rule, Case]]:
+        """Returns the rules that have an example, with it."""
+        return [
+            (rule, Case.from_document(rule.example, f"known failure {rule.name}"))
+            for rule in self.rules
+            if rule.example is not None
+        ]
+
+    def to_json(self) -> str:
+        """Returns the rules as a JSON document."""
+        return to_json({"format": KNOWN_FORMAT, "version": KNOWN_VERSION, "rules": encode(self.rules)}, indent=2)
+
+
+@dataclass(frozen=True, slots=True)
+class _Document:
+    rules: tuple[Rule, ...] = field(default_factory=tuple)
+
+
+def read_known(text: str, where: str) -> KnownFailures:
+    """Reads a file of rules.
+
+    Raises:
+        InvalidRecord: It is damaged, newer than this version, or names a rule twice.
+    """
+    data = load_json(text, where)
+    check_format(data, KNOWN_FORMAT, KNOWN_VERSION, where)
+    document = decode(_Document, {"rules": data.get("rules", [])}, where)
+    names = [rule.name for rule in document.rules]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise InvalidRecord(f"{where}: expected rules with names of their own, got {twice} twice. Rename them.")
+    return KnownFailures(document.rules)
+
+
+def shipped_known(name: str) -> KnownFailures:
+    """Returns the rules that ship with fsdp_testing for implementation `name`; none for one that we do not know."""
+    path = SHIPPED / f"{name}.json"
+    return read_known(path.read_text(encoding="utf-8"), str(path)) if path.is_file() else KnownFailures()
+
+
+def joined(parts: Iterable[KnownFailures]) -> KnownFailures:
+    """Returns all rules together; of two with one name the first stays."""
+    rules: dict[str, Rule] = {}
+    for part in parts:
+        for rule in part.rules:
+            rules.setdefault(rule.name, rule)
+    return KnownFailures(tuple(rules.values()))

@@ -1,0 +1,115 @@
+"""How does a batch of cases become results, whatever happens to the ranks? One lane lends worlds and sees to it.
+
+A bad case costs itself only: what the ranks told before it is judged, what comes after it runs again on a new world.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fsdp_testing.errors import PoolBroken
+from fsdp_testing.fuzz.batch import Watch, run_batch
+from fsdp_testing.fuzz.judge import CaseNote, judge_batch
+from fsdp_testing.fuzz.signature import Signature
+from fsdp_testing.pool import Fate, Pool, WorldOutcome
+from fsdp_testing.records import Case
+
+SECONDS_PER_CASE = 0.5
+BATCHES_PER_WORLD = 100
+
+
+@dataclass(frozen=True, slots=True)
+class CaseResult:
+    """What one case gave; `account` tells what became of the ranks where something did."""
+
+    case: Case
+    note: CaseNote
+    account: str = ""
+
+
+class Lane:
+    """Runs batches on worlds of one pool; one batch at a time.
+
+    Args:
+        pool: Where worlds come from.
+        name: The implementation.
+        deadline: Seconds that one case may take before it counts as hung.
+    """
+
+    def __init__(self, pool: Pool, name: str, deadline: float = 10.0) -> None:
+        self._pool = pool
+        self._name = name
+        self._deadline = deadline
+        self._batches = 0
+        self.worlds_lost = 0
+
+    def run(self, cases: Sequence[Case], watch: Watch = Watch()) -> list[CaseResult]:
+        """Runs and judges cases that all need the same number of ranks; one result each, in order."""
+        results: list[CaseResult] = []
+        while len(results) < len(cases):
+            results += self._attempt(cases, len(results), watch)
+        return results
+
+    def _attempt(self, cases: Sequence[Case], start: int, watch: Watch) -> list[CaseResult]:
+        todo = cases[start:]
+        documents = [case.to_json() for case in todo]
+        shifted = Watch(
+            watch.operations, watch.models, tuple(i - start for i in watch.arcs if i >= start), watch.sources
+        )
+        directory = tempfile.mkdtemp(prefix="fsdp-fuzz-")
+        try:
+            outcome = self._run(todo[0], documents, directory, shifted)
+            notes = self._judge(documents, todo[0].world.size, directory, shifted)
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+        results: list[CaseResult] = []
+        for case, note in zip(todo, notes):
+            if note.status == "unfinished":
+                if results:
+                    break  # it may be this case or what an earlier one left behind: it goes first in the next attempt
+                note = _lost(note, outcome)
+            account = outcome.describe() if note.status not in ("passed", "leaked") and not outcome.ok else ""
+            results.append(CaseResult(case, note, account))
+            if results[-1].note.signature is not None and results[-1].note.signature.kind in ("died", "hung"):
+                break
+        return results
+
+    def _run(self, first: Case, documents: list[str], directory: str, watch: Watch) -> WorldOutcome:
+        world = self._pool.world(first.world.size, backend=first.world.backend)
+        try:
+            timeout = self._deadline + SECONDS_PER_CASE * len(documents)
+            arguments = (self._name, documents, directory, watch)
+            outcome = world.execute(run_batch, arguments, timeout=timeout, name="batch", hygiene=False)
+            self._batches += 1
+            if self._batches % BATCHES_PER_WORLD == 0:
+                world.leave()  # what implementations keep in memory for good must not add up
+        finally:
+            world.release()
+        self.worlds_lost += not outcome.ok
+        return outcome
+
+    def _judge(self, documents: list[str], size: int, directory: str, watch: Watch) -> list[CaseNote]:
+        world = self._pool.world(1)
+        try:
+            arguments = (self._name, documents, size, directory, watch)
+            outcome = world.execute(judge_batch, arguments, timeout=300.0, name="judge", hygiene=False)
+        finally:
+            world.release()
+        if not outcome.ok:
+            raise PoolBroken(f"the judge of a batch was lost. {outcome.describe()}")
+        notes: list[CaseNote] = outcome.ranks[0].value
+        return notes
+
+
+def _lost(note: CaseNote, outcome: WorldOutcome) -> CaseNote:
+    """The note of a case during which a rank was lost."""
+    fates = {rank.fate for rank in outcome.ranks}
+    if outcome.ok or fates <= {Fate.RETURNED, Fate.RAISED}:
+        why = outcome.cause or "a rank told nothing of it"
+        return CaseNote(note.index, "unjudged", why, arcs=note.arcs)
+    kind = "died" if Fate.DIED in fates else "hung"
+    how = next((rank.signal_name or f"exit code {rank.exit_code}" for rank in outcome.ranks if rank.fate is Fate.DIED), "")
+    return CaseNote(note.index, "suspect", outcome.cause, signature=Signature(kind, how), arcs=note.arcs)

@@ -1,0 +1,114 @@
+"""What does a campaign leave on disk, so that the next one goes on where it ended?
+
+`state.json` (how far it came, what it covered), `corpus/` (cases that covered something new), `found/` (one folder
+for each finding). Every file is written beside its place and moved there, so that an interruption at any moment leaves
+the old or the new content, never half of one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fsdp_testing.errors import InvalidRecord
+from fsdp_testing.records import Case
+from fsdp_testing.records.document import check_format, decode, encode, load_json, to_json
+
+STATE_FORMAT = "fsdp_testing/fuzz_state"
+STATE_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a campaign has come, over all its runs.
+
+    Attributes:
+        implementation: Its name.
+        drawn: Cases drawn so far; the next one is drawn from this number.
+        run: Cases run.
+        seconds: Time spent.
+        statuses: Cases by what became of them.
+        keys: What was covered (operation pairs, tag pairs).
+        arcs: Arcs of the implementation's source.
+        unsupported: Why cases were refused by the implementation itself, with how often.
+        rules: How often each known failure was edited around.
+    """
+
+    implementation: str
+    drawn: int = 0
+    run: int = 0
+    seconds: float = 0.0
+    statuses: Mapping[str, int] = field(default_factory=dict)
+    keys: tuple[int, ...] = ()
+    arcs: tuple[int, ...] = ()
+    unsupported: Mapping[str, int] = field(default_factory=dict)
+    rules: Mapping[str, int] = field(default_factory=dict)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a file beside its place, then moves it there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
+
+
+class StateDirectory:
+    """The folder of one campaign on one implementation."""
+
+    def __init__(self, path: Path, implementation: str) -> None:
+        self.path = path
+        self._implementation = implementation
+
+    def load(self) -> Progress:
+        """Returns the progress of earlier runs, or a fresh one.
+
+        Raises:
+            InvalidRecord: The file is damaged, newer than this version, or belongs to another implementation.
+        """
+        file = self.path / "state.json"
+        if not file.exists():
+            return Progress(self._implementation)
+        data = load_json(file.read_text(encoding="utf-8"), str(file))
+        check_format(data, STATE_FORMAT, STATE_VERSION, str(file))
+        body = {key: value for key, value in data.items() if key not in ("format", "version")}
+        progress = decode(Progress, body, str(file))
+        if progress.implementation != self._implementation:
+            raise InvalidRecord(
+                f"{file}: expected a campaign on {self._implementation!r}, got one on {progress.implementation!r}. "
+                "Give another --state directory."
+            )
+        return progress
+
+    def save(self, progress: Progress) -> None:
+        """Writes the progress."""
+        document = {"format": STATE_FORMAT, "version": STATE_VERSION, **encode(progress)}
+        write_atomically(self.path / "state.json", to_json(document))
+
+    def add_to_corpus(self, case: Case) -> None:
+        """Keeps a case that covered something new."""
+        write_atomically(self.path / "corpus" / f"{case.identity}.json", case.to_json())
+
+    def corpus(self) -> tuple[list[Case], list[str]]:
+        """Returns the cases kept so far, in a fixed order, and one message for each file that is none."""
+        cases: list[Case] = []
+        damaged: list[str] = []
+        for file in sorted((self.path / "corpus").glob("*.json")):
+            try:
+                cases.append(Case.from_json(file.read_text(encoding="utf-8"), str(file)))
+            except (InvalidRecord, UnicodeDecodeError) as error:
+                damaged.append(str(error))
+        return cases, damaged
+
+    def found(self) -> list[Path]:
+        """Returns the folders of what was found."""
+        return sorted(path for path in (self.path / "found").glob("*") if path.is_dir())
+
+    def write_files(self, folder: str, files: Iterable[tuple[str, str]]) -> Path:
+        """Writes the files of one finding and returns its folder."""
+        place = self.path / "found" / folder
+        for name, text in files:
+            write_atomically(place / name, text)
+        return place

@@ -1,0 +1,99 @@
+"""What is in a case, in words? Tokens of its operations and tags of everything else, for coverage, rules and reports."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from fsdp_testing.records import (
+    Case,
+    Clip,
+    EditFullParameters,
+    Forward,
+    ForwardBackward,
+    Operation,
+    ZeroGrad,
+)
+from fsdp_testing.strategies.legality import needs_of_case
+from fsdp_testing.zoo.tree_legality import every, get, walk
+
+
+def token(operation: Operation) -> str:
+    """Returns the kind of an operation with the variant that matters, such as `forward[eval]`."""
+    kind = operation.kind
+    if isinstance(operation, ForwardBackward):
+        return f"{kind}[no_sync]" if operation.no_sync else kind
+    if isinstance(operation, Forward):
+        return f"{kind}[{operation.mode}]"
+    if isinstance(operation, ZeroGrad):
+        return kind if operation.set_to_none else f"{kind}[zeros]"
+    if isinstance(operation, Clip):
+        return f"{kind}[inf]" if math.isinf(operation.norm_type) else kind
+    if isinstance(operation, EditFullParameters):
+        return kind if operation.writeback else f"{kind}[read_only]"
+    return kind
+
+
+def tokens(case: Case) -> tuple[str, ...]:
+    """Returns the tokens of a program in order."""
+    return tuple(token(operation) for operation in case.program)
+
+
+def tags(case: Case) -> frozenset[str]:
+    """Returns everything about a legal case that its operations' kinds do not tell."""
+    return frozenset(_tags(case))
+
+
+def _tags(case: Case) -> Iterator[str]:
+    yield f"strategy:{case.strategy}"
+    yield f"world:{case.world.size}"
+    if case.world.mesh:
+        yield "mesh:" + "x".join(map(str, case.world.mesh))
+    yield f"dtype:{case.model.dtype}"
+    momentum = "+momentum" if case.optimizer.arguments.get("momentum") else ""
+    yield f"optimizer:{case.optimizer.name}{momentum}"
+    if case.cpu_offload:
+        yield "offload"
+    if case.mixed_precision is not None:
+        for field in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+            if getattr(case.mixed_precision, field):
+                yield f"{field}:{getattr(case.mixed_precision, field)}"
+    if case.wrapping.policy is not None:
+        yield f"policy:{case.wrapping.policy.kind}"
+    yield f"units:{min(len(case.wrapping.units), 3)}"
+    for need in needs_of_case(case):
+        yield f"needs:{need}"
+    yield from _batch_tags(case)
+    yield from _tree_tags(case) if case.model.tree is not None else (f"zoo:{case.model.name}",)
+
+
+def _batch_tags(case: Case) -> Iterator[str]:
+    for operation in case.program:
+        if isinstance(operation, (ForwardBackward, Forward)):
+            batch = operation.batch
+            if len(set(batch.rows)) > 1:
+                yield "batch:uneven"
+            if 0 in batch.rows:
+                yield "batch:empty"
+            if batch.rows == (1,):
+                yield "batch:one_row"
+            if batch.usage:
+                yield "batch:usage"
+
+
+def _tree_tags(case: Case) -> Iterator[str]:
+    for place in every(walk(case.model.tree)):
+        node = place.node
+        yield f"node:{node['kind']}"
+        if node["kind"] == "linear" and get(node, "dtype"):
+            yield f"dtype_of_part:{get(node, 'dtype')}"
+        if node["kind"] == "group":
+            for flag in ("residual", "view", "keeps", "dropped"):
+                if get(node, flag):
+                    yield f"group:{flag}"
+            if get(node, "calls") > 1:
+                yield "group:calls"
+            if get(node, "branch") >= 0:
+                yield "group:branch"
+            if get(node, "returns") != "tensor":
+                yield f"returns:{get(node, 'returns')}"
