@@ -133,11 +133,20 @@ class Collectives:
 
 
 class _ExchangeAndSum:
-    """The second half of a reduce-scatter by exchange: add the received chunks in rank order."""
+    """The second half of a reduce-scatter by exchange: add the chunks in rank order.
 
-    def __init__(self, work: dist.Work, received: Tensor, out: Tensor, scratch: ScratchPool) -> None:
+    Args:
+        work: the exchange.
+        received: chunks from other ranks (and this one's own, unless ``own`` is given).
+        own: this rank's own chunk, when it was not exchanged.
+        out: where the sum goes.
+        scratch: takes ``received`` back.
+    """
+
+    def __init__(self, work: dist.Work, received: Tensor, own: Tensor | None, out: Tensor, scratch: ScratchPool) -> None:
         self._work: dist.Work | None = work
         self._received = received
+        self._own = own
         self._out = out
         self._scratch = scratch
 
@@ -146,32 +155,88 @@ class _ExchangeAndSum:
         if work is None:
             return
         work.wait()
-        chunks = self._received.view(-1, self._out.numel()).unbind(0)
+        chunks = list(self._received.view(-1, self._out.numel()).unbind(0))
+        if self._own is not None:
+            chunks.append(self._own)  # two ranks: the order of two addends does not matter
         torch.add(chunks[0], chunks[1], out=self._out)
         for chunk in chunks[2:]:
             self._out.add_(chunk)
+        self._own = None
         self._scratch.give(self._received)
 
 
 class GlooCollectives(Collectives):
-    """Gloo on CPU.
+    """Gloo on CPU: both directions by direct exchange (``all_to_all``) between each two ranks.
 
-    Gloo runs a reduce-scatter as a whole all-reduce, which moves twice the bytes. Exchanging the chunks
-    (``all_to_all``) and adding them locally moves each byte once, and adding in rank order makes the sum the same on
-    every run, whatever the timing.
+    Gloo runs a reduce-scatter as a whole all-reduce, which moves twice the bytes. Exchanging the chunks and adding
+    them locally moves each byte once, and adding in rank order makes the sum the same on every run, whatever the
+    timing. Its all-gather passes every byte around a ring; exchanged directly, a large one costs about half the
+    processor time on one host (benchmarks/step.py), small ones stay with the ring, which needs no second buffer.
     """
+
+    EXCHANGE_BYTES = 1 << 16
 
     def __init__(self) -> None:
         self._scratch = ScratchPool()
 
     def _reduce_scatter(self, out: Tensor, full: Tensor, group: dist.ProcessGroup) -> Pending:
+        if group.size() == 2:
+            return self._sum_with_other(out, full, group)
         received = self._scratch.take(full.numel(), full.dtype, full.device)
         work = dist.all_to_all_single(as_bytes(received), as_bytes(full), group=group, async_op=True)
         assert work is not None  # async_op=True in a group that this rank belongs to
-        return _ExchangeAndSum(work, received, out, self._scratch)
+        return _ExchangeAndSum(work, received, None, out, self._scratch)
+
+    def _sum_with_other(self, out: Tensor, full: Tensor, group: dist.ProcessGroup) -> Pending:
+        """Of two ranks each sends the other's chunk; its own never moves."""
+        mine, other = group.rank(), 1 - group.rank()
+        chunks = full.chunk(2)
+        received = self._scratch.take(out.numel(), full.dtype, full.device)
+        sizes = [received.nbytes if rank == other else 0 for rank in range(2)]
+        work = dist.all_to_all_single(
+            as_bytes(received), as_bytes(chunks[other]), sizes, sizes, group=group, async_op=True
+        )
+        assert work is not None  # async_op=True in a group that this rank belongs to
+        return _ExchangeAndSum(work, received, chunks[mine], out, self._scratch)
 
     def _all_gather(self, out: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Pending:
-        return Started(compat.all_gather_flat(as_bytes(out), as_bytes(shard), group))
+        size = group.size()
+        if shard.nbytes < self.EXCHANGE_BYTES:
+            return Started(compat.all_gather_flat(as_bytes(out), as_bytes(shard), group))
+        if size == 2:
+            return self._gather_from_other(out, shard, group)
+        # Every rank gets the same chunk from here, but an exchange reads one chunk per receiver.
+        copies = self._scratch.take(out.numel(), shard.dtype, shard.device)
+        copies.view(size, -1).copy_(shard)
+        work = dist.all_to_all_single(as_bytes(out), as_bytes(copies), group=group, async_op=True)
+        return _ThenGive(Started(work), copies, self._scratch)
+
+    @staticmethod
+    def _gather_from_other(out: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Pending:
+        """Of two ranks each sends its shard to the other and copies its own: no buffer, no byte sent to itself."""
+        mine, other = group.rank(), 1 - group.rank()
+        chunks = out.chunk(2)
+        sizes = [shard.nbytes if rank == other else 0 for rank in range(2)]
+        work = dist.all_to_all_single(
+            as_bytes(chunks[other]), as_bytes(shard), sizes, sizes, group=group, async_op=True
+        )
+        chunks[mine].copy_(shard)
+        return Started(work)
+
+
+class _ThenGive:
+    """A communication that reads a scratch buffer."""
+
+    def __init__(self, pending: Pending, buffer: Tensor, scratch: ScratchPool) -> None:
+        self._pending = pending
+        self._buffer: Tensor | None = buffer
+        self._scratch = scratch
+
+    def wait(self) -> None:
+        self._pending.wait()
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            self._scratch.give(buffer)
 
 
 class SilentCollectives(Collectives):

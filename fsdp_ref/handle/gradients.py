@@ -214,7 +214,8 @@ def fill_flat(flat_F: Tensor, handle: FlatHandle, grads: Sequence[Tensor | None]
         elif divisor == 1.0:
             view.copy_(dense(grad))
         elif grad.dtype == flat_F.dtype:
-            torch.div(dense(grad), divisor, out=view)
+            # The divisor is a power of two, so multiplying by its inverse gives the same bits.
+            torch.mul(dense(grad), 1.0 / divisor, out=view)
         else:
             view.copy_(dense(grad)).div_(divisor)
     for gap in gap_views(flat_F, handle.layout):
