@@ -71,4 +71,5 @@ def _roundings(size: int, division: Division | None) -> tuple[int, str]:
         return 0, "bitwise: two summands commute and the division is exact"
     # A sum that is in doubt makes the roundings of the division after it fall otherwise as well.
     divisions = divisions or (0 if exact else 1)
-    return additions + divisions, f"{additions} additions in any order, {divisions} divisions"
+    # Both sides round: one may be off upwards where the other is off downwards.
+    return 2 * (additions + divisions), f"twice {additions} additions in any order and {divisions} divisions"
