@@ -126,14 +126,18 @@ class CaseRunner:
         return (None if outcome.ok else _disagreement(case, outcome)), tally
 
     def _lost(self, case: Case, outcome: WorldOutcome, errors: dict[int, Any]) -> Finding:
-        """The finding for ranks that reported nothing: one raised and the others waited, or they died or hung."""
-        if errors:
+        """The finding for ranks that reported nothing: one raised and the others waited, or they died or hung.
+
+        A death explains what the others raise when their peer is gone; an exception explains why the others wait.
+        """
+        died = any(rank.fate is Fate.DIED for rank in outcome.ranks)
+        if errors and not died:
             return replace(raised_finding(case, errors), detail=outcome.describe())
         raised = [rank for rank in outcome.ranks if rank.fate is Fate.RAISED]
         if raised:
             raise _Unjudged(outcome.describe())
-        died = any(rank.fate is Fate.DIED for rank in outcome.ranks)
-        guilty = tuple(rank.rank for rank in outcome.ranks if rank.fate in (Fate.DIED, Fate.HUNG))
+        fate = Fate.DIED if died else Fate.HUNG
+        guilty = tuple(rank.rank for rank in outcome.ranks if rank.fate is fate)
         return Finding(
             kind="died" if died else "hung",
             quantity="the run",

@@ -16,6 +16,9 @@ _LENIENT = Comparison(none_is_zero=True)
 
 def _body(place: Place) -> Iterable[Case]:
     yield place.case("frozen_body", *iterations(3), optimizer=ADAMW)
+
+
+def _schedule(place: Place) -> Iterable[Case]:
     yield place.case("frozen_body", local(0), micro(1), Step(), ZeroGrad(), look(2), *iterations(1, first=3))
 
 
@@ -62,6 +65,13 @@ CHECKS = (
         "pytorch PR 101982, 110948",
         _body,
         _FROZEN,
+    ),
+    Check(
+        "frozen.schedule",
+        "A frozen unit in a schedule of local micro-batches and forward passes.",
+        "pytorch PR 101982",
+        _schedule,
+        _FROZEN | {"no_sync", "forward_only"},
     ),
     Check(
         "frozen.units_at_the_start",

@@ -6,6 +6,7 @@ import json
 import math
 
 import pytest
+
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.records import (
     OPERATIONS,
@@ -107,7 +108,10 @@ def test_a_report_survives_the_round_trip():
 
 
 def test_a_history_survives_the_round_trip():
-    events = (CollectiveEvent(0, 0.5, -1, "all_gather", (0, 1), "float32", 8), UnitEvent(1, 0.6, 0, "layers.0", "unshard"))
+    events = (
+        CollectiveEvent(0, 0.5, -1, "all_gather", (0, 1), "float32", 8),
+        UnitEvent(1, 0.6, 0, "layers.0", "unshard"),
+    )
     history = History((events, ()))
     assert History.from_json(history.to_json()) == history
     assert history.collectives(0) == events[:1]

@@ -5,8 +5,17 @@ from __future__ import annotations
 import itertools
 
 import pytest
+
 from fsdp_testing.errors import InvalidImplementation
-from fsdp_testing.records import CAPABILITIES, STRATEGIES, Verdict, check_capabilities, exit_code, merge, with_expectation
+from fsdp_testing.records import (
+    CAPABILITIES,
+    STRATEGIES,
+    Verdict,
+    check_capabilities,
+    exit_code,
+    merge,
+    with_expectation,
+)
 
 
 def test_nothing_at_all_is_unknown():
