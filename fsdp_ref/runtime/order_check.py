@@ -30,7 +30,7 @@ def check_order(root: Root, unit: Unit) -> None:
         First iteration: one object gather over the shard group. All ranks must call.
     """
     handle = unit.handle
-    if dist.get_debug_level() is not dist.DebugLevel.DETAIL:
+    if dist.get_debug_level() != dist.DebugLevel.DETAIL:
         return
     if handle is None or not handle.sharded or not unit.module.training or not torch.is_grad_enabled():
         return

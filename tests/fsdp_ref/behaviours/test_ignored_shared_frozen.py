@@ -1,0 +1,368 @@
+"""Parameters with a life of their own: ignored, tied, frozen, unused."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_ref import FullyShardedDataParallel as FSDP
+from fsdp_ref import ShardingStrategy
+
+S = ShardingStrategy
+SHARDED = [S.FULL_SHARD, S.SHARD_GRAD_OP]
+strategies = pytest.mark.parametrize("strategy", SHARDED, ids=lambda s: s.name)
+mixed = pytest.mark.filterwarnings("ignore:.*has both parameters with requires_grad:UserWarning")
+
+
+# -------------------------------------------------------------------------------------------------- ignored
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("IGN-01", "B069", "IGN-09", "B067")
+def test_ignored_modules_stay_plain_and_local(lab, path):
+    reference, local = lab.make(), lab.make()
+    plain = copy.deepcopy(reference)
+    objects = list(plain.blocks[1].parameters())
+    model = lab.shard(plain, path, policy={lab.Block}, ignored_modules=[plain.blocks[1]])
+    lab.loss(model, lab.batch()).backward()
+    lab.reference_step(reference, lab.batches())
+    lab.reference_step(local, [lab.batch()])
+    assert [unit.name for unit in lab.units(model)] == ["", "blocks.0", "blocks.2"]
+    held = {id(p) for unit in lab.units(model) for p in unit.handle.originals.params}
+    for p, q in zip(objects, local.blocks[1].parameters(), strict=True):
+        assert p.shape == q.shape
+        assert id(p) not in held
+        torch.testing.assert_close(p.grad, q.grad, **lab.CLOSE)
+    if path != "flat":
+        grads = lab.grads(model)
+        want = {n: (local if "blocks.1." in n else reference).get_parameter(n).grad for n in grads}
+        lab.assert_same(grads, want)
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("IGN-04", "IGN-05")
+def test_units_inside_ignored_modules_and_what_parents_inherit(lab):
+    reference = lab.make()
+    plain = copy.deepcopy(reference)
+    plain.blocks[0].lin1 = FSDP(plain.blocks[0].lin1, use_orig_params=True)
+    inner = plain.blocks[0].lin1
+    plain.blocks[1] = FSDP(plain.blocks[1], use_orig_params=True, ignored_modules=[plain.blocks[1].lin2])
+    ignored = plain.blocks[1].module.lin2
+    model = FSDP(plain, use_orig_params=True, ignored_modules=[plain.blocks[0]])
+    assert inner in FSDP.fsdp_modules(model)
+    assert ignored.weight.shape == (4, 5)
+    assert ignored in model._ignored_modules
+    lab.loss(model, lab.batch()).backward()
+    lab.reference_step(reference, lab.batches())
+    grads = lab.grads(model)
+    torch.testing.assert_close(grads["blocks.0.lin1.weight"], reference.blocks[0].lin1.weight.grad, **lab.CLOSE)
+    torch.testing.assert_close(grads["inp.weight"], reference.inp.weight.grad, **lab.CLOSE)
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("IGN-07", "IGN-06")
+def test_ranks_may_ignore_differently_many_modules(lab):
+    plain = lab.make()
+    ignored = [nn.Linear(1, 1) for _ in range(lab.world.rank)] + [plain.blocks[0]]
+    model = lab.shard(plain, policy={lab.Block}, ignored_modules=(m for m in ignored))
+    lab.loss(model, lab.batch()).backward()
+    assert len(lab.units(model)) == 3
+
+
+# -------------------------------------------------------------------------------------------------- shared
+
+
+class TiedInside(nn.Module):
+    """A tie within one unit, one that is used twice, and an odd size."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(3, 5, bias=False)
+        self.mid = nn.Linear(5, 5)
+        self.again = self.mid
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        x = self.again(self.mid(self.embed(x)).tanh())
+        return x @ self.head.weight
+
+
+@pytest.mark.world([2, 3])
+@pytest.mark.covers("SHR-01", "SHR-02", "SHR-04", "B081", "B140")
+@pytest.mark.parametrize("set_to_none", [True, False])
+@strategies
+def test_a_tie_within_a_unit(lab, path, strategy, set_to_none):
+    reference = lab.make(TiedInside)
+    model = lab.shard(copy.deepcopy(reference), path, sharding_strategy=strategy)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    reference_optim = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    for step in range(2):
+        lab.loss(model, lab.batch(step)).backward()
+        optim.step()
+        optim.zero_grad(set_to_none=set_to_none)
+        lab.reference_step(reference, lab.batches(step), optim=reference_optim)
+        lab.assert_params(model, reference)
+    inner = model if path == "composable" else model.module
+    if path != "flat":
+        assert inner.head.weight is inner.embed.weight
+    with lab.full(model):
+        assert inner.head.weight is inner.embed.weight
+        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        assert {"again.weight", "mid.weight", "head.weight", "embed.weight"} <= set(names)
+
+
+class TiedAcross(nn.Module):
+    """Ties between two units and between a unit and its parent; with a chain of three levels."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = Leaf(), Leaf()
+        self.right.lin.weight = self.left.lin.weight
+        self.own = nn.Linear(3, 3, bias=False)
+        self.deep = nn.Sequential(Leaf(), Leaf())
+        self.own.weight = self.deep[1].lin.weight
+
+    def forward(self, x):
+        return self.own(self.deep(self.right(self.left(x))))
+
+
+class Leaf(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return x + self.lin(x).tanh()
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("SHR-03", "SHR-05", "SHR-06", "B082", "B139", "B016")
+@strategies
+def test_a_tie_across_units_is_exact(lab, path, strategy):
+    model = lab.parity(TiedAcross, path, policy={Leaf}, sharding_strategy=strategy)
+    fqns = {unit.name: unit.handle.fqns for unit in lab.units(model)}
+    assert set(fqns[""]) == {"left.lin.weight", "deep.1.lin.weight"} or set(fqns[""]) == {"left.lin.weight", "own.weight"}
+    assert fqns["left"] == fqns["right"] == ["lin.bias"]
+    layout = lab.units(model)[0].handle.layout
+    assert sorted(len(spec.aliases) for spec in layout.params) == [1, 1]
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("SHR-03", "B082", "B139")
+def test_a_tie_with_a_unit_made_before_is_refused_before_anything_runs(lab, path):
+    model = lab.make(TiedAcross)
+    made = lab.shard(model.left, path)
+    if path != "composable":
+        model.left = made
+    with pytest.raises(ValueError, match="right.lin.weight") as info:
+        lab.shard(model, path)
+    assert "shared" in str(info.value)
+
+
+# -------------------------------------------------------------------------------------------------- frozen
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("FRZ-01", "FRZ-02", "B039")
+@pytest.mark.parametrize("input_grad", [True, False])
+def test_frozen_units_are_given_up_in_backward_and_never_reduced(lab, path, input_grad):
+    reference = lab.make()
+    for block in reference.blocks:
+        block.requires_grad_(False)
+    model = lab.shard(copy.deepcopy(reference), path, policy={lab.Block})
+    x = lab.batch()
+    if input_grad:
+        x.requires_grad_()
+    with lab.events() as seen:
+        lab.loss(model, x).backward()
+    kinds = Counter((event.unit, event.kind.name) for event in seen)
+    for i in range(3):
+        assert kinds[f"blocks.{i}", "REDUCE"] == 0
+        assert kinds[f"blocks.{i}", "RESHARD"] >= 2
+    assert kinds["", "REDUCE"] == 1
+    assert not any(unit.handle.unsharded for unit in lab.units(model))
+    assert all(p.grad is None for u in lab.units(model)[1:] for p in (*u.originals(), u.handle.flat_param))
+    lab.reference_step(reference, lab.batches())
+    if path != "flat":
+        lab.assert_grads(model, reference)
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("FRZ-01", "LIM-07", "B039")
+def test_frozen_units_do_not_pile_up_during_backward(lab, path):
+    from fsdp_ref.runtime.events import observe
+    from fsdp_ref.states import ShardState
+
+    plain = lab.make(lambda: lab.Net(blocks=6))
+    for block in plain.blocks:
+        block.requires_grad_(False)
+    model = lab.shard(plain, path, policy={lab.Block})
+    loss = lab.loss(model, lab.batch())
+    peak = 0
+
+    def count(_):
+        nonlocal peak
+        alive = [u for u in lab.units(model)[1:] if u.handle.state is not ShardState.SHARDED]
+        peak = max(peak, len(alive))
+
+    with observe(count):
+        loss.backward()
+    # The gradient that tells "this frozen unit is done" is also what begins the next one's backward, which gathers
+    # one more ahead: three at that moment, however deep the stack is.
+    assert peak <= 3
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("FRZ-03", "FRZ-08", "B040", "B162")
+@strategies
+def test_freezing_and_thawing_between_steps(lab, path, strategy):
+    reference = lab.make()
+    model = lab.shard(copy.deepcopy(reference), path, policy={lab.Block}, sharding_strategy=strategy)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    reference_optim = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step, frozen in enumerate([{0}, {0, 1}, set(), {2}, set(), {0, 1, 2}, set()]):
+        for i in range(3):
+            for p in lab.units(model)[1 + i].module.parameters():
+                p.requires_grad_(i not in frozen)
+            reference.blocks[i].requires_grad_(i not in frozen)
+        lab.loss(model, lab.batch(step)).backward()
+        optim.step()
+        optim.zero_grad()
+        lab.reference_step(reference, lab.batches(step), optim=reference_optim)
+        lab.assert_params(model, reference)
+
+
+class Twice(nn.Module):
+    """Calls one unit several times, sometimes without gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.inp = nn.Linear(3, 3)
+        self.leaf = Leaf()
+
+    def forward(self, x):
+        x = self.leaf(self.inp(x))
+        with torch.no_grad():
+            target = self.leaf(x)
+        return self.leaf(self.leaf(x)) - target
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("FRZ-04", "B036", "B039", "RUN-07")
+@pytest.mark.parametrize("frozen", [False, True])
+@strategies
+def test_a_unit_called_many_times(lab, path, strategy, frozen):
+    freeze = lambda m: m.leaf.requires_grad_(not frozen)
+    lab.parity(Twice, path, policy={Leaf}, sharding_strategy=strategy, prepare=freeze)
+
+
+class UnusedInput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inp = nn.Linear(3, 3)
+        self.frozen = TakesTwo()
+
+    def forward(self, x):
+        y = self.inp(x)
+        return self.frozen(x, y).sum() + y.square().mean()
+
+
+class TakesTwo(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(3, 3)
+        self.lin.requires_grad_(False)
+
+    def forward(self, used, unused):
+        return self.lin(used)
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("FRZ-05", "B041")
+@strategies
+def test_a_frozen_unit_with_an_input_that_it_does_not_use(lab, path, strategy):
+    lab.parity(UnusedInput, path, policy={TakesTwo}, sharding_strategy=strategy, loss=lambda m, x: m(x))
+
+
+@mixed
+@pytest.mark.world(2)
+@pytest.mark.covers("FRZ-06", "CTOR-07")
+def test_frozen_originals_in_a_mixed_unit(lab, orig_path):
+    def prepare(m):
+        for block in m.blocks:
+            block.lin1.requires_grad_(False)
+
+    model = lab.parity(lab.Net, orig_path, policy={lab.Block}, prepare=prepare)
+    lab.loss(model, lab.batch()).backward()
+    grads = lab.grads(model)
+    assert all((grad is None) == ("lin1" in name) for name, grad in grads.items())
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("FRZ-09", "B037", "B164")
+def test_a_unit_that_one_rank_alone_leaves_out_of_the_loss(lab):
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = Leaf(), Leaf()
+
+        def forward(self, x):
+            return self.a(x), self.b(x)
+
+    reference = lab.make(Both)
+    model = lab.shard(copy.deepcopy(reference), policy={Leaf})
+
+    def loss_of(outputs, rank):
+        # The other unit is run by all and counts for nothing on rank 1, as a user must write it.
+        return outputs[0].square().mean() + outputs[1].square().mean() * (0.0 if rank == 1 else 1.0)
+
+    for step in range(2):
+        loss_of(model(lab.batch(step)), lab.world.rank).backward()
+        for rank, batch in enumerate(lab.batches(step)):
+            (loss_of(reference(batch), rank) / lab.world.size).backward()
+    lab.assert_grads(model, reference)
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("FRZ-10", "RUN-14", "RUN-04")
+def test_no_grad_forwards_leave_nothing_behind(lab, path):
+    model = lab.shard(lab.make(), path, policy={lab.Block})
+    with torch.no_grad():
+        output = model(lab.batch())
+    assert output._backward_hooks is None
+    assert not any(unit.needs_pre_backward for unit in lab.units(model))
+    plain = torch.ones(2, requires_grad=True)
+    with lab.events() as seen:
+        (output.sum() + plain.sum()).backward()
+    assert seen == []
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("FRZ-07", "B037", "RUN-06")
+@strategies
+def test_an_output_that_the_loss_does_not_use(lab, path, strategy):
+    class TwoHeads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inp = nn.Linear(3, 3)
+            self.a, self.b = Leaf(), Leaf()
+
+        def forward(self, x):
+            x = self.inp(x)
+            return {"a": self.a(x), "b": self.b(x)}
+
+    for used in ("a", "b"):
+        model = lab.parity(
+            TwoHeads,
+            path,
+            policy={Leaf},
+            sharding_strategy=strategy,
+            loss=lambda m, x, used=used: m(x)[used].square().mean(),
+            optim=torch.optim.SGD,
+        )
+        assert not any(unit.handle.unsharded for unit in lab.units(model))
