@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from fsdp_testing.errors import HarnessError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -36,6 +38,8 @@ def execute(options: argparse.Namespace) -> int:
     from fsdp_testing.report.terminal import open_console
 
     selection = chosen(options.exhibits)
+    if not selection:
+        raise HarnessError("museum: expected exhibits, got an empty collection. Nothing was shown by this tour.")
     console = open_console()
     if options.list:
         for exhibit in selection:
