@@ -59,6 +59,12 @@ class Snapshot:
             return ()
         return tuple(self._examine(now))
 
+    def accept(self, before: Snapshot, after: Snapshot) -> None:
+        """Take over what changed between two other snapshots: it is to stay."""
+        for i, (old, new) in enumerate(zip(before._values, after._values, strict=True)):
+            if old != new:
+                self._values[i] = new
+
     def _examine(self, now: list[Any]) -> list[Dirt]:
         suspects = [i for i, (old, new) in enumerate(zip(self._values, now, strict=True)) if old != new]
         suspects = [i for i in suspects if PROBES[i].kind not in self._ignore]

@@ -168,7 +168,7 @@ class _Loader:
 
     def module(self) -> Any:
         """A module, since pytest loads `-p` plugins by import."""
-        made = type(sys)(self.MODULE)
+        made = type(sys)(self.MODULE, "PYTEST_DONT_REWRITE: pytest would warn that it is imported already.")
         made.__dict__.update(pytest_addoption=self._register, pytest_configure=self._markers)
         return made
 

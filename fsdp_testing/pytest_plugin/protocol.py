@@ -64,7 +64,9 @@ class Protocol:
         """Run a marked item on its world."""
         request = item.stash.get(_REQUEST, None)
         if request is None:
-            self._plain_chain = item.listchain()[:-1]
+            chain = item.listchain()
+            # pytest ends the rest after the item itself.
+            self._plain_chain = chain[: shared_length(chain, nextitem.listchain())] if nextitem is not None else []
             return None
         hook = item.ihook
         hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
@@ -165,7 +167,9 @@ class Protocol:
             return
         self._plain_chain = []
         try:
-            item.ihook.pytest_runtest_teardown(item=item, nextitem=nextitem)
+            # pytest's own part of the hook: the others expect that this process had set the item up.
+            runner: Any = self.config.pluginmanager.get_plugin("runner")
+            runner.pytest_runtest_teardown(item=item, nextitem=nextitem)
         except Exception as error:
             text = f"teardown in the controlling process: {type(error).__name__}: {error}"
             merged[-1].fail(build([text_element([text])], text, None, _location(item)))

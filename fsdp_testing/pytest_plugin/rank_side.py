@@ -131,12 +131,20 @@ class RankPlugin:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_fixture_setup(self, fixturedef: Any, request: pytest.FixtureRequest) -> Generator[None, Any, Any]:
         """Guard the node that a fixture belongs to before its first fixture."""
+        __tracebackhide__ = True
+        if fixturedef.scope != "function" and _harmless(fixturedef):
+            return (yield)
         node = request.node
-        if node not in self._guards and (fixturedef.scope == "function" or not _harmless(fixturedef)):
+        if node not in self._guards:
             self._guard(node)
+        inside = [] if fixturedef.scope == "function" else self._guards_inside(node)
+        before = Snapshot() if inside else None
         result = yield
-        if fixturedef.scope != "function":
-            self._accept_inside(node)
+        if before is not None:
+            # A longer-lived fixture was asked for in the middle of a test: what it changed is to outlast the test.
+            after = Snapshot()
+            for snapshot in inside:
+                snapshot.accept(before, after)
         return result
 
     @pytest.hookimpl(tryfirst=True)
@@ -162,11 +170,8 @@ class RankPlugin:
             dirt = tuple(Dirt(d.kind, f"{d.what} (by a fixture of {owner})", d.restored) for d in dirt)
         self._dirt.extend(dirt)
 
-    def _accept_inside(self, node: Any) -> None:
-        """A longer-lived fixture was asked for in the middle of a test: what it changed is to last."""
-        for other in self._guards:
-            if other is not node and node in other.listchain():
-                self._guards[other] = take_snapshot(None)
+    def _guards_inside(self, node: Any) -> list[Snapshot]:
+        return [guard for other, guard in self._guards.items() if other is not node and node in other.listchain()]
 
     def item_directory(self) -> Path:
         """Temporary directory of the running item, the same one on every rank."""

@@ -283,6 +283,17 @@ def test_a_failing_repair_counts_as_not_restored(tmp_path: Path) -> None:
     assert "putting it back failed" in dirt.what
 
 
+def test_what_is_accepted_stays_and_the_rest_is_put_back() -> None:
+    outer = Snapshot()
+    inner = take_snapshot()
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    before = Snapshot()
+    sys.setrecursionlimit(sys.getrecursionlimit() + 3)
+    inner.accept(before, Snapshot())
+    assert [entry.kind for entry in inner.restore()] == ["torch default"]
+    assert [entry.kind for entry in outer.restore()] == ["interpreter"]
+
+
 def test_every_probe_reads_equal_when_nothing_happened() -> None:
     for probe in PROBES:
         assert probe.read() == probe.read(), probe.kind

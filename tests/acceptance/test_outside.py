@@ -1,0 +1,211 @@
+"""Outside, every tool sees one test with one result: selection, junit, durations, xdist, coverage, debuggers."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import pytest
+
+Runner = Callable[..., Any]
+
+THREE = """
+@pytest.mark.world(2)
+def test_good(world, record_property):
+    record_property("shape", 3)
+    record_property("own", world.rank)
+
+@pytest.mark.world(2)
+def test_bad(world):
+    assert world.rank == 0
+
+@pytest.mark.world(2)
+def test_late(world):
+    threading.Event().wait(0.2)
+"""
+
+
+def test_selection_and_stopping(run: Runner) -> None:
+    verdict = run(THREE, "-k", "good or late", "-v")
+    assert verdict.counts() == (2, 0, 0), verdict.text
+    stopped = run(THREE, "-x")
+    assert stopped.counts() == (1, 1, 0), stopped.text
+    assert "stopping after 1 failures" in stopped.text
+
+
+def test_last_failed(run: Runner) -> None:
+    assert run(THREE, "-p", "cacheprovider").counts() == (2, 1, 0)
+    again = run(THREE, "-p", "cacheprovider", "--lf")
+    assert again.counts() == (0, 1, 0), again.text
+    assert "test_bad" in again.text
+
+
+def test_durations_are_those_of_the_slowest_rank(run: Runner) -> None:
+    verdict = run(THREE, "--durations=0", "-vv", "--durations-min=0")
+    late = re.search(r"([\d.]+)s call +test_ranks.py::test_late", verdict.text)
+    assert late is not None, verdict.text
+    assert 0.2 <= float(late[1]) < 1.0
+    assert len(re.findall(r"s (?:setup|call|teardown) +test_ranks.py::test_good", verdict.text)) == 3
+
+
+def test_junit_holds_one_case_with_properties_and_every_ranks_account(run: Runner, tmp_path: Path) -> None:
+    run(THREE, "--junitxml=out.xml", "-o", "junit_family=xunit2")
+    cases = {case.attrib["name"]: case for case in ET.parse(tmp_path / "out.xml").getroot().iter("testcase")}
+    assert set(cases) == {"test_good", "test_bad", "test_late"}
+    properties = {(p.attrib["name"], p.attrib["value"]) for p in cases["test_good"].iter("property")}
+    assert properties == {("shape", "3"), ("own[rank 0]", "0"), ("own[rank 1]", "1")}
+    failure = cases["test_bad"].find("failure")
+    assert failure is not None
+    assert failure.attrib["message"].startswith("rank 1: assert 1 == 0")
+    assert "rank 0 passed" in (failure.text or "")
+
+
+def test_the_same_under_xdist(run: Runner) -> None:
+    verdict = run(THREE + THREE.replace("def test_", "def test_more_"), "-n", "2")
+    assert verdict.counts() == (4, 2, 0), verdict.text
+    assert "rank 1: assert 1 == 0" in verdict.text
+    assert "where 1 = World(rank=1, size=2" in verdict.text
+
+
+def test_a_dead_rank_under_xdist_fails_its_test_alone(run: Runner) -> None:
+    verdict = run(
+        """
+@pytest.mark.world(2)
+def test_dies(world):
+    os.kill(os.getpid(), signal.SIGKILL)
+""",
+        "-n",
+        "2",
+        then_next=True,
+    )
+    assert verdict.counts() == (1, 1, 0), verdict.text
+    assert "died by SIGKILL" in verdict.text
+
+
+def test_coverage_sees_code_that_only_ranks_run(run: Runner, tmp_path: Path) -> None:
+    (tmp_path / "mylib.py").write_text(
+        "def only_in_ranks(n):\n    total = 0\n    for i in range(n):\n        total += i\n    return total\n"
+    )
+    source = """
+import mylib
+@pytest.mark.world(2)
+def test_covered(world):
+    assert mylib.only_in_ranks(4) == 6
+"""
+    for extra in ((), ("-n", "2")):
+        verdict = run(source, "--cov=mylib", "--cov-branch", "--cov-report=term-missing", *extra)
+        assert verdict.counts() == (1, 0, 0), verdict.text
+        assert re.search(r"mylib.py +\d+ +0 +\d+ +0 +100%", verdict.text), verdict.text
+
+
+def test_pdb_says_how_to_debug_a_rank(run: Runner) -> None:
+    verdict = run(THREE, "--pdb")
+    assert verdict.counts() == (2, 1, 0), verdict.text
+    assert "Run it again with --rank-pdb 1 to debug rank 1." in verdict.text
+
+
+def test_breakpoint_in_a_rank_says_how_to_debug_it(run: Runner) -> None:
+    verdict = run("@pytest.mark.world(2)\ndef test_stops(world):\n    breakpoint()\n")
+    assert verdict.counts() == (0, 1, 0), verdict.text
+    assert "Run this one test with --rank-pdb 0 to debug this rank." in verdict.text
+
+
+def test_rank_pdb_without_a_terminal_is_a_usage_error(run: Runner) -> None:
+    verdict = run(THREE, "--rank-pdb", "1")
+    assert verdict.code == pytest.ExitCode.USAGE_ERROR
+    assert "--rank-pdb: expected a terminal for the debugged rank, got none" in verdict.text
+
+
+def test_rank_pdb_gives_one_rank_the_terminal(tmp_path: Path) -> None:
+    (tmp_path / "test_ranks.py").write_text(
+        "import pytest\n"
+        "@pytest.mark.world(2, timeout=1)\n"
+        "def test_bad(world):\n"
+        "    secret = 40 + world.rank\n"
+        "    assert secret == 0\n"
+    )
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rank-pdb", "1"],
+        cwd=tmp_path,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    shown = _read_until(ours, b"(rank 1 pdb) ")
+    os.write(ours, b"p secret + 1\n")
+    shown += _read_until(ours, b"(rank 1 pdb) ")
+    os.write(ours, b"q\n")
+    shown += _read_until(ours, None)
+    process.wait(60)
+    os.close(ours)
+    text = shown.decode("utf-8", "replace").replace("\r", "")
+    assert "\n42\n" in text, text
+    assert "1 failed" in text, text
+
+
+def _read_until(descriptor: int, mark: bytes | None) -> bytes:
+    seen = b""
+    while mark is None or mark not in seen:
+        try:
+            data = os.read(descriptor, 65536)
+        except OSError:
+            break
+        if not data:
+            break
+        seen += data
+    return seen
+
+
+WAITING = """
+import pathlib
+
+@pytest.mark.world(2)
+def test_waits(world):
+    here = pathlib.Path(__file__).parent
+    (here / f"pid{world.rank}").write_text(str(os.getpid()))
+    threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_when_pytest_is_ended(tmp_path: Path, ending: signal.Signals) -> None:
+    (tmp_path / "test_ranks.py").write_text("import os, threading, pytest\n" + WAITING)
+    before = set(Path("/dev/shm").iterdir())
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"], cwd=tmp_path, stdout=subprocess.PIPE
+    )
+    pids = [_wait_for(tmp_path / f"pid{rank}") for rank in (0, 1)]
+    server = int(Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
+    process.send_signal(ending)
+    process.communicate(timeout=60)
+    assert _gone([*pids, server]), "ranks or their fork server outlived pytest"
+    assert set(Path("/dev/shm").iterdir()) <= before
+
+
+def _wait_for(path: Path) -> int:
+    limit = time.monotonic() + 60
+    while time.monotonic() < limit:
+        if path.exists() and path.read_text():
+            return int(path.read_text())
+        os.sched_yield()
+    raise AssertionError(f"{path} was not written")
+
+
+def _gone(pids: list[int]) -> bool:
+    limit = time.monotonic() + 10
+    while time.monotonic() < limit:
+        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
+            return True
+        os.sched_yield()
+    return False
