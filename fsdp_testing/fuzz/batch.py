@@ -84,8 +84,7 @@ def run_batch(name: str, documents: list[str], directory: str, watch: Watch) -> 
             error = record.observation.error
             if record.leaks or (error is not None and not _everyone_raised(directory, world, index, error)):
                 return Failed(index + 1)
-        survivors = _survivors(models)
-        for index in survivors if watch.models else ():
+        for index in _survivors(models) if watch.models else ():
             stream.append(file, stream.CaseRecord(index, RankObservation(world.rank), {}, (OUTLIVES,)))
     return len(documents)
 

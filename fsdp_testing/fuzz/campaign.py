@@ -55,7 +55,7 @@ class Plan:
     seed: int = 0
     lanes: int = 2
     deadline: float = 10.0
-    shrink_seconds: float = 6.0
+    shrink_seconds: float = 20.0
     known: KnownFailures = KnownFailures()
     sources: tuple[str, ...] = ()
     stop_at_first: bool = False

@@ -70,7 +70,7 @@ class Lane:
             if note.status == "unfinished":
                 if results:
                     break  # it may be this case or what an earlier one left behind: it goes first in the next attempt
-                note = _lost(note, outcome)
+                note = lost_note(note, outcome)
             account = outcome.describe() if note.status not in ("passed", "leaked") and not outcome.ok else ""
             results.append(CaseResult(case, note, account))
             if results[-1].note.signature is not None and results[-1].note.signature.kind in ("died", "hung"):
@@ -104,8 +104,8 @@ class Lane:
         return notes
 
 
-def _lost(note: CaseNote, outcome: WorldOutcome) -> CaseNote:
-    """The note of a case during which a rank was lost."""
+def lost_note(note: CaseNote, outcome: WorldOutcome) -> CaseNote:
+    """Returns the note of a case during which a rank was lost."""
     fates = {rank.fate for rank in outcome.ranks}
     if outcome.ok or fates <= {Fate.RETURNED, Fate.RAISED}:
         why = outcome.cause or "a rank told nothing of it"

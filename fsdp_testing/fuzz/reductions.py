@@ -15,6 +15,7 @@ from fsdp_testing.records import (
     Forward,
     ForwardBackward,
     Freeze,
+    ModelSpec,
     Operation,
     OptimizerSpec,
     Thaw,
@@ -24,6 +25,38 @@ from fsdp_testing.records import (
 from fsdp_testing.zoo.tree_legality import SCHEMA, get
 
 Node = dict[str, Any]
+
+
+_SKELETONS: tuple[tuple[list[Node], tuple[str, ...]], ...] = (
+    ([{"kind": "linear", "name": "a", "out": 2}], ()),
+    ([{"kind": "linear", "name": "a", "out": 2}, {"kind": "linear", "name": "b", "out": 2}], ("a",)),
+    ([{"kind": "linear", "name": "a", "out": 2}, {"kind": "linear", "name": "b", "out": 2}], ("a", "b")),
+)
+"""Small models to which many failures do not mind being moved, with the units that are wrapped."""
+
+
+def leaps(case: Case) -> Iterator[Case]:
+    """Yields the case on a very small model, and with all its settings at their simplest: most failures allow it."""
+    plain = _plain_settings(case)
+    for nodes, units in _SKELETONS:
+        model = ModelSpec("tree", dtype=case.model.dtype, tree={"width": 2, "nodes": [dict(node) for node in nodes]})
+        if case.model.tree is None or len(case.model.tree["nodes"]) > len(nodes) or case.wrapping.units != units:
+            small = replace(case, model=model, wrapping=WrappingPlan(units))
+            yield replace(_plain_settings(small), wrapping=WrappingPlan(units))
+            yield small
+    yield plain
+
+
+def _plain_settings(case: Case) -> Case:
+    return replace(
+        case,
+        model=replace(case.model, dtype="float64"),
+        world=WorldSpec(case.world.size, case.world.backend),
+        mixed_precision=None,
+        cpu_offload=False,
+        strategy="full_shard" if case.strategy != "no_shard" else "no_shard",
+        optimizer=OptimizerSpec("sgd", {"lr": 0.1}),
+    )
 
 
 def programs(case: Case) -> Iterator[Case]:

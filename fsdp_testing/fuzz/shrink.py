@@ -17,9 +17,10 @@ from fsdp_testing.fuzz.lane import Lane
 from fsdp_testing.fuzz.signature import Signature
 from fsdp_testing.records import Case
 
-SECONDS = 6.0
+SECONDS = 20.0
 _AT_ONCE = 6
 _KINDS: tuple[Callable[[Case], Iterator[Case]], ...] = (
+    reductions.leaps,
     reductions.programs,
     reductions.settings,
     reductions.trees,

@@ -1,0 +1,226 @@
+"""`fsdp-verify fuzz NAME`: look for divergences that nobody wrote a check for."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsdp_testing.errors import HarnessError, InvalidArgument
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fsdp_testing.fuzz.campaign import Campaign, Plan, Tally
+    from fsdp_testing.fuzz.discovery import Discovery
+    from fsdp_testing.fuzz.state import StateDirectory
+    from fsdp_testing.implementations.adapter import Adapter
+
+Subparsers = argparse._SubParsersAction  # the only name argparse gives it
+
+DESCRIPTION = """\
+Run random cases (module tree, wrapping plan, strategy, program of training operations) on ranks and compare each with a
+single-process oracle. What fails is shrunk and written to DIR/found/; what covered something new is kept in DIR/corpus/.
+A campaign goes on where the last one in DIR ended. Ctrl-C ends it with everything on disk.
+"""
+
+
+def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """Declare the command."""
+    command = commands.add_parser(
+        "fuzz",
+        help="look for divergences with random cases",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    command.add_argument("name", metavar="NAME", help="implementation")
+    limit = command.add_argument_group("how long")
+    limit.add_argument("--seconds", type=_positive, metavar="N", help="end after N seconds (default 60)")
+    limit.add_argument("--examples", type=_count, metavar="N", help="end after N cases were drawn")
+    limit.add_argument("--stop-at-first", action="store_true", help="end with the first confirmed finding")
+    what = command.add_argument_group("what is drawn")
+    what.add_argument("--seed", type=int, default=0, metavar="S", help="from which all choices follow (default 0)")
+    what.add_argument("--world-size", type=_sizes, default=(2,), metavar="N[,N...]", help="ranks, the usual number first")
+    what.add_argument("--max-operations", type=_count, default=12, metavar="N", help="longest program (default 12)")
+    what.add_argument(
+        "--without", action="append", default=[], metavar="FEATURE", help="never draw this (tree.tied, op.clip, ...)"
+    )
+    what.add_argument("--known", type=Path, action="append", default=[], metavar="FILE", help="more known failures (JSON)")
+    what.add_argument("--no-known", action="store_true", help="meet the known failures that ship with fsdp-testing too")
+    where = command.add_argument_group("where")
+    where.add_argument("--state", type=Path, metavar="DIR", help="default: .fsdp-fuzz/NAME in the current directory")
+    where.add_argument("--lanes", type=_count, default=2, metavar="N", help="batches under way at a time (default 2)")
+    where.add_argument("--deadline", type=_positive, default=10.0, metavar="SECONDS", help="for one case (default 10)")
+    where.add_argument("--no-scripts", action="store_true", help="do not run the scripts of findings at the end")
+    return command
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
+    return number
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
+    return number
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(_count(part) for part in text.split(","))
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Run a campaign: 0 if nothing was found, 1 if something was, 3 if nothing could be judged."""
+    from fsdp_testing.fuzz.campaign import Campaign
+    from fsdp_testing.implementations import registry
+    from fsdp_testing.pool import default_pool
+    from fsdp_testing.report.terminal import open_console
+
+    adapter = registry.load(options.name)
+    plan = _plan(options, adapter)
+    console = open_console()
+    _tell_start(console, plan, adapter)
+    with _Display(console) as display:
+        campaign = Campaign(plan, default_pool(), display.progress, display.found)
+        for message in campaign.damaged:
+            display.say(f"left out: {message}")
+        try:
+            tally = campaign.run()
+        except KeyboardInterrupt:
+            display.say(f"interrupted; everything up to here is in {plan.state}")
+            _tell_end(console, campaign, plan)
+            raise
+    _tell_end(console, campaign, plan)
+    if not options.no_scripts:
+        _try_scripts(console, display.folders)
+    if tally.discovered:
+        return 1
+    return 0 if tally.statuses["passed"] + tally.statuses["leaked"] else 3
+
+
+def _plan(options: argparse.Namespace, adapter: Adapter) -> Plan:
+    from fsdp_testing.fuzz.campaign import Plan
+    from fsdp_testing.fuzz.known import joined, read_known, shipped_known
+    from fsdp_testing.fuzz.sources import sources_of
+    from fsdp_testing.strategies import Scope
+
+    known = [] if options.no_known else [shipped_known(adapter.name)]
+    for path in options.known:
+        try:
+            known.append(read_known(path.read_text(encoding="utf-8"), str(path)))
+        except OSError as error:
+            raise InvalidArgument(f"--known: expected a readable file, got {error}. Correct the path.") from error
+    seconds = options.seconds if options.seconds or options.examples else 60.0
+    return Plan(
+        name=options.name,
+        scope=Scope(adapter.capabilities, options.world_size, options.max_operations, frozenset(options.without)),
+        state=options.state or Path(".fsdp-fuzz") / _folder(options.name),
+        seconds=seconds,
+        examples=options.examples,
+        seed=options.seed,
+        lanes=options.lanes,
+        deadline=options.deadline,
+        known=joined(known),
+        sources=sources_of(adapter),
+        stop_at_first=options.stop_at_first,
+    )
+
+
+def _folder(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
+
+
+class _Display:
+    """What a person sees: one moving line, and each finding when it is made."""
+
+    def __init__(self, console: Console) -> None:
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        self._console = console
+        self._progress = Progress(
+            SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"), console=console, transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task("starting ranks", total=None)
+        self.folders: list[Path] = []
+
+    def __enter__(self) -> _Display:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def progress(self, tally: Tally) -> None:
+        text = f"{tally.run} cases, {tally.rate:.0f}/s, {tally.new} new keys, {len(tally.discovered)} findings"
+        self._progress.update(self._task, description=text)
+
+    def found(self, found: Discovery, state: StateDirectory) -> None:
+        from fsdp_testing.fuzz.writing import write_discovery
+
+        folder = write_discovery(found, state)
+        self.folders.append(folder)
+        self.say(("" if found.confirmed else "(once, not again alone) ") + found.sentence())
+        self.say(f"  {folder}")
+
+    def say(self, text: str) -> None:
+        from rich.text import Text
+
+        self._progress.console.print(Text(text))
+
+
+def _tell_start(console: Console, plan: Plan, adapter: Adapter) -> None:
+    from rich.text import Text
+
+    missing = plan.scope.not_claimed()
+    if missing:
+        names = ", ".join(f"{name} ({', '.join(sorted(tags))})" for name, tags in sorted(missing.items()))
+        console.print(Text(f"{adapter.name} does not claim, so it is not drawn: {names}", style="dim"))
+
+
+def _tell_end(console: Console, campaign: Campaign, plan: Plan) -> None:
+    from rich.text import Text
+
+    tally = campaign.tally
+    mean = tally.operations / tally.run if tally.run else 0.0
+    console.print(
+        Text(
+            f"{tally.run} cases in {tally.seconds:.1f} s ({tally.rate:.1f}/s, {mean:.1f} operations each); "
+            f"{len(tally.discovered)} findings, met again {sum(tally.duplicates.values())} times; "
+            f"{tally.new} new coverage keys; state in {plan.state}"
+        )
+    )
+    _tell_counts(console, "edited around known failures", tally.rules)
+    _tell_counts(console, "refused by the implementation itself (not judged)", tally.unsupported)
+    _tell_counts(console, "could not be judged", tally.unjudged)
+    for name in tally.stale:
+        console.print(Text(f"stale: the example of known failure {name!r} passes; remove the rule", style="yellow"))
+
+
+def _tell_counts(console: Console, what: str, counts: Any) -> None:
+    from rich.text import Text
+
+    if counts:
+        console.print(Text(f"{what}: {sum(counts.values())}"))
+        for reason, number in counts.most_common(10):
+            console.print(Text(f"  {number} x {reason}", style="dim"))
+
+
+def _try_scripts(console: Console, folders: list[Path]) -> None:
+    from rich.text import Text
+
+    from fsdp_testing.fuzz.writing import SCRIPT, try_script
+
+    for folder in folders:
+        try:
+            tried = try_script(folder)
+        except OSError as error:
+            raise HarnessError(f"{folder / SCRIPT}: expected a script that can be run, got {error}.") from error
+        if tried.reproduces is not None:
+            verb = "reproduces with torch alone" if tried.reproduces else "does not reproduce it"
+            console.print(Text(f"{folder / SCRIPT} {verb}"))

@@ -1,0 +1,79 @@
+"""`fsdp-verify replay FILE`: run a recorded case again, on new processes, and say whether its bits are the same."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fsdp_testing.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fsdp_testing.fuzz.replay import Recorded
+
+Subparsers = argparse._SubParsersAction  # the only name argparse gives it
+
+
+def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """Declare the command."""
+    command = commands.add_parser(
+        "replay",
+        help="run a recorded case again",
+        description="Run the case in FILE (a case, a finding of `fuzz`, or the failures of a JSON report) twice, each "
+        "time on new processes, judge it, and compare the bits of both runs.",
+        epilog="exit codes: 0 it passes; 1 it fails; 2 the file or the name is bad; 3 nothing can be said.",
+        allow_abbrev=False,
+    )
+    command.add_argument("file", type=Path, metavar="FILE", help="JSON")
+    command.add_argument("--implementation", metavar="NAME", help="run it on this one instead of the recorded one")
+    command.add_argument("--once", action="store_true", help="run it once")
+    return command
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Replay every case in the file; the worst outcome is the exit code."""
+    from fsdp_testing.fuzz.replay import read_recorded
+    from fsdp_testing.report.terminal import open_console
+
+    console = open_console()
+    codes = [_replay(console, recorded, options) for recorded in read_recorded(options.file)]
+    return 1 if 1 in codes else max(codes)
+
+
+def _replay(console: Console, recorded: Recorded, options: argparse.Namespace) -> int:
+    from rich.text import Text
+
+    from fsdp_testing.fuzz.replay import check_claims, replay
+    from fsdp_testing.implementations import registry
+    from fsdp_testing.pool import Pool
+
+    name = options.implementation or recorded.implementation
+    if not name:
+        raise InvalidArgument(
+            f"{options.file}: expected a file that names an implementation, got a case alone. "
+            "Give --implementation NAME."
+        )
+    check_claims(recorded.case, registry.load(name))
+    runs = []
+    for _ in range(1 if options.once else 2):
+        pool = Pool()
+        try:
+            runs.append(replay(pool, name, recorded.case))
+        finally:
+            pool.close()
+    note, digest = runs[0].note, runs[0].digest
+    console.print(Text(f"case {recorded.case.identity} on {name}: {note.status}"))
+    if note.status not in ("passed", "leaked"):
+        console.print(Text(f"  {note.signature or ''} {note.reason}".rstrip()))
+    if runs[0].account:
+        console.print(Text(runs[0].account))
+    if len(runs) == 2:
+        same = runs[1].digest == digest
+        how = f"the same bits on restarted processes ({digest or 'none were reported'})"
+        other = f"other bits on restarted processes: {digest or 'none'} and {runs[1].digest or 'none'}"
+        console.print(Text(f"  {how if same else other}"))
+        if not same and note.status in ("passed", "leaked"):
+            return 3
+    return {"passed": 0, "leaked": 0, "suspect": 1}.get(note.status, 3)

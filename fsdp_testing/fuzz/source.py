@@ -1,0 +1,227 @@
+"""How is a drawn module tree written as the Python source of ordinary modules? For scripts that use torch alone.
+
+The modules compute what `zoo.tree_modules` computes; they are spelled out one by one, so that a reader sees a model and
+not an interpreter of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fsdp_testing.zoo.tree_legality import Node, get, parameters, walk
+
+CONTAINERS = {
+    "tuple": ("({one}, {other})", "{made}[0]", "{made}[1]"),
+    "list": ("[{one}, None, {other}]", "{made}[0]", "{made}[2]"),
+    "dict": ('{{"one": {one}, "other": {other}}}', '{made}["one"]', '{made}["other"]'),
+    "nested": (
+        '{{"both": [({one},), {{"other": {other}}}]}}',
+        '{made}["both"][0][0]',
+        '{made}["both"][1]["other"]',
+    ),
+    "named_tuple": ("Named({one}, {other})", "{made}.mean", "{made}.spread"),
+    "dataclass": ('Record({one}, ({other}, "text"))', "{made}.mean", "{made}.parts[0]"),
+    "opaque": ("Opaque({one}, {other})", "{made}.mean", "{made}.spread"),
+}
+
+_NAMED = "class Named(NamedTuple):\n    mean: torch.Tensor\n    spread: torch.Tensor"
+_RECORD = "@dataclass\nclass Record:\n    mean: torch.Tensor\n    parts: tuple"
+_OPAQUE = "class Opaque:\n    def __init__(self, mean, spread):\n        self.mean, self.spread = mean, spread"
+_CONTAINER_CLASSES = {"named_tuple": _NAMED, "dataclass": _RECORD, "opaque": _OPAQUE}
+
+_BUFFER = '''class AddBuffer(nn.Module):
+    def __init__(self, style, name, width, persistent):
+        super().__init__()
+        self.style, self.name = style, name
+        value = torch.zeros((), dtype=torch.int64) if style == "counter" else torch.full((width,), 0.5 * (style == "constant"))
+        self.register_buffer(name, value, persistent=persistent)
+
+    def forward(self, x):
+        held = getattr(self, self.name)
+        if self.training and self.style == "running":
+            held.mul_(0.5).add_(x.detach().sum(0).to(held.dtype), alpha=0.125)
+        if self.training and self.style == "counter":
+            held.add_(1)
+        return x + 0.1 * held.clone().to(x.dtype).tanh()'''
+
+_PLAIN_CLASSES = {
+    "linear": '''class Linear(nn.Module):
+    def __init__(self, inputs, outputs, bias=True, strided=False, act=True, dtype=None):
+        super().__init__()
+        weight = torch.empty(inputs, outputs, dtype=dtype).t() if strided else torch.empty(outputs, inputs, dtype=dtype)
+        self.weight = nn.Parameter(weight)
+        self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype)) if bias else None
+        self.act = act
+
+    def forward(self, x):
+        y = F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+        return (torch.tanh(y) if self.act else y).to(x.dtype)''',
+    "scale": '''class Scale(nn.Module):
+    def __init__(self, *shape):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape))
+
+    def forward(self, x):
+        return x * (1 + (self.weight if self.weight.numel() else self.weight.sum()))''',
+    "norm": '''class Norm(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.empty(width)), nn.Parameter(torch.empty(width))
+
+    def forward(self, x):
+        return F.layer_norm(x, self.weight.shape, 1 + self.weight, self.bias, eps=0.1)''',
+    "conv": '''class Conv(nn.Module):
+    def __init__(self, channels, kernel):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, kernel))
+        self.bias = nn.Parameter(torch.empty(channels))
+
+    def forward(self, x):
+        y = F.conv1d(x.unsqueeze(1), self.weight, self.bias, padding=self.weight.shape[-1] // 2)
+        return torch.tanh(y).mean(1)''',
+    "embed": '''class Embed(nn.Module):
+    def __init__(self, rows, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, width))
+
+    def forward(self, x, ids):
+        return x + F.embedding(ids % self.weight.shape[0], self.weight)''',
+    "offset": '''class Offset(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self):
+        return torch.sin(self.weight)''',
+    "buffer": _BUFFER,
+}
+
+
+def model_source(tree: Mapping[str, Any]) -> str:
+    """Returns the source of a class `Model` for a legal tree, with every class that it needs."""
+    writer = _Writer()
+    writer.group("Model", tree["nodes"], tree["width"], {"returns": tree.get("output", "tensor"), "kind": "group"}, "cos")
+    parts = [_CONTAINER_CLASSES[name] for name in sorted(writer.containers) if name in _CONTAINER_CLASSES]
+    parts += [_PLAIN_CLASSES[kind] for kind in sorted(writer.kinds) if kind in _PLAIN_CLASSES]
+    return "\n\n\n".join([*parts, *writer.classes, _build_source(tree)])
+
+
+def _build_source(tree: Mapping[str, Any]) -> str:
+    lines = ["def build():", "    model = Model()"]
+    first: dict[tuple[Any, ...], str] = {}
+    for spec in parameters(tree):
+        if spec.tie and spec.tie in first:
+            lines.append(f"    model.{spec.module}.{spec.name} = model.{first[spec.tie]}  # one parameter")
+        elif spec.tie:
+            first[spec.tie] = spec.fqn
+    lines += [
+        "    generator = torch.Generator().manual_seed(0)",
+        "    with torch.no_grad():",
+        "        for parameter in model.parameters():",
+        "            parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))",
+    ]
+    lines += [f"    model.{spec.fqn}.requires_grad_(False)" for spec in parameters(tree) if spec.frozen]
+    return "\n".join([*lines, "    return model.train()"])
+
+
+class _Writer:
+    """Writes one class for each group of a tree."""
+
+    def __init__(self) -> None:
+        self.classes: list[str] = []
+        self.kinds: set[str] = set()
+        self.containers: set[str] = set()
+        self._count = 0
+
+    def group(self, name: str, nodes: list[Node], width: int, own: Mapping[str, Any], second: str) -> None:
+        places = {place.node["name"]: place for place in walk({"nodes": nodes, "width": width})}
+        known = {node["name"]: node for node in nodes}
+        made, calls = [], []
+        for node in nodes:
+            source = known[get(node, "of")] if node["kind"] == "again" else node
+            if node["kind"] == "again":
+                made.append(f"self.{node['name']} = self.{source['name']}  # registered twice")
+            else:
+                made.append(f"self.{node['name']} = {self._construct(node, places[node['name']].width)}")
+            calls += list(self._call(node["name"], source))
+        body = ["    def __init__(self):", "        super().__init__()", *(f"        {line}" for line in made)]
+        body += ["", "    def forward(self, x, ids, use=()):", *(f"        {line}" for line in calls)]
+        body += [f"        {line}" for line in self._return(own, second)]
+        self.classes.append("\n".join([f"class {name}(nn.Module):", *body]))
+
+    def _construct(self, node: Node, width: int) -> str:
+        kind = node["kind"]
+        self.kinds.add(kind)
+        if kind == "group":
+            self._count += 1
+            name = f"Group{self._count}"
+            self.group(name, get(node, "nodes"), width, node, "sin")
+            return f"{name}()"
+        if kind == "linear":
+            options = "".join(
+                f", {key}={get(node, key)!r}" for key in ("bias", "strided", "act") if key in node
+            ) + (f", dtype=torch.{get(node, 'dtype')}" if get(node, "dtype") else "")
+            return f"Linear({width}, {get(node, 'out')}{options})"
+        if kind == "scale":
+            return {"vector": f"Scale({width})", "scalar": "Scale()", "one": "Scale(1)", "empty": "Scale(0)"}[get(node, "shape")]
+        if kind == "buffer":
+            return f"AddBuffer({get(node, 'style')!r}, {get(node, 'buffer')!r}, {width}, {get(node, 'persistent')})"
+        made = {
+            "norm": f"Norm({width})",
+            "conv": f"Conv({get(node, 'channels')}, {get(node, 'kernel')})" if kind == "conv" else "",
+            "embed": f"Embed({get(node, 'rows')}, {width})" if kind == "embed" else "",
+            "offset": f"Offset({width})",
+            "dropout": "nn.Dropout(0.25)",
+        }
+        return made[kind]
+
+    def _call(self, name: str, node: Node) -> Iterator[str]:
+        kind = node["kind"]
+        if kind == "offset":
+            yield f"x = x + self.{name}()"
+        elif kind == "embed":
+            yield f"x = self.{name}(x, ids=ids)"
+        elif kind != "group":
+            yield f"x = self.{name}(x)"
+        else:
+            branch = get(node, "branch")
+            indent = ""
+            if branch >= 0:
+                yield f"if len(use) <= {branch} or use[{branch}]:"
+                indent = "    "
+            for line in self._call_group(name, node):
+                yield indent + line
+
+    def _call_group(self, name: str, node: Node) -> Iterator[str]:
+        call = f"self.{name}(x, ids=ids, use=use)"
+        if get(node, "dropped"):
+            yield f"{call}  # its output is not used"
+            return
+        if get(node, "residual"):
+            yield "before = x"
+        for _ in range(get(node, "calls")):
+            yield f"y = {call}"
+            if get(node, "keeps"):
+                yield f"x, self.{name}.kept = self.{name}.kept, None"
+            elif get(node, "view"):
+                yield "y += 0.5"
+                yield "x = y"
+            elif get(node, "returns") != "tensor":
+                _, one, other = CONTAINERS[get(node, "returns")]
+                yield f"x = {one.format(made='y')} + 0.5 * {other.format(made='y')}"
+            else:
+                yield "x = y"
+        if get(node, "residual"):
+            yield "x = x + before"
+
+    def _return(self, own: Mapping[str, Any], second: str) -> list[str]:
+        returns = own.get("returns", "tensor")
+        if own.get("keeps"):
+            return ["self.kept = x", "return x * 0.5"]
+        if own.get("view"):
+            return ["return torch.cat([x, x], dim=-1)[:, : x.shape[-1]]"]
+        if returns == "tensor":
+            return ["return x"]
+        self.containers.add(returns)
+        return [f"return {CONTAINERS[returns][0].format(one='x', other=f'torch.{second}(x)')}"]
