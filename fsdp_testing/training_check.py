@@ -146,8 +146,8 @@ def _check_ranks(target: Target, run: _Run) -> None:
 
 
 _RANKS_DIFFER = (
-    "Ranks that compute the same must return the same: look for a metric that is not reduced, a seed that depends on "
-    "the rank, or dropout that is out of step."
+    "Ranks that compute the same must return the same: look for a metric or gradient that is not reduced, a seed that "
+    "depends on the rank, or dropout that is out of step."
 )
 
 

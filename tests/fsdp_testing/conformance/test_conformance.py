@@ -1,0 +1,193 @@
+"""run_conformance: one result per implementation and check, expectations applied, bad input refused at once."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fsdp_testing import run_conformance
+from fsdp_testing.conformance import run_case, select_checks
+from fsdp_testing.errors import BackendUnavailable, InvalidArgument, InvalidImplementation
+from fsdp_testing.programs.runner import CaseRunner, Judgement
+from fsdp_testing.records import (
+    Batch,
+    Case,
+    CaseOutcome,
+    Finding,
+    ForwardBackward,
+    ModelSpec,
+    RunReport,
+    Verdict,
+    WorldSpec,
+)
+from fsdp_testing.suites import CHECKS
+
+
+class Scripted(CaseRunner):
+    """Judges by a script instead of ranks: the verdict of a case is that of its model's name."""
+
+    def __init__(self, verdicts):
+        self.verdicts = verdicts
+        self.judged = []
+
+    def on_ranks(self, function, *args, size):
+        return CaseRunner().on_ranks(function, *args, size=size)  # adapters are examined on real ranks
+
+    def judge(self, name, case, comparison=None):
+        self.judged.append((name, case))
+        verdict = self.verdicts.get(case.model.name, Verdict.PASS)
+        if isinstance(verdict, Exception):
+            raise verdict
+        finding = Finding("diverged", "w", 0, "step()", (0,), f"{case.model.name} is off", case, 1.0, 0.5)
+        outcome = CaseOutcome(case.identity, verdict, case.world.size, case.strategy, comparisons=1)
+        return Judgement(outcome, finding if verdict is Verdict.FAIL else None)
+
+
+def run(verdicts, *checks, **options):
+    runner = Scripted(verdicts)
+    return run_conformance("torch-ddp", checks=checks, runner=runner, **options), runner
+
+
+def test_a_real_run_of_two_implementations():
+    report = run_conformance(
+        "torch-ddp", "torch-fsdp2", checks=("training.sgd_momentum", "mixed_precision.param_float16")
+    )
+    assert [(r.implementation, r.check, r.verdict) for r in report.results] == [
+        ("torch-ddp", "training.sgd_momentum", Verdict.PASS),
+        ("torch-ddp", "mixed_precision.param_float16", Verdict.NOT_CLAIMED),
+        ("torch-fsdp2", "training.sgd_momentum", Verdict.PASS),
+        ("torch-fsdp2", "mixed_precision.param_float16", Verdict.PASS),
+    ]
+    assert report.exit_code == 0
+    assert "does not claim mixed_precision" in report.results[1].explanation
+    assert report.environment["torch"]
+    assert RunReport.from_json(report.to_json()) == report
+
+
+def test_one_failing_case_fails_the_check_and_is_told():
+    report, runner = run({"deep_nest": Verdict.FAIL}, "training.adamw_weight_decay")
+    (result,) = report.results
+    assert result.verdict is Verdict.FAIL
+    assert result.explanation == "deep_nest is off"
+    assert len(result.findings) == 1
+    assert len(result.cases) == len(runner.judged) == 3
+    assert report.exit_code == 1
+
+
+def test_one_unknown_case_forbids_a_pass():
+    report, _ = run({"deep_nest": Verdict.UNKNOWN}, "training.adamw_weight_decay")
+    assert report.results[0].verdict is Verdict.UNKNOWN
+    assert report.exit_code == 3
+
+
+def test_a_check_that_crashes_is_unknown_with_its_traceback():
+    report, _ = run({"mlp": ZeroDivisionError("inside the check")}, "training.sgd_momentum")
+    assert report.results[0].verdict is Verdict.UNKNOWN
+    assert "ZeroDivisionError: inside the check" in report.results[0].explanation
+
+
+@pytest.mark.parametrize(
+    ("verdict", "seen"),
+    [
+        (Verdict.FAIL, Verdict.EXPECTED_FAILURE),
+        (Verdict.PASS, Verdict.STALE),
+        (Verdict.UNKNOWN, Verdict.UNKNOWN),
+    ],
+)
+@pytest.mark.parametrize("per_implementation", [False, True])
+def test_expected_failures(verdict, seen, per_implementation):
+    expected = {"training.float32": "upstream issue 1"}
+    report, _ = run(
+        {"mlp": verdict, "deep_nest": verdict},
+        "training.float32",
+        expected_failures={"torch-ddp": expected} if per_implementation else expected,
+    )
+    assert report.results[0].verdict is seen
+    assert report.results[0].expected == "upstream issue 1"
+
+
+def test_cases_run_at_every_world_size_and_claimed_strategy():
+    runner = Scripted({})
+    run_conformance("torch-fsdp1", checks=("training.learning_rate_changes",), world_sizes=(2, 3), runner=runner)
+    places = [(case.world.size, case.strategy) for _, case in runner.judged]
+    strategies = ("full_shard", "shard_grad_op", "no_shard")
+    assert places == [(size, strategy) for size in (2, 3) for strategy in strategies]
+
+
+def test_the_listener_sees_everything_in_order():
+    events = []
+
+    class Listener:
+        def planned(self, total):
+            events.append(total)
+
+        def started(self, implementation, check):
+            events.append((implementation, check))
+
+        def finished(self, result):
+            events.append(result.check)
+
+    run({}, "shared.accumulated", "training.float32", listener=Listener())
+    names = ["training.float32", "shared.accumulated"]
+    assert events == [2, *(event for name in names for event in (("torch-ddp", name), name))]
+
+
+def test_the_default_profile_leaves_extended_checks_out():
+    names = {check.name for check in select_checks(())}
+    extended = {check.name for check in select_checks((), extended=True)}
+    assert extended == set(CHECKS)
+    assert extended - names == {name for name, check in CHECKS.items() if check.profile == "extended"}
+    assert [check.name for check in select_checks(("hybrid.trained",))] == ["hybrid.trained"]
+
+
+def test_a_size_at_which_a_check_has_no_case_is_said():
+    report = run_conformance("torch-fsdp2", checks=("hybrid.trained",), world_sizes=(3,), runner=Scripted({}))
+    assert report.results[0].verdict is Verdict.NOT_CLAIMED
+    assert "has no case for world size 3" in report.results[0].explanation
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "error", "message"),
+    [
+        ((), {}, InvalidArgument, "expected at least one name, got none"),
+        (("torch-ddp", "torch-ddp"), {}, InvalidArgument, r"got \['torch-ddp'\] more than once"),
+        (("torch-dpp",), {}, InvalidArgument, "Did you mean"),
+        (("no.such.module:thing",), {}, InvalidImplementation, "importable"),
+        (("torch-ddp",), {"checks": ("training.sgd",)}, InvalidArgument, r"got \['training.sgd'\]. Did you mean"),
+        (("torch-ddp",), {"world_sizes": (0,)}, InvalidArgument, "sizes of at least 1"),
+        (("torch-ddp",), {"world_sizes": ()}, InvalidArgument, "one or more sizes"),
+        (("torch-ddp",), {"backend": "smoke"}, InvalidArgument, "smoke"),
+        (("torch-ddp",), {"backend": "fake"}, InvalidArgument, "compute real values"),
+        (("torch-ddp",), {"expected_failures": {"nonsense": "why"}}, InvalidArgument, "'nonsense' is no check"),
+        (("torch-ddp",), {"expected_failures": {"training.float32": " "}}, InvalidArgument, "has no reason"),
+        (
+            ("torch-ddp",),
+            {"expected_failures": {"torch-fsdp2": {"training.float32": "why"}}},
+            InvalidArgument,
+            "'torch-fsdp2' is not one of the implementations",
+        ),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(names, options, error, message):
+    runner = Scripted({})
+    with pytest.raises(error, match=message):
+        run_conformance(*names, runner=runner, **options)
+    assert not runner.judged
+
+
+def test_a_backend_that_cannot_run_gives_its_one_reason():
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("nccl can run here")
+    with pytest.raises(BackendUnavailable, match="nccl"):
+        run_conformance("torch-ddp", backend="nccl", runner=Scripted({}))
+
+
+def test_a_finding_is_run_again_from_its_document():
+    case = Case(ModelSpec("mlp"), WorldSpec(2), (ForwardBackward(Batch(0)),), strategy="no_shard")
+    again = Case.from_document(json.loads(case.to_json()))
+    judgement = run_case("torch-ddp", again, lockstep=True)
+    assert judgement.outcome.verdict is Verdict.PASS
+    assert judgement.outcome.identity == case.identity

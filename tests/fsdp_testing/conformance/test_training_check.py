@@ -1,0 +1,168 @@
+"""check_training: a right loop passes on every world size; each classic mistake is caught and the cause named."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_testing import check_training
+from fsdp_testing.errors import InvalidArgument, WorldFailed
+from fsdp_testing.training_check import TrainingDiffers
+
+ROWS, STEPS, PARTS = 12, 4, 2
+
+
+def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    return torch.randn(ROWS, 3, generator=draw, dtype=torch.float64), torch.randn(ROWS, 1, generator=draw).double()
+
+
+def train(world, *, divide=True, boundary=PARTS - 1, seed=0, metric="mean", drop=0.0, reduce=True):
+    """Linear regression over micro-batches; every rank takes every size-th row of each micro-batch."""
+    torch.manual_seed(seed)
+    plain = nn.Sequential(nn.Linear(3, 5), nn.Dropout(drop), nn.Linear(5, 1)).double()
+    model = DistributedDataParallel(plain) if world.size > 1 and reduce else plain
+    steps = torch.optim.SGD(plain.parameters(), lr=0.1)
+    losses = []
+    for step in range(STEPS):
+        inputs, targets = data(step)
+        steps.zero_grad()
+        total = torch.zeros((), dtype=torch.float64)
+        for part in range(PARTS):
+            rows = slice(part * ROWS // PARTS + world.rank, (part + 1) * ROWS // PARTS, world.size)
+            local = part < boundary and world.size > 1 and reduce
+            with model.no_sync() if local else torch.enable_grad():
+                loss = (model(inputs[rows]) - targets[rows]).square().mean() / (PARTS if divide else world.size)
+                loss.backward()
+            total += loss.detach()
+        if metric == "mean" and world.size > 1:
+            dist.all_reduce(total)
+            total /= world.size
+        elif metric == "sum" and world.size > 1:
+            dist.all_reduce(total)
+        losses.append(total)
+        steps.step()
+    return {"loss": losses, **{name: p.detach() for name, p in plain.named_parameters()}}
+
+
+def right(world):
+    return train(world)
+
+
+def boundary_off_by_one(world):
+    return train(world, boundary=PARTS)
+
+
+def divided_by_world_size(world):
+    return train(world, divide=False)
+
+
+def seed_depends_on_rank(world):
+    # No DDP: it would broadcast rank 0's parameters and hide the seed.
+    return train(world, seed=world.rank, reduce=False)
+
+
+def dropout_out_of_step(world):
+    return train(world, drop=0.5)
+
+
+def metric_not_reduced(world):
+    return train(world, metric="own")
+
+
+def metric_summed(world):
+    return train(world, metric="sum")
+
+
+def gradients_not_reduced(world):
+    return train(world, reduce=False)
+
+
+def not_seeded(world):
+    return {"noise": torch.Generator().seed() * torch.ones(1)}
+
+
+def raises_on_rank_one(world):
+    if world.rank == 1:
+        raise RuntimeError("only on rank 1")
+    return {}
+
+
+def returns_a_tensor(world):
+    return torch.ones(1)
+
+
+def returns_text(world):
+    return {"name": "text"}
+
+
+def other_names(world):
+    return {"a": torch.ones(1)} if world.size == 1 else {"b": torch.ones(1)}
+
+
+def fewer_steps(world):
+    return {"loss": [torch.ones(1)] * (4 - world.size)}
+
+
+def other_shape(world):
+    return {"x": torch.ones(world.size)}
+
+
+def test_a_right_loop_passes():
+    check_training(right)
+
+
+@pytest.mark.parametrize(
+    ("loop", "message"),
+    [
+        (
+            boundary_off_by_one,
+            r"rank 1 of a world of 2 differs.*gradient that is not reduced",
+        ),
+        (
+            divided_by_world_size,
+            r"loss at step 0 .*exactly 1/2 of it: divided by the world size",
+        ),
+        (seed_depends_on_rank, r"rank 1 of a world of 2 differs from rank 0: .*a seed that depends on the rank"),
+        (dropout_out_of_step, r"a world of 2 differs from a world of 1: loss at step 0"),
+        (
+            metric_not_reduced,
+            r"rank 1 of a world of 2 differs from rank 0: loss at step 0 .*metric or gradient that is not reduced",
+        ),
+        (metric_summed, r"loss at step 0 .*It is exactly 2 times as large: a sum over ranks"),
+        (
+            gradients_not_reduced,
+            r"rank 1 of a world of 2 .*: 0.weight is off .*gradient that is not reduced",
+        ),
+        (not_seeded, r"two runs on a world of 1 differ: noise .*not a function of its seeds"),
+        (other_names, r"a is returned by one of them only"),
+        (fewer_steps, r"loss has 2 steps, expected 3"),
+        (other_shape, r"x is torch.float32\[2\], expected torch.float32\[1\]"),
+    ],
+)
+def test_each_mistake_is_caught_and_told(loop, message):
+    with pytest.raises(TrainingDiffers) as caught:
+        check_training(loop, world_sizes=(1, 2))
+    assert re.search(message, str(caught.value).replace("\n", " ")), str(caught.value)
+    assert loop.__name__ in str(caught.value)
+
+
+@pytest.mark.parametrize(("loop", "words"), [(returns_a_tensor, "got Tensor"), (returns_text, r"'name': \['str'\]")])
+def test_a_loop_that_returns_something_else(loop, words):
+    with pytest.raises(InvalidArgument, match=words):
+        check_training(loop, world_sizes=(1,))
+
+
+def test_a_rank_that_raises_is_accounted_for():
+    with pytest.raises(WorldFailed, match="only on rank 1"):
+        check_training(raises_on_rank_one, world_sizes=(2,))
+
+
+def test_no_world_size_at_all():
+    with pytest.raises(InvalidArgument, match="at least one world size"):
+        check_training(right, world_sizes=())
