@@ -86,9 +86,16 @@ def make_inputs(case: Case, batch: Batch, rank: int, dtype: torch.dtype | None =
 
 def forward(model: Callable[..., Any], case: Case, batch: Batch, rank: int, inputs: Inputs) -> Forwarded:
     """Calls the model. The global generator is seeded first, so that dropout is a function of case, batch and rank."""
-    torch.manual_seed(derive(case.seed, "forward", batch.seed, rank))
+    _seed(derive(case.seed, "forward", batch.seed, rank))
     output = model(*inputs.args, **inputs.kwargs)
     return Forwarded(loss_of(output), tuple(tensors_in(output)))
+
+
+def _seed(seed: int) -> None:
+    """Seeds torch's global generators; `torch.manual_seed` on a machine without CUDA notes a traceback at every call."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

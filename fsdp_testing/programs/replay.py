@@ -82,7 +82,7 @@ class Replay:
         self.master = models.build_model(case)
         self.parameters = dict(self.master.named_parameters())
         self.compute = {fqn: self._compute_parameter(p) for fqn, p in self.parameters.items()}
-        self.replicas = [self._replica() for _ in range(self.size)]
+        self.replicas = self._make_replicas()
         self.pending: list[Tensors] = [{} for _ in range(self.size)]
         self.pending_roundings = 0
         self.optimizer: torch.optim.Optimizer | None = None
@@ -117,6 +117,12 @@ class Replay:
         held = parameter.detach()
         held = held if dtype is None or not held.is_floating_point() else held.to(dtype)
         return nn.Parameter(held, requires_grad=parameter.requires_grad)
+
+    def _make_replicas(self) -> list[nn.Module]:
+        """One for each rank; ranks without buffers of their own have nothing to tell apart and share one."""
+        if next(self.master.buffers(), None) is None:
+            return [self._replica()] * self.size
+        return [self._replica() for _ in range(self.size)]
 
     def _replica(self) -> nn.Module:
         shared = {id(parameter): self.compute[fqn] for fqn, parameter in self.parameters.items()}

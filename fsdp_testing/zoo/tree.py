@@ -28,13 +28,23 @@ VOCABULARY = 64
 """Token ids are drawn below this number; each embedding wraps them around its own rows."""
 
 
+_LATEST: dict[int, tuple[Any, ZooModel]] = {}
+
+
 def tree_model(tree: Any) -> ZooModel:
     """Returns the zoo's entry for a drawn tree.
 
     Raises:
         InvalidRecord: The data is no tree.
     """
-    return _tree_model(json.dumps(tree, sort_keys=True))
+    # Asked at every forward of a case with one and the same object: kept by identity, which needs no reading.
+    known = _LATEST.get(id(tree))
+    if known is not None and known[0] is tree:
+        return known[1]
+    model = _tree_model(json.dumps(tree, sort_keys=True))
+    _LATEST.clear()
+    _LATEST[id(tree)] = (tree, model)
+    return model
 
 
 @functools.lru_cache(maxsize=64)

@@ -23,6 +23,13 @@ def dtype_named(name: str) -> torch.dtype:
     return dtype
 
 
+class Nodes(list[Node]):
+    """Nodes as a module keeps them: shared by its copies, since nobody changes them."""
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Nodes:
+        return self
+
+
 class TreeLinear(nn.Module):
     """A linear map, with tanh after it unless told otherwise."""
 
@@ -179,7 +186,7 @@ class TreeGroup(nn.Module):
 
     def __init__(self, node: Node, width: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self._nodes: list[Node] = get(node, "nodes")
+        self._nodes = Nodes(get(node, "nodes"))
         self._returns, self._view = get(node, "returns"), get(node, "view")
         self._keeps = get(node, "keeps")
         self.kept = None
@@ -202,7 +209,7 @@ class Tree(nn.Module):
 
     def __init__(self, tree: Mapping[str, Any], dtype: torch.dtype) -> None:
         super().__init__()
-        self._nodes: list[Node] = tree["nodes"]
+        self._nodes = Nodes(tree["nodes"])
         self._output = tree.get("output", "tensor")
         self.out = fill_with(self, self._nodes, tree["width"], dtype)
 
