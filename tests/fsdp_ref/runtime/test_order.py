@@ -1,0 +1,156 @@
+"""The order of unshards, reshards and collectives: the field's traces, equal on both APIs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_ref import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy, fully_shard
+from fsdp_ref.annotations import units_under
+from fsdp_ref.comm.collectives import intercept
+from fsdp_ref.runtime.events import UnitEventKind, observe
+from fsdp_ref.wrap import ModuleWrapPolicy
+
+PRE, POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
+
+
+class Unit(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.relu(self.lin(x))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(4, 4)
+        self.a, self.b, self.c = Unit(), Unit(), Unit()
+
+    def forward(self, x):
+        return self.c(self.b(self.a(self.inp(x))))
+
+
+class Tracer:
+    """Writes U, R and R(k) with the unit's number, as the literature does."""
+
+    def __init__(self, model) -> None:
+        self.numbers = {unit.name: index for index, (_, _, unit) in enumerate(units_under(model))}
+        self.events: list[str] = []
+        self.collectives: list[str] = []
+
+    def event(self, event) -> None:
+        # A unit's number is known by its parameters: names exist only once a root does.
+        if event.kind is UnitEventKind.UNSHARD:
+            self.events.append(f"U{self.number(event)}")
+        if event.kind is UnitEventKind.RESHARD:
+            self.events.append(f"R{self.number(event)}{'' if event.freed else '(k)'}")
+
+    def number(self, event) -> int:
+        return ["", "a", "b", "c"].index(event.unit)
+
+    def call(self, call, proceed):
+        self.collectives.append(f"{call.op} {call.label}")
+        return proceed()
+
+    def take(self) -> str:
+        events, self.events = " ".join(self.events), []
+        return events
+
+
+def shard(api, strategy, **options):
+    torch.manual_seed(0)
+    policy = ModuleWrapPolicy({Unit})
+    if api == "composable":
+        return fully_shard(Model(), policy=policy, strategy=ShardingStrategy[strategy], **options)
+    return FullyShardedDataParallel(
+        Model(),
+        auto_wrap_policy=policy,
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=api == "orig",
+        **options,
+    )
+
+
+def trace(model, iterations=3):
+    tracer, result = Tracer(model), []
+    with observe(tracer.event), intercept(tracer.call):
+        for _ in range(iterations):
+            loss = model(torch.randn(2, 4)).sum()
+            forward = tracer.take()
+            loss.backward()
+            result.append((forward, tracer.take()))
+    return result, tracer
+
+
+BACKWARD = {
+    None: "U3 U0 R3 U2 R2 U1 R1 R0",
+    PRE: "U3 U2 U0 R3 U1 R2 R1 R0",
+    POST: "U3 U0 R3 U2 R2 U1 R1 R0",
+}
+
+
+@pytest.mark.covers("ORD-01", "ORD-02", "ORD-03", "ORD-07", "ORD-09", "B044")
+@pytest.mark.parametrize("prefetch", [None, PRE, POST])
+@pytest.mark.parametrize("kind", ["flat", "orig"])
+@pytest.mark.world(2)
+def test_full_shard_order(world, prefetch, kind):
+    result, _ = trace(shard(kind, "FULL_SHARD", backward_prefetch=prefetch))
+    assert result == [("U0 U1 R1 U2 R2 U3 R3 R0(k)", BACKWARD[prefetch])] * 3
+
+
+@pytest.mark.covers("ORD-04", "ORD-08")
+@pytest.mark.parametrize("api", ["flat", "composable"])
+@pytest.mark.world(2)
+def test_forward_prefetch_order(world, api):
+    result, _ = trace(shard(api, "FULL_SHARD", forward_prefetch=True))
+    assert result[0][0] == "U0 U1 R1 U2 R2 U3 R3 R0(k)"
+    assert [forward for forward, _ in result[1:]] == ["U0 U1 U2 R1 U3 R2 R3 R0(k)"] * 2
+
+
+@pytest.mark.covers("ORD-06")
+@pytest.mark.world(2)
+def test_shard_grad_op_order(world):
+    result, _ = trace(shard("orig", "SHARD_GRAD_OP"))
+    assert result == [("U0 U1 R1(k) U2 R2(k) U3 R3(k) R0(k)", BACKWARD[PRE])] * 3
+
+
+@pytest.mark.covers("COMP-04", "COMP-06", "COMP-08", "B009", "B017", "HYB-06")
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy")
+@pytest.mark.world(2)
+def test_both_apis_do_the_same(world, strategy):
+    models = [shard("orig", strategy), shard("composable", strategy)]
+    traces = [trace(model) for model in models]
+    assert traces[0][0] == traces[1][0]
+    assert traces[0][1].collectives == traces[1][1].collectives
+    assert len(traces[0][1].collectives) == {"FULL_SHARD": 3 * (4 + 3 + 4), "SHARD_GRAD_OP": 3 * 8, "NO_SHARD": 12}[strategy]
+    handles = [[unit.handle.fqns for _, _, unit in units_under(model)] for model in models]
+    assert handles[0] == handles[1]
+
+
+@pytest.mark.covers("ACC-05")
+@pytest.mark.world(2)
+def test_collectives_of_accumulation(world):
+    def count(model, kind):
+        calls: list[str] = []
+        with intercept(lambda call, proceed: calls.append(call.op) or proceed()):
+            if kind == "n":
+                with model.no_sync():
+                    loss = model(torch.randn(2, 4)).sum()
+                    forward = len(calls)
+                    loss.backward()
+            else:
+                loss = model(torch.randn(2, 4)).sum()
+                forward = len(calls)
+                loss.backward()
+        gathers = calls[forward:].count("all_gather")
+        return forward, gathers, calls[forward:].count("reduce_scatter")
+
+    model = shard("orig", "FULL_SHARD", backward_prefetch=None)
+    assert [count(model, kind) for kind in "nns"] == [(4, 3, 0), (4, 3, 0), (4, 3, 4)]
+    model = shard("orig", "SHARD_GRAD_OP", backward_prefetch=None)
+    assert [count(model, kind) for kind in "nnsns"] == [(4, 0, 0), (0, 0, 0), (0, 0, 4), (4, 0, 0), (0, 0, 4)]
