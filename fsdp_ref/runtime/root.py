@@ -64,7 +64,8 @@ class Root:
         self.open_forwards = 0
         self.in_pass: dict[Unit, None] = {}
         self.partial: dict[Unit, None] = {}
-        self.anchor = torch.zeros((), device=unit.config.device, requires_grad=True)
+        with torch.inference_mode(False):  # the first forward may be an evaluation
+            self.anchor = torch.zeros((), device=unit.config.device, requires_grad=True)
         self.streams = streams_for(unit.config.device, limit_all_gathers=unit.config.limit_all_gathers)
         self._end_backward = end_backward
         self._passes: dict[int, weakref.ref[_PassEnd]] = {}

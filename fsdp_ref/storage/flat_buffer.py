@@ -41,7 +41,9 @@ class FlatBuffer:
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.tensor: Tensor = torch.empty(numel, dtype=dtype, device=device)
+        # A buffer first needed under inference_mode() must still serve training later.
+        with torch.inference_mode(False):
+            self.tensor: Tensor = torch.empty(numel, dtype=dtype, device=device)
         self._nbytes = numel * self.tensor.element_size()
         self._storage = self.tensor.untyped_storage()
         self._storage.resize_(0)

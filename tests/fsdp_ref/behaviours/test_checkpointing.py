@@ -1,0 +1,187 @@
+"""Activation checkpointing inside and around units, of both kinds."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_ref import MixedPrecision, ShardingStrategy
+
+S = ShardingStrategy
+KINDS = {"reentrant": CheckpointImpl.REENTRANT, "non-reentrant": CheckpointImpl.NO_REENTRANT}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+class Chain(nn.Module):
+    """Blocks whose input needs a gradient, as reentrant checkpointing requires."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.inp = nn.Linear(3, 4)
+        self.blocks = nn.ModuleList(block(4) for _ in range(3))
+
+    def forward(self, x):
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def compare(lab, model, reference, path, steps=2):
+    optim = torch.optim.Adam(model.parameters(), lr=0.05)
+    reference_optim = torch.optim.Adam(reference.parameters(), lr=0.05)
+    for step in range(steps):
+        lab.loss(model, lab.batch(step)).backward()
+        if path != "flat" and step == 0:
+            for batch in lab.batches(step):
+                (lab.loss(reference, batch) / lab.world.size).backward()
+            got = {n.replace("_checkpoint_wrapped_module.", ""): g for n, g in lab.grads(model).items()}
+            lab.assert_same(got, {n: p.grad for n, p in reference.named_parameters()})
+        else:
+            lab.reference_step(reference, lab.batches(step))
+        optim.step()
+        optim.zero_grad()
+        reference_optim.step()
+        reference_optim.zero_grad()
+        got = {n.replace("_checkpoint_wrapped_module.", ""): p for n, p in lab.params(model).items()}
+        lab.assert_same(got, {n: p.detach() for n, p in reference.named_parameters()})
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("AC-01", "B018", "B020", "B034", "AC-05", "COMP-18")
+@kinds
+@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize("strategy", [S.FULL_SHARD, S.SHARD_GRAD_OP], ids=lambda s: s.name)
+def test_gradients_equal_the_reference(lab, path, kind, where, strategy):
+    build = lambda: Chain(lab.Block)
+    reference = lab.make(build)
+    model = copy.deepcopy(reference)
+    options = {"sharding_strategy": strategy}
+    for index, block in enumerate(model.blocks):
+        if where == "inside":
+            model.blocks[index] = lab.shard(checkpoint_wrapper(block, KINDS[kind]), path, **options)
+        else:
+            model.blocks[index] = checkpoint_wrapper(lab.shard(block, path, **options), KINDS[kind])
+    model = lab.shard(model, path, **options)
+    assert len(lab.units(model)) == 4
+    compare(lab, model, reference, path)
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("AC-01", "B020", "B013")
+@kinds
+def test_inputs_by_keyword(lab, path, kind):
+    class ByName(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inp, self.block = nn.Linear(3, 4), Named()
+
+        def forward(self, x):
+            return self.block(scale=2.0, x=self.inp(x))
+
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(4, 4)
+
+        def forward(self, *, x, scale):
+            return self.lin(x).tanh() * scale
+
+    reference = lab.make(ByName)
+    model = copy.deepcopy(reference)
+    if kind == "reentrant":
+        model.block = lab.shard(model.block, path)
+    else:
+        model.block = checkpoint_wrapper(lab.shard(model.block, path), KINDS[kind])
+    model = lab.shard(model, path)
+    compare(lab, model, reference, path)
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("AC-02")
+@kinds
+def test_a_recomputed_forward_gathers_nothing_twice(lab, path, kind):
+    model = lab.make(lambda: Chain(lab.Block))
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = lab.shard(checkpoint_wrapper(block, KINDS[kind]), path)
+    model = lab.shard(model, path)
+    loss = lab.loss(model, lab.batch())
+    with lab.events() as seen:
+        loss.backward()
+    kinds_seen = [(event.unit, event.kind.name) for event in seen]
+    for unit in lab.units(model)[1:]:
+        assert kinds_seen.count((unit.name, "GATHER")) <= 1
+        assert kinds_seen.count((unit.name, "REDUCE")) == 1
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("AC-03", "B035", "B036")
+@kinds
+@pytest.mark.parametrize("strategy", [S.FULL_SHARD, S.SHARD_GRAD_OP], ids=lambda s: s.name)
+def test_one_unit_in_several_checkpointed_regions(lab, path, kind, strategy):
+    class Regions(nn.Module):
+        """The root's own layers in several regions, and one unit that is used in two of them."""
+
+        def __init__(self, on=True):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+            self.shared = lab.Block(3)
+            self.on = on
+
+        def region(self, f, x):
+            return checkpoint(f, x, use_reentrant=kind == "reentrant") if self.on else f(x)
+
+        def forward(self, x):
+            x = self.a(x)
+            x = self.region(lambda y: self.shared(self.b(y)), x)
+            x = self.region(lambda y: self.b(y).tanh(), x)
+            return self.region(lambda y: self.shared(self.a(y)), x)
+
+    reference = lab.make(lambda: Regions(on=False))
+    model = lab.shard(lab.make(Regions), path, policy={lab.Block}, sharding_strategy=strategy)
+    compare(lab, model, reference, path)
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("AC-04")
+def test_checkpointed_submodules_under_sibling_units(lab):
+    class Sibling(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = lab.Block(3), lab.Block(3)
+
+        def forward(self, x):
+            return self.two(self.one(x))
+
+    reference = lab.make(Sibling)
+    model = copy.deepcopy(reference)
+    for name in ("one", "two"):
+        block = getattr(model, name)
+        block.lin1 = checkpoint_wrapper(block.lin1, CheckpointImpl.NO_REENTRANT)
+        lab.shard(block, "composable")
+    lab.shard(model, "composable")
+    compare(lab, model, reference, "composable")
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("AC-01", "MP-06")
+@kinds
+def test_checkpointing_with_low_precision(lab, path, kind):
+    precision = MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)
+    make = lambda: lab.make(lambda: Chain(lab.Block), dtype=torch.float32)
+    plain = lab.shard(make(), path, policy={lab.Block}, mixed_precision=precision)
+    model = make()
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = lab.shard(checkpoint_wrapper(block, KINDS[kind]), path, mixed_precision=precision)
+    model = lab.shard(model, path, mixed_precision=precision)
+    for m in (plain, model):
+        lab.loss(m, lab.batch()).backward()
+        torch.optim.SGD(m.parameters(), lr=0.1).step()
+    got = {n.replace("_checkpoint_wrapped_module.", ""): p for n, p in lab.params(model).items()}
+    want = lab.params(plain)
+    assert all(torch.equal(got[name], want[name]) for name in want)
