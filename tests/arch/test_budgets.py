@@ -41,6 +41,11 @@ def test_each_budget_can_be_exceeded(rule: str, source: str) -> None:
     assert [offence.rule for offence in budget_offences("fsdp_ref/x.py", source, LIMITS)] == [rule]
 
 
+def test_test_files_have_a_limit_of_their_own() -> None:
+    assert not list(budget_offences("tests/x.py", "x = 1\n" * 650, LIMITS))
+    assert list(budget_offences("tests/x.py", "x = 1\n" * 651, LIMITS))
+
+
 @pytest.mark.parametrize(
     "source",
     [
