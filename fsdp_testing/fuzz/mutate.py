@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fsdp_testing.records import Case
 from fsdp_testing.strategies import CaseDrawer, Choices
-from fsdp_testing.strategies.cases import drawn_tree
+from fsdp_testing.strategies.drawing import drawn_tree
 from fsdp_testing.strategies.operations import OperationDrawer
 
 _LONGEST = 2

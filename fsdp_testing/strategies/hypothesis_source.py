@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fsdp_testing.records import Case
 from fsdp_testing.records.capabilities import CAPABILITIES, check_capabilities
-from fsdp_testing.strategies.cases import CaseDrawer
+from fsdp_testing.strategies.drawing import CaseDrawer
 from fsdp_testing.strategies.features import Scope
 
 T = TypeVar("T")

@@ -136,7 +136,7 @@ def legal_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
     if not any(spec.numel for spec in parameters({"width": width, "nodes": nodes})):
         taken = {node["name"] for node in nodes}
         name = next(name for name in ("last", *(f"last{i}" for i in range(len(taken) + 1))) if name not in taken)
-        nodes.append({"kind": "linear", "name": name, "out": out})
+        nodes.append(_without_defaults({"kind": "linear", "name": name, "out": out}))
     legal: dict[str, Any] = {"width": width, "nodes": nodes}
     if tree.get("output", "tensor") != "tensor":
         legal["output"] = tree["output"]
