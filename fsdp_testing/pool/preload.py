@@ -8,6 +8,7 @@ names modules of torch and of what torch itself pulls in, never the code under t
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import platform
@@ -52,11 +53,15 @@ def cache_file() -> Path:
     """Where the recorded list for this torch and Python is kept."""
     from fsdp_testing.env import cache_directory
 
+    return cache_directory() / f"preload-torch-{_torch_version()}-py{platform.python_version()}.json"
+
+
+@functools.cache
+def _torch_version() -> str:
     try:
-        torch_version = version("torch")
+        return version("torch")
     except PackageNotFoundError:
-        torch_version = "none"
-    return cache_directory() / f"preload-torch-{torch_version}-py{platform.python_version()}.json"
+        return "none"
 
 
 def recorded_modules() -> list[str]:

@@ -113,6 +113,8 @@ class ForkServer:
                 return
             modules = preload.recorded_modules()
             if not modules:
+                # Asked once per server: what this run records is for the next.
+                self.enriched = True
                 return
             mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
