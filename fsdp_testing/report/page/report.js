@@ -35,11 +35,4 @@
       });
     }
   }
-
-  let opened = [];
-  window.addEventListener("beforeprint", () => {
-    opened = all("details:not([open])");
-    for (const details of opened) details.open = true;
-  });
-  window.addEventListener("afterprint", () => { for (const details of opened) details.open = false; });
 })();
