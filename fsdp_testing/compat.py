@@ -75,5 +75,5 @@ def collective_options() -> Any:
 
 
 def other_threads() -> int:
-    """Python threads of this process besides the main one; `threading.active_count` takes a lock and ten times as long."""
-    return _thread._count()  # type: ignore[attr-defined]  # in CPython, though not in typeshed
+    """Python threads besides the main one; `threading.active_count` takes a lock and ten times as long."""
+    return _thread._count()

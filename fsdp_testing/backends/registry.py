@@ -6,6 +6,7 @@ A vendor copies nothing: a `Backend` is a name, a device type and three function
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,8 +67,14 @@ def register_backend(backend: Backend) -> None:
 def registered_backends() -> tuple[str, ...]:
     """Names that can be asked for, entry points included."""
     names = dict.fromkeys(_registered)
-    names.update(dict.fromkeys(point.name for point in entry_points(group=ENTRY_POINT_GROUP)))
+    names.update(dict.fromkeys(_entry_point_names()))
     return tuple(names)
+
+
+@functools.cache
+def _entry_point_names() -> tuple[str, ...]:
+    """Scanning what is installed takes a millisecond, as long as a test; it does not change while we run."""
+    return tuple(point.name for point in entry_points(group=ENTRY_POINT_GROUP))
 
 
 def backend_named(name: str) -> Backend:
@@ -86,7 +93,7 @@ def backend_named(name: str) -> Backend:
     if isinstance(found, str):
         found = _load(name, found)
         _registered[name] = found
-    return found  # type: ignore[no-any-return]  # checked in _load
+    return found
 
 
 def _load(name: str, value: str) -> Backend:

@@ -25,12 +25,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_testing.errors import HarnessError
+from fsdp_testing.errors import CollectiveMismatch, HarnessError
 from fsdp_testing.ledger.dispatcher_readers import READERS, pending_reduce_op
 from fsdp_testing.ledger.functional_readers import FUNCTIONAL_READERS
 from fsdp_testing.ledger.method_readers import METHOD_READERS, reduce_op_among
 from fsdp_testing.ledger.recorder import Line, Listener, Recorder
 from fsdp_testing.ledger.records import group_identity
+from fsdp_testing.ledger.refusals import torch_refuses
 
 _BACKEND_SELECT = torch._C.DispatchKey.BackendSelect
 _CPP_CALLERS = ("Reducer", "_broadcast_coalesced", "_verify_params_across_processes")
@@ -95,13 +96,13 @@ def _install() -> None:
     os.register_at_fork(after_in_child=_stop_in_child)
     for name, reader in METHOD_READERS.items():
         if name in dist.ProcessGroup.__dict__:
-            setattr(dist.ProcessGroup, name, _recording(getattr(dist.ProcessGroup, name), reader))
+            setattr(dist.ProcessGroup, name, _recording(name, getattr(dist.ProcessGroup, name), reader))
     library = torch.library.Library("_c10d_functional", "IMPL")
     _libraries.append(library)
-    for name, reader in FUNCTIONAL_READERS.items():
+    for name, read_functional in FUNCTIONAL_READERS.items():
         packet = getattr(torch.ops._c10d_functional, name, None)
         if packet is not None:
-            library.impl(name, _functional_kernel(packet.default, reader), "BackendSelect", with_keyset=True)
+            library.impl(name, _functional_kernel(packet.default, read_functional), "BackendSelect", with_keyset=True)
     for name in _CPP_CALLERS:
         if hasattr(dist, name):
             setattr(dist, name, _announcing_cpp(getattr(dist, name)))
@@ -120,7 +121,7 @@ def _watch_cpp() -> None:
             library.impl(name, _kernel(packet.default, reader), "BackendSelect", with_keyset=True)
 
 
-def _recording(method: Callable[..., Any], reader: Callable[..., Any]) -> Callable[..., Any]:
+def _recording(name: str, method: Callable[..., Any], reader: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def record_and_call(group: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = _active
@@ -137,24 +138,32 @@ def _recording(method: Callable[..., Any], reader: Callable[..., Any]) -> Callab
         if line is None:
             return method(group, *args, **kwargs)
         call, blocking = read
-        recorder.record(line, call, blocking)
+        try:
+            recorder.record(line, call, blocking)
+        except CollectiveMismatch:
+            if not torch_refuses(name, group, args):
+                raise
+            recorder.withdraw(line, line.number, refused=True)
+            return method(group, *args, **kwargs)
         number = line.number
         if _watching_cpp:
             _passing.recorded = True
         try:
-            return method(group, *args, **kwargs)
+            work = method(group, *args, **kwargs)
         except Exception:
             recorder.withdraw(line, number)
             raise
         finally:
             if _watching_cpp:
                 _passing.recorded = False
+        recorder.taken()
+        return work
 
     return record_and_call
 
 
 def _call_watched(method: Callable[..., Any], group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `method`, of which the operator underneath tells what it is: an overload that torch.distributed does not use."""
+    """Call `method` in a way that torch.distributed does not; the operator underneath tells what it is."""
     _watch_cpp()
     pending_reduce_op.name = reduce_op_among(args, kwargs)
     try:
@@ -181,10 +190,12 @@ def _kernel(operator: Any, reader: Callable[..., Any]) -> Callable[..., Any]:
         recorder.record(line, call, blocking)
         number = line.number
         try:
-            return redispatch(handed, *args)
+            result = redispatch(handed, *args)
         except Exception:
             recorder.withdraw(line, number)
             raise
+        recorder.taken()
+        return result
 
     return record_and_hand_on
 
@@ -208,12 +219,14 @@ def _functional_kernel(operator: Any, reader: Callable[..., Any]) -> Callable[..
         number = line.number
         _passing.recorded = True
         try:
-            return redispatch(handed, *args)
+            result = redispatch(handed, *args)
         except Exception:
             recorder.withdraw(line, number)
             raise
         finally:
             _passing.recorded = False
+        recorder.taken()
+        return result
 
     return record_and_hand_on
 

@@ -5,7 +5,8 @@ One area per rank; only that rank writes it, everybody reads it:
     | header | group table: key, count, digest of all entries | per group: ring of the last entries | strings |
 
 Header, in words of 8 bytes: epoch, groups used, strings, bytes of strings, waiting group, waiting meta, groups without
-room. The epoch counts jobs: entries of an earlier job never match, so a rank may start a job before its peer has cleared
+room, collectives refused, stamp of the collective
+that torch is being asked for. The epoch counts jobs: entries of an earlier job never match, so a rank may start a job before its peer has cleared
 the last one's entries. The file is sparse: memory is used only for what was written.
 
 Peers read without a lock, so every record is written in an order that shows a half-written one: an entry has its
@@ -34,7 +35,7 @@ _TABLE_BYTES = GROUPS * _TABLE_WORDS * _WORD
 _RINGS_BYTES = GROUPS * RING * _ENTRY.size
 AREA_BYTES = _HEADER_BYTES + _TABLE_BYTES + _RINGS_BYTES + _STRINGS_BYTES
 
-_EPOCH, _GROUPS_USED, _STRINGS, _STRING_BYTES, _WAIT_GROUP, _WAIT_META, _OVERFLOW = range(7)
+_EPOCH, _GROUPS_USED, _STRINGS, _STRING_BYTES, _WAIT_GROUP, _WAIT_META, _OVERFLOW, _REFUSED, _INSIDE = range(9)
 _LONGEST_TEXT = 1000
 NUMBER_BITS = 32
 ANYBODY = 0xFFFF
@@ -116,6 +117,8 @@ class Area:
         words[head + _WAIT_META] = 0
         words[head + _GROUPS_USED] = 0
         words[head + _OVERFLOW] = 0
+        words[head + _REFUSED] = 0
+        words[head + _INSIDE] = 0
         crowded = words[head + _STRING_BYTES] > _STRINGS_BYTES // 2
         if crowded:
             words[head + _STRINGS] = 0
@@ -159,6 +162,20 @@ class Area:
         """Index in `words` of the group that the owner waits in; the next word is 0 while it waits in none."""
         return self._head + _WAIT_GROUP
 
+    @property
+    def inside_word(self) -> int:
+        """Index in `words` of the stamp of the collective that torch has not yet taken, nor refused; 0 for none."""
+        return self._head + _INSIDE
+
+    def put_refused(self) -> None:
+        """Say that the last collective recorded was refused: it is no part of any agreement."""
+        self.words[self._head + _WAIT_META] = self.words[self._head + _INSIDE] = 0
+        self.words[self._head + _REFUSED] += 1
+
+    def withdraw_refused(self) -> None:
+        """Take back `put_refused`."""
+        self.words[self._head + _REFUSED] -= 1
+
     def withdraw_waiting(self) -> None:
         """Say that the owner does not block."""
         self.words[self._head + _WAIT_META] = 0
@@ -186,6 +203,10 @@ class Area:
     def uncompared(self) -> int:
         """How many groups found no room in the table during this job; their collectives were not recorded."""
         return self.words[self._head + _OVERFLOW]
+
+    def refused(self) -> int:
+        """How many collectives the ledger refused the owner in this job."""
+        return self.words[self._head + _REFUSED]
 
     def groups(self) -> list[tuple[int, int, int]]:
         """(key, collectives issued, digest) of every group that the owner has used in this job, by first use."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fsdp_testing.ledger.memory import Area
-from fsdp_testing.ledger.records import group_fact, members_from
+from fsdp_testing.ledger.records import group_facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,9 @@ def read_rank(area: Area, epoch: int, last: int = 8) -> RankLedger:
     strings = area.strings()
     groups = area.groups()
     entries: list[LedgerEntry] = []
+    facts = group_facts(strings)
     for slot, (key, count, _) in enumerate(groups):
-        label = group_fact(strings, key, 2)
+        label, _ = facts.get(key, ("", ()))
         for number in range(max(1, count - last + 1), count + 1):
             entry = area.entry(slot, number)
             if entry is not None:
@@ -61,7 +62,7 @@ def read_rank(area: Area, epoch: int, last: int = 8) -> RankLedger:
                 moment, signature = entry.moment_ns, entry.signature
                 entries.append(LedgerEntry(number, label, key, what, site, moment, signature))
     entries.sort(key=lambda entry: entry.moment_ns)
-    members = {key: members_from(group_fact(strings, key, 3)) for key, _, _ in groups}
+    members = {key: facts[key][1] for key, _, _ in groups if key in facts}
     issued = {key: count for key, count, _ in groups}
     digests = {key: digest for key, _, digest in groups}
     return RankLedger(True, tuple(entries[-last:]), issued, digests, members, area.uncompared())

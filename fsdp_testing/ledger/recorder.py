@@ -7,11 +7,14 @@ that would have returned garbage is never issued.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib.util
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -23,12 +26,20 @@ from fsdp_testing.ledger.records import WAITS_FOR_ALL, WAITS_FOR_NOBODY, Call, G
 
 _MASK = (1 << 64) - 1
 _SETTLE_SECONDS = 0.001
-_LOOKS = 20
-_OWN = ("/torch/", "/fsdp_testing/ledger/", "<frozen", "<string>", "/contextlib.py")
+_LOOKS = 3
+# So long may torch be asked whether it takes a call, on a machine that is busy.
+_ASKING_SECONDS = 0.25
 _NO_SITE = (0, "?", None)
 
 #: Told of every collective of this rank: group, call, call site.
 Listener = Callable[[GroupIdentity, Call, str], None]
+
+
+def _own_code() -> tuple[str, ...]:
+    """Starts of file names of code that issues collectives for others: torch, this package, what wraps calls."""
+    torch = importlib.util.find_spec("torch")
+    folders = [str(Path(__file__).parent), *((torch.submodule_search_locations if torch is not None else None) or ())]
+    return ("<frozen", "<string>", contextlib.__file__, *(f"{folder}/" for folder in folders))
 
 
 class Line:
@@ -59,12 +70,14 @@ class Recorder:
         self._areas = memory.areas
         self._area: Area = memory.areas[rank if compare else 0]
         self._words = self._area.words
+        self._inside = self._area.inside_word
         self._epoch = 0
         self._lines: dict[int, Line] = {}
         self._known: dict[Call, tuple[int, int]] = {}
         self._sites: dict[tuple[int, int], tuple[int, str, Any]] = {}
         self._is_own: dict[str, bool] = {}
         self._deadlocks = deadlock.Deadlocks(memory.areas, rank)
+        self._skipped = _own_code()
         self._rare = threading.Lock()
         self.listener: Listener | None = None
 
@@ -114,6 +127,7 @@ class Recorder:
         site, told, _ = self._call_site()
         if self.listener is not None:
             self.listener(line.group, call, told)
+        self._words[self._inside] = mark
         self._area.put_entry(slot, (mark, signature, time.monotonic_ns(), description, site, mark), digest)
         words = self._words
         for peer in line.peers:
@@ -129,14 +143,23 @@ class Recorder:
         if blocking and line.peers and line.group.blocking_host and call.waits_for != WAITS_FOR_NOBODY:
             self._before_blocking(line, call)
 
-    def withdraw(self, line: Line, number: int) -> None:
-        """Take back collective `number`: the call was refused by torch, so nothing was issued."""
+    def taken(self) -> None:
+        """Torch has taken the collective recorded last: it is issued."""
+        self._words[self._inside] = 0
+
+    def withdraw(self, line: Line, number: int, *, refused: bool = False) -> None:
+        """Take back collective `number`: torch refuses the call, so nothing is issued.
+
+        `refused` says that this recorder had refused it before.
+        """
+        if refused:
+            self._area.withdraw_refused()
         self._area.withdraw_waiting()
-        if line.slot is None or line.number != number:
-            return
-        line.number -= 1
-        line.digest = line.digest_before
-        self._area.withdraw_entry(line.slot, number, line.digest)
+        if line.slot is not None and line.number == number:
+            line.number -= 1
+            line.digest = line.digest_before
+            self._area.withdraw_entry(line.slot, number, line.digest)
+        self._words[self._inside] = 0
 
     def _before_blocking(self, line: Line, call: Call) -> None:
         group = line.group
@@ -151,7 +174,7 @@ class Recorder:
                 # A deadlock lasts; a wait that was read half-written does not.
                 found = self._deadlocks.find(line, awaited, self._epoch)
             if found:
-                self._area.withdraw_waiting()
+                self._area.put_refused()
                 raise CollectiveMismatch(self._deadlocks.tell(found, line))
 
     def _find_peer(self, peer: list[Any], key: int) -> int | None:
@@ -159,7 +182,8 @@ class Recorder:
         if area.epoch() & 0xFFFFFFFF != self._epoch:
             return None
         peer[1] = area.slot_of(key)
-        return peer[1]  # type: ignore[no-any-return]  # int or None, as above
+        slot: int | None = peer[1]
+        return slot
 
     def _learn(self, call: Call) -> tuple[int, int]:
         digest = hashlib.blake2b(repr(call.what).encode(), digest_size=8).digest()
@@ -176,7 +200,7 @@ class Recorder:
             file = code.co_filename
             skip = own.get(file)
             if skip is None:
-                skip = own[file] = any(part in file for part in _OWN)
+                skip = own[file] = file.startswith(self._skipped)
             if not skip:
                 site = self._sites.get((id(code), frame.f_lasti))
                 return site if site is not None else self._learn_site(frame)
@@ -192,13 +216,17 @@ class Recorder:
         return site
 
     def _confirm_difference(self, line: Line, peer: list[Any], mark: int, signature: int) -> None:
-        """Raise unless the difference was a half-written entry: a few looks, then one after a pause."""
-        words, at = self._words, peer[0].entry_word(peer[1], line.number)
-        for look in range(_LOOKS + 1):
+        """Raise unless the difference goes away: the peer's entry was half-written, or torch refuses its call."""
+        words, at, inside = self._words, peer[0].entry_word(peer[1], line.number), peer[0].inside_word
+        asking = time.monotonic() + _ASKING_SECONDS
+        for look in range(_LOOKS):
+            while words[inside] == mark and time.monotonic() < asking:
+                time.sleep(_SETTLE_SECONDS)
             if words[at + 4] != mark or words[at + 1] == signature or words[at] != mark:
                 return
-            if look == _LOOKS - 1:
+            if look < _LOOKS - 1:
                 time.sleep(_SETTLE_SECONDS)
+        self._area.put_refused()
         raise CollectiveMismatch(self._tell_difference(line, peer))
 
     def _tell_difference(self, line: Line, peer: list[Any]) -> str:

@@ -54,6 +54,12 @@ def group_fact(strings: list[str], key: int, field: int) -> str:
     return next((text.split("\x00")[field] for text in strings if text.startswith(start)), "")
 
 
+def group_facts(strings: list[str]) -> dict[int, tuple[str, tuple[int, ...]]]:
+    """Label and members of every group that a rank's strings tell, by key."""
+    told = (text.split("\x00") for text in strings if text.startswith("\x00"))
+    return {int(key): (label, members_from(members)) for _, key, label, members in told}
+
+
 def group_told(group: GroupIdentity) -> str:
     """The string that `group_fact` reads."""
     return f"\x00{group.key}\x00{group.label}\x00{','.join(map(str, group.members))}"

@@ -135,7 +135,7 @@ class Channel:
         try:
             while (message := self._next()) is not None:
                 messages.append(message[0])
-        except Exception as error:  # noqa: BLE001 - pickle raises anything for bytes that are no pickle
+        except Exception as error:  # pickle raises anything for bytes that are no pickle
             self._closed = True
             self.problem = f"{type(error).__name__}: {error}"
         return messages

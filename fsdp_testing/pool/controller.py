@@ -165,7 +165,7 @@ def unavailable_reason(outcome: WorldOutcome) -> str:
 
 
 def _validate(size: int, backend: str, isolation: str) -> None:
-    from fsdp_testing.backends import registered_backends
+    from fsdp_testing.backends import backend_named, registered_backends
 
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise InvalidArgument(f"world: expected a size of at least 1, got {size!r}. Give the number of ranks.")
@@ -174,7 +174,7 @@ def _validate(size: int, backend: str, isolation: str) -> None:
     if backend not in registered_backends():
         known = ", ".join(registered_backends())
         raise InvalidArgument(f"world: expected a backend among {known}, got {backend!r}. Check the name or register it.")
-    if backend != "fake" and size > _MOST_PROCESSES:
+    if size > _MOST_PROCESSES and not backend_named(backend).single_process:
         raise InvalidArgument(
             f"world: expected at most {_MOST_PROCESSES} ranks that are processes of this machine, got {size}. "
             "Use backend='fake', which runs any rank of any size in one process."

@@ -78,13 +78,15 @@ class Supervision:
             self._send(watch)
         passed_deadline = self._watch(watches, started)
         unsettled = [watch for watch in watches if not watch.settled]
+        # Before stacks are asked for: the signal may end a system call that the rank was stuck in.
+        ledgers = [self._ledger_of(watch.process.rank) for watch in watches]
         if unsettled:
             self._take_stacks(unsettled)
-        outcomes = tuple(self._outcome(watch, passed_deadline) for watch in watches)
+        outcomes = tuple(self._outcome(*pair, passed_deadline) for pair in zip(watches, ledgers, strict=True))
         members: dict[int, tuple[int, ...]] = {}
         if not self.single_process:
-            for outcome in watches:
-                members.update(self._ledger_of(outcome.process.rank, 1).members)
+            for ledger in ledgers:
+                members.update(ledger.members)
         cause = cause_of(outcomes, members, self.timeout if passed_deadline else None)
         late = [str(watch.process.rank) for watch in watches if not watch.joined and not watch.settled]
         if passed_deadline and late:
@@ -158,21 +160,27 @@ class Supervision:
         return read_rank(self.ledger.areas[0 if self.single_process else rank], self.job.number, last)
 
     def _someone_waits_in_vain(self, watches: list[_Watch]) -> bool:
-        """A running rank has issued a collective that a returned member of its group never joined."""
+        """A running rank has issued a collective that a returned member of its group never joined, or was refused."""
         if self.single_process or all(not watch.settled for watch in watches):
             return False
         areas, epoch = self.ledger.areas, self.job.number
         gone = [watch.process.rank for watch in watches if watch.settled]
         running = [watch.process.rank for watch in watches if not watch.settled]
+        if any(areas[rank].epoch() == epoch and areas[rank].refused() for rank in gone):
+            return True
         issued = {rank: counts(areas[rank], epoch) for rank in gone}
         for rank in running:
-            for key, count in counts(areas[rank], epoch).items():
-                behind = [other for other in gone if issued[other].get(key, 0) < count]
-                if not behind:
-                    continue
-                members = self._ledger_of(rank, 1).members.get(key, ())
+            behind = {
+                key: [other for other in gone if issued[other].get(key, 0) < count]
+                for key, count in counts(areas[rank], epoch).items()
+            }
+            if not any(behind.values()):
+                continue
+            members = self._ledger_of(rank, 1).members
+            for key, others in behind.items():
                 # A full ledger does not tell how often its rank used the group.
-                if any(other in members and (key in issued[other] or not areas[other].uncompared()) for other in behind):
+                told = [other for other in others if key in issued[other] or not areas[other].uncompared()]
+                if any(other in members.get(key, ()) for other in told):
                     return True
         return False
 
@@ -191,9 +199,8 @@ class Supervision:
                 if quiet[watch.process.rank] >= 3:
                     waiting.remove(watch)
 
-    def _outcome(self, watch: _Watch, passed_deadline: bool) -> RankOutcome:
+    def _outcome(self, watch: _Watch, ledger: RankLedger, passed_deadline: bool) -> RankOutcome:
         process = watch.process
-        ledger = self._ledger_of(process.rank)
         shared: dict[str, Any] = {
             "rank": self.job.place.rank if self.job.place is not None else process.rank,
             "stdout": process.take_output("stdout"),

@@ -8,26 +8,31 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 from fsdp_testing.errors import UnsendableFunction
 
 _MAIN_COPY = "__rank_main__"
+_MOST_DECORATORS = 50
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A function by name: `module` and `qualname`, and the source `path` when the module has one."""
+    """A function by name: `module` and `qualname`, and the source `path` when the module has one.
+
+    `unwrap` counts the decorators to take off (`__wrapped__`) when the function meant is not the one the name leads to.
+    """
 
     module: str
     qualname: str
     path: str | None = None
+    unwrap: int = 0
 
     def __str__(self) -> str:
         return f"{self.module}:{self.qualname}"
@@ -62,20 +67,28 @@ def target_of(function: Callable[..., Any] | str) -> Target:
             f"target: expected a function that another process can import, got {module}.{qualname}, which is {kind}. "
             "Move it to module level and pass what it closed over as arguments."
         )
-    _check_reachable(function, module, qualname)
-    return Target(module, qualname, _source_path(module))
+    return Target(module, qualname, _source_path(module), _depth(function, module, qualname))
 
 
-def _check_reachable(function: Callable[..., Any], module: str, qualname: str) -> None:
-    holder = sys.modules.get(module)
+def _depth(function: Callable[..., Any], module: str, qualname: str) -> int:
+    """How many decorators lie between what the name leads to and `function`."""
+    found: Any = sys.modules.get(module)
     try:
-        found = reduce(getattr, qualname.split("."), holder)
+        found = reduce(getattr, qualname.split("."), found)
     except AttributeError:
         found = None
-    if found is function or getattr(found, "__wrapped__", None) is function:
-        return
     if isinstance(found, types.MethodType) and found.__func__ is getattr(function, "__func__", None):
-        return
+        return 0
+    inner, depth = found, 0
+    while inner is not None and depth < _MOST_DECORATORS:
+        if inner is function:
+            return depth
+        inner, depth = getattr(inner, "__wrapped__", None), depth + 1
+    if isinstance(function, types.MethodType):
+        raise UnsendableFunction(
+            f"target: expected a function that another process can import, got {module}.{qualname} bound to an object. "
+            "Pass a module-level function, and the object as an argument."
+        )
     raise UnsendableFunction(
         f"target: expected {module}.{qualname} to name the function itself, got {found!r}. A decorator that returns "
         "something else, or a redefinition, hides it; pass the object that the module holds."
@@ -89,7 +102,7 @@ def _source_path(module: str) -> str | None:
             "target: expected a function of a module that ranks can import, got one of an interactive session. "
             "Put it into a file."
         )
-    return os.path.abspath(path) if path else None
+    return str(Path(path).absolute()) if path else None
 
 
 def resolve(target: Target) -> Callable[..., Any]:
@@ -107,6 +120,8 @@ def resolve(target: Target) -> Callable[..., Any]:
             f"target {target}: expected module {target.module} to hold {target.qualname}, and it does not in this "
             "rank. It may be defined only when run as a script, or changed since the test was collected."
         ) from None
+    for _ in range(target.unwrap):
+        found = found.__wrapped__
     if not callable(found):
         raise UnsendableFunction(f"target {target}: expected a callable, got {type(found).__name__}.")
     return found
@@ -116,19 +131,44 @@ def _import(target: Target) -> Any:
     if target.module == "__main__":
         return _import_main(target.path)
     known = sys.modules.get(target.module)
-    if known is not None:
+    if known is not None and not _is_other(known, target.path):
         return known
+    if known is not None:
+        return _load(target.module, target.path, target.module)
     try:
         return importlib.import_module(target.module)
     except ModuleNotFoundError as error:
         if target.path is None or error.name is None or not target.module.startswith(error.name):
             raise
-    spec = importlib.util.spec_from_file_location(target.module, target.path)
+    return _load(target.module, target.path, target.module)
+
+
+def _is_other(known: types.ModuleType, path: str | None) -> bool:
+    """Whether the module of that name is another file's: two test folders may hold files of one name."""
+    file = getattr(known, "__file__", None)
+    if path is None or file is None or not path.endswith(".py"):
+        return False
+    return str(Path(file).absolute()) != path and Path(file).resolve() != Path(path).resolve()
+
+
+def _load(name: str, path: str | None, *names: str) -> types.ModuleType:
+    """Run the file at `path` as module `name`, known under all of `names` from its first line on."""
+    spec = importlib.util.spec_from_file_location(name, path) if path is not None else None
     if spec is None or spec.loader is None:
-        raise ModuleNotFoundError(f"cannot import {target.module} from {target.path}", name=target.module)
+        raise ModuleNotFoundError(f"cannot import {name} from {path}", name=name)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[target.module] = module
-    spec.loader.exec_module(module)
+    before = {known: sys.modules.get(known) for known in names}
+    sys.modules.update(dict.fromkeys(names, module))
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        # A half-run module is not to be found by the next call.
+        for known, old in before.items():
+            if old is None:
+                sys.modules.pop(known, None)
+            else:
+                sys.modules[known] = old
+        raise
     return module
 
 
@@ -138,11 +178,5 @@ def _import_main(path: str | None) -> types.ModuleType:
         return sys.modules[_MAIN_COPY]
     if path is None:
         raise ModuleNotFoundError("the controller's __main__ has no file to import")
-    spec = importlib.util.spec_from_file_location(_MAIN_COPY, path)
-    if spec is None or spec.loader is None:
-        raise ModuleNotFoundError(f"cannot import the controller's script {path}")
-    module = importlib.util.module_from_spec(spec)
     # Classes pickled in the controller are named __main__.X: both names must lead to the copy before it runs.
-    sys.modules[_MAIN_COPY] = sys.modules["__main__"] = module
-    spec.loader.exec_module(module)
-    return module
+    return _load(_MAIN_COPY, path, _MAIN_COPY, "__main__")

@@ -41,8 +41,8 @@ def main(fds: dict[str, int]) -> None:
         except BackendUnavailable as error:
             channel.send(Joined(str(error), unavailable=True))
             return
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the controller is told
-            channel.send(Joined(f"{type(error).__name__}: {_text_of(error)}", traceback.format_exc()))
+        except BaseException as error:  # whatever it is, the controller is told
+            channel.send(Joined(f"{type(error).__name__}: {_text_of(error)}", traceback=traceback.format_exc()))
             return
         channel.send(Joined())
         while True:
@@ -235,12 +235,12 @@ def _call(job: Job) -> dict[str, Any]:
         function = resolve(job.target)
         args, kwargs = loads(job.arguments)
         value = function(*args, **kwargs)
-    except BaseException as error:  # noqa: BLE001 - also SystemExit and KeyboardInterrupt are the call's end, not the rank's
+    except BaseException as error:  # also SystemExit and KeyboardInterrupt are the call's end, not the rank's
         return _error_fields(error)
     failed = isinstance(value, Failed)
     try:
         return {"payload": dumps(value.value if isinstance(value, Failed) else value), "failed": failed}
-    except Exception as error:  # noqa: BLE001 - a value's own reduction may raise anything
+    except Exception as error:  # a value's own reduction may raise anything
         note = TypeError(
             f"{job.target} returned a {type(value).__name__} that cannot be sent to the controller "
             f"({type(error).__name__}: {_text_of(error)}). Return plain data and tensors."
@@ -251,14 +251,14 @@ def _call(job: Job) -> dict[str, Any]:
 def _restored(snapshot: Any) -> tuple[Dirt, ...]:
     try:
         return tuple(snapshot.restore())
-    except Exception as error:  # noqa: BLE001 - the call left the rank in a state that cannot even be examined
+    except Exception as error:  # the call left the rank in a state that cannot even be examined
         return (Dirt("rank", f"its state cannot be examined: {type(error).__name__}: {_text_of(error)}", restored=False),)
 
 
 def _text_of(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as problem:  # noqa: BLE001 - an exception's own text is the test's code
+    except Exception as problem:  # an exception's own text is the test's code
         return f"<str() of it raised {type(problem).__name__}>"
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fsdp_testing import env
+from fsdp_testing.backends import backend_named
 from fsdp_testing.backends.devices import share_from
 from fsdp_testing.errors import InvalidArgument, PoolBroken
 from fsdp_testing.ledger import memory
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from fsdp_testing.pool.controller import Pool
 
 _LEAVE_SECONDS = 5.0
-_SINGLE_PROCESS = ("fake",)
 # pytest sets it anew for every phase of every test, for itself.
 _NOT_FOLLOWED = (b"PYTEST_CURRENT_TEST", b"GLOO_SOCKET_IFNAME")
 
@@ -59,7 +59,7 @@ class PooledWorld:
         self.busy = False
         self.before_leaving: list[Callable[[PooledWorld], None]] = []
         self._pool = pool
-        self._single = key.backend in _SINGLE_PROCESS
+        self._single = backend_named(key.backend).single_process
         self._running = threading.Lock()
         self._owner = os.getpid()
         self._jobs = 0
@@ -122,7 +122,7 @@ class PooledWorld:
         """
         if not self._single:
             raise InvalidArgument(
-                f"world.at: expected a single-process backend ({', '.join(_SINGLE_PROCESS)}), got {self.key.backend!r}. "
+                f"world.at: expected a backend of one process, such as 'fake', got {self.key.backend!r}. "
                 "Every rank of this world exists; ask for its result instead."
             )
         if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < self.key.size:

@@ -1,0 +1,26 @@
+"""A pool for all tests of this folder, whose cache is not the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fsdp_testing.pool import Pool
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FSDP_TESTING_CACHE", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def pool(cache: Path) -> Iterator[Pool]:
+    # Ranks import the test modules, which import pytest.
+    pool = Pool(preload_modules=("pytest",))
+    yield pool
+    pool.close()

@@ -1,0 +1,464 @@
+"""Every way in which a rank can end a call is told, in time, and the next call runs on a whole world."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_testing.pool import Failed, Fate, Pool, WorldOutcome
+from fsdp_testing.pool.supervision import GRACE_SECONDS
+from fsdp_testing.pool.world import current_world
+
+R, A, D, H, S = Fate.RETURNED, Fate.RAISED, Fate.DIED, Fate.HUNG, Fate.STOPPED
+
+
+def run(pool: Pool, function: Callable[..., Any], *args: Any, size: int = 2, timeout: float = 30.0) -> WorldOutcome:
+    world = pool.world(size)
+    try:
+        return world.execute(function, args, timeout=timeout)
+    finally:
+        world.release()
+
+
+def sum_of_ones() -> list[float]:
+    total = torch.ones(4)
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+@pytest.fixture
+def healthy(pool: Pool):
+    """After each fate, the next call works."""
+    yield
+    outcome = run(pool, sum_of_ones)
+    assert outcome.ok, outcome.describe()
+    assert outcome.values == [[2.0] * 4, [2.0] * 4]
+
+
+def mine() -> bool:
+    return current_world().rank == 1
+
+
+# ---- what ranks do
+
+
+def raise_on_one() -> None:
+    if mine():
+        raise ValueError("planted\nsecond line")
+    dist.all_reduce(torch.ones(4))
+
+
+def raise_on_all() -> None:
+    raise KeyError("same")
+
+
+def raise_differently() -> None:
+    if mine():
+        time.sleep(0.05)
+        raise ValueError("right")
+    raise KeyError("left")
+
+
+def killed() -> None:
+    if mine():
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(4))
+
+
+def killed_while_others_return() -> None:
+    if mine():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def exits() -> None:
+    if mine():
+        os._exit(7)
+
+
+def exits_quietly() -> None:
+    if mine():
+        os._exit(0)
+
+
+def system_exit() -> None:
+    if mine():
+        sys.exit(0)
+
+
+def interrupted() -> None:
+    if mine():
+        raise KeyboardInterrupt
+
+
+def segfaults() -> None:
+    if mine():
+        ctypes.string_at(0)
+    dist.barrier()
+
+
+def hangs_in_collective() -> None:
+    if mine():
+        while True:
+            time.sleep(0.05)
+    dist.all_reduce(torch.ones(4))
+
+
+def hangs_in_python() -> None:
+    while True:
+        pass
+
+
+def hangs_with_the_gil() -> None:
+    if mine():
+        ctypes.PyDLL(None).sleep(600)
+    dist.barrier()
+
+
+def stops_itself() -> None:
+    if mine():
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def returns_early() -> None:
+    dist.all_reduce(torch.ones(4))
+    if not mine():
+        dist.all_reduce(torch.ones(4))
+
+
+def skips_one_call() -> None:
+    for step in range(3):
+        if not (mine() and step == 1):
+            dist.all_reduce(torch.ones(step + 1))
+
+
+def leaves_a_collective_open() -> None:
+    dist.all_reduce(torch.ones(4))
+    if mine():
+        dist.all_reduce(torch.ones(4), async_op=True)
+
+
+def marks_itself_failed() -> Any:
+    if mine():
+        return Failed({"why": "planted"})
+    dist.all_reduce(torch.ones(4))
+    return None
+
+
+class BadText(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def raises_without_text() -> None:
+    raise BadText
+
+
+def recurses() -> None:
+    def deeper(n: int) -> int:
+        return deeper(n + 1) + 1
+
+    deeper(0)
+
+
+def generates():
+    yield 1
+
+
+def returns_a_lock() -> Any:
+    return threading.Lock()
+
+
+class ReducesBadly:
+    def __reduce__(self) -> Any:
+        raise BadText
+
+
+def returns_what_raises() -> Any:
+    return ReducesBadly()
+
+
+class LoadsBadly:
+    def __reduce__(self) -> Any:
+        return _explode, ()
+
+
+def _explode() -> None:
+    if "fsdp_testing.pool.worker" not in sys.modules or current_or_none() is None:
+        raise OSError("only in the controller")
+
+
+def current_or_none() -> Any:
+    try:
+        return current_world()
+    except Exception:
+        return None
+
+
+def returns_what_cannot_be_read() -> Any:
+    return LoadsBadly()
+
+
+def gloo_times_out() -> None:
+    from datetime import timedelta
+
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    if mine():
+        while True:
+            time.sleep(0.05)
+    dist.all_reduce(torch.ones(4), group=group)
+
+
+def closes_descriptors() -> None:
+    if mine():
+        os.closerange(3, 256)
+
+
+def writes_into_the_channel() -> None:
+    if mine():
+        for entry in os.listdir("/proc/self/fd"):
+            name = os.readlink(f"/proc/self/fd/{entry}") if os.path.exists(f"/proc/self/fd/{entry}") else ""
+            if name.startswith("socket:") and int(entry) > 2:
+                try:
+                    os.write(int(entry), (3).to_bytes(8, "little") + b"abc")
+                except OSError:
+                    continue
+        time.sleep(600)
+
+
+# function: fates of rank 0 and 1, what the leading sentence says, seconds allowed (None: the deadline of 2 s plus one)
+FATES: dict[Callable[..., Any], tuple[tuple[Fate, Fate], str]] = {
+    raise_on_one: ((S, A), r"^rank 1 raised ValueError: planted; rank 0 waited in all_reduce\(sum\) #1 float32\[4\]$"),
+    raise_on_all: ((A, A), r"^every rank raised KeyError: 'same'$"),
+    raise_differently: ((A, A), r"^rank 0 raised KeyError: 'left'$"),
+    killed: ((A, D), r"^rank 1 died by SIGKILL$"),
+    killed_while_others_return: ((R, D), r"^rank 1 died by SIGKILL$"),
+    exits: ((R, D), r"^rank 1 died with exit code 7$"),
+    exits_quietly: ((R, D), r"^rank 1 died with exit code 0 \(it left without a report\)$"),
+    system_exit: ((R, A), r"^rank 1 raised SystemExit: 0$"),
+    interrupted: ((R, A), r"^rank 1 raised KeyboardInterrupt$"),
+    segfaults: ((A, D), r"^rank 1 died by SIGSEGV$"),
+    returns_early: ((S, R), r"^rank 0 waits in all_reduce\(sum\) #2 float32\[4\] at .*test_supervision.py:\d+ in "
+                            r"returns_early; rank 1 returned after #1$"),
+    skips_one_call: ((S, A), r"^ranks disagree: collective #2 of the default group differs: rank 0 issued "
+                             r"all_reduce\(sum\) float32\[2\] at .* in skips_one_call; rank 1 issues "
+                             r"all_reduce\(sum\) float32\[3\]"),
+    leaves_a_collective_open: ((R, R), r"^ranks disagree: they issued different numbers of collectives on the default "
+                                       r"group \(rank 0: 1, rank 1: 2\)$"),
+    marks_itself_failed: ((S, R), r"^rank 0 waits in all_reduce\(sum\) #1 float32\[4\] at .*; rank 1 failed without any"),
+    raises_without_text: ((A, A), r"^every rank raised BadText: <str\(\) of it raised RuntimeError>$"),
+    recurses: ((A, A), r"^every rank raised RecursionError: "),
+    generates: ((A, A), r"^every rank raised TypeError: .* returned a generator that cannot be sent to the controller"),
+    returns_a_lock: ((A, A), r"^every rank raised TypeError: .* returned a lock that cannot be sent"),
+    returns_what_raises: ((A, A), r"^every rank raised TypeError: .* returned a ReducesBadly that cannot be sent"),
+    returns_what_cannot_be_read: ((A, A), r"^every rank raised ResultUnreadable: .*OSError: only in the controller$"),
+    gloo_times_out: ((A, S), r"^rank 0 gave up waiting in all_reduce\(sum\) #1 float32\[4\] on group .*rank 1 never joined"
+                             r" it: it was stopped before any collective$"),
+    closes_descriptors: ((R, D), r"^rank 1 died with exit code 0 \(it left without a report\)$"),
+    writes_into_the_channel: ((R, A), r"^rank 1 raised ChannelGarbled: what the rank sent is no message"),
+}  # fmt: skip
+
+HANGS: dict[Callable[..., Any], tuple[tuple[Fate, Fate], str]] = {
+    hangs_in_collective: ((H, H), r"^ranks 0, 1 hung after 2 s \(rank 1 is behind the others\): rank 0 last issued "
+                                  r"all_reduce\(sum\) #1 float32\[4\]; rank 1 issued no collective$"),
+    hangs_in_python: ((H, H), r"^ranks 0, 1 hung after 2 s: rank 0 issued no collective; rank 1 issued no collective$"),
+    hangs_with_the_gil: ((H, H), r"^ranks 0, 1 hung after 2 s \(rank 1 is behind"),
+    stops_itself: ((R, H), r"^rank 1 hung after 2 s"),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("healthy")
+@pytest.mark.parametrize("function", FATES, ids=lambda function: function.__name__)
+def test_every_fate_is_told_at_once(pool: Pool, function: Callable[..., Any]) -> None:
+    fates, cause = FATES[function]
+    outcome = run(pool, function)
+    assert not outcome.ok
+    assert re.search(cause, outcome.cause.splitlines()[0]), outcome.describe()
+    got = tuple(rank.fate for rank in outcome.ranks)
+    # A rank whose peer dies may be stopped before its own error has come through.
+    assert all(g is f or (D in fates and g in (A, S, R)) for g, f in zip(got, fates, strict=True)), outcome.describe()
+    assert outcome.describe().startswith(outcome.cause)
+
+
+@pytest.mark.usefixtures("healthy")
+@pytest.mark.parametrize("function", HANGS, ids=lambda function: function.__name__)
+def test_a_hang_ends_at_the_deadline_with_stacks(pool: Pool, function: Callable[..., Any]) -> None:
+    fates, cause = HANGS[function]
+    run(pool, sum_of_ones)
+    outcome = run(pool, function, timeout=2.0)
+    assert tuple(rank.fate for rank in outcome.ranks) == fates, outcome.describe()
+    assert re.search(cause, outcome.cause), outcome.describe()
+    assert 2.0 <= outcome.seconds < 3.0
+    for rank in outcome.ranks:
+        if rank.fate is H and function is not stops_itself:
+            assert function.__name__ in rank.stack, rank.stack
+    if function is stops_itself:
+        assert "did not answer SIGUSR1" in outcome.describe()
+
+
+def test_raising_or_dying_is_noticed_within_a_second(pool: Pool) -> None:
+    for function in (raise_on_one, killed, segfaults, returns_early):
+        run(pool, sum_of_ones)
+        assert run(pool, function).seconds < GRACE_SECONDS + 0.5, function
+
+
+def test_all_tracebacks_are_kept(pool: Pool) -> None:
+    told = run(pool, raise_differently).describe()
+    assert "KeyError: 'left'" in told
+    assert "ValueError: right" in told
+    assert told.count("in raise_differently") == 2
+    assert "pool/worker.py" not in told
+
+
+def issues_and_takes_back() -> float:
+    """Rank 1 returns; rank 0 has a call refused by torch, catches it, and goes on for longer than the grace period."""
+    if mine():
+        return 0.0
+    time.sleep(0.2)
+    try:
+        dist.all_gather([torch.ones(4)], torch.ones(4))  # one output for two ranks
+    except (ValueError, RuntimeError):
+        pass
+    else:
+        raise AssertionError("torch took it")
+    time.sleep(GRACE_SECONDS + 0.3)
+    return 1.0
+
+
+def test_a_refused_collective_is_no_reason_to_stop(pool: Pool) -> None:
+    outcome = run(pool, issues_and_takes_back)
+    assert outcome.ok, outcome.describe()
+    assert outcome.values == [1.0, 0.0]
+
+
+def prints(lines: int) -> None:
+    for _ in range(lines):
+        print("x" * 99)
+    os.write(2, b"raw\xff\n")
+    if mine():
+        raise ValueError("planted")
+
+
+def test_long_output_is_kept_and_shown_in_part(pool: Pool) -> None:
+    outcome = run(pool, prints, 100_000)
+    assert len(outcome.ranks[0].stdout) == 10_000_000
+    assert outcome.ranks[0].stderr == "raw\ufffd\n"
+    assert "9980000 characters are left out" in outcome.describe()
+    assert len(outcome.describe()) < 60_000
+
+
+def test_output_belongs_to_its_call(pool: Pool) -> None:
+    world = pool.world(1)
+    for lines in (20_000, 1, 3):
+        outcome = world.execute(prints_plain, (lines,))
+        assert outcome.ranks[0].stdout == "y\n" * lines * 50
+    world.release()
+
+
+def prints_plain(lines: int) -> None:
+    for _ in range(lines):
+        sys.stdout.write("y\n" * 50)
+
+
+def double(value: Any) -> Any:
+    return value * 2
+
+
+def test_huge_arguments_and_results(pool: Pool) -> None:
+    sent = torch.arange(25_000_000, dtype=torch.float32)
+    outcome = run(pool, double, sent, timeout=120)
+    assert outcome.ok, outcome.cause
+    for value in outcome.values:
+        assert torch.equal(value, sent * 2)
+
+
+def leaves_children() -> list[int]:
+    plain = subprocess.Popen(["sleep", "600"])
+    detached = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+    return [os.getpid(), plain.pid, detached.pid]
+
+
+def leaves_children_and_dies() -> None:
+    print(*leaves_children())
+    sys.stdout.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def gone(pids: list[int], seconds: float = 5.0) -> bool:
+    limit = time.monotonic() + seconds
+    waiting = threading.Event()
+    while any(_runs(pid) for pid in pids):
+        if time.monotonic() > limit:
+            return False
+        waiting.wait(0.01)
+    return True
+
+
+def _runs(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def test_what_a_rank_leaves_running_is_named_and_ended(pool: Pool) -> None:
+    outcome = run(pool, leaves_children)
+    assert all(rank.dirt for rank in outcome.ranks)
+    assert {"thread", "child process"} <= {dirt.kind for dirt in outcome.ranks[0].dirt}
+    assert gone([pid for pids in outcome.values for pid in pids])
+
+
+def test_what_a_dead_rank_leaves_running_is_ended(pool: Pool) -> None:
+    outcome = run(pool, leaves_children_and_dies)
+    pids = [int(word) for rank in outcome.ranks for word in rank.stdout.split()]
+    assert len(pids) == 6, outcome.describe()
+    assert gone(pids)
+
+
+def forks_and_both_return() -> str:
+    pid = os.fork()
+    if pid == 0:
+        return "child"
+    os.waitpid(pid, 0)
+    return "parent"
+
+
+def test_a_child_that_comes_out_of_the_call_does_not_report(pool: Pool) -> None:
+    for _ in range(3):
+        outcome = run(pool, forks_and_both_return)
+        assert outcome.values == ["parent", "parent"], outcome.describe()
+
+
+def sets_the_clock() -> float:
+    return time.monotonic()
+
+
+def test_the_clock_starts_when_all_are_in_the_world(pool: Pool) -> None:
+    world = pool.world(3, isolation="fresh")
+    outcome = world.execute(sets_the_clock, timeout=0.5)
+    world.release()
+    assert outcome.ok, outcome.describe()
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), "5", True])
+def test_a_timeout_that_is_none_is_refused(pool: Pool, timeout: Any) -> None:
+    from fsdp_testing.errors import InvalidArgument
+
+    world = pool.world(1)
+    with pytest.raises(InvalidArgument, match="timeout: expected seconds above 0"):
+        world.execute(double, (1,), timeout=timeout)
+    world.release()
