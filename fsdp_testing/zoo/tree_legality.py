@@ -129,11 +129,12 @@ def _problems_of_fields(node: Node, where: str) -> Iterator[str]:
 def legal_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the tree with everything dropped that has no meaning where it stands; a legal tree comes back equal.
 
-    The result always has at least one parameter with elements, since an optimizer over nothing is an error.
+    Every forward of the result uses at least one trainable parameter with elements: an optimizer over nothing is an
+    error, and so is a rank without anything to reduce among others that have.
     """
     width = tree["width"]
     nodes, out = _legal_nodes(tree["nodes"], width, set())
-    if not any(spec.numel for spec in parameters({"width": width, "nodes": nodes})):
+    if not _always_trains(walk({"width": width, "nodes": nodes})):
         taken = {node["name"] for node in nodes}
         name = next(name for name in ("last", *(f"last{i}" for i in range(len(taken) + 1))) if name not in taken)
         nodes.append(_without_defaults({"kind": "linear", "name": name, "out": out}))
@@ -141,6 +142,17 @@ def legal_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
     if tree.get("output", "tensor") != "tensor":
         legal["output"] = tree["output"]
     return legal
+
+
+def _always_trains(places: list[Walk]) -> bool:
+    for place in places:
+        if place.node["kind"] == "group":
+            optional = get(place.node, "branch") >= 0 or get(place.node, "dropped")
+            if not optional and _always_trains(place.inner):
+                return True
+        elif any(spec.numel and not spec.frozen for spec in _parameters_of(place)):
+            return True
+    return False
 
 
 def _legal_nodes(nodes: list[Node], width: int, tied: set[tuple[Any, ...]]) -> tuple[list[Node], int]:
