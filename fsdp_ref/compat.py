@@ -16,6 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase  # no public 
 __all__ = [
     "BatchNormBase",
     "all_gather_flat",
+    "apply_function",
+    "detailed_debug",
     "graph_task_id",
     "in_backward",
     "queue_backward_callback",
@@ -62,9 +64,22 @@ def saved_tensor_hooks_active() -> bool:
 
 def saved_tensor_hooks_allowed() -> bool:
     """Tell whether saved-tensor hooks may be installed here (function transforms forbid them)."""
-    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())
+    allowed: Callable[[], bool] = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled")  # noqa: B009 - not in the stubs
+    return allowed()
 
 
 def storage_key(tensor: torch.Tensor) -> int:
     """Return what identifies the storage of ``tensor`` while the storage lives, whatever memory it has."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def detailed_debug() -> bool:
+    """Tell whether torch's distributed debug level is DETAIL (``TORCH_DISTRIBUTED_DEBUG``)."""
+    level: Callable[[], Any] = getattr(dist, "get_debug_level")  # noqa: B009 - not in the stubs
+    return bool(level().name == "DETAIL")
+
+
+def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Call an autograd function (its ``apply`` is untyped)."""
+    call: Callable[..., Any] = function.apply
+    return call(*args)

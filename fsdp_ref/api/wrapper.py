@@ -27,6 +27,7 @@ from fsdp_ref.runtime.forward import call_unit, lazy_init
 from fsdp_ref.runtime.no_sync import no_sync
 from fsdp_ref.runtime.summon import SummonOptions, summon
 from fsdp_ref.runtime.unit import Unit
+from fsdp_ref.runtime.user_changes import absorb, gather_early, settle
 from fsdp_ref.states import TrainingState
 from fsdp_ref.training.clip import clip_grad_norm_
 
@@ -217,16 +218,16 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FullyShardedDataParallel:
         """Cast or move the module; the flat parameters follow at once."""
         for _, _, unit in units_under(self):
-            unit.settle()
-        super()._apply(fn, recurse)
+            settle(unit)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         for _, _, unit in units_under(self):
-            unit.absorb()
+            absorb(unit)
         return self
 
     def _unshard(self, async_op: bool = False) -> Any:
         """Begin to gather this unit's parameters ahead of forward; return something to wait for with ``async_op``."""
         lazy_init(self._unit)
-        self._unit.gather_early()
+        gather_early(self._unit)
         if async_op:
             return EarlyUnshard(self._unit)
         EarlyUnshard(self._unit).wait()

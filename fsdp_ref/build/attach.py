@@ -131,7 +131,8 @@ def attach(application: Application) -> Unit:
         _prepare(planned, parsed[planned.module], plan.ignored)
     units = {planned.module: _make(planned, parsed[planned.module], application, plan) for planned in plan.init_order()}
     root = units[module]
-    root.applied_here = application.composable
+    if application.composable:
+        root.mark_applied()
     if not options.use_orig_params:
         _refuse_unflattened(module, plan.ignored)
     return root

@@ -48,6 +48,9 @@ class FlatHandle:
 
     Attributes:
         state: which copy is live.
+        layout: where each parameter lies in the flat buffer.
+        fqns: names of the parameters, relative to the unit's module.
+        sharded: whether ranks hold different pieces, so that computing needs a gather.
         shard_S: this rank's shard; the flat parameter's data.
         flat_param: the flat parameter itself.
         grads: its gradient.
@@ -74,10 +77,13 @@ class FlatHandle:
         # Without a second rank to shard over, the "shard" is the whole flat parameter.
         no_shard = config.strategy is ShardingStrategy.NO_SHARD
         self.shard_size = 1 if no_shard else groups.shard_size
+        self.sharded = self.shard_size > 1
         self.shard_rank = 0 if no_shard else groups.rank
         pad_ranks = groups.shard_size if no_shard else self.shard_size
         padded_map = build_layout(params, config, pad_ranks)
         self.shard_map = ShardMap(padded_map.layout, self.shard_size)
+        self.layout: FlatLayout = self.shard_map.layout
+        self.fqns = fqns
         self.precision = Precision.of(params[0].param.dtype, config.mixed_precision)
         self.collectives: Collectives = collectives_for(groups.shard, config.device)
         self.streams: Streams = NullStreams()
@@ -103,21 +109,6 @@ class FlatHandle:
         ALL_HANDLES.add(self)
 
     # ------------------------------------------------------------------ facts
-
-    @property
-    def layout(self) -> FlatLayout:
-        """Where each parameter lies in the flat buffer."""
-        return self.shard_map.layout
-
-    @property
-    def sharded(self) -> bool:
-        """Whether ranks hold different pieces, so that computing needs a gather."""
-        return self.shard_size > 1
-
-    @property
-    def fqns(self) -> list[str]:
-        """Names of the parameters, relative to the unit's module."""
-        return [spec.fqn for spec in self.layout.params]
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -134,7 +134,7 @@ class GradientStore:
         changed = [
             index
             for index, param in enumerate(params)
-            if param.grad is not given[index] or (given[index] is not None and param.grad.data_ptr() != pointers[index])
+            if param.grad is not given[index] or (param.grad is not None and param.grad.data_ptr() != pointers[index])
         ]
         if changed:
             self._absorb(params, given, changed)

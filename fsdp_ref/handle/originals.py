@@ -106,12 +106,12 @@ class Originals:
             self._reshape.hide(self._placeholders)
             set_flat_param(self._handle.module, FLAT_PARAM, self._handle.flat_param)
 
-    def show_sharded(self) -> None:
-        """Show what users see outside computation."""
-        if self.shown is Shown.SHARDED:
+    def show_sharded(self, *, anew: bool = False) -> None:
+        """Show what users see outside computation; ``anew``: the originals point elsewhere although they seem not to."""
+        if self.shown is Shown.SHARDED and not anew:
             return
         if self.use_orig_params:
-            if self.shown is not Shown.COMPUTING:
+            if self.shown is not Shown.COMPUTING or anew:
                 self._point_at(self.shard_views())
             self._writers.show(self.params)
         elif self.shown is Shown.SUMMONED:

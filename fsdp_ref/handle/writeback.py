@@ -145,8 +145,7 @@ def _absorb_data(handle: FlatHandle) -> bool:
         else:
             for index, value in values.items():
                 originals.shard_views()[index].copy_(value)
-    originals.shown = Shown.FULL  # whatever the originals point at now, the next showing points them anew
-    originals.show_sharded()
+    originals.show_sharded(anew=True)
     return True
 
 

@@ -168,7 +168,11 @@ def flush_partial(root: Root, entering: Unit, task: int) -> None:
     for unit in [unit for unit in root.partial if unit is not entering and unit.backward_task == task]:
         if not _encloses(unit, entering):
             root.partial.pop(unit)
-            _complete(root, unit, [None] * len(unit.originals()))
+            _complete(root, unit, _nothing_new(unit))
+
+
+def _nothing_new(unit: Unit) -> list[Tensor | None]:
+    return [] if unit.handle is None else [None] * len(unit.handle.originals.params)
 
 
 def _encloses(unit: Unit, other: Unit) -> bool:
@@ -183,7 +187,7 @@ def _give_up(unit: Unit) -> None:
         return
     # A low-precision copy that nobody gathers (NO_SHARD) is out of date after the next optimizer step.
     copied = not handle.sharded
-    free = copied or unit.sync_gradients or unit.reshards_after_forward
+    free = copied or unit.sync_gradients or unit.config.reshards_after_forward
     unit.reshard(free=free)
     unit.keep(not free)
 
@@ -195,7 +199,7 @@ def end_backward(root: Root) -> None:
     """The outermost backward pass ended: nothing of it stays in flight, and users see its gradients."""
     for unit in list(root.partial):
         root.partial.pop(unit)
-        _complete(root, unit, [None] * len(unit.originals()))
+        _complete(root, unit, _nothing_new(unit))
     root.sync.finish()
     root.streams.compute_after_reduce()
     for unit in root.units:

@@ -20,7 +20,7 @@ def register_comm_hook(unit: Unit, state: Any, hook: Callable[..., Any]) -> None
     root = lazy_init(unit)
     if not unit.is_root:
         raise CommHookError("register_comm_hook can only be called on a root instance.")
-    hybrid = [repr(each) for each in root.units if each.hybrid]
+    hybrid = [repr(each) for each in root.units if each.config.hybrid]
     if hybrid:
         raise CommHookError(
             f"Communication hook is not supported for hybrid strategies: expected units over one group, got {listing(hybrid)}."

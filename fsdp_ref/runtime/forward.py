@@ -27,7 +27,7 @@ from fsdp_ref.runtime.order_check import check_order
 from fsdp_ref.runtime.root import Root
 from fsdp_ref.runtime.tracked import TrackedParams
 from fsdp_ref.runtime.unit import Unit
-from fsdp_ref.states import HandleTrainingState, TrainingState
+from fsdp_ref.states import TrainingState
 from fsdp_ref.storage.precision import cast_floating, map_tensors, move_to
 from fsdp_ref.storage.views import alias
 
@@ -76,12 +76,13 @@ def enter_forward(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             )
         )
     if unit.depth:
-        unit.depth += 1
+        unit.open_call()
         return Frame(unit, nested=True), args, kwargs
     replay = compat.in_backward()
     frame = Frame(unit, nested=False, outermost=not replay and root.open_forwards == 0)
-    root.open_forwards += not replay
-    unit.depth = 1
+    if not replay:
+        root.open_call()
+    unit.open_call()
     try:
         if frame.outermost:
             root.begin_forward()
@@ -98,8 +99,7 @@ def enter_forward(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _gather(unit: Unit, root: Root, *, replay: bool) -> None:
     """Have full parameters and show tracked views of them."""
-    unit.training_state = TrainingState.FORWARD_BACKWARD
-    unit.phase = HandleTrainingState.FORWARD
+    unit.begin_forward()
     unit.note(UnitEventKind.PRE_FORWARD)
     _set_precision(unit)
     handle = unit.handle
@@ -112,7 +112,6 @@ def _gather(unit: Unit, root: Root, *, replay: bool) -> None:
         handle.grads.absorb()
     if absorb_params(handle) and unit.keep_unsharded:
         unit.drop()
-    unit.early = False
     unit.unshard()
     root.owned(unit)
     if not replay:
@@ -140,7 +139,7 @@ def tracked_views(unit: Unit, root: Root) -> list[Tensor]:
     if unit.views is not None and unit.views_round == root.round and unit.views_tracked == tracked:
         return unit.views
     if tracked:
-        views = list(TrackedParams.apply(root.anchor, unit, backward.on_gradients))
+        views = list(compat.apply_function(TrackedParams, root.anchor, unit, backward.on_gradients))
     else:
         views = [alias(view) for view in handle.compute_views()]
     unit.keep_views(views, root.round, tracked=tracked)
@@ -179,7 +178,7 @@ def exit_forward(frame: Frame, output: Any) -> Any:
     """Finish the unit's forward; return the output to hand on."""
     unit = frame.unit
     if frame.nested:
-        unit.depth -= 1
+        unit.close_call()
         return output
     root = lazy_init(unit)
     try:
@@ -209,7 +208,7 @@ def abort_forward(frame: Frame) -> None:
     """
     unit = frame.unit
     if frame.nested:
-        unit.depth -= 1
+        unit.close_call()
         return
     _close(frame)
     if not compat.in_backward():
@@ -221,11 +220,9 @@ def abort_forward(frame: Frame) -> None:
 
 def _close(frame: Frame) -> None:
     unit = frame.unit
-    unit.depth = 0
-    unit.training_state = TrainingState.IDLE
-    unit.phase = HandleTrainingState.BACKWARD_PRE if unit.entered_backward else HandleTrainingState.IDLE
+    unit.close_call()
     if unit.root is not None and not compat.in_backward():
-        unit.root.open_forwards = max(0, unit.root.open_forwards - 1)
+        unit.root.close_call()
     frame.context.close()
 
 
@@ -235,9 +232,9 @@ def _give_up(unit: Unit) -> None:
     if handle is None:
         return
     training = torch.is_grad_enabled()
-    free = not training or (unit.reshards_after_forward and not unit.is_root)
+    free = not training or (unit.config.reshards_after_forward and not unit.is_root)
     unit.reshard(free=free and handle.needs_buffer and not _kept(unit))
-    keeps_full = handle.unsharded and handle.needs_buffer and not unit.reshards_after_forward
+    keeps_full = handle.unsharded and handle.needs_buffer and not unit.config.reshards_after_forward
     # Shown in full only while no gradient of the shard is there: an optimizer step must find matching shapes.
     if keeps_full and unit.config.use_orig_params and all(param.grad is None for param in handle.originals.params):
         handle.originals.show_full()

@@ -12,6 +12,7 @@ import warnings
 import torch
 import torch.distributed as dist
 
+from fsdp_ref import compat
 from fsdp_ref.runtime.execution_order import compare, order_error
 from fsdp_ref.runtime.root import Root
 from fsdp_ref.runtime.unit import Unit
@@ -30,7 +31,7 @@ def check_order(root: Root, unit: Unit) -> None:
         First iteration: one object gather over the shard group. All ranks must call.
     """
     handle = unit.handle
-    if dist.get_debug_level() != dist.DebugLevel.DETAIL:
+    if not compat.detailed_debug():
         return
     if handle is None or not handle.sharded or not unit.module.training or not torch.is_grad_enabled():
         return
@@ -44,8 +45,7 @@ def check_order(root: Root, unit: Unit) -> None:
         return
     place = len(root.order.running)
     recorded = root.order.first_forward
-    if tuple(root.order.running) != recorded[:place] and not root.order.warned:
-        root.order.warned = True
+    if tuple(root.order.running) != recorded[:place] and root.order.warn_once():
         seen, first = root.index[unit], recorded[place - 1] if place <= len(recorded) else None
         expected = "nothing more" if first is None else repr(root.units[first].name)
         warnings.warn(

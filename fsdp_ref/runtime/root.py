@@ -21,7 +21,8 @@ from fsdp_ref.runtime.execution_order import ExecutionOrder
 from fsdp_ref.runtime.grad_sync import GradSync
 from fsdp_ref.runtime.tracked import pack_with, unpack_with
 from fsdp_ref.runtime.unit import Unit
-from fsdp_ref.states import HandleTrainingState, ShardState, TrainingState
+from fsdp_ref.runtime.user_changes import settle
+from fsdp_ref.states import ShardState
 
 
 class _PassEnd:
@@ -113,6 +114,14 @@ class Root:
 
     # ------------------------------------------------------------------ forward passes
 
+    def open_call(self) -> None:
+        """A unit's forward begins, outside of backward."""
+        self.open_forwards += 1
+
+    def close_call(self) -> None:
+        """A unit's forward ended."""
+        self.open_forwards = max(0, self.open_forwards - 1)
+
     def begin_forward(self) -> None:
         """The outermost forward call of this tree begins, outside of any backward."""
         self.recover()
@@ -122,10 +131,8 @@ class Root:
                 continue
             # What is left from a forward without backward may be out of date: the user may have changed parameters.
             if handle.state is not ShardState.SHARDED and not unit.keep_unsharded:
-                unit.settle()
-            unit.prefetched = False
-            unit.needs_pre_backward = False
-            unit.entered_backward = False
+                settle(unit)
+            unit.new_round()
         self.round += 1
         self.order.begin_forward()
         self.streams.begin_forward()
@@ -179,9 +186,7 @@ class Root:
         self.sync.abandon()
         for unit in self.units:
             unit.drop()
-            unit.entered_backward = False
-            unit.training_state = TrainingState.IDLE
-            unit.phase = HandleTrainingState.IDLE
+            unit.be_idle()
         self.in_pass.clear()
         self.partial.clear()
 

@@ -114,7 +114,7 @@ def _summoned(unit: Unit, options: SummonOptions) -> Iterator[None]:
         try:
             yield
         finally:
-            unit.end_summon()
+            unit.be_idle()
         return
     if unit.root is not None:
         unit.root.recover()
@@ -128,7 +128,7 @@ def _summoned(unit: Unit, options: SummonOptions) -> Iterator[None]:
             summoned.keep_edits()
         finally:
             summoned.close()
-            unit.end_summon()
+            unit.be_idle()
 
 
 class _Summoned:

@@ -35,7 +35,7 @@ class TrackedParams(torch.autograd.Function):
     """Views of a unit's full parameters, tracked by autograd."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, unit: Unit, on_gradients: OnGradients) -> tuple[Tensor, ...]:  # type: ignore[override]  # torch types it loosely
+    def forward(ctx: Any, anchor: Tensor, unit: Unit, on_gradients: OnGradients) -> tuple[Tensor, ...]:
         """Return one view per original; ``anchor`` is a tensor that requires grad and makes autograd keep the node."""
         handle = unit.handle
         assert handle is not None  # only units with parameters are tracked
@@ -49,7 +49,7 @@ class TrackedParams(torch.autograd.Function):
         return views
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:  # type: ignore[override]  # torch types it loosely
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
         """Hand the complete gradients to the runtime."""
         if torch.is_grad_enabled():
             raise FsdpRuntimeError(

@@ -25,9 +25,8 @@ from fsdp_ref.config import (
 from fsdp_ref.env import Switches
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.originals import Shown
-from fsdp_ref.handle.writeback import absorb_params
 from fsdp_ref.runtime.events import OBSERVERS, UnitEvent, UnitEventKind, emit
-from fsdp_ref.states import HandleTrainingState, TrainingState
+from fsdp_ref.runtime.passes import UnitPasses
 from fsdp_ref.storage.precision import BufferCaster
 from fsdp_ref.storage.views import alias
 
@@ -63,8 +62,18 @@ class UnitConfig:
     full_precision_module: bool = False
     switches: Switches = field(default_factory=Switches)
 
+    @property
+    def reshards_after_forward(self) -> bool:
+        """Whether the strategy frees full parameters between forward and backward."""
+        return self.strategy not in NO_RESHARD_AFTER_FORWARD_STRATEGIES | {ShardingStrategy.NO_SHARD}
 
-class Unit:
+    @property
+    def hybrid(self) -> bool:
+        """Whether gradients are reduced over a second group."""
+        return self.strategy in HYBRID_SHARDING_STRATEGIES
+
+
+class Unit(UnitPasses):
     """One sharded module.
 
     Args:
@@ -85,6 +94,7 @@ class Unit:
         groups: DataParallelGroups,
         modules: tuple[nn.Module, ...],
     ) -> None:
+        super().__init__()
         self.module = module
         self.holder = holder
         self.handle = handle
@@ -97,40 +107,13 @@ class Unit:
         self.name = ""
         self.root: Root | None = None
         self.is_root: bool | None = None
-        self.training_state = TrainingState.IDLE
-        self.phase = HandleTrainingState.IDLE
         self.sync_gradients = True
         # The composable API was called on this very module (its inputs are cast like a root's).
         self.applied_here = False
         self.comm_hook: Callable[..., Any] | None = None
         self.comm_hook_state: Any = None
-        # Forward calls that are open now (a module may call itself).
-        self.depth = 0
-        # Tracked views of this iteration's forward passes; one set per round, so that backward completes once.
-        self.views: list[Tensor] | None = None
-        self.views_round = -1
-        self.views_tracked = False
-        self.entered_backward = False
-        # The backward pass that the unit entered, and the trainable parameters' hooks are due in it.
-        self.backward_task = -1
-        self.needs_pre_backward = False
-        self.prefetched = False
-        # Full parameters that stay through the next forward: after a backward without synchronisation.
-        self.keep_unsharded = False
-        # A gather that the user started (``_unshard``) and that forward must not repeat.
-        self.early = False
 
     # ------------------------------------------------------------------ facts
-
-    @property
-    def reshards_after_forward(self) -> bool:
-        """Whether the strategy frees full parameters between forward and backward."""
-        return self.config.strategy not in NO_RESHARD_AFTER_FORWARD_STRATEGIES | {ShardingStrategy.NO_SHARD}
-
-    @property
-    def hybrid(self) -> bool:
-        """Whether gradients are reduced over a second group."""
-        return self.config.strategy in HYBRID_SHARDING_STRATEGIES
 
     @property
     def full_precision_now(self) -> bool:
@@ -177,7 +160,7 @@ class Unit:
             return
         if not self.prefetched:
             self.note(UnitEventKind.UNSHARD)
-        self.prefetched = False
+        self.prefetched = self.early = False
         self.start_gather(prefetch=False)
         self.handle.finish_unshard()
 
@@ -202,30 +185,21 @@ class Unit:
     def drop(self) -> None:
         """Free full parameters without a word: cleaning up after an unused gather or an aborted pass."""
         self.prefetched = self.keep_unsharded = self.early = False
+        self.forget_views()
         if self.handle is not None:
             self.handle.reshard()
             if self.handle.originals.shown is not Shown.SUMMONED:
                 self.handle.originals.show_sharded()
 
-    def gather_early(self) -> None:
-        """Begin to gather because a user asked for it; forward uses what comes."""
-        self.absorb()
-        self.early = True
-        self.start_gather(prefetch=True)
-
-    def settle(self) -> None:
-        """Give up whatever is left of an earlier forward, taking over what users changed on it."""
-        if self.handle is not None:
-            absorb_params(self.handle)
-            self.drop()
-
-    def absorb(self) -> None:
-        """Take over what users changed on parameters and gradients."""
-        if self.handle is not None:
-            absorb_params(self.handle)
-            self.handle.grads.absorb()
-
     # ------------------------------------------------------------------ settings that change
+
+    def mark_early(self) -> None:
+        """The user started the gather."""
+        self.early = True
+
+    def mark_applied(self) -> None:
+        """The composable API was called on this unit's module."""
+        self.applied_here = True
 
     def synchronise(self, wanted: bool) -> bool:
         """Let backward reduce gradients, or keep them local; return what held before."""
@@ -237,32 +211,6 @@ class Unit:
         self.comm_hook = hook
         self.comm_hook_state = state
 
-    # ------------------------------------------------------------------ backward
-
-    def expect_backward(self) -> None:
-        """An output of this forward may be differentiated."""
-        self.needs_pre_backward = True
-
-    def begin_backward(self, task: int) -> None:
-        """The unit's backward begins in the pass ``task``."""
-        self.entered_backward = True
-        self.backward_task = task
-        self.phase = HandleTrainingState.BACKWARD_PRE
-
-    def end_backward(self) -> None:
-        """The unit's backward ended (it may begin again in the same pass)."""
-        self.entered_backward = False
-        self.needs_pre_backward = False
-        self.backward_task = -1
-
-    def phase_is(self, phase: HandleTrainingState) -> None:
-        """Note which phase the unit is in."""
-        self.phase = phase
-
-    def keep(self, wanted: bool) -> None:
-        """Let full parameters stay through the next forward."""
-        self.keep_unsharded = wanted
-
     # ------------------------------------------------------------------ views
 
     def show_views(self, views: list[Tensor] | None = None) -> None:
@@ -270,27 +218,6 @@ class Unit:
         if self.handle is not None:
             shown = views or self.views or [alias(view) for view in self.handle.compute_views()]
             self.handle.originals.show_computing(shown)
-
-    def keep_views(self, views: list[Tensor], of_round: int, *, tracked: bool) -> None:
-        """Remember the views of a forward pass: the unit may run again in it, and backward may run it again."""
-        self.views = views
-        self.views_round = of_round
-        self.views_tracked = tracked
-
-    def forget_views(self) -> None:
-        """Make the next forward track new views."""
-        self.views = None
-        self.views_round = -1
-
-    def begin_summon(self) -> None:
-        """A user takes hold of the full parameters."""
-        self.training_state = TrainingState.SUMMON_FULL_PARAMS
-        self.phase = HandleTrainingState.SUMMON_FULL_PARAMS
-
-    def end_summon(self) -> None:
-        """The user let go of them."""
-        self.training_state = TrainingState.IDLE
-        self.phase = HandleTrainingState.IDLE
 
     def originals(self) -> Sequence[nn.Parameter]:
         """Return the user's parameters that this unit holds."""
