@@ -7,6 +7,7 @@ training wrong by design; they exist to measure what communication costs, and sa
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass
 
 
@@ -32,7 +33,14 @@ class Switches:
 
 
 def read_switches() -> Switches:
-    """Read the five variables; each is on when it is exactly ``1``."""
+    """Read the five variables; each is on when it is exactly ``1``. Those that make training wrong warn each time."""
+    fake = [name for name in ("FSDP_USE_FAKE_ALL_GATHER", "FSDP_USE_FAKE_REDUCE") if _on(name)]
+    if fake:
+        warnings.warn(
+            f"{' and '.join(fake)} set: nothing is communicated and training is wrong. Unset for anything but measuring.",
+            UserWarning,
+            stacklevel=4,
+        )
     return Switches(
         unsafe_setattr=_on("FSDP_USE_UNSAFE_SETATTR"),
         skip_writeback=_on("FSDP_SKIP_WRITEBACK_CHECK"),

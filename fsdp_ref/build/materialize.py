@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_ref.build.ignored import Ignored
-from fsdp_ref.build.plan import PlannedUnit
 from fsdp_ref.comm.collectives import collectives_for
-from fsdp_ref.comm.groups import DataParallelGroups
 from fsdp_ref.errors import FsdpRuntimeError, FsdpValueError, listing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from fsdp_ref.build.ignored import Ignored
+    from fsdp_ref.build.plan import PlannedUnit
+    from fsdp_ref.comm.groups import DataParallelGroups
 
 _BROADCAST_BYTES = 32 * 2**20
 
@@ -41,15 +45,23 @@ def materialize(unit: PlannedUnit, init: object, device: torch.device, ignored: 
             f"Expected {init!r} of type {type(init).__name__} to be callable: param_init_fn takes a module and "
             "initializes it. Pass a function."
         )
-    kept = {(module, name): param for module in pending for name, param in _ignored_params(module, ignored)}
+    # Initializing a module writes all of its parameters, those that somebody asked us to leave alone included.
+    kept = [
+        (module, name, param, param.data, None if param.is_meta else param.detach().clone())
+        for module in breadth_first(unit)
+        for name, param in _ignored_params(module, ignored)
+    ]
     if callable(init):
         for module in breadth_first(unit):
             init(module)
     else:
         for module in pending:
             _reset(module, device)
-    for (module, name), param in kept.items():
+    for module, name, param, data, value in kept:
         module._parameters[name] = param
+        if value is not None:
+            param.data = data
+            data.copy_(value)
     for planned in unit.params:
         first = planned.sites[0]
         value = first.module._parameters[first.name]
@@ -223,5 +235,3 @@ def _broadcast_bucket(bucket: list[Tensor], group: dist.ProcessGroup, device: to
         collectives.broadcast(flat, 0, group, "initial states").wait()
         for tensor, values in zip(bucket, flat.split([tensor.numel() for tensor in bucket])):
             tensor.copy_(values.view_as(tensor))
-
-
