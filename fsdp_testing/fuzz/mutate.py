@@ -35,11 +35,14 @@ class Mutator:
 
     def _insert(self, choices: Choices, case: Case, _corpus: Sequence[Case]) -> Case:
         swarm = self._drawer.swarm(choices)
-        patterns, branches = ("*",), 0
+        patterns: tuple[str, ...] = ("*",)
+        units: tuple[str, ...] = ()
+        branches = 0
         if case.model.tree is not None:
             model = drawn_tree(case.model.tree, case.model.dtype)
-            patterns, branches = model.patterns, model.branches
-        operation = OperationDrawer(choices, swarm, case.world.size, patterns, branches).operation()
+            patterns, branches, units = model.patterns, model.branches, model.units
+        drawer = OperationDrawer(choices, swarm, case.world.size, patterns, branches, units)
+        operation = drawer.operation()
         place = choices.integer(0, len(case.program))
         return replace(case, program=(*case.program[:place], operation, *case.program[place:]))
 

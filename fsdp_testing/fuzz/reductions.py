@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from fsdp_testing.records import (
+    AssignData,
     Batch,
     Case,
     Clip,
@@ -15,10 +16,14 @@ from fsdp_testing.records import (
     Forward,
     ForwardBackward,
     Freeze,
+    Interrupt,
     ModelSpec,
     Operation,
     OptimizerSpec,
+    Reload,
+    SeveralForwards,
     Thaw,
+    UnshardFirst,
     WorldSpec,
     WrappingPlan,
 )
@@ -131,6 +136,30 @@ def _simpler(operation: Operation) -> Iterator[Operation]:
         yield replace(operation, patterns=("*",))
     if isinstance(operation, Clip):
         yield Clip(0.5, 2.0)
+    yield from _simpler_state_operation(operation)
+
+
+def _simpler_state_operation(operation: Operation) -> Iterator[Operation]:
+    if isinstance(operation, SeveralForwards):
+        yield ForwardBackward(operation.micro_batches[0])
+        yield replace(operation, micro_batches=operation.micro_batches[:2], reverse=False)
+        yield replace(operation, micro_batches=tuple(Batch(batch.seed, (2,)) for batch in operation.micro_batches))
+    if isinstance(operation, Reload):
+        yield Reload()
+        yield replace(operation, units=None)
+        yield replace(operation, optimizer=False)
+        yield replace(operation, form="full")
+    if isinstance(operation, Interrupt):
+        yield Interrupt(Batch(operation.batch.seed, (2,)))
+        yield replace(operation, place=0)
+        yield replace(operation, backward=False)
+    if isinstance(operation, UnshardFirst):
+        yield ForwardBackward(operation.batch)
+        yield UnshardFirst(Batch(operation.batch.seed, (2,)))
+        yield replace(operation, units=("",))
+        yield replace(operation, reshard=False)
+    if isinstance(operation, AssignData):
+        yield AssignData(("*",), operation.factor)
 
 
 def trees(case: Case) -> Iterator[Case]:

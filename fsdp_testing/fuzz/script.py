@@ -23,6 +23,7 @@ from fsdp_testing.records import (
     Forward,
     ForwardBackward,
     Freeze,
+    Move,
     Observe,
     Operation,
     SetLr,
@@ -347,6 +348,8 @@ def script_for(found: Discovery) -> str | None:
     family = _FAMILIES.get(found.implementation)
     if family is None or case.model.tree is None or case.wrapping.policy is not None or case.wrapping.ignored:
         return None
+    if any(type(operation) not in _WRITERS for operation in case.program):
+        return None
     imports, wrap, access = family(case)
     if "def full_parameters" not in access and any(isinstance(o, EditFullParameters) for o in case.program):
         return None
@@ -427,6 +430,7 @@ _WRITERS: dict[type[Operation], Callable[..., list[str]]] = {
     Clip: lambda name, o: [f"yield {name!r}, one.clip({o.max_norm!r}, float({str(o.norm_type)!r}))"],
     EditFullParameters: lambda _, o: [f"one.edit({o.patterns!r}, {o.factor!r}, {o.writeback})"],
     Observe: lambda _, o: [],
+    Move: lambda _, o: ['one.model.to("cpu")'],
 }
 
 

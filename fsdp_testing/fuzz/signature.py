@@ -45,14 +45,17 @@ def of_divergence(case: Case, divergence: Divergence) -> Signature:
     """Returns the signature of a divergence."""
     quantity = divergence.quantity
     sort = quantity.kind
+    operation = operation_kind(case, divergence.index)
     if sort == "result":
         sort = "total_norm" if quantity.name == "total_norm" else "output"
+        # Which kind of forward shows wrong weights first says nothing about them.
+        operation = operation if sort == "total_norm" else "forward"
     elif sort == "optimizer":
         sort = f"optimizer {quantity.part}"
     if divergence.max_error is None:
         # Of what kind the difference is: None-ness, dtype, a flag.
         sort += f" {_shape(divergence.sentence.split(',')[0])}"
-    return Signature(divergence.kind, sort, operation_kind(case, divergence.index))
+    return Signature(divergence.kind, sort, operation)
 
 
 def of_error(case: Case, error: RaisedError, *, everyone: bool) -> Signature:

@@ -11,7 +11,9 @@ from fsdp_testing.records import (
     EditFullParameters,
     Forward,
     ForwardBackward,
+    Interrupt,
     Operation,
+    Reload,
     ZeroGrad,
 )
 from fsdp_testing.strategies.legality import needs_of_case
@@ -31,6 +33,11 @@ def token(operation: Operation) -> str:
         return f"{kind}[inf]" if math.isinf(operation.norm_type) else kind
     if isinstance(operation, EditFullParameters):
         return kind if operation.writeback else f"{kind}[read_only]"
+    if isinstance(operation, Reload):
+        plan = "" if operation.units is None else ",plan"
+        return f"{kind}[{operation.form}{plan}{',optimizer' if operation.optimizer else ''}]"
+    if isinstance(operation, Interrupt):
+        return f"{kind}[{'backward' if operation.backward else 'forward'}]"
     return kind
 
 
@@ -69,8 +76,7 @@ def _tags(case: Case) -> Iterator[str]:
 
 def _batch_tags(case: Case) -> Iterator[str]:
     for operation in case.program:
-        if isinstance(operation, (ForwardBackward, Forward)):
-            batch = operation.batch
+        for batch in operation.batches():
             if len(set(batch.rows)) > 1:
                 yield "batch:uneven"
             if 0 in batch.rows:

@@ -30,6 +30,8 @@ CAPABILITIES = frozenset(
         "no_sync",
         "accumulate_without_no_sync",
         "forward_only",
+        "several_forwards",
+        "data_assignment",
         "inference_mode",
         "late_optimizer",
         "shared_parameters",

@@ -23,6 +23,7 @@ CAPABILITIES = frozenset(
         "no_sync",
         "accumulate_without_no_sync",
         "forward_only",
+        "data_assignment",
         "inference_mode",
         "late_optimizer",
         "shared_parameters",

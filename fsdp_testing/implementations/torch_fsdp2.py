@@ -40,6 +40,7 @@ CAPABILITIES = frozenset(
         "no_sync",
         "accumulate_without_no_sync",
         "forward_only",
+        "several_forwards",
         "inference_mode",
         "late_optimizer",
         "shared_parameters",

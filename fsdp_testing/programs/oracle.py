@@ -15,7 +15,7 @@ from fsdp_testing.implementations.protocol import Division
 from fsdp_testing.programs.disturbance import Disturbance
 from fsdp_testing.programs.models import build_model, dtype_name
 from fsdp_testing.programs.replay import Replay, ReplayPoint
-from fsdp_testing.records import UNIT_ROUNDOFF, Case, ForwardBackward
+from fsdp_testing.records import UNIT_ROUNDOFF, Case
 
 DIRECTIONS = 4
 """Factor on the observed deviation, for directions of rounding that the one disturbed replay did not draw."""
@@ -51,7 +51,7 @@ def roundings_of(case: Case) -> int:
     The sums over ranks and over micro-batches in any order, and the inner products of each layer in any order (a matrix
     product may be blocked otherwise for a tensor that lies elsewhere in memory).
     """
-    batches = [operation.batch for operation in case.program if isinstance(operation, ForwardBackward)]
+    batches = [batch for operation in case.program for batch in operation.batches()]
     rows = max((max(batch.rows) for batch in batches), default=1)
     module = build_model(case)
     widest = max((max(parameter.shape, default=1) for parameter in module.parameters()), default=1)

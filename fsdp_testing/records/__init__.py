@@ -42,11 +42,25 @@ from fsdp_testing.records.operation import (
     Thaw,
     ZeroGrad,
 )
+from fsdp_testing.records.operations_state import (
+    AssignData,
+    Interrupt,
+    Move,
+    Reload,
+    SeveralForwards,
+    UnshardFirst,
+)
 from fsdp_testing.records.outcome import CaseOutcome, CheckResult, RunReport
 from fsdp_testing.records.tolerance import EXACT, UNIT_ROUNDOFF, Bound, reduction_bound, rounding_bound
 from fsdp_testing.records.verdict import Verdict, exit_code, merge, with_expectation
 
 __all__ = [
+    "AssignData",
+    "Interrupt",
+    "Move",
+    "Reload",
+    "SeveralForwards",
+    "UnshardFirst",
     "CAPABILITIES",
     "EXACT",
     "OPERATIONS",

@@ -25,6 +25,7 @@ CAPABILITIES: dict[str, str] = {
     "no_sync": "gradients of some micro-batches stay local until a later one is reduced",
     "accumulate_without_no_sync": "several reduced backward passes add up",
     "forward_only": "a forward pass need not be followed by a backward pass; eval, no_grad and inference included",
+    "several_forwards": "several forward passes may come before their backward passes",
     "inference_mode": "forward passes under torch.inference_mode",
     "late_optimizer": "the optimizer may be built after training has begun",
     # parameters
@@ -56,6 +57,7 @@ CAPABILITIES: dict[str, str] = {
     "clip_grad_norm": "gradients are clipped by their total norm over all ranks",
     "cpu_offload": "sharded parameters and gradients live on the CPU",
     # access and state
+    "data_assignment": "a parameter may be given new storage by `p.data = ...` between iterations",
     "summon_writeback": "full parameters can be gathered, edited and written back",
     "full_state_dict": "the model's whole state can be saved and loaded",
     "sharded_state_dict": "the model's state can be saved and loaded in shards",

@@ -62,7 +62,7 @@ def plan(case: Case) -> Iterator[PlannedOperation]:
     built = not builds_late(case)
     for index, operation in enumerate(case.program):
         void = ""
-        if pending and isinstance(operation, _NEEDS_REDUCED):
+        if pending and (isinstance(operation, _NEEDS_REDUCED) or operation.waits_for_reduction):
             void = "gradients of a no_sync micro-batch await reduction"
         elif not built and isinstance(operation, _NEEDS_OPTIMIZER):
             void = "the optimizer is not built yet"
@@ -70,6 +70,8 @@ def plan(case: Case) -> Iterator[PlannedOperation]:
             built = True
         elif isinstance(operation, ForwardBackward):
             pending = operation.no_sync
+        elif operation.reduces:
+            pending = False
         yield PlannedOperation(index, operation, void, pending)
 
 

@@ -26,6 +26,14 @@ class Operation:
     kind: ClassVar[str] = "operation"
     needs: ClassVar[frozenset[str]] = frozenset()
     """Capabilities an implementation must claim for this operation, whatever its fields."""
+    waits_for_reduction: ClassVar[bool] = False
+    """It has no meaning while gradients of a `no_sync` micro-batch await reduction (`legality` knows some by name)."""
+    reduces: ClassVar[bool] = False
+    """It reduces gradients, those that awaited it included (`ForwardBackward` says so itself)."""
+
+    def batches(self) -> tuple[Batch, ...]:
+        """Returns the micro-batches that this operation runs."""
+        return ()
 
     def required(self) -> frozenset[str]:
         """Returns the capabilities that this very operation needs."""
@@ -77,6 +85,9 @@ class ForwardBackward(Operation):
     batch: Batch
     no_sync: bool = False
 
+    def batches(self) -> tuple[Batch, ...]:
+        return (self.batch,)
+
     def required(self) -> frozenset[str]:
         return self.batch.required() | ({"no_sync"} if self.no_sync else frozenset())
 
@@ -95,6 +106,9 @@ class Forward(Operation):
             raise InvalidRecord(
                 f"Forward.mode: expected one of {FORWARD_MODES}, got {self.mode!r}. Choose one of them."
             )
+
+    def batches(self) -> tuple[Batch, ...]:
+        return (self.batch,)
 
     def required(self) -> frozenset[str]:
         inference = {"inference_mode"} if self.mode == "inference" else frozenset()

@@ -71,7 +71,7 @@ class CaseDrawer:
         size = choices.pick(self.scope.world_sizes) if choices.chance(4) else self.scope.world_sizes[0]
         precision = _precision(choices, swarm)
         model = self._model(choices, swarm, low=precision is not None)
-        operations = OperationDrawer(choices, swarm, size, model.patterns, model.branches)
+        operations = OperationDrawer(choices, swarm, size, model.patterns, model.branches, model.units)
         strategy = self._strategy(choices, swarm)
         return Case(
             model=model.spec,

@@ -81,6 +81,15 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
     "op.clip": ("clip_grad_norm",),
     "op.edit": ("summon_writeback",),
     "op.observe": (),
+    "op.move": (),
+    "op.several_forwards": ("several_forwards", "accumulate_without_no_sync"),
+    "op.reload": ("full_state_dict",),
+    "op.reload_optimizer": ("full_state_dict", "optim_state"),
+    "op.reload_sharded": ("sharded_state_dict",),
+    "op.reload_plan": ("full_state_dict", "nested_wrapping"),
+    "op.interrupt": ("exception_recovery",),
+    "op.unshard_first": ("explicit_unshard",),
+    "op.assign_data": ("data_assignment",),
 }
 
 FEATURES: dict[str, frozenset[str]] = {name: frozenset(needs) for name, needs in _NEEDS.items()}

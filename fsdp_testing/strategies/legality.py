@@ -12,19 +12,23 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from fsdp_testing.records import (
+    AssignData,
     Case,
     Clip,
     EditFullParameters,
     Freeze,
+    Interrupt,
     Operation,
     OptimizerSpec,
+    Reload,
     Thaw,
+    UnshardFirst,
     WorldSpec,
     WrappingPlan,
 )
 from fsdp_testing.zoo import MODELS
 from fsdp_testing.zoo.tree import needs_of, unit_names, unit_of
-from fsdp_testing.zoo.tree_legality import ParameterSpec, legal_tree, parameters
+from fsdp_testing.zoo.tree_legality import ParameterSpec, every, get, legal_tree, parameters, walk
 
 _CLASSES = ("TreeGroup", "TreeLinear")
 
@@ -39,7 +43,10 @@ def legal_case(case: Case, capabilities: frozenset[str] | None = None) -> Case:
     if case.model.tree is not None:
         tree = legal_tree(case.model.tree)
         case = replace(case, model=replace(case.model, tree=tree))
-        case = replace(case, wrapping=_legal_wrapping(case.wrapping, tree), program=_legal_program(case.program, tree))
+        wrapping = _legal_wrapping(case.wrapping, tree)
+        case = replace(case, wrapping=wrapping, program=_legal_program(case.program, tree, wrapping))
+    if any(isinstance(operation, (Reload, Interrupt)) for operation in case.program):
+        case = replace(case, program=_legal_state_operations(case))
     case = replace(case, world=_legal_world(case))
     if any(isinstance(o, Clip) and math.isinf(o.norm_type) for o in case.program) and _has_empty(case):
         # torch's own clipping of plain tensors knows no largest element of none.
@@ -96,18 +103,55 @@ def _node_at(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return node
 
 
-def _legal_program(program: Iterable[Operation], tree: Mapping[str, Any]) -> tuple[Operation, ...]:
+def _legal_program(
+    program: Iterable[Operation], tree: Mapping[str, Any], wrapping: WrappingPlan
+) -> tuple[Operation, ...]:
     names: list[str] | None = None
     kept: list[Operation] = []
     for operation in program:
-        if isinstance(operation, (Freeze, Thaw, EditFullParameters)):
+        if isinstance(operation, (Freeze, Thaw, EditFullParameters, AssignData)):
             names = names if names is not None else _first_names(parameters(tree))
             patterns = tuple(p for p in operation.patterns if any(fnmatchcase(name, p) for name in names))
             if not patterns:
                 continue
             operation = replace(operation, patterns=patterns)
+        elif isinstance(operation, UnshardFirst):
+            known = {"", *wrapping.units}
+            operation = replace(operation, units=tuple(dict.fromkeys(u for u in operation.units if u in known)))
+        elif isinstance(operation, Reload) and operation.units is not None:
+            operation = replace(operation, units=_reload_units(operation.units, tree, wrapping))
         kept.append(operation)
     return tuple(kept)
+
+
+def _reload_units(
+    units: tuple[str, ...], tree: Mapping[str, Any], wrapping: WrappingPlan
+) -> tuple[str, ...] | None:
+    """Units of the new model; with a policy there is no plan by name to change."""
+    if wrapping.policy is not None:
+        return None
+    return _legal_wrapping(replace(wrapping, units=units), tree).units
+
+
+def _legal_state_operations(case: Case) -> tuple[Operation, ...]:
+    """Leaves out what nothing could be said of: saved state that the ranks would have to agree about, and do not."""
+    kept: list[Operation] = []
+    for operation in case.program:
+        if isinstance(operation, Reload) and (_has_buffers_of_ranks(case) or case.mixed_precision is not None):
+            continue
+        if isinstance(operation, Interrupt) and len(operation.batch.usage) > 1:
+            operation = replace(operation, batch=replace(operation.batch, usage=operation.batch.usage[:1]))
+        kept.append(operation)
+    return tuple(kept)
+
+
+def _has_buffers_of_ranks(case: Case) -> bool:
+    """Whether a buffer may differ between ranks, or be lost by saving and loading."""
+    if case.model.tree is None:
+        model = MODELS.get(case.model.name)
+        return model is None or "buffers" in model.needs | model.traits
+    buffers = [place.node for place in every(walk(case.model.tree)) if place.node["kind"] == "buffer"]
+    return any(get(n, "style") == "running" or (get(n, "style") == "counter" and not get(n, "persistent")) for n in buffers)
 
 
 def _first_names(specs: Iterable[ParameterSpec]) -> list[str]:
@@ -162,6 +206,9 @@ def needs_of_case(case: Case) -> frozenset[str]:
         # Which modules a policy takes is the implementation's affair: whatever could be needed is.
         needs |= needs_of(case.model.tree, unit_names(case.model.tree))
     needs |= needs_of(case.model.tree, units)
+    for operation in case.program:
+        if isinstance(operation, Reload) and operation.units is not None:
+            needs |= needs_of(case.model.tree, operation.units)
     if any(isinstance(operation, (Freeze, Thaw)) for operation in case.program) and _mixes_frozen(case, units):
         needs.add("frozen_mixed_unit")
     return frozenset(needs)

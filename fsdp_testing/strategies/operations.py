@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 from fsdp_testing.records import (
+    AssignData,
     Batch,
     BuildOptimizer,
     Clip,
@@ -13,11 +14,16 @@ from fsdp_testing.records import (
     Forward,
     ForwardBackward,
     Freeze,
+    Interrupt,
+    Move,
     Observe,
     Operation,
+    Reload,
     SetLr,
+    SeveralForwards,
     Step,
     Thaw,
+    UnshardFirst,
     ZeroGrad,
 )
 from fsdp_testing.strategies.choices import Choices
@@ -38,14 +44,24 @@ class OperationDrawer:
         size: Number of ranks.
         patterns: Patterns of parameter names that freezing, thawing and editing may use; the first is for all.
         branches: Number of usage branches of the model.
+        units: Modules that may be units.
     """
 
-    def __init__(self, choices: Choices, swarm: Swarm, size: int, patterns: tuple[str, ...], branches: int) -> None:
+    def __init__(
+        self,
+        choices: Choices,
+        swarm: Swarm,
+        size: int,
+        patterns: tuple[str, ...],
+        branches: int,
+        units: tuple[str, ...] = (),
+    ) -> None:
         self._choices = choices
         self._swarm = swarm
         self._size = size
         self._patterns = patterns
         self._branches = branches
+        self._units = units
         self._modes = [mode for feature, mode in _MODES.items() if feature in swarm]
         self._makers = self._weighted()
         self._drawn = 0
@@ -63,6 +79,12 @@ class OperationDrawer:
         makers += [self._edit] if "op.edit" in swarm else []
         makers += [Observe] if "op.observe" in swarm else []
         makers += [BuildOptimizer] if "op.late_optimizer" in swarm else []
+        makers += [Move] if "op.move" in swarm else []
+        makers += [self._several_forwards] if "op.several_forwards" in swarm else []
+        makers += [self._reload] if "op.reload" in swarm or "op.reload_sharded" in swarm else []
+        makers += [self._interrupt] if "op.interrupt" in swarm else []
+        makers += [self._unshard_first] if "op.unshard_first" in swarm else []
+        makers += [self._assign_data] if "op.assign_data" in swarm else []
         return makers
 
     def program(self, length: int) -> tuple[Operation, ...]:
@@ -100,6 +122,28 @@ class OperationDrawer:
 
     def _forward(self) -> Forward:
         return Forward(self.batch(), self._choices.pick(self._modes))
+
+    def _several_forwards(self) -> SeveralForwards:
+        batches = tuple(self.batch() for _ in range(self._choices.integer(2, 3)))
+        return SeveralForwards(batches, self._choices.chance(2))
+
+    def _reload(self) -> Reload:
+        choices, swarm = self._choices, self._swarm
+        optimizer = "op.reload_optimizer" in swarm and choices.chance(2)
+        if "op.reload_sharded" in swarm and ("op.reload" not in swarm or choices.chance(2)):
+            return Reload("sharded", optimizer)
+        another = "op.reload_plan" in swarm and choices.chance(2)
+        return Reload("full", optimizer, tuple(u for u in self._units if choices.chance(2)) if another else None)
+
+    def _interrupt(self) -> Interrupt:
+        return Interrupt(self.batch(), self._choices.integer(0, 5), self._choices.chance(2))
+
+    def _unshard_first(self) -> UnshardFirst:
+        units = ("", *(unit for unit in self._units if self._choices.chance(3)))
+        return UnshardFirst(self.batch(), units[1:] if self._choices.chance(3) else units, self._choices.chance(3))
+
+    def _assign_data(self) -> AssignData:
+        return AssignData((self._choices.pick(self._patterns),), self._choices.pick((0.5, -1.0, 1.25)))
 
     def _zero_grad(self) -> ZeroGrad:
         kinds = [kind for name, kind in (("op.zero_grad", True), ("op.zero_grad_zeros", False)) if name in self._swarm]

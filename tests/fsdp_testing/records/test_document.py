@@ -10,6 +10,7 @@ import pytest
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.records import (
     OPERATIONS,
+    AssignData,
     Batch,
     BuildOptimizer,
     Case,
@@ -23,16 +24,21 @@ from fsdp_testing.records import (
     ForwardBackward,
     Freeze,
     History,
+    Interrupt,
     MixedPrecisionSpec,
     ModelSpec,
+    Move,
     Observe,
     OptimizerSpec,
     PolicySpec,
+    Reload,
     RunReport,
     SetLr,
+    SeveralForwards,
     Step,
     Thaw,
     UnitEvent,
+    UnshardFirst,
     Verdict,
     WorldSpec,
     WrappingPlan,
@@ -51,6 +57,12 @@ EVERYTHING = (
     Clip(1.0, math.inf),
     EditFullParameters(("*",), 0.5, writeback=False),
     Observe("here"),
+    SeveralForwards((Batch(1), Batch(2, (1, 0))), reverse=True),
+    Reload("full", optimizer=False, units=("a", "b")),
+    Interrupt(Batch(3), 2, backward=True),
+    UnshardFirst(Batch(4), ("", "a"), reshard=True),
+    AssignData(("a.*",), 0.5),
+    Move(),
 )
 
 

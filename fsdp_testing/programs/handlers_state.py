@@ -1,0 +1,199 @@
+"""What do the operations of `records.operations_state` do, to a wrapped model and to the oracle?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_testing.checkers.quantities import Quantity
+from fsdp_testing.programs import execute, models
+from fsdp_testing.programs import replay as replays
+from fsdp_testing.programs.execute import RankProgram, Values
+from fsdp_testing.programs.replay import Replay, Results
+from fsdp_testing.records import ForwardBackward
+from fsdp_testing.records.operations_state import (
+    AssignData,
+    Interrupt,
+    Move,
+    Reload,
+    SeveralForwards,
+    UnshardFirst,
+)
+
+
+class Interruption(Exception):
+    """What the user's own code raises in an `Interrupt`."""
+
+
+def _order(operation: SeveralForwards) -> list[int]:
+    places = list(range(len(operation.micro_batches)))
+    return places[::-1] if operation.reverse else places
+
+
+def _numbered(place: int, forwarded: models.Forwarded) -> Values:
+    return {f"{name}.{place}": value for name, value in forwarded.values().items()}
+
+
+def _interrupt_at(model: nn.Module, operation: Interrupt) -> Any:
+    """Makes one module of `model` raise; returns the handle that ends it. Wrappers have children: they never count."""
+
+    def fail(*_: object) -> None:
+        raise Interruption("the user's own code raises")
+
+    def fail_in_backward(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        if isinstance(output, torch.Tensor) and output.requires_grad:
+            output.register_hook(fail)
+
+    leaves = [module for module in model.modules() if next(module.children(), None) is None]
+    chosen = leaves[operation.place % len(leaves)]
+    if operation.backward:
+        return chosen.register_forward_hook(fail_in_backward)
+    return chosen.register_forward_pre_hook(fail)
+
+
+# ----------------------------------------------------------------------------------------------- on the ranks
+
+
+def _several_forwards(program: RankProgram, operation: SeveralForwards) -> Values:
+    done = [program.call(batch) for batch in operation.micro_batches]
+    values = {name: value for place, one in enumerate(done) for name, value in _numbered(place, one).items()}
+    for place in _order(operation):
+        if done[place].loss.requires_grad:
+            done[place].loss.backward()  # type: ignore[no-untyped-call]  # torch leaves Tensor.backward unannotated
+    return values
+
+
+def _reload(program: RankProgram, operation: Reload) -> None:
+    adapter, model, optimizer = program.adapter, program.model, program.optimizer
+    full = operation.form == "full"
+    state: Any = adapter.full_state_dict(model) if full else adapter.sharded_state_dict(model)
+    with_optimizer = operation.optimizer and optimizer is not None
+    saved = adapter.full_optimizer_state(model, optimizer) if with_optimizer and optimizer is not None else None
+    flags = {name: parameter.requires_grad for name, parameter in adapter.named_parameters(model)}
+    adapter.finish(model)
+    case = replace(program.case, seed=program.case.seed + 1)
+    if operation.units is not None:
+        case = replace(case, wrapping=replace(case.wrapping, units=operation.units))
+    module = models.build_model(case)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(flags.get(name, parameter.requires_grad))
+    program.model = adapter.wrap(module, program.make_setup(case, module))
+    (adapter.load_full_state_dict if full else adapter.load_sharded_state_dict)(program.model, state)
+    if optimizer is not None:
+        program.build_optimizer()
+    if saved is not None and program.optimizer is not None:
+        adapter.load_full_optimizer_state(program.model, program.optimizer, saved)
+
+
+def _interrupt(program: RankProgram, operation: Interrupt) -> None:
+    handle = _interrupt_at(program.model, operation)
+    try:
+        loss = program.call(operation.batch).loss
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves Tensor.backward unannotated
+    except Interruption:
+        pass
+    finally:
+        handle.remove()
+    owner: Any = program.optimizer if program.optimizer is not None else program.model
+    owner.zero_grad(set_to_none=True)
+
+
+def _unshard_first(program: RankProgram, operation: UnshardFirst) -> Values | None:
+    for unit in operation.units:
+        program.adapter.unshard(program.model, unit)
+    for unit in operation.units if operation.reshard else ():
+        program.adapter.reshard(program.model, unit)
+    return execute.HANDLERS[ForwardBackward](program, ForwardBackward(operation.batch))
+
+
+def _assign_data(program: RankProgram, operation: AssignData) -> None:
+    for _, parameter in models.matching(program.adapter.named_parameters(program.model), operation.patterns):
+        parameter.data = parameter.data * operation.factor
+
+
+def _move(program: RankProgram, _operation: Move) -> None:
+    program.model.to(next(program.model.parameters()).device)
+
+
+# ----------------------------------------------------------------------------------------------- in the oracle
+
+
+def _replay_several_forwards(replay: Replay, operation: SeveralForwards) -> Results:
+    replay.refresh()
+    values: Results = {}
+    gradients: list[list[replays.Tensors]] = []
+    for place, batch in enumerate(operation.micro_batches):
+        gradients.append([])
+        for rank in range(replay.size):
+            forwarded, own = replay.local_gradients(rank, batch)
+            gradients[place].append(own)
+            values |= {Quantity("result", name, "", rank): v for name, v in _numbered(place, forwarded).items()}
+    for place in _order(operation):
+        replay.pending_roundings += any(replay.pending)
+        for rank, own in enumerate(gradients[place]):
+            replay.accumulate(rank, own)
+        replay.reduce_pending()
+    return values
+
+
+def _replay_reload(replay: Replay, operation: Reload) -> None:
+    for parameter in replay.parameters.values():
+        parameter.grad = None
+    if replay.optimizer is not None and not operation.optimizer:
+        replay.build_optimizer()
+
+
+def _replay_interrupt(replay: Replay, operation: Interrupt) -> None:
+    replay.refresh()
+    for rank, replica in enumerate(replay.replicas):
+        # A forward that is interrupted has computed up to there: buffers may have changed. The backward changes none.
+        handle = None if operation.backward else _interrupt_at(replica, operation)
+        try:
+            replay.forward(rank, operation.batch)
+        except Interruption:
+            pass
+        finally:
+            if handle is not None:
+                handle.remove()
+    for parameter in replay.parameters.values():
+        parameter.grad = None
+
+
+def _replay_unshard_first(replay: Replay, operation: UnshardFirst) -> Results | None:
+    return replays.HANDLERS[ForwardBackward](replay, ForwardBackward(operation.batch))
+
+
+def _replay_assign_data(replay: Replay, operation: AssignData) -> None:
+    with torch.no_grad():
+        for _, parameter in models.matching(replay.parameters.items(), operation.patterns):
+            parameter.mul_(operation.factor)
+
+
+def _replay_move(_replay: Replay, _operation: Move) -> None:
+    """Changes nothing."""
+
+
+ENGINE: dict[Any, Callable[[RankProgram, Any], Values | None]] = {
+    SeveralForwards: _several_forwards,
+    Reload: _reload,
+    Interrupt: _interrupt,
+    UnshardFirst: _unshard_first,
+    AssignData: _assign_data,
+    Move: _move,
+}
+ORACLE: dict[Any, Callable[[Replay, Any], Results | None]] = {
+    SeveralForwards: _replay_several_forwards,
+    Reload: _replay_reload,
+    Interrupt: _replay_interrupt,
+    UnshardFirst: _replay_unshard_first,
+    AssignData: _replay_assign_data,
+    Move: _replay_move,
+}
+
+execute.HANDLERS.update(ENGINE)
+replays.HANDLERS.update(ORACLE)

@@ -1,0 +1,142 @@
+"""Operations beyond the plain training loop: saving and loading, interruptions, several forwards, manual unsharding.
+
+Registered beside those of `operation`; each has a handler in `programs.handlers_state`, for engine and oracle.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fsdp_testing.errors import InvalidRecord
+from fsdp_testing.records.operation import OPERATIONS, Batch, Operation
+
+FORMS = ("full", "sharded")
+
+
+@dataclass(frozen=True, slots=True)
+class SeveralForwards(Operation):
+    """Several forwards, then as many backwards, in the order of the forwards or in the reverse one."""
+
+    kind: ClassVar[str] = "several_forwards"
+    needs: ClassVar[frozenset[str]] = frozenset({"several_forwards", "accumulate_without_no_sync"})
+    reduces: ClassVar[bool] = True
+    micro_batches: tuple[Batch, ...]
+    reverse: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.micro_batches:
+            raise InvalidRecord("SeveralForwards.micro_batches: expected at least one, got none. Give a batch.")
+
+    def batches(self) -> tuple[Batch, ...]:
+        return self.micro_batches
+
+    def required(self) -> frozenset[str]:
+        return SeveralForwards.needs.union(*(batch.required() for batch in self.micro_batches))
+
+
+@dataclass(frozen=True, slots=True)
+class Reload(Operation):
+    """Saves model and optimizer, builds everything anew from other values, loads, and goes on with the new ones.
+
+    Gradients are gone afterwards; a new optimizer has an empty state and the case's learning rate.
+
+    Attributes:
+        form: `full` or `sharded` model state.
+        optimizer: Optimizer state is saved and loaded too, if there is an optimizer.
+        units: Inner units of the new model; None keeps the plan. Another plan needs the full form.
+    """
+
+    kind: ClassVar[str] = "reload"
+    waits_for_reduction: ClassVar[bool] = True
+    form: str = "full"
+    optimizer: bool = True
+    units: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.form not in FORMS:
+            raise InvalidRecord(f"Reload.form: expected one of {FORMS}, got {self.form!r}. Choose one of them.")
+        if self.units is not None and self.form != "full":
+            raise InvalidRecord("Reload.units: expected None with the sharded form, got a plan. Save the full state.")
+
+    def required(self) -> frozenset[str]:
+        tags = {f"{self.form}_state_dict"} | ({"optim_state"} if self.optimizer else set())
+        return frozenset(tags | ({"nested_wrapping"} if self.units else set()))
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupt(Operation):
+    """A forward (or its backward) in which the user's own code raises on every rank; then gradients are cleared.
+
+    Attributes:
+        batch: Inputs; every rank uses the same branches, else the ranks would part by the user's own doing.
+        place: Which module without children raises, counted in module order and wrapped around.
+        backward: It raises when the gradient of its output is known, instead of before its forward.
+    """
+
+    kind: ClassVar[str] = "interrupt"
+    needs: ClassVar[frozenset[str]] = frozenset({"exception_recovery"})
+    waits_for_reduction: ClassVar[bool] = True
+    batch: Batch
+    place: int = 0
+    backward: bool = False
+
+    def batches(self) -> tuple[Batch, ...]:
+        return (self.batch,)
+
+    def required(self) -> frozenset[str]:
+        return Interrupt.needs | self.batch.required()
+
+
+@dataclass(frozen=True, slots=True)
+class UnshardFirst(Operation):
+    """Gathers units by hand, then does a micro-batch.
+
+    Attributes:
+        batch: Inputs.
+        units: FQNs of the units; the root is the empty string.
+        reshard: They are released again before the micro-batch.
+    """
+
+    kind: ClassVar[str] = "unshard_first"
+    needs: ClassVar[frozenset[str]] = frozenset({"explicit_unshard"})
+    reduces: ClassVar[bool] = True
+    batch: Batch
+    units: tuple[str, ...] = ("",)
+    reshard: bool = False
+
+    def batches(self) -> tuple[Batch, ...]:
+        return (self.batch,)
+
+    def required(self) -> frozenset[str]:
+        return UnshardFirst.needs | self.batch.required()
+
+
+@dataclass(frozen=True, slots=True)
+class AssignData(Operation):
+    """Gives parameters new storage (`p.data = ...`), with their values multiplied by a factor."""
+
+    kind: ClassVar[str] = "assign_data"
+    needs: ClassVar[frozenset[str]] = frozenset({"data_assignment"})
+    waits_for_reduction: ClassVar[bool] = True
+    patterns: tuple[str, ...]
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Move(Operation):
+    """`module.to` the device where it is already, which touches every parameter and must change none."""
+
+    kind: ClassVar[str] = "move"
+    waits_for_reduction: ClassVar[bool] = True
+
+
+OPERATIONS.update(
+    {
+        cls.kind: cls
+        for _, cls in inspect.getmembers(sys.modules[__name__], inspect.isclass)
+        if cls.__module__ == __name__ and issubclass(cls, Operation)
+    }
+)
