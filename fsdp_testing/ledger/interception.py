@@ -25,13 +25,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_testing.errors import CollectiveMismatch, HarnessError
+from fsdp_testing.errors import HarnessError
 from fsdp_testing.ledger.dispatcher_readers import READERS, pending_reduce_op
 from fsdp_testing.ledger.functional_readers import FUNCTIONAL_READERS
 from fsdp_testing.ledger.method_readers import METHOD_READERS, reduce_op_among
 from fsdp_testing.ledger.recorder import Line, Listener, Recorder
 from fsdp_testing.ledger.records import group_identity
-from fsdp_testing.ledger.refusals import torch_refuses
 
 _BACKEND_SELECT = torch._C.DispatchKey.BackendSelect
 _CPP_CALLERS = ("Reducer", "_broadcast_coalesced", "_verify_params_across_processes")
@@ -138,12 +137,7 @@ def _recording(name: str, method: Callable[..., Any], reader: Callable[..., Any]
         if line is None:
             return method(group, *args, **kwargs)
         call, blocking = read
-        try:
-            recorder.record(line, call, blocking)
-        except CollectiveMismatch:
-            if not torch_refuses(name, group, args):
-                raise
-            recorder.withdraw(line, line.number, refused=True)
+        if recorder.record(line, call, blocking, (name, group, args)):
             return method(group, *args, **kwargs)
         number = line.number
         if _watching_cpp:

@@ -6,7 +6,7 @@ One area per rank; only that rank writes it, everybody reads it:
 
 Header, in words of 8 bytes: epoch, groups used, strings, bytes of strings, waiting group, waiting meta, groups without
 room, collectives refused, stamp of the collective
-that torch is being asked for. The epoch counts jobs: entries of an earlier job never match, so a rank may start a job before its peer has cleared
+that torch is being asked for, the same once it is certain that torch will take it. The epoch counts jobs: entries of an earlier job never match, so a rank may start a job before its peer has cleared
 the last one's entries. The file is sparse: memory is used only for what was written.
 
 Peers read without a lock, so every record is written in an order that shows a half-written one: an entry has its
@@ -35,7 +35,7 @@ _TABLE_BYTES = GROUPS * _TABLE_WORDS * _WORD
 _RINGS_BYTES = GROUPS * RING * _ENTRY.size
 AREA_BYTES = _HEADER_BYTES + _TABLE_BYTES + _RINGS_BYTES + _STRINGS_BYTES
 
-_EPOCH, _GROUPS_USED, _STRINGS, _STRING_BYTES, _WAIT_GROUP, _WAIT_META, _OVERFLOW, _REFUSED, _INSIDE = range(9)
+_EPOCH, _GROUPS_USED, _STRINGS, _STRING_BYTES, _WAIT_GROUP, _WAIT_META, _OVERFLOW, _REFUSED, _INSIDE, _MEANT = range(10)
 _LONGEST_TEXT = 1000
 NUMBER_BITS = 32
 ANYBODY = 0xFFFF
@@ -118,7 +118,7 @@ class Area:
         words[head + _GROUPS_USED] = 0
         words[head + _OVERFLOW] = 0
         words[head + _REFUSED] = 0
-        words[head + _INSIDE] = 0
+        words[head + _INSIDE] = words[head + _MEANT] = 0
         crowded = words[head + _STRING_BYTES] > _STRINGS_BYTES // 2
         if crowded:
             words[head + _STRINGS] = 0
@@ -164,17 +164,17 @@ class Area:
 
     @property
     def inside_word(self) -> int:
-        """Index in `words` of the stamp of the collective that torch has not yet taken, nor refused; 0 for none."""
+        """Index in `words` of the stamp of the collective that torch has not yet taken, nor refused; 0 for none.
+
+        The next word is the same stamp once the owner insists on it: it compares, and knows no reason why torch would
+        refuse it.
+        """
         return self._head + _INSIDE
 
     def put_refused(self) -> None:
         """Say that the last collective recorded was refused: it is no part of any agreement."""
         self.words[self._head + _WAIT_META] = self.words[self._head + _INSIDE] = 0
         self.words[self._head + _REFUSED] += 1
-
-    def withdraw_refused(self) -> None:
-        """Take back `put_refused`."""
-        self.words[self._head + _REFUSED] -= 1
 
     def withdraw_waiting(self) -> None:
         """Say that the owner does not block."""

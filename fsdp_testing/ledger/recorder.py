@@ -23,13 +23,17 @@ from fsdp_testing.errors import CollectiveMismatch
 from fsdp_testing.ledger import deadlock
 from fsdp_testing.ledger.memory import ANYBODY, Area, LedgerMemory
 from fsdp_testing.ledger.records import WAITS_FOR_ALL, WAITS_FOR_NOBODY, Call, GroupIdentity, group_told
+from fsdp_testing.ledger.refusals import torch_refuses
 
 _MASK = (1 << 64) - 1
 _SETTLE_SECONDS = 0.001
 _LOOKS = 3
-# So long may torch be asked whether it takes a call, on a machine that is busy.
-_ASKING_SECONDS = 0.25
+# So long may torch be asked whether it takes a call: an exception with a C++ backtrace takes long on a busy machine.
+_ASKING_SECONDS = 3.0
 _NO_SITE = (0, "?", None)
+
+#: Name of a method of `ProcessGroup`, the group, the arguments.
+Attempt = tuple[str, Any, tuple[Any, ...]]
 
 #: Told of every collective of this rank: group, call, call site.
 Listener = Callable[[GroupIdentity, Call, str], None]
@@ -106,8 +110,17 @@ class Recorder:
                 line = self._lines[group.key] = Line(group, slot, [[self._areas[peer], None] for peer in others])
             return line
 
-    def record(self, line: Line, call: Call, blocking: bool) -> None:
+    def record(self, line: Line, call: Call, blocking: bool, attempt: Attempt | None = None) -> bool:
         """Record `call` on the group of `line` and compare it with what the peers recorded.
+
+        Args:
+            line: the group's.
+            call: what is about to be issued.
+            blocking: whether the calling thread will wait for it.
+            attempt: method, group and arguments, for the question whether torch will take them at all.
+
+        Returns:
+            True when the peers disagree but torch will refuse the call anyway: the record is taken back.
 
         Raises:
             CollectiveMismatch: when a peer issued another collective at the same place of the same group, or waits
@@ -116,7 +129,7 @@ class Recorder:
         number = line.number = line.number + 1
         slot = line.slot
         if slot is None:
-            return
+            return False
         known = self._known.get(call)
         if known is None:
             known = self._learn(call)
@@ -139,21 +152,20 @@ class Recorder:
             at = peer[0].entry_word(theirs, number)
             # Last word first: the order opposite to writing shows an entry that is being replaced.
             if words[at + 4] == mark and words[at + 1] != signature and words[at] == mark:
+                if attempt is not None and torch_refuses(*attempt):
+                    self.withdraw(line, number)
+                    return True
                 self._confirm_difference(line, peer, mark, signature)
         if blocking and line.peers and line.group.blocking_host and call.waits_for != WAITS_FOR_NOBODY:
             self._before_blocking(line, call)
+        return False
 
     def taken(self) -> None:
         """Torch has taken the collective recorded last: it is issued."""
         self._words[self._inside] = 0
 
-    def withdraw(self, line: Line, number: int, *, refused: bool = False) -> None:
-        """Take back collective `number`: torch refuses the call, so nothing is issued.
-
-        `refused` says that this recorder had refused it before.
-        """
-        if refused:
-            self._area.withdraw_refused()
+    def withdraw(self, line: Line, number: int) -> None:
+        """Take back collective `number`: torch refuses the call, so nothing is issued."""
         self._area.withdraw_waiting()
         if line.slot is not None and line.number == number:
             line.number -= 1
@@ -218,11 +230,14 @@ class Recorder:
     def _confirm_difference(self, line: Line, peer: list[Any], mark: int, signature: int) -> None:
         """Raise unless the difference goes away: the peer's entry was half-written, or torch refuses its call."""
         words, at, inside = self._words, peer[0].entry_word(peer[1], line.number), peer[0].inside_word
+        words[self._inside + 1] = mark
         asking = time.monotonic() + _ASKING_SECONDS
         for look in range(_LOOKS):
-            while words[inside] == mark and time.monotonic() < asking:
+            # Two ranks that both insist do not wait for each other.
+            while words[inside] == mark and words[inside + 1] != mark and time.monotonic() < asking:
                 time.sleep(_SETTLE_SECONDS)
             if words[at + 4] != mark or words[at + 1] == signature or words[at] != mark:
+                words[self._inside + 1] = 0
                 return
             if look < _LOOKS - 1:
                 time.sleep(_SETTLE_SECONDS)
