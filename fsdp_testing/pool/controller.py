@@ -27,6 +27,7 @@ class Pool:
         self.coverage: dict[str, Any] | None = None
         self._lock = threading.RLock()
         self._extra_modules = tuple(preload_modules)
+        self._preparations: tuple[tuple[str, str], ...] = ()
         self._server: ForkServer | None = None
         # Most recently used last.
         self._worlds: list[PooledWorld] = []
@@ -37,6 +38,14 @@ class Pool:
     def add_preload(self, *modules: str) -> None:
         """Import `modules` in the fork server too; only before it has started."""
         self._extra_modules += tuple(name for name in modules if name not in self._extra_modules)
+
+    def add_preparation(self, target: str, argument: str) -> None:
+        """Call "package.module:function" with a text in the fork server before its first fork; only before it started.
+
+        For what every rank would make alike, such as a pytest session. It must not compute, nor start threads; when it
+        raises, ranks do without.
+        """
+        self._preparations = (*(p for p in self._preparations if p[0] != target), (target, argument))
 
     def start(self) -> None:
         """Begin starting the fork server without waiting for it."""
@@ -49,7 +58,7 @@ class Pool:
                 self._server.close()
                 self._server = None
             if self._server is None:
-                self._server = ForkServer(preload.FIRST + self._extra_modules)
+                self._server = ForkServer(preload.FIRST + self._extra_modules, self._preparations)
             return self._server
 
     def world(self, size: int, backend: str = "gloo", isolation: str = "warm") -> PooledWorld:

@@ -35,7 +35,7 @@ _END_SECONDS = 2.0
 
 
 def main(control_fd: int, setup: str) -> NoReturn:
-    """Serve until the controller goes. `setup` is JSON: sys_path, modules to import first, controller_pid."""
+    """Serve until the controller goes. `setup` is JSON: sys_path, modules to import, preparations to call, controller_pid."""
     settings = json.loads(setup)
     sys.path[:] = settings["sys_path"]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -44,6 +44,11 @@ def main(control_fd: int, setup: str) -> NoReturn:
         # A module that fails is left to the rank that needs it, which will say so.
         with contextlib.suppress(Exception):
             importlib.import_module(module)
+    for target, argument in settings["preparations"]:
+        module, _, function = target.partition(":")
+        # Likewise: a rank makes for itself what was not made here.
+        with contextlib.suppress(Exception):
+            getattr(importlib.import_module(module), function)(argument)
     server.serve()
 
 

@@ -25,7 +25,7 @@ _SINGLE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", 
 class ForkServer:
     """The controller's end of the process that forks ranks. Starts at once, is waited for at the first fork."""
 
-    def __init__(self, modules: tuple[str, ...]) -> None:
+    def __init__(self, modules: tuple[str, ...], preparations: tuple[tuple[str, str], ...] = ()) -> None:
         self._lock = threading.Lock()
         self._ready = False
         self._broken = False
@@ -35,7 +35,14 @@ class ForkServer:
         self._owner = os.getpid()
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control = mine
-        setup = json.dumps({"sys_path": sys.path, "modules": list(modules), "controller_pid": os.getpid()})
+        setup = json.dumps(
+            {
+                "sys_path": sys.path,
+                "modules": list(modules),
+                "preparations": list(preparations),
+                "controller_pid": os.getpid(),
+            }
+        )
         command = f"from fsdp_testing.pool.forkserver import main; main({theirs.fileno()}, {setup!r})"
         environment = env.snapshot()
         # numpy's BLAS starts its threads at import unless told not to; a forked rank would wait for them for ever.

@@ -229,6 +229,14 @@ class PooledWorld:
         changed.difference_update(_NOT_FOLLOWED)
         return {os.fsdecode(name): os.fsdecode(now[name]) if name in now else None for name in changed} or None
 
+    def borrow(self) -> None:
+        """Take this very world again, between two tests that it may serve."""
+        self.busy = True
+
+    def distrust(self) -> None:
+        """Have this world replaced once it is given back: a user of it knows that it is no longer clean."""
+        self.trusted = False
+
     def release(self) -> None:
         """Give the world back; ends it when it is not to be lent again."""
         if os.getpid() != self._owner:

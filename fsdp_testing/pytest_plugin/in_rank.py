@@ -6,8 +6,6 @@ lives as long as the rank, so that fixtures of modules and of the session live i
 
 from __future__ import annotations
 
-import importlib
-import pickle
 import sys
 import time
 from collections.abc import Sequence
@@ -24,9 +22,9 @@ from fsdp_testing.pool.hygiene import take_snapshot
 from fsdp_testing.pool.jobs import Failed
 from fsdp_testing.pool.targets import Target, resolve
 from fsdp_testing.pool.world import current_world
-from fsdp_testing.pytest_plugin import rank_debugger, rank_side
+from fsdp_testing.pytest_plugin import rank_debugger, rank_side, rank_template
 from fsdp_testing.pytest_plugin.rank_side import RankPlugin, RankTemporaryPaths, group_count
-from fsdp_testing.pytest_plugin.records import Debugging, ItemTask, RankResult, SessionSpec
+from fsdp_testing.pytest_plugin.records import Debugging, ItemTask, RankResult
 from fsdp_testing.records.dirt import Dirt
 
 _LOOK_SECONDS = 0.05
@@ -42,21 +40,20 @@ class _Kept(pytest.Item):
 class RankSession:
     """The pytest session of this rank."""
 
-    def __init__(self, spec: SessionSpec, directory: str) -> None:
+    def __init__(self, spec: bytes, directory: str) -> None:
         rank = current_world().rank
         base = Path(directory)
-        self.config = _configured(spec, base / f"rank{rank}")
-        self.plugin = RankPlugin(self.config, RankTemporaryPaths(base))
-        self.config.pluginmanager.register(rank_side, "fsdp_testing.rank_fixtures")
-        self.config.pluginmanager.register(self.plugin, rank_side.NAME)
         own = base / f"tmp{rank}"
         own.mkdir(exist_ok=True)
         env.update({"TMPDIR": str(own)})
         hygiene_process.TEMPORARY.use(own)
-        self.session: Any = pytest.Session.from_config(self.config)
-        self.config._do_configure()
-        self.session.exitstatus = 0
-        self.config.hook.pytest_sessionstart(session=self.session)
+        started = rank_template.take(spec)
+        self.config = started.config
+        self.session = started.session
+        started.load_users_code()
+        self.plugin = RankPlugin(self.config, RankTemporaryPaths(base))
+        self.config.pluginmanager.register(rank_side, "fsdp_testing.rank_fixtures")
+        self.config.pluginmanager.register(self.plugin, rank_side.NAME)
         self._collected: dict[str, str] = {}
         self._kept: dict[Any, _Kept] = {}
         self._last: pytest.Item | None = None
@@ -142,64 +139,18 @@ class RankSession:
         return problem
 
 
-def _configured(spec: SessionSpec, basetemp: Path) -> pytest.Config:
-    """A parsed configuration equal to the controller's, with the plugins of a rank."""
-    options = dict(spec.options)
-    options.update(basetemp=str(basetemp), inifilename=spec.inifile, rootdir=spec.root, plugins=[])
-    args = [argument for name in spec.blocked for argument in ("-p", f"no:{name}")]
-    loader = _Loader(spec)
-    sys.modules[loader.MODULE] = loader.module()
-    args += ["-p", loader.MODULE, *spec.paths]
-    try:
-        # Entry points are not scanned: the controller has named what it loaded.
-        with env.temporary({"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": None}):
-            return pytest.Config.fromdictargs(options, args)
-    finally:
-        sys.modules.pop(loader.MODULE, None)
-
-
-class _Loader:
-    """A plugin whose one act is to register the controller's plugins under their names before options are parsed."""
-
-    MODULE = "fsdp_testing_rank_plugins"
-
-    def __init__(self, spec: SessionSpec) -> None:
-        self._spec = spec
-
-    def module(self) -> Any:
-        """A module, since pytest loads `-p` plugins by import."""
-        made = type(sys)(self.MODULE, "PYTEST_DONT_REWRITE: pytest would warn that it is imported already.")
-        made.__dict__.update(pytest_addoption=self._register, pytest_configure=self._markers)
-        return made
-
-    def _register(self, parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-        del parser
-        for name, module in self._spec.plugins:
-            if pluginmanager.has_plugin(name) or pluginmanager.is_blocked(name):
-                continue
-            plugin = importlib.import_module(module)
-            if not pluginmanager.is_registered(plugin):
-                pluginmanager.register(plugin, name)
-
-    def _markers(self, config: pytest.Config) -> None:
-        known = set(config.getini("markers"))
-        for line in self._spec.markers:
-            if line not in known:
-                config.addinivalue_line("markers", line)
-
-
 class _Here:
     """The session of this process: how to start it, and itself once it has been needed."""
 
     def __init__(self) -> None:
         self._session: RankSession | None = None
-        self._spec: SessionSpec | None = None
+        self._spec: bytes | None = None
         self._directory = ""
 
     def prepare(self, spec: bytes | None, directory: str) -> None:
         """Remember how to start the session; every world is told with its first job."""
         if spec is not None:
-            self._spec, self._directory = pickle.loads(spec), directory
+            self._spec, self._directory = spec, directory
 
     def session(self) -> RankSession:
         """The session, started now if it was not."""

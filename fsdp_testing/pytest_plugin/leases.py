@@ -12,10 +12,12 @@ import pytest
 from fsdp_testing.errors import PoolBroken
 from fsdp_testing.pool import Pool, PooledWorld, WorldOutcome, default_pool
 from fsdp_testing.pytest_plugin.marker import WorldRequest
+from fsdp_testing.pytest_plugin.rank_template import encode
 from fsdp_testing.pytest_plugin.records import RankResult
 from fsdp_testing.pytest_plugin.session_spec import session_spec
 
 IN_RANK = "fsdp_testing.pytest_plugin.in_rank"
+_TEMPLATE = "fsdp_testing.pytest_plugin.rank_template"
 _END_SECONDS = 10.0
 
 
@@ -40,7 +42,8 @@ class Leases:
         if self._pool is None:
             self._pool = default_pool()
             self._pool.coverage = _coverage_settings()
-            self._pool.add_preload("pytest", "_pytest.assertion.rewrite", IN_RANK)
+            self._pool.add_preload(IN_RANK)
+            self._pool.add_preparation(f"{_TEMPLATE}:prepare", encode(self._description()))
             self._pool.start()
 
     def lend(self, request: WorldRequest) -> PooledWorld:
@@ -58,12 +61,15 @@ class Leases:
         known = self._informed.get(id(world))
         if known is not None:
             return None, known
-        if self._spec is None:
-            self._spec = pickle.dumps(session_spec(self._config))
         directory = self._informed[id(world)] = str(self.new_directory(f"world{world.key.size}-"))
         if world.kept:
             world.before_leaving.append(self._farewell)
-        return self._spec, directory
+        return self._description(), directory
+
+    def _description(self) -> bytes:
+        if self._spec is None:
+            self._spec = pickle.dumps(session_spec(self._config, str(self.new_directory("empty-"))))
+        return self._spec
 
     def new_directory(self, prefix: str) -> Path:
         """A new directory in pytest's base for temporary files."""

@@ -39,7 +39,7 @@ class Account:
 
     @property
     def verdict(self) -> str:
-        """One of passed, failed, skipped, xfailed, xpassed; or the fate of a rank that reported nothing."""
+        """One of passed, failed, skipped, xfailed, xpassed, incomplete; or the fate of a rank without a report."""
         if self.result is None:
             return str(self.outcome.fate)
         if self.result.failed:
@@ -47,6 +47,8 @@ class Account:
         for phase in self.result.phases:
             if phase.outcome == "skipped":
                 return "skipped" if phase.wasxfail is None else "xfailed"
+        if {phase.when for phase in self.result.phases} != set(_PHASES):
+            return "incomplete"
         return "xpassed" if any(phase.wasxfail is not None for phase in self.result.phases) else "passed"
 
     def failing(self) -> tuple[Phase, ...]:
@@ -63,6 +65,9 @@ class Account:
                 return f"rank {self.rank} skipped ({message_of(phase.longrepr).removeprefix('Skipped: ')})"
             if verdict in ("xfailed", "xpassed") and phase.wasxfail is not None:
                 return f"rank {self.rank} {verdict} ({phase.wasxfail or 'no reason given'})"
+        if verdict == "incomplete":
+            reported = ", ".join(phase.when for phase in self.result.phases) or "nothing"
+            return f"rank {self.rank} reported {reported} and no more"
         if verdict == "failed":
             return f"rank {self.rank} failed: {self.first_message()}"
         return f"rank {self.rank} {verdict}"

@@ -22,6 +22,7 @@ class SessionSpec:
         plugins: (name, module) of the plugins to register.
         blocked: Names of plugins that must not be loaded.
         markers: Registered markers, those of plugins that ranks do not load included.
+        empty: A directory that holds nothing, for parsing before anything of the user's is loaded.
     """
 
     root: str
@@ -32,6 +33,7 @@ class SessionSpec:
     plugins: tuple[tuple[str, str], ...]
     blocked: tuple[str, ...]
     markers: tuple[str, ...]
+    empty: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,12 +62,14 @@ _NEUTRAL: dict[str, Any] = {
 }
 
 
-def session_spec(config: pytest.Config) -> SessionSpec:
-    """Describe `config` for ranks."""
+def session_spec(config: pytest.Config, empty: str) -> SessionSpec:
+    """Describe `config` for ranks; `empty` is a directory that holds nothing."""
     off = {*NOT_IN_RANKS, *config.getini("world_rank_plugins_off")}
     options = {name: value for name, value in vars(config.option).items() if _is_plain(value)}
     options = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
     options.update(_NEUTRAL)
+    if options.get("confcutdir") is None:
+        options["confcutdir"] = str(config.rootpath if config.inipath is None else config.inipath.parent)
     # argparse warns about positional arguments that are there before it parses.
     options.pop("file_or_dir", None)
     plugins, blocked = _plugins(config, off)
@@ -80,6 +82,7 @@ def session_spec(config: pytest.Config) -> SessionSpec:
         plugins=plugins,
         blocked=blocked,
         markers=tuple(config.getini("markers")),
+        empty=empty,
     )
 
 

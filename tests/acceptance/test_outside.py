@@ -65,14 +65,14 @@ def test_junit_holds_one_case_with_properties_and_every_ranks_account(run: Runne
     assert properties == {("shape", "3"), ("own[rank 0]", "0"), ("own[rank 1]", "1")}
     failure = cases["test_bad"].find("failure")
     assert failure is not None
-    assert failure.attrib["message"].startswith("rank 1: assert 1 == 0")
+    assert failure.attrib["message"].startswith("rank 1: AssertionError: assert 1 == 0")
     assert "rank 0 passed" in (failure.text or "")
 
 
 def test_the_same_under_xdist(run: Runner) -> None:
     verdict = run(THREE + THREE.replace("def test_", "def test_more_"), "-n", "2")
     assert verdict.counts() == (4, 2, 0), verdict.text
-    assert "rank 1: assert 1 == 0" in verdict.text
+    assert "rank 1: AssertionError: assert 1 == 0" in verdict.text
     assert "where 1 = World(rank=1, size=2" in verdict.text
 
 

@@ -1,0 +1,86 @@
+"""How does a new rank have a pytest session at once? The fork server makes one that every rank inherits.
+
+Starting pytest costs a process some 25 ms; a fork has it for nothing. What is made ahead holds pytest's own plugins
+alone: modules of the user (conftest files, plugins) are imported in the rank, since the fork server runs no code that
+might compute or start threads. A rank whose session is another one, or whose fork server could not make it, makes its
+own by the same function.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import os
+import pickle
+from typing import Any
+
+import pytest
+
+from fsdp_testing import env
+from fsdp_testing.pytest_plugin.records import SessionSpec
+
+
+class Started:
+    """A configured session that has loaded nothing of the user's yet."""
+
+    def __init__(self, spec: SessionSpec) -> None:
+        self.spec = spec
+        self.config = _configured(spec)
+        self.session: Any = pytest.Session.from_config(self.config)
+        self.config._do_configure()
+        self.session.exitstatus = 0
+        self.config.hook.pytest_sessionstart(session=self.session)
+
+    def load_users_code(self) -> None:
+        """Import and register what the controller has: plugins, then the first conftest files."""
+        manager = self.config.pluginmanager
+        present = manager.get_plugins()
+        for name, module in self.spec.plugins:
+            if not manager.has_plugin(name) and not manager.is_blocked(name):
+                plugin = importlib.import_module(module)
+                if not manager.is_registered(plugin):
+                    manager.register(plugin, name)
+        self.config.known_args_namespace.file_or_dir = list(self.spec.paths)
+        # pytest's own part of the hook: the others have had it, and capturing must not start twice.
+        others = [plugin for plugin in manager.get_plugins() if plugin is not self.config]
+        load = manager.subset_hook_caller("pytest_load_initial_conftests", remove_plugins=others)
+        load(early_config=self.config, args=list(self.spec.paths), parser=self.config._parser)
+        start = manager.subset_hook_caller("pytest_sessionstart", remove_plugins=present)
+        start(session=self.session)
+
+
+def _configured(spec: SessionSpec) -> pytest.Config:
+    """A parsed configuration equal to the controller's, with pytest's own plugins."""
+    options = dict(spec.options)
+    # Some file must be named, or pytest looks for one around the paths; with the controller it did not find any.
+    options.update(inifilename=spec.inifile or os.devnull, rootdir=spec.root, plugins=[], basetemp=None)
+    args = [argument for name in spec.blocked for argument in ("-p", f"no:{name}")]
+    # Neither entry points nor variables: the controller has named what it loaded.
+    quiet = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": None, "PYTEST_PLUGINS": None}
+    with env.temporary(quiet):
+        config = pytest.Config.fromdictargs(options, [*args, spec.empty])
+    known = set(config.getini("markers"))
+    for line in spec.markers:
+        if line not in known:
+            config.addinivalue_line("markers", line)
+    return config
+
+
+_ahead: dict[bytes, Started] = {}
+
+
+def encode(spec: bytes) -> str:
+    """A serialised description as text."""
+    return base64.b64encode(spec).decode("ascii")
+
+
+def prepare(text: str) -> None:
+    """Make the session of the description `text`; called in the fork server before its first fork."""
+    spec = base64.b64decode(text)
+    _ahead[spec] = Started(pickle.loads(spec))
+
+
+def take(spec: bytes) -> Started:
+    """The session that was made ahead, or one made now."""
+    made = _ahead.pop(spec, None)
+    return Started(pickle.loads(spec)) if made is None else made
