@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_ref.annotations import unit_of
+from fsdp_ref.checkpoint.full_state import not_yet
 from fsdp_ref.config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.states import TrainingState
@@ -49,3 +50,15 @@ class UnitAttributes:
     _sync_gradients: bool = _setting(lambda unit: unit.sync_gradients, "Whether backward reduces.")
     _ignored_modules: Any = _setting(lambda unit: set(unit.ignored.modules), "Modules left alone.")
     _ignored_params: Any = _setting(lambda unit: set(unit.ignored.params), "Parameters left alone.")
+
+    set_state_dict_type = staticmethod(not_yet("set_state_dict_type"))
+    get_state_dict_type = staticmethod(not_yet("get_state_dict_type"))
+    state_dict_type = staticmethod(not_yet("state_dict_type"))
+    optim_state_dict = staticmethod(not_yet("optim_state_dict"))
+    optim_state_dict_to_load = staticmethod(not_yet("optim_state_dict_to_load"))
+    full_optim_state_dict = staticmethod(not_yet("full_optim_state_dict"))
+    sharded_optim_state_dict = staticmethod(not_yet("sharded_optim_state_dict"))
+    shard_full_optim_state_dict = staticmethod(not_yet("shard_full_optim_state_dict"))
+    flatten_sharded_optim_state_dict = staticmethod(not_yet("flatten_sharded_optim_state_dict"))
+    scatter_full_optim_state_dict = staticmethod(not_yet("scatter_full_optim_state_dict"))
+    rekey_optim_state_dict = staticmethod(not_yet("rekey_optim_state_dict"))

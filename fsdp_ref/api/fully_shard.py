@@ -19,6 +19,7 @@ from fsdp_ref.build.attach import Application, UnitOptions, attach
 from fsdp_ref.build.contract import contract
 from fsdp_ref.build.plan import PlannedUnit
 from fsdp_ref.build.wrap_policy import PolicyObject
+from fsdp_ref.checkpoint.full_state import install
 from fsdp_ref.errors import AlreadyAppliedError, ConfigError, listing
 from fsdp_ref.runtime.forward import Frame, abort_forward, enter_forward, exit_forward
 from fsdp_ref.runtime.summon import SummonOptions, summon
@@ -112,6 +113,7 @@ def fully_shard(
         )
     )
     fully_shard.state(module).bind(unit)
+    install(module)
     return module
 
 

@@ -19,6 +19,7 @@ from fsdp_ref.annotations import unit_of, units_under
 from fsdp_ref.api.attributes import UnitAttributes
 from fsdp_ref.build.attach import Application, UnitOptions, attach
 from fsdp_ref.build.plan import PlannedUnit
+from fsdp_ref.checkpoint.full_state import install
 from fsdp_ref.config import BackwardPrefetch
 from fsdp_ref.errors import TrainingStateError
 from fsdp_ref.naming import FSDP_PREFIX, FSDP_WRAPPED_MODULE
@@ -111,6 +112,7 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
                 ignored_states=ignored_states,
             )
         )
+        install(self)
 
     @classmethod
     def _around(cls, module: nn.Module) -> FullyShardedDataParallel:

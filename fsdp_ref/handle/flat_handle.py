@@ -10,6 +10,7 @@ Suffixes: ``_S`` this rank's flat shard with right padding, ``_F`` the flat full
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -21,10 +22,11 @@ from fsdp_ref.comm.collectives import SILENT, Collectives, Pending, collectives_
 from fsdp_ref.comm.groups import DataParallelGroups
 from fsdp_ref.comm.streams import NullStreams, Streams
 from fsdp_ref.config import ShardingStrategy
-from fsdp_ref.handle.flat_parameter import FlatParameter
+from fsdp_ref.errors import FsdpRuntimeError, FsdpTypeError
+from fsdp_ref.handle.flat_parameter import FlatParameter, describe, like_flat
 from fsdp_ref.handle.flatten import HandleConfig, build_layout, check_params, cut_shard, flatten
 from fsdp_ref.handle.gradients import GradientStore
-from fsdp_ref.handle.originals import Originals
+from fsdp_ref.handle.originals import Originals, Shown
 from fsdp_ref.layout import FlatLayout, ShardMap
 from fsdp_ref.states import SHARD_TRANSITIONS, ShardState, check_transition
 from fsdp_ref.storage.flat_buffer import FlatBuffer
@@ -103,6 +105,7 @@ class FlatHandle:
         requires_grad = any(managed.param.requires_grad for managed in params)
         self.flat_param: nn.Parameter = FlatParameter(self.shard_S, requires_grad=requires_grad)
         mark_flattened(self.flat_param)
+        describe(self.flat_param, self.shard_map, self.shard_rank, self.full_F())
         self.originals = Originals(self, params)
         self.grads = GradientStore(self)
         self.originals.take_over()
@@ -261,5 +264,31 @@ class FlatHandle:
     def __repr__(self) -> str:
         return f"FlatHandle(flat_fqns={self.fqns}, state={self.state.name})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlatHandle:
+        """Return an independent flat parameter over the same groups, sharded, without gradients.
+
+        The modules that hold the originals are being copied around it, so nothing is put on them yet: the copied
+        originals hang there already.
+        """
+        if self.originals.shown in {Shown.COMPUTING, Shown.SUMMONED}:
+            raise FsdpRuntimeError(
+                f"deepcopy of {self!r}: expected an idle unit, got one whose full parameters are in use. Copy the model "
+                "outside of forward, backward and summon_full_params."
+            )
+        copied = FlatHandle.__new__(FlatHandle)
+        memo[id(self)] = copied
+        fresh = {"state": ShardState.SHARDED, "_pending": None, "_buffers": {}, "_views": {}, "_cast_S": None}
+        vars(copied).update({**vars(self), **fresh, "streams": NullStreams(), "shard_S": self.shard_S.detach().clone()})
+        vars(copied).update(module=copy.deepcopy(self.module, memo))
+        flat = like_flat(copy.deepcopy(self.flat_param, memo), self.flat_param)
+        set_data(flat, copied.shard_S)
+        vars(copied).update(flat_param=flat, originals=self.originals.copied(copied, memo), grads=GradientStore(copied))
+        describe(flat, copied.shard_map, copied.shard_rank, copied.full_F())
+        ALL_HANDLES.add(copied)
+        return copied
+
     def __reduce__(self) -> Any:
-        raise TypeError(f"cannot pickle the flat parameter {self.name!r}: it belongs to a process group. Save a state dict.")
+        raise FsdpTypeError(
+            f"cannot pickle the flat parameter {self.name!r}: expected plain tensors, got something that belongs to a "
+            "process group. Save a state dict, or copy full parameters inside summon_full_params."
+        )

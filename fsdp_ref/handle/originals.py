@@ -9,15 +9,16 @@ Inside forward and backward every place shows a plain tensor that autograd track
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from fsdp_ref.naming import FLAT_PARAM
-from fsdp_ref.storage.param_sites import ManagedParam
+from fsdp_ref.storage.param_sites import ManagedParam, ParamSite
 from fsdp_ref.storage.views import ReshapeSites, SiteWriters, flat_views, mark_flattened, set_data, set_flat_param
 
 if TYPE_CHECKING:
@@ -51,8 +52,7 @@ class Originals:
         self.params: list[nn.Parameter] = [managed.param for managed in params]
         self.use_orig_params = handle.config.use_orig_params
         self.shown = Shown.SHARDED
-        unsafe = handle.config.switches.unsafe_setattr
-        self._writers = SiteWriters(self.managed, registered=self.use_orig_params, unsafe_setattr=unsafe)
+        self._made_writers: SiteWriters | None = None
         self._reshape = ReshapeSites(self.managed)
         self._placeholders = [
             torch.empty_strided(spec.shape, spec.stride, dtype=handle.shard_S.dtype, device="meta")
@@ -64,6 +64,31 @@ class Originals:
             for piece in handle.shard_map.param_spans(handle.shard_rank)
         }
         self._shard_views: list[Tensor] | None = None
+
+    @property
+    def _writers(self) -> SiteWriters:
+        """Made on first use: in a copied model the modules are filled only after the handle was copied."""
+        if self._made_writers is None:
+            unsafe = self._handle.config.switches.unsafe_setattr
+            self._made_writers = SiteWriters(self.managed, registered=self.use_orig_params, unsafe_setattr=unsafe)
+        return self._made_writers
+
+    def copied(self, handle: FlatHandle, memo: dict[int, Any]) -> Originals:
+        """Return the user-visible side of a copy of the handle (see ``FlatHandle.__deepcopy__``)."""
+        managed = [
+            ManagedParam(
+                copy.deepcopy(param, memo),
+                tuple(ParamSite(copy.deepcopy(site.module, memo), site.name, site.fqn) for site in old.sites),
+                old.aliases,
+            )
+            for param, old in zip(self.params, self.managed)
+        ]
+        result = Originals(handle, managed)
+        if self.use_orig_params:
+            result._point_at(result.shard_views())
+        for param in result.params:
+            mark_flattened(param)
+        return result
 
     # ------------------------------------------------------------------ what a shard-sized flat tensor means
 

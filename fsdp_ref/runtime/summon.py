@@ -185,7 +185,7 @@ class _Summoned:
         full_F = self._buffer.tensor
         if device != full_F.device:
             copied = full_F.to(device)
-            self._release()
+            self._buffer = None
             return copied
         return full_F
 
@@ -275,6 +275,7 @@ class _Summoned:
         self._release()
 
     def _release(self) -> None:
-        if self._buffer is not None:
-            self._buffer.free()
-            self._buffer = None
+        """Let go of the buffer. It is not freed under tensors that the user kept: those stay valid copies."""
+        self._buffer = None
+        if self._handle.sharded:
+            self._full_F = self._handle.shard_S

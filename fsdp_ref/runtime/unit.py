@@ -6,6 +6,7 @@ runs under. The wrapper and the composable API make the same units; only how for
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -23,10 +24,12 @@ from fsdp_ref.config import (
     ShardingStrategy,
 )
 from fsdp_ref.env import Switches
+from fsdp_ref.errors import FsdpRuntimeError, FsdpTypeError
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.originals import Shown
 from fsdp_ref.runtime.events import OBSERVERS, UnitEvent, UnitEventKind, emit
 from fsdp_ref.runtime.passes import UnitPasses
+from fsdp_ref.states import TrainingState
 from fsdp_ref.storage.precision import BufferCaster
 from fsdp_ref.storage.views import alias
 
@@ -222,6 +225,28 @@ class Unit(UnitPasses):
     def originals(self) -> Sequence[nn.Parameter]:
         """Return the user's parameters that this unit holds."""
         return () if self.handle is None else self.handle.originals.params
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+        """Return an independent unit over the same groups, for the copy of its module; it belongs to no tree yet."""
+        if self.training_state is not TrainingState.IDLE:
+            raise FsdpRuntimeError(
+                f"deepcopy of {self!r}: expected an idle unit, got {self.training_state}. Copy the model outside of "
+                "forward, backward and summon_full_params."
+            )
+        copied = Unit.__new__(Unit)
+        memo[id(self)] = copied
+        vars(copied).update(vars(self))
+        UnitPasses.__init__(copied)
+        own = {name: copy.deepcopy(vars(self)[name], memo) for name in ("module", "holder", "modules", "buffers", "ignored")}
+        vars(copied).update(own)
+        vars(copied).update(handle=copy.deepcopy(self.handle, memo), root=None, is_root=None)
+        return copied
+
+    def __reduce__(self) -> Any:
+        raise FsdpTypeError(
+            f"cannot pickle {self!r}: expected plain tensors and modules, got a module that belongs to process groups. "
+            "Save a state dict, or copy full parameters inside summon_full_params."
+        )
 
     def __repr__(self) -> str:
         return f"Unit({self.name or 'root'!r}, {type(self.module).__name__}, {self.config.strategy.name})"

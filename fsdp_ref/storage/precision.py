@@ -7,6 +7,7 @@ operations, so that a gradient reaches the caller's tensor in the caller's dtype
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -128,6 +129,15 @@ class BufferCaster:
         self._dtype = dtype
         self._originals: dict[tuple[int, str], torch.dtype] = {}
         self.lowered = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BufferCaster:
+        """Return the caster of the copied modules."""
+        result = BufferCaster(tuple(copy.deepcopy(module, memo) for module in self._modules), self._dtype)
+        memo[id(self)] = result
+        ids = {id(old): id(new) for old, new in zip(self._modules, result._modules)}
+        result._originals = {(ids[module], name): dtype for (module, name), dtype in self._originals.items()}
+        result.lowered = self.lowered
+        return result
 
     def original_dtype(self, module: nn.Module, name: str) -> torch.dtype | None:
         """Return the dtype that a buffer had before it was cast; None when it never was."""

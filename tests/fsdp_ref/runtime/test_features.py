@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 
 import pytest
 import torch
@@ -306,12 +307,13 @@ def test_at_most_two_full_units_beside_the_root(trial):
     case = trial("orig", "FULL_SHARD", model=lambda: trial.__globals__["Net"](blocks=6))
     case.train(2)
     sizes = [unit.handle.buffer(torch.float64).nbytes for unit in units(case.model)]
+    gc.collect()  # other tests' models
+    before = LEDGER.live_bytes
     LEDGER.reset_peak()
-    assert LEDGER.live_bytes == 0
     case.zero_grad()
     case.loss(case.inputs(5)).backward()
-    assert LEDGER.peak_bytes <= sizes[0] + 2 * max(sizes[1:])
-    assert LEDGER.live_bytes == 0
+    assert LEDGER.peak_bytes - before <= sizes[0] + 2 * max(sizes[1:])
+    assert LEDGER.live_bytes == before
 
 
 @pytest.mark.covers("B076", "ORIG-15")
