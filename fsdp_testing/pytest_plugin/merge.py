@@ -285,10 +285,24 @@ def _waiting_clause(cause: str, waiting: Sequence[Account]) -> str:
 _MACHINERY = ("/_pytest/", "/pluggy/", "/fsdp_testing/pool/", "/fsdp_testing/pytest_plugin/", '"<string>"')
 
 
+def _without_machinery(traceback: Sequence[str]) -> list[str]:
+    """A traceback without the frames of pytest and of this harness, their lines of source included."""
+    kept: list[str] = []
+    dropping = False
+    for line in traceback:
+        if line.startswith('  File "'):
+            dropping = any(part in line for part in _MACHINERY)
+        elif not line.startswith("    "):
+            dropping = False
+        if not dropping:
+            kept.append(line)
+    return kept
+
+
 def _fate_lines(rank: RankOutcome) -> list[str]:
     lines: list[str] = []
     if rank.error is not None:
-        lines.extend(rank.error.traceback.rstrip().splitlines())
+        lines.extend(_without_machinery(rank.error.traceback.rstrip().splitlines()))
     if rank.collectives:
         lines.append("last collectives:")
         lines.extend(f"  {record}  ({record.call_site})" for record in rank.collectives[-5:])

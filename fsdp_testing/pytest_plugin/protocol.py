@@ -75,6 +75,16 @@ class Protocol:
         hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """Refuse to run a marked item in this process, where it could pass without any rank."""
+        if item.stash.get(_REQUEST, None) is not None:
+            pytest.fail(
+                f"{item.nodeid}: expected this plugin to run the test on ranks, got another plugin that runs it in the "
+                "controlling process. Disable that plugin (-p no:NAME), or its hook pytest_runtest_protocol.",
+                pytrace=False,
+            )
+
     def _reports(
         self, item: pytest.Item, request: WorldRequest, nextitem: pytest.Item | None
     ) -> list[pytest.TestReport]:

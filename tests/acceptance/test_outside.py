@@ -91,6 +91,21 @@ def test_dies(world):
     assert "died by SIGKILL" in verdict.text
 
 
+def test_a_plugin_that_takes_over_the_protocol_cannot_make_a_test_pass(run: Runner, tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(
+        "import pytest\n"
+        "@pytest.hookimpl(tryfirst=True)\n"
+        "def pytest_runtest_protocol(item, nextitem):\n"
+        "    if not item.config.pluginmanager.has_plugin('fsdp_testing.rank'):\n"
+        "        from _pytest.runner import runtestprotocol\n"
+        "        runtestprotocol(item, nextitem=nextitem)\n"
+        "        return True\n"
+    )
+    verdict = run("@pytest.mark.world(2)\ndef test_it(): pass")
+    assert verdict.counts() == (0, 0, 1), verdict.text
+    assert "got another plugin that runs it in the controlling process" in verdict.text
+
+
 def test_coverage_sees_code_that_only_ranks_run(run: Runner, tmp_path: Path) -> None:
     (tmp_path / "mylib.py").write_text(
         "def only_in_ranks(n):\n    total = 0\n    for i in range(n):\n        total += i\n    return total\n"

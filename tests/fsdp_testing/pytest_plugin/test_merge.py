@@ -170,11 +170,17 @@ def test_a_rank_that_waits_for_a_failed_one_is_told_with_its_collective() -> Non
 
 
 def test_a_rank_that_raised_outside_its_test_shows_its_traceback() -> None:
-    error = ErrorRecord("ImportError", "no module", "Traceback ...\nImportError: no module\n")
+    frames = (
+        '  File "/x/_pytest/runner.py", line 1, in run\n    machinery()\n    ^^^^^^^\n'
+        '  File "/home/test_it.py", line 2, in test_it\n    import absent\n'
+    )
+    error = ErrorRecord("ImportError", "no module", f"Traceback ...\n{frames}ImportError: no module\n")
     raised = RankOutcome(0, Fate.RAISED, failed=True, error=error)
     reports = run(raised, returned(1, PASSED), cause="rank 0 raised ImportError: no module")
     assert verdict(reports) == "failed in call"
-    assert "Traceback ..." in text(reports)
+    for shown in ("Traceback ...", "test_it.py", "import absent", "ImportError: no module"):
+        assert shown in text(reports)
+    assert "machinery" not in text(reports)
 
 
 def test_what_only_tells_of_a_lost_peer_is_abbreviated() -> None:
