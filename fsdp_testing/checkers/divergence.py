@@ -46,3 +46,15 @@ class Tally:
     divergences: list[Divergence] = field(default_factory=list)
     comparisons: int = 0
     worst_ratio: float = 0.0
+
+    def add(self, divergence: Divergence) -> None:
+        """Notes a divergence."""
+        self.divergences.append(divergence)
+
+    def count(self) -> None:
+        """Counts one more tensor compared."""
+        self.comparisons += 1
+
+    def passed(self, ratio: float) -> None:
+        """Notes how close a comparison came to its bound."""
+        self.worst_ratio = max(self.worst_ratio, ratio)

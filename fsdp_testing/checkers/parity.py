@@ -69,7 +69,7 @@ def _check_point(
     snapshots = [_snapshot(rank, point.index) for rank in ranks]
     absent = tuple(rank.rank for rank, snapshot in zip(ranks, snapshots) if snapshot is None)
     if absent:
-        tally.divergences.append(state.absent_snapshot(point, absent))
+        tally.add(state.absent_snapshot(point, absent))
         return
     present = [snapshot for snapshot in snapshots if snapshot is not None]
     state.check_state(tally, point, expectation.shapes, present, asked)

@@ -35,25 +35,23 @@ def compare_tensor(tally: Tally, index: int, quantity: Quantity, actual: torch.T
     wanted = expected.value
     if wanted is None:
         return
-    tally.comparisons += 1
+    tally.count()
     ranks = (quantity.rank,)
     if actual.shape != wanted.shape:
         sentence = f"has shape {tuple(actual.shape)}, expected {tuple(wanted.shape)}"
-        tally.divergences.append(Divergence("diverged", quantity, index, ranks, sentence))
+        tally.add(Divergence("diverged", quantity, index, ranks, sentence))
         return
     # The dtype of a norm is each implementation's own affair; its value is not.
     if actual.dtype != wanted.dtype and quantity.name != "total_norm":
         sentence = f"has dtype {_name(actual)}, expected {_name(wanted)}"
-        tally.divergences.append(Divergence("diverged", quantity, index, ranks, sentence))
+        tally.add(Divergence("diverged", quantity, index, ranks, sentence))
         return
     found = difference(actual, wanted, expected.bound)
     if not found.exceeded:
-        tally.worst_ratio = max(tally.worst_ratio, found.ratio)
+        tally.passed(found.ratio)
         return
     sentence = f"is off by {found.error:.3g} (bound {found.bound:.3g}): {found.actual!r} for {found.expected!r}"
-    tally.divergences.append(
-        Divergence("diverged", quantity, index, ranks, sentence, found.error, found.bound, expected.derivation)
-    )
+    tally.add(Divergence("diverged", quantity, index, ranks, sentence, found.error, found.bound, expected.derivation))
 
 
 def _check_agreement(tally: Tally, point: ExpectedPoint, results: Sequence[OperationResult | None]) -> None:
@@ -63,12 +61,12 @@ def _check_agreement(tally: Tally, point: ExpectedPoint, results: Sequence[Opera
     if differing and not tally.divergences:
         quantity = Quantity("result", "total_norm")
         sentence = f"differs between ranks: {', '.join(repr(float(norm)) for norm in norms)}"
-        tally.divergences.append(Divergence("disagreed", quantity, point.index, (0, *differing), sentence))
+        tally.add(Divergence("disagreed", quantity, point.index, (0, *differing), sentence))
 
 
 def _missing(tally: Tally, index: int, quantity: Quantity) -> None:
     sentence = "was not reported"
-    tally.divergences.append(Divergence("missing", quantity, index, (quantity.rank,), sentence))
+    tally.add(Divergence("missing", quantity, index, (quantity.rank,), sentence))
 
 
 def _name(tensor: torch.Tensor) -> str:
