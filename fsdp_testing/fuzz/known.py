@@ -32,7 +32,8 @@ class Rule:
         reason: What goes wrong, in one sentence.
         link: Where it is reported or documented.
         operations: Tokens that occur in this order (others may lie between them); empty matches any program. A token
-            may end in `*`.
+            may end in `*`; `begin` stands before the first operation.
+        unless: Tokens that may not lie between them.
         tags: Tags that the case has, all of them; a tag may end in `*`.
         drop: Operations with this token are left out, the last one first, until the rule no longer applies; empty
             discards the case.
@@ -43,13 +44,14 @@ class Rule:
     reason: str
     link: str = ""
     operations: tuple[str, ...] = ()
+    unless: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
     drop: str = ""
     example: Any = None
 
     def applies(self, case: Case) -> bool:
         """Whether a legal case is one that this failure hits."""
-        return _in_order(self.operations, tokens(case)) and _all_held(self.tags, case)
+        return _in_order(self.operations, ("begin", *tokens(case)), self.unless) and _all_held(self.tags, case)
 
     def edit(self, case: Case) -> Case | None:
         """Returns the case without what brings the failure about, or None if that leaves nothing to run."""
@@ -67,9 +69,23 @@ def _matches(pattern: str, text: str) -> bool:
     return text.startswith(pattern[:-1]) if pattern.endswith("*") else text == pattern
 
 
-def _in_order(wanted: Sequence[str], found: Sequence[str]) -> bool:
-    rest = iter(found)
-    return all(any(_matches(pattern, text) for text in rest) for pattern in wanted)
+def _in_order(wanted: Sequence[str], found: Sequence[str], unless: Sequence[str]) -> bool:
+    if not wanted:
+        return True
+    return any(
+        _matches(wanted[0], text) and _goes_on(wanted[1:], found[place + 1 :], unless) for place, text in enumerate(found)
+    )
+
+
+def _goes_on(wanted: Sequence[str], found: Sequence[str], unless: Sequence[str]) -> bool:
+    for text in found:
+        if not wanted:
+            break
+        if _matches(wanted[0], text):
+            wanted = wanted[1:]
+        elif any(_matches(pattern, text) for pattern in unless):
+            return False
+    return not wanted
 
 
 def _all_held(wanted: Sequence[str], case: Case) -> bool:

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fsdp_testing.records import Case
+from fsdp_testing.records import Case, Operation
 from fsdp_testing.strategies import CaseDrawer, Choices
 from fsdp_testing.strategies.drawing import drawn_tree
 from fsdp_testing.strategies.operations import OperationDrawer
 
 _LONGEST = 2
+
+
+def _names_parts(operation: Operation) -> bool:
+    patterns = getattr(operation, "patterns", ("*",))
+    return patterns != ("*",) or bool(getattr(operation, "units", None))
 
 
 class Mutator:
@@ -60,6 +65,9 @@ class Mutator:
 
     def _join(self, choices: Choices, case: Case, corpus: Sequence[Case]) -> Case:
         other = choices.pick(corpus).program
+        if case.model.tree is None:
+            # Names of another model's parts mean nothing here, and a model of the zoo is not looked into.
+            other = tuple(operation for operation in other if not _names_parts(operation))
         cut, start = choices.integer(0, len(case.program)), choices.integer(0, len(other))
         return replace(case, program=case.program[:cut] + other[start:])
 

@@ -17,7 +17,7 @@ from fsdp_testing.records import (
     ZeroGrad,
 )
 from fsdp_testing.strategies.legality import needs_of_case
-from fsdp_testing.zoo.tree_legality import every, get, walk
+from fsdp_testing.zoo.tree_legality import every, get, parameters, walk
 
 
 def token(operation: Operation) -> str:
@@ -71,7 +71,12 @@ def _tags(case: Case) -> Iterator[str]:
     for need in needs_of_case(case):
         yield f"needs:{need}"
     yield from _batch_tags(case)
-    yield from _tree_tags(case) if case.model.tree is not None else (f"zoo:{case.model.name}",)
+    if case.model.tree is None:
+        yield f"zoo:{case.model.name}"
+        # What a model of the zoo holds is not known without building it: it may be anything.
+        yield "empty_shard"
+        return
+    yield from _tree_tags(case)
 
 
 def _batch_tags(case: Case) -> Iterator[str]:
@@ -87,7 +92,16 @@ def _batch_tags(case: Case) -> Iterator[str]:
                 yield "batch:usage"
 
 
+def _leaves_a_rank_empty(rows: int, ranks: int) -> bool:
+    """Whether equal chunks of so many rows leave the last rank without any."""
+    chunk = -(-rows // ranks)
+    return chunk * (ranks - 1) >= rows
+
+
 def _tree_tags(case: Case) -> Iterator[str]:
+    shards = case.world.mesh_shape[-1]
+    if any(spec.shape and _leaves_a_rank_empty(spec.shape[0], shards) for spec in parameters(case.model.tree)):
+        yield "empty_shard"
     for place in every(walk(case.model.tree)):
         node = place.node
         yield f"node:{node['kind']}"

@@ -103,7 +103,8 @@ class CaseDrawer:
     def _model(self, choices: Choices, swarm: Swarm, *, low: bool) -> DrawnModel:
         dtype = "float32" if low or "dtype.float32" in swarm else "float64"
         if "model.zoo" in swarm:
-            return _zoo_model(choices, [m for m in self._zoo if not low or "mixed_dtypes" not in m.traits], dtype)
+            unfit = {"mixed_dtypes", "strided"} if low else set()
+            return _zoo_model(choices, [m for m in self._zoo if not m.traits & unfit], dtype)
         if low:
             # One low dtype at a time: which casts a part of another dtype would see is each implementation's own.
             swarm = replace(swarm, on=swarm.on - {"tree.mixed_dtype"})
