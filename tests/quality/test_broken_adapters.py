@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faults_gradients  # noqa: F401 - registers its faults
+import faults_models  # noqa: F401 - registers its faults
 import faults_state  # noqa: F401 - registers its faults
 import pytest
 from fault import FAULTS
