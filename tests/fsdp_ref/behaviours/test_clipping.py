@@ -18,7 +18,7 @@ NORMS = [1.0, 2.0, 3.0, math.inf]
 
 @quiet
 @pytest.mark.world([2, 3])
-@pytest.mark.covers("CLIP-02", "CLIP-04", "CLIP-07", "B054", "B059", "B056")
+@pytest.mark.covers("CLIP-02", "CLIP-04", "CLIP-07", "B147", "B054", "B059", "B056")
 @pytest.mark.parametrize("norm_type", NORMS)
 @pytest.mark.parametrize("strategy", [S.FULL_SHARD, S.SHARD_GRAD_OP, S.NO_SHARD], ids=lambda s: s.name)
 @pytest.mark.parametrize("orig", [True, False])

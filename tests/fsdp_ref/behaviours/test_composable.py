@@ -352,11 +352,11 @@ def test_devices_and_options_of_replicate(lab):
 
 
 @pytest.mark.world([2, 3])
-@pytest.mark.covers("REP-04", "B159", "B160", "B161", "B164")
+@pytest.mark.covers("REP-04", "B159", "B160", "B161", "B163", "B164", "B167")
 @pytest.mark.parametrize("schedule", ["s", "ns", "nns", "ss", "FFbb", "inside-outside", "retain"])
 def test_replicate_under_every_schedule(lab, schedule):
     reference = lab.make(Deep)
-    model = replicate(copy.deepcopy(reference))
+    model = replicate(copy.deepcopy(reference), static_graph=True, gradient_as_bucket_view=True)
     replica = replicate.state(model).replica
     if schedule == "FFbb":
         losses = [lab.loss(model, lab.batch(step)) for step in range(2)]

@@ -83,7 +83,7 @@ def test_scalar_parameters_train(lab, path):
 
 
 @pytest.mark.world(2)
-@pytest.mark.covers("CTOR-06", "CTOR-07", "CTOR-08", "B079", "B143")
+@pytest.mark.covers("CTOR-06", "CTOR-07", "CTOR-08", "B079", "B143", "B144")
 def test_parameters_that_cannot_share_a_flat_one_are_named(lab, path):
     model = lab.make(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     model[1].half()

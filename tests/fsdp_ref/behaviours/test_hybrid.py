@@ -183,7 +183,7 @@ def test_the_clipped_norm_is_that_of_plain_sharding(lab, norm_type):
 
 
 @pytest.mark.world(4)
-@pytest.mark.covers("HYB-14", "SYNC-01", "SYNC-03")
+@pytest.mark.covers("HYB-14", "SYNC-01", "SYNC-03", "B072")
 def test_states_are_synchronized_along_both_groups(lab, path):
     with grid(lab.world, 2) as pair:
         model = lab.make(seed=lab.world.rank)

@@ -44,6 +44,22 @@ def test_ignored_modules_stay_plain_and_local(lab, path):
 
 
 @pytest.mark.world(2)
+@pytest.mark.covers("B149", "IGN-01")
+@pytest.mark.parametrize("foreach", [True, False])
+def test_one_optimizer_over_ignored_and_sharded_parameters(lab, path, foreach):
+    plain = lab.make()
+    ignored = plain.blocks[1]
+    model = lab.shard(plain, path, policy={lab.Block}, ignored_modules=[ignored])
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=foreach)
+    before = ignored.lin1.weight.detach().clone()
+    for step in range(2):
+        lab.loss(model, lab.batch(step)).backward()
+        optim.step()
+        optim.zero_grad()
+    assert not torch.equal(ignored.lin1.weight, before)
+
+
+@pytest.mark.world(2)
 @pytest.mark.covers("IGN-04", "IGN-05")
 def test_units_inside_ignored_modules_and_what_parents_inherit(lab):
     reference = lab.make()

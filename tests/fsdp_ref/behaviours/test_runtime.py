@@ -226,7 +226,7 @@ def test_an_exception_inside_no_sync(lab):
 
 
 @pytest.mark.world(2)
-@pytest.mark.covers("B047")
+@pytest.mark.covers("B047", "B132")
 @strategies
 def test_an_output_that_is_a_view_and_is_changed_in_place(lab, path, strategy):
     class Views(nn.Module):
@@ -251,7 +251,7 @@ def test_an_output_that_is_a_view_and_is_changed_in_place(lab, path, strategy):
 
 
 @pytest.mark.world(2)
-@pytest.mark.covers("B048", "RUN-07")
+@pytest.mark.covers("B048", "B131", "RUN-07")
 @strategies
 def test_a_loss_that_bypasses_the_outputs(lab, path, strategy):
     class Keeps(nn.Module):
@@ -321,6 +321,48 @@ def test_gradients_of_inputs_may_be_differentiated_or_are_refused(lab, path):
                     assert value is None or not value.any()
                 else:
                     torch.testing.assert_close(value, want, **lab.CLOSE)
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("B138")
+def test_forward_mode_derivatives_are_right_or_refused(lab, path):
+    import torch.autograd.forward_ad as forward_ad
+
+    model, reference = lab.shard(lab.make(), path, policy={lab.Block}), lab.make()
+    x, tangent = lab.batch(), lab.batch(step=1)
+
+    def derivative(m):
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(m(forward_ad.make_dual(x, tangent))).tangent
+
+    try:
+        got = derivative(model)
+    except (RuntimeError, NotImplementedError):
+        pass
+    else:
+        torch.testing.assert_close(got, derivative(reference), **lab.CLOSE)
+    lab.loss(model, lab.batch()).backward()
+    idle(lab, model)
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("B121", "B122", "LIM-07")
+def test_reductions_in_flight_are_bounded(lab, path):
+    from fsdp_ref.runtime.events import observe
+
+    model = lab.shard(lab.make(lambda: lab.Net(blocks=8)), path, policy={lab.Block})
+    loss = lab.loss(model, lab.batch())
+    root = lab.units(model)[0].root
+    most = 0
+
+    def count(_):
+        nonlocal most
+        most = max(most, len(root.sync._open))
+
+    with observe(count):
+        loss.backward()
+    assert 1 <= most <= 2
+    assert len(root.sync._open) == 0
 
 
 @pytest.mark.world(2)

@@ -1,0 +1,90 @@
+"""Is every known behaviour, and every known bug, tested by a test that names it?
+
+``behaviour_tags.json`` lists them with one line of meaning each; a test cites those it is evidence for with
+``@pytest.mark.covers("ORIG-09", "B025")``. ``tags_left_out.json`` gives a reason for each that has no test.
+The citations are read from the sources, so that a test which is skipped or deselected here still counts.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+TESTS = HERE.parent
+
+
+def known() -> dict[str, str]:
+    sections = json.loads((HERE / "behaviour_tags.json").read_text())
+    tags = [tag for section in sections.values() for tag in section]
+    assert len(tags) == len(set(tags)), "a tag in two sections"
+    return {tag: meaning for section in sections.values() for tag, meaning in section.items()}
+
+
+def left_out() -> dict[str, str]:
+    return json.loads((HERE / "tags_left_out.json").read_text())
+
+
+def citations(source: str) -> list[tuple[str, str]]:
+    """(test, tag) for each covers marker on a test function or class."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            continue
+        for decorator in node.decorator_list:
+            if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.covers":
+                found.extend((node.name, ast.literal_eval(argument)) for argument in decorator.args)
+    return found
+
+
+@functools.cache
+def cited() -> dict[str, list[str]]:
+    tags: dict[str, list[str]] = {}
+    for path in sorted((TESTS / "fsdp_ref").rglob("test_*.py")):
+        for test, tag in citations(path.read_text()):
+            tags.setdefault(tag, []).append(f"{path.relative_to(TESTS)}::{test}")
+    return tags
+
+
+def test_every_behaviour_is_tested_or_left_out_for_a_reason():
+    missing = {tag: meaning for tag, meaning in known().items() if tag not in cited() and tag not in left_out()}
+    assert not missing, "\n".join(f"{tag}: {meaning}" for tag, meaning in missing.items())
+
+
+def test_every_reason_is_still_needed():
+    tags = cited()
+    stale = [tag for tag in left_out() if tag in tags or tag not in known()]
+    assert not stale, f"tested after all, or unknown: {stale}"
+    short = [tag for tag, reason in left_out().items() if len(reason.split()) < 4]
+    assert not short, f"no reason given: {short}"
+
+
+def test_every_citation_is_of_a_known_tag_and_on_a_test():
+    names = known()
+    # Model and optimizer state dicts have a milestone, and a list of tags, of their own.
+    wrong = {tag: tests for tag, tests in cited().items() if tag not in names and not tag.startswith(("SD-", "OSD-"))}
+    assert not wrong, wrong
+    helpers = [test for tests in cited().values() for test in tests if not test.rpartition("::")[2].startswith("test")]
+    assert not helpers, f"cited by something that is no test: {helpers}"
+
+
+def test_markers_are_read_from_functions_and_classes():
+    source = '''
+@pytest.mark.covers("A-1", "A-2")
+def test_x(): pass
+
+@pytest.mark.world(2)
+@pytest.mark.covers("A-3")
+class TestY: pass
+
+def test_z(): "A-4"
+'''
+    assert citations(source) == [("test_x", "A-1"), ("test_x", "A-2"), ("TestY", "A-3")]
+
+
+def test_the_marker_is_registered(pytestconfig: pytest.Config):
+    assert any(line.startswith("covers(") for line in pytestconfig.getini("markers"))
