@@ -282,7 +282,11 @@ class Campaign:
         if new and note.status == "passed":
             self._corpus.append(result.case)
             self._state.add_to_corpus(result.case)
-        if note.status == "unjudged":
+        rule = self._known.recognize(note.signature) if note.signature is not None else None
+        if rule is not None:
+            tally.rules[rule.name] += 1
+            self._watch_models &= note.status != "leaked"
+        elif note.status == "unjudged":
             tally.unjudged[note.reason[:200]] += 1
         elif note.status == "unsupported":
             tally.unsupported[note.reason[:200]] += 1

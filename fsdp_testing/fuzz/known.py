@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_testing.errors import InvalidRecord
+from fsdp_testing.fuzz.signature import Signature
 from fsdp_testing.fuzz.tags import tags, token, tokens
 from fsdp_testing.records import Case
 from fsdp_testing.records.document import check_format, decode, encode, load_json, to_json
@@ -37,6 +38,8 @@ class Rule:
         tags: Tags that the case has, all of them; a tag may end in `*`.
         drop: Operations with this token are left out, the last one first, until the rule no longer applies; empty
             discards the case.
+        signature: Kind and beginning of the quantity of a failure: one that looks so is counted as this one and not
+            looked into. For failures that no edit of a case avoids; then the rule edits nothing.
         example: A case that fails because of it, to notice when it no longer does.
     """
 
@@ -47,10 +50,13 @@ class Rule:
     unless: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
     drop: str = ""
+    signature: tuple[str, ...] = ()
     example: Any = None
 
     def applies(self, case: Case) -> bool:
         """Whether a legal case is one that this failure hits."""
+        if self.signature:
+            return False
         return _in_order(self.operations, ("begin", *tokens(case)), self.unless) and _all_held(self.tags, case)
 
     def edit(self, case: Case) -> Case | None:
@@ -112,6 +118,14 @@ class KnownFailures:
                     return None, tuple(applied)
                 case = edited
         return case, tuple(applied)
+
+    def recognize(self, signature: Signature) -> Rule | None:
+        """Returns the rule that knows a failure by its looks."""
+        for rule in self.rules:
+            if rule.signature and rule.signature[0] == signature.kind:
+                if all(signature.quantity.startswith(part) for part in rule.signature[1:]):
+                    return rule
+        return None
 
     def with_rule(self, rule: Rule) -> KnownFailures:
         """Returns these rules and one more."""

@@ -17,6 +17,7 @@ from fsdp_testing.records import (
     ZeroGrad,
 )
 from fsdp_testing.strategies.legality import needs_of_case
+from fsdp_testing.zoo.tree import has_alias
 from fsdp_testing.zoo.tree_legality import every, get, parameters, walk
 
 
@@ -35,7 +36,7 @@ def token(operation: Operation) -> str:
         return kind if operation.writeback else f"{kind}[read_only]"
     if isinstance(operation, Reload):
         plan = "" if operation.units is None else ",plan"
-        return f"{kind}[{operation.form}{plan}{',optimizer' if operation.optimizer else ''}]"
+        return f"{kind}[{'optimizer,' if operation.optimizer else ''}{operation.form}{plan}]"
     if isinstance(operation, Interrupt):
         return f"{kind}[{'backward' if operation.backward else 'forward'}]"
     return kind
@@ -102,6 +103,8 @@ def _tree_tags(case: Case) -> Iterator[str]:
     shards = case.world.mesh_shape[-1]
     if any(spec.shape and _leaves_a_rank_empty(spec.shape[0], shards) for spec in parameters(case.model.tree)):
         yield "empty_shard"
+    if has_alias(case.model.tree["nodes"]):
+        yield "alias"
     for place in every(walk(case.model.tree)):
         node = place.node
         yield f"node:{node['kind']}"

@@ -140,7 +140,7 @@ def _needs_of_node(node: Mapping[str, Any]) -> set[str]:
 
 def _needs_of_ties(tree: Mapping[str, Any], specs: list[ParameterSpec], units: tuple[str, ...]) -> set[str]:
     tags: set[str] = set()
-    if _has_alias(tree["nodes"]):
+    if has_alias(tree["nodes"]):
         tags |= {"reused_modules", "shared_parameters"}
     groups: dict[tuple[Any, ...], set[str]] = {}
     for spec in specs:
@@ -153,5 +153,6 @@ def _needs_of_ties(tree: Mapping[str, Any], specs: list[ParameterSpec], units: t
     return tags
 
 
-def _has_alias(nodes: list[dict[str, Any]]) -> bool:
-    return any(node["kind"] == "again" or _has_alias(node.get("nodes", [])) for node in nodes)
+def has_alias(nodes: list[dict[str, Any]]) -> bool:
+    """Returns whether some module of a tree is registered twice."""
+    return any(node["kind"] == "again" or has_alias(node.get("nodes", [])) for node in nodes)
