@@ -160,6 +160,7 @@ def test_ignored_modules_are_skipped_and_ignored_parameters_do_not_count():
     root = nn.Sequential(lin(), nn.Sequential(lin(), lin()))
     ignored = Ignored(frozenset({root[1][0]}), frozenset(root[1][0].parameters()))
     assert names(root, chosen_by(root, W.ModuleWrapPolicy({nn.Linear}), ignored=ignored).options) == ["0", "1.1"]
+    assert names(root, chosen_by(root, W.always_wrap_policy, ignored=ignored).options) == ["0", "1", "1.1"]
     threshold = partial(W.size_based_auto_wrap_policy, min_num_params=40)
     assert names(root, chosen_by(root, threshold).options) == ["1"]
     assert names(root, chosen_by(root, threshold, ignored=ignored).options) == []
