@@ -132,8 +132,28 @@ def _setter(holder: Any, name: str) -> Setting:
     return Setting(label, lambda: getattr(holder, name), lambda value: setattr(holder, name, value))
 
 
-def _set_stream(name: str) -> Setting:
-    return _setter(sys, name)
+class _Hook:
+    """A hook that pytest may put in place anew for every phase of a test: any two of pytest's count as the same."""
+
+    __slots__ = ("_of_pytest", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        function = getattr(value, "func", value)
+        self._of_pytest = str(getattr(function, "__module__", "")).startswith("_pytest.")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Hook) and (self.value == other.value or (self._of_pytest and other._of_pytest))
+
+    __hash__ = None  # type: ignore[assignment]  # only compared
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+def _hook(holder: Any, name: str) -> Setting:
+    label = f"{holder.__name__}.{name}"
+    return Setting(label, lambda: _Hook(getattr(holder, name)), lambda hook: setattr(holder, name, hook.value))
 
 
 INTERPRETER = settings_probe(
@@ -141,8 +161,9 @@ INTERPRETER = settings_probe(
     [
         Setting("working directory", _working_directory, os.chdir),
         Setting("umask", _umask, os.umask),
-        *(_set_stream(name) for name in ("stdin", "stdout", "stderr", "excepthook", "displayhook", "unraisablehook")),
-        _setter(threading, "excepthook"),
+        *(_setter(sys, name) for name in ("stdin", "stdout", "stderr", "excepthook", "displayhook")),
+        _hook(sys, "unraisablehook"),
+        _hook(threading, "excepthook"),
         *(_setter(builtins, name) for name in ("__import__", "print", "open", "input", "breakpoint")),
         Setting("sys.settrace", sys.gettrace, sys.settrace),
         Setting("sys.setprofile", sys.getprofile, sys.setprofile),

@@ -105,6 +105,11 @@ RESTORED: dict[str, tuple[Callable[[], object], str, str]] = {
     "sys.argv": (lambda: sys.argv.append("--x"), "import path", "--x"),
     "stdout": (_stdout, "interpreter", "sys.stdout"),
     "excepthook": (lambda: setattr(sys, "excepthook", print), "interpreter", "sys.excepthook"),
+    "thread excepthook": (
+        lambda: setattr(threading, "excepthook", print),
+        "interpreter",
+        "threading.excepthook",
+    ),
     "print": (_printer, "interpreter", "builtins.print"),
     "recursion": (lambda: sys.setrecursionlimit(sys.getrecursionlimit() + 7), "interpreter", "recursion limit"),
     "gc": (gc.disable, "interpreter", "gc enabled"),
