@@ -1,6 +1,6 @@
 """What can be wrong with a machine that ranks are to run on? One function per question, each returns one symptom.
 
-Nothing here changes the machine, and nothing takes more than a moment; `doctor` prints what these find.
+Nothing here changes the machine, and nothing but the last takes more than a moment; `doctor` prints what these find.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -24,6 +25,8 @@ SUPPORTED_TORCH = ((2, 11), (2, 15))
 SHARED_MEMORY_BYTES = 64 * MIB
 OPEN_FILES = 1024
 MEMORY_BYTES_PER_RANK = 400 * MIB
+TRIAL_SECONDS = 30.0
+SLOW_SECONDS = 10.0
 RANK_MARKS = ("fsdp_testing", "multiprocessing.forkserver")
 # Variables that change what ranks do, and that people forget in their shells.
 NOTABLE = (
@@ -64,7 +67,12 @@ def examine() -> Iterator[Symptom]:
             yield examination()
         except Exception as error:  # noqa: BLE001  (whatever goes wrong while looking is itself the finding)
             name = examination.__name__.replace("_", " ")
-            yield Symptom(name, Condition.BROKEN, f"{type(error).__name__}: {error}", "Mend this first.")
+            yield Symptom(name, Condition.BROKEN, f"{type(error).__name__}: {first_line(error)}", "Mend this first.")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, which says what happened; the rest is for its own reader."""
+    return next(iter(str(error).splitlines()), "")
 
 
 def python() -> Symptom:
@@ -240,6 +248,22 @@ def packages() -> Symptom:
     return Symptom("packages", Condition.GOOD, said)
 
 
+def trial_world() -> Symptom:
+    """Two ranks start, find each other, sum, and end; how long it took."""
+    from fsdp_testing import run_ranks
+    from fsdp_testing.cli.trial import rank_sum
+
+    start = time.perf_counter()
+    found = run_ranks(rank_sum, size=2, backend="gloo", timeout=TRIAL_SECONDS)
+    took = time.perf_counter() - start
+    if found != [3.0, 3.0]:
+        return Symptom("trial world", Condition.BROKEN, f"two ranks added 1 and 2 and got {found}", "Report this.")
+    said = f"two ranks started and added their numbers in {took:.1f} s"
+    if took > SLOW_SECONDS:
+        return Symptom("trial world", Condition.ODD, said, "The machine is busy or slow: allow longer timeouts.")
+    return Symptom("trial world", Condition.GOOD, said)
+
+
 EXAMINATIONS: tuple[Callable[[], Symptom], ...] = (
     python,
     packages,
@@ -254,4 +278,5 @@ EXAMINATIONS: tuple[Callable[[], Symptom], ...] = (
     host_name,
     environment,
     leftover_ranks,
+    trial_world,
 )

@@ -14,6 +14,7 @@ import pytest
 
 from fsdp_testing.cli import examinations
 from fsdp_testing.cli.examinations import Condition, Symptom
+from fsdp_testing.errors import WorldFailed
 
 
 def test_it_answers_every_question(verify: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,6 +110,27 @@ def test_half_a_torchrun_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     (symptom,) = examinations.examine()
     assert symptom.condition is Condition.BROKEN
     assert "0 <= RANK < WORLD_SIZE" in symptom.said
+
+
+def test_a_trial_world_that_fails_or_is_wrong_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examinations, "EXAMINATIONS", (examinations.trial_world,))
+
+    def lost(*args: object, **options: object) -> list[float]:
+        raise WorldFailed("rank 1 died by SIGKILL\n  more")
+
+    monkeypatch.setattr("fsdp_testing.run.run_ranks", lost)
+    (symptom,) = examinations.examine()
+    assert symptom.condition is Condition.BROKEN
+    assert symptom.said == "WorldFailed: rank 1 died by SIGKILL"
+    monkeypatch.setattr("fsdp_testing.run.run_ranks", lambda *args, **options: [3.0, 2.0])
+    assert examinations.trial_world().condition is Condition.BROKEN
+
+
+def test_a_slow_trial_world_is_odd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdp_testing.run.run_ranks", lambda *args, **options: [3.0, 3.0])
+    assert examinations.trial_world().condition is Condition.GOOD
+    monkeypatch.setattr(examinations, "SLOW_SECONDS", -1.0)
+    assert examinations.trial_world().condition is Condition.ODD
 
 
 def test_few_files_and_little_memory_are_odd(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,40 @@
+"""Ranks on CUDA devices: run by `tox -e gpu`, which fails on a machine that has none. Each rank has a device of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.world([1, 2], backend="nccl")
+def test_a_sum_over_devices(world) -> None:
+    assert world.device.type == "cuda"
+    value = torch.full((4,), float(world.rank + 1), device=world.device)
+    dist.all_reduce(value, group=world.group)
+    assert value.tolist() == [world.size * (world.size + 1) / 2] * 4
+
+
+@pytest.mark.world(2, backend="nccl")
+def test_ranks_have_devices_of_their_own(world) -> None:
+    devices = world.all_gather_object(torch.cuda.current_device())
+    assert len(set(devices)) == world.size
+
+
+@pytest.mark.world([1, 2], backend="nccl")
+def test_a_sharded_step_is_the_step_of_one_process(world) -> None:
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).to(world.device, torch.float64)
+    sharded = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).to(world.device, torch.float64)
+    sharded.load_state_dict(plain.state_dict())
+    inputs = torch.randn(world.size, 4, 6, dtype=torch.float64).to(world.device)
+    fully_shard(sharded, mesh=world.mesh)
+    sharded(inputs[world.rank]).square().mean().backward()
+    torch.stack([plain(part).square().mean() for part in inputs]).mean().backward()
+    for mine, theirs in zip(sharded.parameters(), plain.parameters(), strict=True):
+        # A mean over at most two ranks commutes; the two matrix products may round differently: 32 terms, u = 2**-53.
+        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=0.0, atol=32 * 2.0**-53)
