@@ -66,13 +66,15 @@ def all_to_all_call(tensor: torch.Tensor, *, even: bool) -> Call:
 
 # By number: hashing and comparing the compiled enum costs more than the rest of the record.
 _OP_TEXT = {kind.value: name.lower() for name, kind in dist.ReduceOp.RedOpType.__members__.items()}
+# The hash of a reduce op is its number, and cheaper to come by than the number.
+_HASH_IS_NUMBER = all(hash(dist.ReduceOp(kind)) == kind.value for kind in (dist.ReduceOp.SUM, dist.ReduceOp.MAX))
 
 
 def reduce_op_name(value: Any) -> str | None:
     """Name of a reduce op, whichever of torch's two classes it has; None for anything else."""
     kind = value.__class__
     if kind is dist.ReduceOp:
-        return _OP_TEXT[value.op.value]
+        return _OP_TEXT[hash(value) if _HASH_IS_NUMBER else value.op.value]
     if kind is dist.ReduceOp.RedOpType:
         return _OP_TEXT[value.value]
     return None

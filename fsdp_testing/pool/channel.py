@@ -140,6 +140,18 @@ class Channel:
             self.problem = f"{type(error).__name__}: {error}"
         return messages
 
+    def at_end(self) -> bool:
+        """Whether the peer has gone, without reading what it sent before."""
+        if self._closed:
+            return True
+        self._sock.settimeout(0.0)
+        try:
+            return not self._sock.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def _next(self) -> tuple[Any] | None:
         if len(self._pending) < _HEADER.size:
             return None

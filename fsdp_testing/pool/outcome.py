@@ -8,7 +8,6 @@ from typing import Any
 
 from fsdp_testing.records.dirt import Dirt
 
-
 _SHOWN_CHARACTERS = 20_000
 
 

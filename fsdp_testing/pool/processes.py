@@ -65,6 +65,11 @@ class RankProcess:
                 self.exit = _exit_from(os.read(self.status_fd, 64).decode())
         return self.exit
 
+    @property
+    def there(self) -> bool:
+        """Whether the rank can be given a call. Its end of the channel closes before anybody tells its exit status."""
+        return not self._closed and self.read_exit() is None and not self.channel.at_end()
+
     def request_stacks(self) -> None:
         """Ask for the Python stacks of all threads; answered in C, without the GIL."""
         if self.read_exit() is None:

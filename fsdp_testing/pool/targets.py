@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -179,4 +179,16 @@ def _import_main(path: str | None) -> types.ModuleType:
     if path is None:
         raise ModuleNotFoundError("the controller's __main__ has no file to import")
     # Classes pickled in the controller are named __main__.X: both names must lead to the copy before it runs.
-    return _load(_MAIN_COPY, path, _MAIN_COPY, "__main__")
+    module = _load(_MAIN_COPY, path, _MAIN_COPY, "__main__")
+    # Results go back under the names that the controller knows.
+    module.__name__ = "__main__"
+    _rename(vars(module).values())
+    return module
+
+
+def _rename(values: Iterable[Any]) -> None:
+    for value in list(values):
+        if isinstance(value, (type, types.FunctionType)) and value.__module__ == _MAIN_COPY:
+            value.__module__ = "__main__"
+            if isinstance(value, type):
+                _rename(vars(value).values())

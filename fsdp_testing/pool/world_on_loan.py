@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fsdp_testing import env
@@ -65,17 +65,13 @@ class PooledWorld:
         self._jobs = 0
         self._joined = False
         self._place = Place(0, key.size) if self._single else None
-        settings = environment_for_ranks()
-        self._sys_path: list[str] = settings["sys_path"]
-        self._directory: str = settings["directory"]
-        self._environment = env.encoded()
-        processes = 1 if self._single else key.size
-        ledger_fd = memory.create(processes)
-        try:
-            self._ledger = memory.LedgerMemory(ledger_fd, processes)
-            self._processes = self._start(processes, ledger_fd, settings)
-        finally:
-            os.close(ledger_fd)
+        self._before = ""
+        self._sys_path: list[str] = []
+        self._directory = ""
+        self._environment: dict[bytes, bytes] = {}
+        self._processes: list[RankProcess] = []
+        self._ledger: memory.LedgerMemory
+        self._open()
 
     def _start(self, count: int, ledger_fd: int, settings: dict[str, Any]) -> list[RankProcess]:
         share = share_from(env.get("PYTEST_XDIST_WORKER"), env.get("PYTEST_XDIST_WORKER_COUNT"))
@@ -107,7 +103,7 @@ class PooledWorld:
     @property
     def whole(self) -> bool:
         """Whether every rank is still there."""
-        return bool(self._processes) and all(process.read_exit() is None for process in self._processes)
+        return bool(self._processes) and all(process.there for process in self._processes)
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -183,6 +179,22 @@ class PooledWorld:
     def _execute(
         self, target: Target, name: str, arguments: bytes, timeout: float | None, *, hygiene: bool
     ) -> WorldOutcome:
+        outcome = self._supervise(target, name, arguments, timeout, hygiene=hygiene)
+        if self._ended_before(outcome):
+            # The ranks had gone before any of them began: nothing of the call has happened.
+            self._replace_processes()
+            outcome = self._supervise(target, name, arguments, timeout, hygiene=hygiene)
+        self._before = name
+        if not outcome.ok or any(rank.dirt for rank in outcome.ranks):
+            self.trusted = False
+        garbled = any(rank.error is not None and rank.error.type_name == "ChannelGarbled" for rank in outcome.ranks)
+        if garbled or any(rank.fate not in (Fate.RETURNED, Fate.RAISED) for rank in outcome.ranks):
+            self.discard()
+        return outcome
+
+    def _supervise(
+        self, target: Target, name: str, arguments: bytes, timeout: float | None, *, hygiene: bool
+    ) -> WorldOutcome:
         supervision = Supervision(
             self._processes,
             self._ledger,
@@ -203,12 +215,38 @@ class PooledWorld:
                 self.discard()
         self._joined = supervision.joined
         self._pool.note(self.key, outcome, supervision.new_modules)
-        if not outcome.ok or any(rank.dirt for rank in outcome.ranks):
-            self.trusted = False
-        garbled = any(rank.error is not None and rank.error.type_name == "ChannelGarbled" for rank in outcome.ranks)
-        if garbled or any(rank.fate not in (Fate.RETURNED, Fate.RAISED) for rank in outcome.ranks):
-            self.discard()
+        if self._before and any(rank.fate is Fate.DIED and not rank.began for rank in outcome.ranks):
+            outcome = replace(outcome, cause=f"{outcome.cause} (something that {self._before} left running may be why)")
         return outcome
+
+    def _ended_before(self, outcome: WorldOutcome) -> bool:
+        unbegun = not any(rank.began for rank in outcome.ranks)
+        return bool(self._before) and unbegun and any(rank.fate is Fate.DIED for rank in outcome.ranks)
+
+    def _replace_processes(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.close()
+        self._processes = []
+        self._ledger.close()
+        self._joined = False
+        self._before = ""
+        self.before_leaving.clear()
+        self._open()
+
+    def _open(self) -> None:
+        """Start the ranks, with a ledger of their own."""
+        settings = environment_for_ranks()
+        self._sys_path = settings["sys_path"]
+        self._directory = settings["directory"]
+        self._environment = env.encoded()
+        count = 1 if self._single else self.key.size
+        ledger_fd = memory.create(count)
+        try:
+            self._ledger = memory.LedgerMemory(ledger_fd, count)
+            self._processes = self._start(count, ledger_fd, settings)
+        finally:
+            os.close(ledger_fd)
 
     def _job(self, target: Target, name: str, arguments: bytes, *, hygiene: bool) -> Job:
         self._jobs += 1
