@@ -36,6 +36,9 @@ _ORACLE_CACHE = 512
 LOCATABLE = ("diverged", "disagreed", "missing")
 """Kinds of findings whose first operation an observation after every operation may show."""
 
+MUST_REPEAT = ("died", "hung")
+"""Kinds of findings that an overloaded machine can cause: they count if they happen twice."""
+
 FREE = Comparison()
 """The oracle runs freely and everything is compared."""
 
@@ -69,15 +72,15 @@ class CaseRunner:
         """Runs `case` through implementation `name` and compares it with the oracle.
 
         A divergence is looked at again with an observation after every operation, so that the first operation is
-        named and not the next marked point.
+        named and not the next marked point. A death or a hang must repeat: the machine may be to blame for one.
         """
         start = time.perf_counter()
         try:
             finding, tally = self._attempt(name, case, comparison, observe_all=comparison.lockstep)
             if finding is not None and finding.kind in LOCATABLE and not comparison.lockstep:
-                closer, closer_tally = self._attempt(name, case, comparison, observe_all=True)
-                if closer is not None:
-                    finding, tally = closer, closer_tally
+                finding, tally = self._closer(name, case, comparison, finding, tally)
+            elif finding is not None and finding.kind in MUST_REPEAT:
+                self._repeat(name, case, comparison, finding)
         except _Unjudged as reason:
             return Judgement(_outcome(case, Verdict.UNKNOWN, start, error=str(reason)))
         except PoolBroken as broken:
@@ -123,7 +126,28 @@ class CaseRunner:
             return finding_of(case, leading, len(tally.divergences) - 1), tally
         if errors:
             return raised_finding(case, errors), tally
-        return (None if outcome.ok else _disagreement(case, outcome)), tally
+        if not outcome.ok:
+            return _disagreement(case, outcome), tally
+        return None, tally
+
+    def _closer(
+        self, name: str, case: Case, comparison: Comparison, finding: Finding, tally: Tally
+    ) -> tuple[Finding, Tally]:
+        """The same divergence, at the operation where it first shows."""
+        closer, closer_tally = self._attempt(name, case, comparison, observe_all=True)
+        if closer is not None:
+            return closer, closer_tally
+        note = f"{finding.explanation}; it does not show when every operation is followed by an observation"
+        return replace(finding, explanation=note), tally
+
+    def _repeat(self, name: str, case: Case, comparison: Comparison, finding: Finding) -> None:
+        again, _ = self._attempt(name, case, comparison, observe_all=comparison.lockstep)
+        if again is None or again.kind != finding.kind:
+            second = "it ran to its end" if again is None else again.explanation
+            raise _Unjudged(
+                f"this case gives different results: first {finding.explanation}; then {second}. "
+                f"Run it again on an idle machine.\n{finding.detail}"
+            )
 
     def _lost(self, case: Case, outcome: WorldOutcome, errors: dict[int, Any]) -> Finding:
         """The finding for ranks that reported nothing: one raised and the others waited, or they died or hung.
@@ -157,7 +181,11 @@ class CaseRunner:
             expectation = self._ask_oracle(jobs.expect_lockstep, arguments, case)
         else:
             expectation = self._free_expectation(case, observe_all=observe_all)
-        return parity.compare(expectation, ranks, comparison)
+        tally = parity.compare(expectation, ranks, comparison)
+        complete = bool(expectation.points) and expectation.points[-1].index == len(case.program)
+        if not complete and not tally.divergences and all(rank.error is None for rank in ranks):
+            raise _Unjudged("the oracle did not come to the end of this case, and what it saw agrees")
+        return tally
 
     def _free_expectation(self, case: Case, *, observe_all: bool) -> Expectation:
         key = f"{_oracle_view(case).identity}/{observe_all}"

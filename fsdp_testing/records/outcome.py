@@ -44,6 +44,7 @@ class CheckResult:
         findings: First divergence of every failing case.
         cases: One outcome per case.
         expected: The user's reason, if a failure was expected.
+        not_run: Number of cases that were not run, by reason.
         seconds: Wall time spent.
     """
 
@@ -57,6 +58,7 @@ class CheckResult:
     cases: tuple[CaseOutcome, ...] = ()
     expected: str = ""
     seconds: float = 0.0
+    not_run: Mapping[str, int] = field(default_factory=dict)
 
     def expecting(self, reason: str) -> CheckResult:
         """Returns the result seen by a user who expected this check to fail, for `reason`."""

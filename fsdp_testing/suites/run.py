@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.programs.runner import CaseRunner, Judgement
@@ -40,26 +41,44 @@ def judge_check(runner: CaseRunner, name: str, adapter: Adapter, check: Check, w
         return _result(name, check, Verdict.NOT_CLAIMED, f"does not claim {', '.join(missing)}", start)
     try:
         cases, skipped = _cases(adapter, check, where)
-        judgements = [runner.judge(name, case, check.comparison) for case in cases]
+        judgements = _judge_all(runner, name, cases, check)
     except Exception:  # noqa: BLE001 - a check's own mistake says nothing about the implementation
         return _result(name, check, Verdict.UNKNOWN, f"the check itself crashed\n{traceback.format_exc()}", start)
     if not judgements:
         return _result(name, check, Verdict.NOT_CLAIMED, _nothing_to_run(adapter, check, where, skipped), start)
-    return _merged(name, check, judgements, start)
+    return replace(_merged(name, check, judgements, start), not_run=_not_run(cases, judgements, skipped))
 
 
-def _cases(adapter: Adapter, check: Check, where: Where) -> tuple[list[Case], frozenset[str]]:
-    """The cases that the implementation claims, and the capabilities that keep the others out."""
+def _judge_all(runner: CaseRunner, name: str, cases: Sequence[Case], check: Check) -> list[Judgement]:
+    """Judges the cases in order, up to the first that hangs: the claim is refuted then, and each hang costs a deadline."""
+    judgements: list[Judgement] = []
+    for case in cases:
+        judgements.append(runner.judge(name, case, check.comparison))
+        finding = judgements[-1].finding
+        if finding is not None and finding.kind == "hung":
+            break
+    return judgements
+
+
+def _cases(adapter: Adapter, check: Check, where: Where) -> tuple[list[Case], Counter[str]]:
+    """The cases that the implementation claims, and how many others which missing capabilities keep out."""
     cases: list[Case] = []
-    skipped: set[str] = set()
+    skipped: Counter[str] = Counter()
     for place in check.places(adapter.capabilities, where.world_sizes, where.backend):
         for case in check.build(place):
             missing = needs_of(case) - adapter.capabilities
             if missing:
-                skipped |= missing
+                skipped[", ".join(sorted(missing))] += 1
             else:
                 cases.append(adapt(case, adapter.capabilities))
-    return cases, frozenset(skipped)
+    return cases, skipped
+
+
+def _not_run(cases: Sequence[Case], judgements: Sequence[Judgement], skipped: Mapping[str, int]) -> dict[str, int]:
+    """How many cases were not run, by reason."""
+    reasons = {f"does not claim {tags}": count for tags, count in skipped.items()}
+    left = len(cases) - len(judgements)
+    return reasons | ({"an earlier case of the check hung": left} if left else {})
 
 
 def _nothing_to_run(adapter: Adapter, check: Check, where: Where, skipped: Iterable[str]) -> str:

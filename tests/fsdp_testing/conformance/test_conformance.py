@@ -191,3 +191,16 @@ def test_a_finding_is_run_again_from_its_document():
     judgement = run_case("torch-ddp", again, lockstep=True)
     assert judgement.outcome.verdict is Verdict.PASS
     assert judgement.outcome.identity == case.identity
+
+
+def test_after_a_hang_the_other_cases_of_the_check_are_not_run():
+    class Hanging(Scripted):
+        def judge(self, name, case, comparison=None):
+            judgement = super().judge(name, case)
+            return Judgement(judgement.outcome, Finding("hung", "the run", -1, "", (1,), "rank 1 hung", case))
+
+    runner = Hanging({"mlp": Verdict.FAIL})
+    (result,) = run_conformance("torch-ddp", checks=("training.sgd_momentum",), runner=runner).results
+    assert result.verdict is Verdict.FAIL
+    assert len(runner.judged) == 1
+    assert result.not_run == {"an earlier case of the check hung": 3}

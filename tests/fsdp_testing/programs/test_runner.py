@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fsdp_testing.checkers.divergence import Tally
 from fsdp_testing.checkers.parity import Comparison
+from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.pool import Pool
 from fsdp_testing.programs.execute import HANDLERS, RankProgram
@@ -14,6 +16,7 @@ from fsdp_testing.records import (
     OPERATIONS,
     Batch,
     Case,
+    Finding,
     ForwardBackward,
     ModelSpec,
     Observe,
@@ -122,3 +125,53 @@ def test_an_exception_of_the_harness_itself_is_unknown(monkeypatch):
     assert observation.error is not None
     assert observation.error.innocent  # nothing of the implementation had run
     assert observation.error.type_name == "ZeroDivisionError"
+
+
+def scripted(monkeypatch, *findings):
+    """A runner whose attempts give these findings, one after the other."""
+    left = list(findings)
+    tally = Tally(comparisons=3)
+    monkeypatch.setattr(CaseRunner, "_attempt", lambda self, *args, observe_all: (left.pop(0), tally))
+    return CaseRunner()
+
+
+def finding(kind, explanation="told"):
+    return Finding(kind, "the run", 0, "", (1,), explanation, case())
+
+
+@pytest.mark.parametrize("kind", ["died", "hung"])
+def test_a_death_or_a_hang_that_repeats_is_a_finding(monkeypatch, kind):
+    judgement = scripted(monkeypatch, finding(kind), finding(kind)).judge("torch-ddp", case())
+    assert judgement.outcome.verdict is Verdict.FAIL
+
+
+@pytest.mark.parametrize("second", [None, "diverged"])
+def test_one_that_does_not_is_unknown(monkeypatch, second):
+    again = finding(second, "something else") if second else None
+    judgement = scripted(monkeypatch, finding("hung"), again).judge("torch-ddp", case())
+    assert judgement.outcome.verdict is Verdict.UNKNOWN
+    assert "gives different results" in judgement.outcome.error
+
+
+def test_a_divergence_that_hides_from_observation_is_told_as_such(monkeypatch):
+    judgement = scripted(monkeypatch, finding("diverged"), None).judge("torch-ddp", case())
+    assert judgement.outcome.verdict is Verdict.FAIL
+    assert judgement.finding is not None
+    assert "does not show when every operation is followed by an observation" in judgement.finding.explanation
+
+
+def test_nothing_compared_is_no_pass(monkeypatch):
+    monkeypatch.setattr(CaseRunner, "_attempt", lambda self, *args, observe_all: (None, Tally()))
+    judgement = CaseRunner().judge("torch-ddp", case())
+    assert judgement.outcome.verdict is Verdict.UNKNOWN
+    assert judgement.outcome.error == "nothing was compared"
+
+
+def test_an_oracle_that_ends_early_is_no_pass(monkeypatch):
+    runner = CaseRunner()
+    whole = runner._free_expectation(case(), observe_all=False)
+    short = Expectation(whole.points[:-1], whole.shapes)
+    monkeypatch.setattr(CaseRunner, "_free_expectation", lambda self, case, observe_all: short)
+    judgement = runner.judge("torch-ddp", case())
+    assert judgement.outcome.verdict is Verdict.UNKNOWN
+    assert "did not come to the end" in judgement.outcome.error
