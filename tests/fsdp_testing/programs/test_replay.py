@@ -310,3 +310,37 @@ def test_every_zoo_model_replays():
         replay = Replay(case(micro(0), Step(), model=name, size=2))
         replay.run()
         assert held(replay), model.summary
+
+
+class TestDisplacement:
+    def test_the_same_numbers_lie_elsewhere(self):
+        one = case(micro(0), Step(), micro(1), size=2)
+        moved = Replay(one, disturbance=Disturbance(0, 0, displaced=True))
+        plain = Replay(one)
+        for fqn, parameter in moved.compute.items():
+            assert parameter.data_ptr() % 64
+            assert torch.equal(parameter, plain.compute[fqn])
+        moved.run()
+        plain.run()
+        found = held(moved, "gradient")
+        for fqn, gradient in held(plain, "gradient").items():
+            torch.testing.assert_close(found[fqn], gradient, rtol=1e-13, atol=1e-14)
+
+    def test_what_depends_on_the_place_is_allowed_for(self, monkeypatch):
+        one = case(micro(0), size=2)
+        true = Replay.local_gradients
+
+        def sensitive(self, rank, batch):
+            forwarded, gradients = true(self, rank, batch)
+            if self.disturbance.displaced:
+                gradients["layers.0.bias"] = gradients["layers.0.bias"] + 1e-16
+            return forwarded, gradients
+
+        bias, weight = Quantity("gradient", "layers.0.bias"), Quantity("gradient", "layers.0.weight")
+        before = oracle.expect_lockstep(one, None, {}).points[1].quantities
+        monkeypatch.setattr(Replay, "local_gradients", sensitive)
+        after = oracle.expect_lockstep(one, None, {}).points[1].quantities
+        assert float(torch.as_tensor(before[bias].bound).max()) == 0.0
+        assert 1e-16 < float(torch.as_tensor(after[bias].bound).max()) < 1e-15
+        assert "place in memory" in after[bias].derivation
+        assert float(torch.as_tensor(after[weight].bound).max()) == 0.0

@@ -38,6 +38,24 @@ def test_no_deadline_can_be_asked_for() -> None:
     assert read(2, timeout=None).timeout is None
 
 
+@pytest.mark.parametrize("size", [0, -1, True, 2.0, "2", None, [], [2, 0], [2, 2], {2}])
+def test_a_size_is_a_positive_whole_number_or_a_list_of_different_ones(size: Any) -> None:
+    with pytest.raises(InvalidArgument, match="expected (size|different sizes)"):
+        read(size)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), True, "1", []])
+def test_a_timeout_is_a_positive_finite_number(timeout: Any) -> None:
+    with pytest.raises(InvalidArgument, match="expected timeout"):
+        read(2, timeout=timeout)
+
+
+@pytest.mark.parametrize(("backend", "rank"), [("gloo", 0), ("fake", -1), ("fake", 2), ("fake", "0"), ("fake", True)])
+def test_a_rank_is_one_of_a_fake_world(backend: str, rank: Any) -> None:
+    with pytest.raises(InvalidArgument, match="expected rank"):
+        read(2, backend, rank=rank)
+
+
 def test_every_offence_is_listed_at_once() -> None:
     with pytest.raises(InvalidArgument) as caught:
         read(-1, "glue", "soon", "cold")

@@ -154,6 +154,17 @@ def test_a_cause_alone_fails_ranks_that_all_passed() -> None:
     assert summary(reports) == "ranks disagree: different numbers of collectives"
 
 
+@pytest.mark.parametrize("ending", [skipped("why"), xfailed(), XPASSED])
+def test_a_cause_alone_fails_ranks_that_agree_otherwise(ending: tuple[Phase, ...]) -> None:
+    reports = run(returned(0, ending), returned(1, ending), cause="ranks disagree: different numbers of collectives")
+    assert verdict(reports) == "failed in call"
+
+
+def test_a_failed_report_fails_even_if_the_rank_did_not_say_so() -> None:
+    quiet = [RankOutcome(rank, Fate.RETURNED, RankResult(failed("boom")), failed=False) for rank in range(2)]
+    assert verdict(run(*quiet)) == "failed in call"
+
+
 def test_different_numbers_of_groups_fail_ranks_that_all_passed() -> None:
     reports = run(returned(0, PASSED, groups=1), returned(1, PASSED, groups=2))
     assert summary(reports) == "ranks disagree: they made different numbers of process groups (rank 0: 1, rank 1: 2)"
