@@ -221,7 +221,8 @@ class PooledWorld:
 
     def _ended_before(self, outcome: WorldOutcome) -> bool:
         unbegun = not any(rank.began for rank in outcome.ranks)
-        return bool(self._before) and unbegun and any(rank.fate is Fate.DIED for rank in outcome.ranks)
+        stateless = bool(self._before) and not self.before_leaving
+        return stateless and unbegun and any(rank.fate is Fate.DIED for rank in outcome.ranks)
 
     def _replace_processes(self) -> None:
         for process in self._processes:

@@ -1,0 +1,101 @@
+"""`run_ranks` returns one result per rank, or raises one error that accounts for every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fsdp_testing
+from fsdp_testing import run_ranks
+from fsdp_testing.errors import BackendUnavailable, InvalidArgument, UnsendableFunction, WorldFailed
+from fsdp_testing.pool import Fate, default_pool
+from fsdp_testing.pool.world import current_world
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FSDP_TESTING_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+        default_pool().close()
+
+
+def scaled(factor: float, *, offset: float = 0.0) -> float:
+    value = torch.ones(4) * factor
+    dist.all_reduce(value)
+    return float(value[0]) + offset + current_world().rank
+
+
+def place() -> tuple[int, int]:
+    return current_world().rank, current_world().size
+
+
+def planted() -> None:
+    if current_world().rank == 1:
+        raise ValueError("planted")
+
+
+def leaves_dirt() -> None:
+    torch.set_default_dtype(torch.float64)
+
+
+def dtype() -> str:
+    return str(torch.get_default_dtype())
+
+
+def reads_file(path: Path) -> str:
+    return path.read_text()
+
+
+@pytest.mark.parametrize("isolation", ["warm", "fresh"])
+def test_results_by_rank(isolation: str) -> None:
+    assert run_ranks(scaled, 2.0, size=3, isolation=isolation, offset=0.5) == [6.5, 7.5, 8.5]
+
+
+def test_a_function_by_name() -> None:
+    assert run_ranks("math:floor", 2.5) == [2, 2]
+
+
+def test_the_error_accounts_for_every_rank() -> None:
+    with pytest.raises(WorldFailed, match="^rank 1 raised ValueError: planted") as caught:
+        run_ranks(planted)
+    outcome: Any = caught.value.outcome
+    assert [rank.fate for rank in outcome.ranks] == [Fate.RETURNED, Fate.RAISED]
+    assert "--- rank 0 returned" in str(caught.value)
+    assert "in planted" in str(caught.value)
+
+
+def test_what_a_call_leaves_behind_does_not_reach_the_next() -> None:
+    run_ranks(leaves_dirt)
+    assert run_ranks(dtype) == ["torch.float32"] * 2
+
+
+def test_the_fake_backend() -> None:
+    assert run_ranks(place, size=512, backend="fake") == [(0, 512)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_backend_that_cannot_run_here() -> None:
+    for _ in range(2):
+        with pytest.raises(BackendUnavailable, match=r"^backend 'nccl' cannot run a world of 2 here: .*CUDA.*\.$"):
+            run_ranks(place, backend="nccl")
+
+
+def test_arguments_of_the_wrong_kind() -> None:
+    with pytest.raises(UnsendableFunction, match="which is a lambda"):
+        run_ranks(lambda: 1)
+    with pytest.raises(InvalidArgument, match="got 'two'"):
+        run_ranks(place, size="two")  # type: ignore[arg-type]  # the wrong kind under test
+    with pytest.raises(InvalidArgument, match="timeout: expected seconds above 0"):
+        run_ranks(place, timeout=-1)
+
+
+def test_names_of_the_package() -> None:
+    assert fsdp_testing.run_ranks is run_ranks
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        fsdp_testing.nothing  # noqa: B018 - the attribute access under test
