@@ -26,6 +26,7 @@ BATCH = 16
 _SAVE_SECONDS = 5.0
 _INVESTIGATED_AT_FIRST = 3
 _TRACED_ONE_IN = 40
+_KEPT_UNJUDGED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +289,8 @@ class Campaign:
             self._watch_models &= note.status != "leaked"
         elif note.status == "unjudged":
             tally.unjudged[note.reason[:200]] += 1
+            if tally.unjudged[note.reason[:200]] <= _KEPT_UNJUDGED:
+                self._state.keep_unjudged(result.case, note.reason)
         elif note.status == "unsupported":
             tally.unsupported[note.reason[:200]] += 1
         elif note.status == "leaked":
@@ -301,6 +304,11 @@ class Campaign:
         return False
 
     def _take_discovery(self, found: Discovery) -> None:
+        rule = next((rule for rule in self._known.rules if rule.applies(found.case)), None) if found.confirmed else None
+        if rule is not None:
+            # While it shrank it turned out to be, or turned into, what is known already.
+            self.tally.duplicates[rule.name] += 1
+            return
         key = found.key if found.confirmed else ("unconfirmed", found.signature)
         known = self._keys.get(key)
         if known is not None:

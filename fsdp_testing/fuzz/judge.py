@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+from torch import nn
+
 from fsdp_testing.checkers import adoption, parity
 from fsdp_testing.checkers.divergence import Tally
 from fsdp_testing.checkers.parity import Comparison
@@ -17,9 +20,11 @@ from fsdp_testing.fuzz.signature import Signature, of_divergence, of_error
 from fsdp_testing.fuzz.stream import CaseRecord
 from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
-from fsdp_testing.programs import jobs, oracle
+from fsdp_testing.implementations.protocol import Division
+from fsdp_testing.programs import oracle
 from fsdp_testing.programs.replay import Replay
-from fsdp_testing.records import Case, RankObservation
+from fsdp_testing.programs.setup import setup_of
+from fsdp_testing.records import Case, RankObservation, WorldSpec, WrappingPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +83,11 @@ def judge_batch(name: str, documents: list[str], size: int, directory: str, watc
             known = by_index.get(record.index)
             by_index[record.index] = record if known is None else replace(known, leaks=known.leaks + record.leaks)
         told.append(by_index)
-    return [_judge(adapter, name, index, document, told, watch) for index, document in enumerate(documents)]
+    return [_judge(adapter, index, document, told, watch) for index, document in enumerate(documents)]
 
 
 def _judge(
-    adapter: Adapter, name: str, index: int, document: str, told: list[dict[int, CaseRecord]], watch: Watch
+    adapter: Adapter, index: int, document: str, told: list[dict[int, CaseRecord]], watch: Watch
 ) -> CaseNote:
     records = [by_index[index] for by_index in told if index in by_index]
     if not records:
@@ -90,14 +95,14 @@ def _judge(
     case = Case.from_json(document)
     arcs = frozenset().union(*(record.arcs for record in records))
     try:
-        note = _judge_records(adapter, name, case, records, len(told), watch)
+        note = _judge_records(adapter, case, records, len(told), watch)
     except Exception as error:  # noqa: BLE001 - a case that the oracle cannot run is told, never passed over
         note = CaseNote(index, "unjudged", f"{type(error).__name__}: {error}")
     return replace(note, index=index, arcs=arcs)
 
 
 def _judge_records(
-    adapter: Adapter, name: str, case: Case, records: list[CaseRecord], size: int, watch: Watch
+    adapter: Adapter, case: Case, records: list[CaseRecord], size: int, watch: Watch
 ) -> CaseNote:
     errors = [record.observation.error for record in records if record.observation.error is not None]
     innocent = [error for error in errors if error.innocent]
@@ -108,7 +113,7 @@ def _judge_records(
         if first.not_supported:
             return CaseNote(0, "unsupported", f"{first.type_name}: {first.message.strip()[:200]}")
         signature = of_error(case, first, everyone=len(errors) == size)
-        earlier = _compare(adapter, name, case, [record.observation for record in records], watch) if len(records) == size else None
+        earlier = _compare(adapter, case, [record.observation for record in records], watch) if len(records) == size else None
         if earlier is not None and earlier.status == "suspect":
             # What diverged before is the cause of what is raised after.
             return earlier
@@ -118,7 +123,7 @@ def _judge_records(
     leaks = [leak for record in records for leak in record.leaks]
     if any(leak != OUTLIVES for leak in leaks):
         return CaseNote(0, "suspect", f"left behind: {leaks[0]}", signature=Signature("leaked", leaks[0].split(":")[0]))
-    note = _compare(adapter, name, case, [record.observation for record in records], watch)
+    note = _compare(adapter, case, [record.observation for record in records], watch)
     if note.status == "passed" and _sequences_differ(records):
         what = "the ranks did not issue the same collectives"
         return CaseNote(0, "suspect", what, signature=Signature("desynchronised", "collectives"))
@@ -136,7 +141,13 @@ def _sequences_differ(records: Sequence[CaseRecord]) -> bool:
     return False
 
 
-def _compare(adapter: Adapter, name: str, case: Case, ranks: list[RankObservation], watch: Watch) -> CaseNote:
+def _division(adapter: Adapter, case: Case) -> Division | None:
+    """How the implementation divides in this case; which modules are units has no part in it."""
+    flat = replace(case, wrapping=WrappingPlan(), world=WorldSpec(case.world.size))
+    return adapter.division(setup_of(flat, nn.Module(), 0, torch.device("cpu"), None, None))
+
+
+def _compare(adapter: Adapter, case: Case, ranks: list[RankObservation], watch: Watch) -> CaseNote:
     comparison = comparison_for(case, adapter)
     if not comparison.lockstep:
         if not comparison.ignore:
@@ -147,7 +158,7 @@ def _compare(adapter: Adapter, name: str, case: Case, ranks: list[RankObservatio
                 return CaseNote(0, "passed", comparisons=compared, screened=True)
         expectation = oracle.expect_free(case, observe_all=watch.operations)
     else:
-        expectation = jobs.expect_lockstep(case, name, adoption.states(ranks))
+        expectation = oracle.expect_lockstep(case, _division(adapter, case), adoption.states(ranks))
     tally: Tally = parity.compare(expectation, ranks, comparison)
     if tally.divergences:
         first = parity.first(tally.divergences)

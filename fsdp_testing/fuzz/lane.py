@@ -71,9 +71,12 @@ class Lane:
                 if results:
                     break  # it may be this case or what an earlier one left behind: it goes first in the next attempt
                 note = lost_note(note, outcome)
+            elif _is_echo(note, outcome):
+                # What the survivors raise is an echo of the death, whatever it says.
+                note = lost_note(note, outcome)
             account = outcome.describe() if note.status not in ("passed", "leaked") and not outcome.ok else ""
             results.append(CaseResult(case, note, account))
-            if results[-1].note.signature is not None and results[-1].note.signature.kind in ("died", "hung"):
+            if note.signature is not None and note.signature.kind in ("died", "hung"):
                 break
         return results
 
@@ -102,6 +105,12 @@ class Lane:
             raise PoolBroken(f"the judge of a batch was lost. {outcome.describe()}")
         notes: list[CaseNote] = outcome.ranks[0].value
         return notes
+
+
+def _is_echo(note: CaseNote, outcome: WorldOutcome) -> bool:
+    """Whether a rank raised because another one had died."""
+    one = note.signature is not None and note.signature.kind == "one_raised"
+    return one and any(rank.fate is Fate.DIED for rank in outcome.ranks)
 
 
 def lost_note(note: CaseNote, outcome: WorldOutcome) -> CaseNote:

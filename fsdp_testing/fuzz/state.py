@@ -91,6 +91,11 @@ class StateDirectory:
         """Keeps a case that covered something new."""
         write_atomically(self.path / "corpus" / f"{case.identity}.json", case.to_json())
 
+    def keep_unjudged(self, case: Case, reason: str) -> None:
+        """Keeps a case of which nothing could be said, with the reason, for whoever wants to know why."""
+        write_atomically(self.path / "unjudged" / f"{case.identity}.json", case.to_json())
+        write_atomically(self.path / "unjudged" / f"{case.identity}.txt", reason + "\n")
+
     def corpus(self) -> tuple[list[Case], list[str]]:
         """Returns the cases kept so far, in a fixed order, and one message for each file that is none."""
         cases: list[Case] = []

@@ -1,0 +1,100 @@
+"""Implementations that are right until they clip: one for each way in which a case may end badly."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from toy import Toy, ToyAdapter
+
+KEPT: list[Any] = []
+
+
+class Raises(Toy):
+    """Every rank raises."""
+
+    def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        raise RuntimeError(f"cannot clip to {max_norm}")
+
+
+class OneRaises(Toy):
+    """Rank 1 raises, rank 0 waits for it."""
+
+    def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        if self.rank == 1:
+            raise RuntimeError("rank 1 cannot clip")
+        return super().clip(max_norm, norm_type)
+
+
+class Dies(Toy):
+    """Rank 1 is killed."""
+
+    def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        if self.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().clip(max_norm, norm_type)
+
+
+class Hangs(Toy):
+    """Rank 1 never comes."""
+
+    def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        while self.rank == 1:
+            time.sleep(0.1)
+        return super().clip(max_norm, norm_type)
+
+
+class Leaks(Toy):
+    """Changes the default dtype of the process."""
+
+    def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        torch.set_default_dtype(torch.float64)
+        return super().clip(max_norm, norm_type)
+
+
+class GathersMore(Toy):
+    """Rank 1 starts a collective that nobody joins, after all others of this model; the numbers are right."""
+
+    extra: Any = None
+
+    def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        if self.rank == 1:
+            KEPT.append(dist.all_reduce(torch.zeros(1), async_op=True))
+        return super().clip(max_norm, norm_type)
+
+
+class Wrong(Toy):
+    """Clips to half of what was asked."""
+
+    def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        return super().clip(max_norm / 2, norm_type)
+
+
+class Refuses(Toy):
+    """Says that it cannot."""
+
+    def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        raise NotImplementedError("clipping is not there yet")
+
+
+class KeepsModels(Toy):
+    """Is never let go."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        KEPT.append(self)
+
+
+RAISES_IN_CLIP = ToyAdapter(Raises, "RAISES_IN_CLIP")
+ONE_RAISES_IN_CLIP = ToyAdapter(OneRaises, "ONE_RAISES_IN_CLIP")
+DIES_IN_CLIP = ToyAdapter(Dies, "DIES_IN_CLIP")
+HANGS_IN_CLIP = ToyAdapter(Hangs, "HANGS_IN_CLIP")
+LEAKS_IN_CLIP = ToyAdapter(Leaks, "LEAKS_IN_CLIP")
+GATHERS_MORE_IN_CLIP = ToyAdapter(GathersMore, "GATHERS_MORE_IN_CLIP")
+WRONG_IN_CLIP = ToyAdapter(Wrong, "WRONG_IN_CLIP")
+REFUSES_CLIP = ToyAdapter(Refuses, "REFUSES_CLIP")
+KEEPS_MODELS = ToyAdapter(KeepsModels, "KEEPS_MODELS")

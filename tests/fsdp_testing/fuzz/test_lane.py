@@ -1,0 +1,75 @@
+"""A bad case costs itself only: those before it and after it in its batch are judged all the same."""
+
+from __future__ import annotations
+
+import pytest
+from fuzz_cases import case, micro
+
+from fsdp_testing.fuzz.batch import Watch
+from fsdp_testing.fuzz.lane import Lane
+from fsdp_testing.pool import default_pool
+from fsdp_testing.records import Case, Clip, Step
+
+GOOD = case(micro(1), Step(), strategy="full_shard")
+BAD = case(micro(1), Clip(0.5), Step(), strategy="full_shard")
+
+
+def statuses(name: str, *cases: Case, **watch: bool) -> list[tuple[str, str]]:
+    # Nobody but the deadline ends a rank that sleeps; everything else is noticed as it happens.
+    deadline = 3.0 if "HANGS" in name else 60.0
+    results = Lane(default_pool(), name, deadline).run(cases, Watch(**watch))
+    return [(r.note.status, r.note.signature.kind if r.note.signature else "") for r in results]
+
+
+def test_a_healthy_batch_passes_and_compares_something():
+    results = Lane(default_pool(), "toy:UNBROKEN").run([GOOD] * 5)
+    assert [result.note.status for result in results] == ["passed"] * 5
+    assert all(result.note.comparisons > 5 for result in results)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("fuzz_faults:RAISES_IN_CLIP", "raised"),
+        ("fuzz_faults:ONE_RAISES_IN_CLIP", "one_raised"),
+        ("fuzz_faults:DIES_IN_CLIP", "died"),
+        ("fuzz_faults:HANGS_IN_CLIP", "hung"),
+        ("fuzz_faults:LEAKS_IN_CLIP", "leaked"),
+        ("fuzz_faults:WRONG_IN_CLIP", "diverged"),
+    ],
+)
+def test_a_bad_case_is_told_and_costs_itself_only(name: str, kind: str):
+    assert statuses(name, GOOD, GOOD, BAD, GOOD, GOOD) == [
+        ("passed", ""),
+        ("passed", ""),
+        ("suspect", kind),
+        ("passed", ""),
+        ("passed", ""),
+    ]
+
+
+def test_ranks_that_part_silently_are_told():
+    # Whole copies are clipped without a collective, so that nothing meets the one that nobody joins.
+    good, bad = (case(*one.program, strategy="no_shard") for one in (GOOD, BAD))
+    found = statuses("fuzz_faults:GATHERS_MORE_IN_CLIP", good, bad, good)
+    assert found[:2] == [("passed", ""), ("suspect", "desynchronised")]
+
+
+def test_two_bad_cases_in_a_row():
+    found = statuses("fuzz_faults:DIES_IN_CLIP", BAD, BAD, GOOD)
+    assert found == [("suspect", "died"), ("suspect", "died"), ("passed", "")]
+
+
+def test_what_the_implementation_refuses_is_counted_apart():
+    assert statuses("fuzz_faults:REFUSES_CLIP", GOOD, BAD, GOOD) == [("passed", ""), ("unsupported", ""), ("passed", "")]
+
+
+def test_the_first_operation_that_diverges_is_known_when_asked():
+    (result,) = Lane(default_pool(), "fuzz_faults:WRONG_IN_CLIP").run([BAD], Watch(operations=True))
+    assert result.note.signature is not None
+    assert result.note.signature.operation == "clip"
+
+
+def test_a_model_that_outlives_its_case_is_told():
+    assert statuses("fuzz_faults:KEEPS_MODELS", GOOD, models=True) == [("leaked", "leaked")]
+    assert statuses("toy:UNBROKEN", GOOD, models=True) == [("passed", "")]
