@@ -18,6 +18,7 @@ from fsdp_ref import compat
 from fsdp_ref.config import BackwardPrefetch
 from fsdp_ref.errors import UnshardConflictError, explain
 from fsdp_ref.handle.gradients import dense
+from fsdp_ref.handle.param_hooks import run_after_accumulation, run_tensor_hooks
 from fsdp_ref.handle.writeback import absorb_params, check_unchanged
 from fsdp_ref.runtime import prefetch
 from fsdp_ref.runtime.events import UnitEventKind
@@ -25,7 +26,6 @@ from fsdp_ref.runtime.root import Root
 from fsdp_ref.runtime.unit import Unit
 from fsdp_ref.states import HandleTrainingState, ShardState, TrainingState
 from fsdp_ref.storage.precision import map_tensors
-from fsdp_ref.handle.param_hooks import run_after_accumulation, run_tensor_hooks
 
 # ---------------------------------------------------------------------- pre-backward
 

@@ -20,7 +20,14 @@ from torch import Tensor, nn
 from fsdp_ref import compat
 from fsdp_ref.annotations import unit_of, units_under
 from fsdp_ref.config import ShardingStrategy
-from fsdp_ref.errors import SharedParameterError, UnshardConflictError, UnsupportedError, WritebackError, explain, listing
+from fsdp_ref.errors import (
+    SharedParameterError,
+    UnshardConflictError,
+    UnsupportedError,
+    WritebackError,
+    explain,
+    listing,
+)
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.originals import Shown
 from fsdp_ref.handle.writeback import absorb_params

@@ -1,164 +1,125 @@
-"""The life cycle of one flat parameter, for every rank of worlds that are not there, in one process.
-
-FakeProcessGroup moves nothing: a gather leaves every chunk as the group's stand-in pleases. What each rank cuts, what
-it owns, which states follow one another and which memory is live do not depend on the bytes of others. Run in a
-process of its own, because the default process group is one per process.
-"""
+"""One flat parameter through its states, as every rank of worlds of any size, in one process."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
-
-PRELUDE = """
-import torch, torch.distributed as dist
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from fsdp_ref import ShardingStrategy as S
-from fsdp_ref.errors import TransitionError
-from fsdp_ref.flat_param import FlatParamHandle
+
+from fsdp_ref.comm.groups import DataParallelGroups
+from fsdp_ref.config import MixedPrecision, ShardingStrategy
+from fsdp_ref.errors import FlattenError, TransitionError
+from fsdp_ref.handle.flat_handle import FlatHandle
+from fsdp_ref.handle.flatten import HandleConfig
 from fsdp_ref.states import ShardState
+from fsdp_ref.storage.param_sites import sites_below
 
-def module(shapes=((7, 3), (5, 7), (), (5, 5), (0, 2))):
-    made = nn.Module()
-    for index, shape in enumerate(shapes):
-        numel = torch.Size(shape).numel()
-        made.register_parameter(f"p{index}", nn.Parameter(torch.arange(1.0, numel + 1).reshape(shape) + 100 * index))
-    return made
-
-def handle(made, orig, strategy=S.FULL_SHARD, low=None):
-    return FlatParamHandle(list(made.parameters()), made, torch.device("cpu"), strategy, False, low, None, False,
-                           dist.group.WORLD, orig)
-
-def world(size, rank):
-    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-"""
+CPU = torch.device("cpu")
 
 
-def run(body: str) -> str:
-    script = PRELUDE + textwrap.dedent(body)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@contextmanager
+def fake_world(size: int, rank: int) -> Iterator[DataParallelGroups]:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield DataParallelGroups(dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
 
 
-@pytest.mark.covers("CPU-01", "CPU-03", "FLAT-06", "FLAT-07", "FLAT-08", "FLAT-09", "STRAT-10", "CTOR-23")
-@pytest.mark.parametrize("sizes", [range(1, 20), [64, 100], [1024]], ids=["1 to 19", "64 and 100", "1024"])
-def test_every_rank_of_every_world(sizes):
-    out = run(
-        f"""
-        checked = 0
-        for size in {list(sizes)}:
-            for rank in range(size):
-                world(size, rank)
-                for orig in (True, False):
-                    plain = module()
-                    values = [p.detach().clone() for p in plain.parameters()]
-                    made = handle(plain, orig)
-                    inner, maps = made.handle, made.handle.shard_map
-                    flat = inner.shard_S.new_full((maps.layout.numel,), 42.0)
-                    for span, value in zip(maps.layout.spans, values):
-                        flat[span.as_slice()] = value.reshape(-1)
-                    chunks = torch.chunk(flat, size)
-                    mine = chunks[rank] if rank < len(chunks) else flat[:0]
-                    assert torch.equal(inner.shard_S[: mine.numel()], mine)
-                    assert not inner.shard_S[mine.numel():].any()
-                    assert inner.shard_S.numel() == chunks[0].numel() == maps.shard_numel
-                    for info, value in zip(made.shard_param_infos(), values):
-                        if info.in_shard:
-                            piece = inner.shard_S[info.offset_in_shard : info.offset_in_shard + info.numel_in_shard]
-                            assert torch.equal(piece, value.reshape(-1)[info[3] : info[4] + 1])
-                    if orig:
-                        assert sum(p.numel() for p in plain.parameters()) == sum(
-                            piece.span_in_param.numel for piece in maps.param_spans(rank)) or size == 1
-                    states = [inner.state]
-                    inner.start_unshard(); states.append(inner.state)
-                    inner.finish_unshard(); states.append(inner.state)
-                    views = inner.compute_views()
-                    assert [v.shape for v in views] == [v.shape for v in values]
-                    span = maps.shard_span(rank)
-                    assert torch.equal(inner.full_F()[span.as_slice()], mine)
-                    inner.reshard(); states.append(inner.state)
-                    assert states == [ShardState.SHARDED, ShardState.UNSHARDING, ShardState.UNSHARDED, ShardState.SHARDED]
-                    if size > 1:
-                        assert inner._buffers[torch.float32].tensor.untyped_storage().nbytes() == 0
-                    checked += 1
-                dist.destroy_process_group()
-        print(checked)
-        """
-    )
-    assert int(out) == 2 * sum(sizes)
+def module() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 7), nn.Linear(7, 5), nn.LayerNorm(5))
 
 
-def test_asking_twice_costs_nothing_and_illegal_moves_are_named():
-    out = run(
-        """
-        world(4, 1)
-        inner = handle(module(), True).handle
-        assert inner.start_unshard() is True
-        assert inner.start_unshard() is False
-        inner.finish_unshard()
-        inner.finish_unshard()
-        assert inner.start_unshard() is False
-        before = inner.full_F().data_ptr()
-        inner.unshard()
-        assert inner.full_F().data_ptr() == before
-        inner.reshard()
-        inner.reshard()
-        inner.start_unshard()
-        inner.reshard()  # a gather that nobody waited for
-        assert inner.state is ShardState.SHARDED
-        try:
-            inner._move_to(ShardState.UNSHARDED)
-        except TransitionError as error:
-            print(error)
-        """
-    )
-    assert "expected a move from SHARDED" in out
+def make(groups, *, uo=True, strategy=ShardingStrategy.FULL_SHARD, **options) -> FlatHandle:
+    model = module()
+    config = HandleConfig(strategy=strategy, device=CPU, use_orig_params=uo, **options)
+    return FlatHandle(sites_below(model, model.parameters()), model, config, groups)
 
 
-@pytest.mark.covers("MP-02", "MP-18", "FLAT-02", "FLAT-04", "FLAT-20")
-def test_copies_and_alignment_by_strategy_and_dtype():
-    run(
-        """
-        world(2, 0)
-        for strategy in (S.FULL_SHARD, S.SHARD_GRAD_OP, S.NO_SHARD):
-            for low in (None, torch.float32, torch.bfloat16):
-                for orig in (True, False):
-                    inner = handle(module(), orig, strategy, low).handle
-                    sharded = strategy is not S.NO_SHARD
-                    lowered = low is torch.bfloat16
-                    assert inner.sharded == sharded
-                    assert inner.needs_buffer == (sharded or lowered)
-                    assert inner.layout.alignment_numel == ((8 if lowered else 4) if orig else 1)
-                    inner.unshard()
-                    assert inner.full_F().dtype == (torch.bfloat16 if lowered else torch.float32)
-                    assert inner.shard_S.dtype == torch.float32
-                    if not inner.needs_buffer:
-                        assert inner.full_F() is inner.shard_S
-                    inner.reshard()
-                    assert inner.shard_S.untyped_storage().nbytes() > 0
-        """
-    )
+def worlds():
+    for size in (1, 2, 3, 7, 64, 1024):
+        for rank in range(size) if size <= 64 else (0, 1, 7, 511, 1023):
+            yield size, rank
 
 
-@pytest.mark.covers("LIM-07")
-def test_memory_is_counted_and_given_back():
-    run(
-        """
-        from fsdp_ref.storage.flat_buffer import LEDGER
-        world(8, 3)
-        handles = [handle(module(), True).handle for _ in range(5)]
-        LEDGER.reset_peak()
-        base = LEDGER.live_bytes
-        for each in handles:
-            each.unshard()
-            each.reshard()
-        full = handles[0].shard_map.padded_numel * 4
-        assert LEDGER.live_bytes == base
-        assert LEDGER.peak_bytes == base + full
-        """
-    )
+@pytest.mark.covers("FLAT-05", "FLAT-06", "FLAT-07", "CPU-03", "ORIG-02", "CTOR-23")
+@pytest.mark.parametrize("uo", [False, True])
+def test_every_rank_holds_its_slice(uo):
+    original = torch.cat([param.detach().reshape(-1) for param in module().parameters()])
+    for size, rank in worlds():
+        with fake_world(size, rank) as groups:
+            handle = make(groups, uo=uo)
+            assert handle.shard_S.numel() == handle.shard_map.shard_numel
+            span = handle.shard_map.shard_span(rank)
+            if not uo:
+                want = torch.zeros(handle.shard_map.shard_numel)
+                want[: span.numel] = original[span.as_slice()]
+                assert torch.equal(handle.shard_S, want)
+            assert not handle.shard_S[span.numel :].any()
+            if uo and size > 1:
+                held = sum(param.numel() for param in handle.originals.params)
+                assert held == sum(piece.span_in_param.numel for piece in handle.shard_map.param_spans(rank))
+
+
+@pytest.mark.covers("CPU-01", "STRAT-10", "FLAT-23")
+@pytest.mark.parametrize("low", [False, True])
+def test_states_and_memory(low):
+    precision = MixedPrecision(param_dtype=torch.bfloat16 if low else None)
+    for size, rank in [(1, 0), (2, 1), (1024, 7)]:
+        with fake_world(size, rank) as groups:
+            handle = make(groups, mixed_precision=precision)
+            assert handle.state is ShardState.SHARDED
+            assert handle.start_unshard()
+            assert not handle.start_unshard()
+            assert handle.state is ShardState.UNSHARDING
+            handle.finish_unshard()
+            handle.finish_unshard()
+            assert handle.unsharded
+            assert handle.full_F().dtype == (torch.bfloat16 if low else torch.float32)
+            assert [tuple(view.shape) for view in handle.compute_views()] == [(7, 3), (7,), (5, 7), (5,), (5,), (5,)]
+            handle.reshard()
+            handle.reshard()
+            assert handle.state is ShardState.SHARDED
+            if handle.needs_buffer:
+                assert handle.full_F().untyped_storage().size() == 0
+            handle.start_unshard()
+            handle.reshard()
+            with pytest.raises(TransitionError, match="expected a move from SHARDED"):
+                handle._move_to(ShardState.UNSHARDED)
+
+
+@pytest.mark.covers("CTOR-06", "CTOR-07", "CTOR-08", "CTOR-09", "CTOR-10", "B079")
+def test_what_cannot_be_flattened_is_refused_by_name():
+    def refused(params, match, uo=False):
+        model = nn.Module()
+        for index, param in enumerate(params):
+            model.register_parameter(f"p{index}", param)
+        config = HandleConfig(strategy=ShardingStrategy.FULL_SHARD, device=CPU, use_orig_params=uo)
+        with pytest.raises(FlattenError, match=match):
+            FlatHandle(sites_below(model, params), model, config, groups)
+
+    with fake_world(2, 0) as groups:
+        one = nn.Parameter(torch.ones(2))
+        refused([], "empty parameter list")
+        refused([one, nn.Parameter(torch.ones(2, dtype=torch.float64))], "uniform dtype but got .*p0.*p1")
+        refused([one, nn.Parameter(torch.ones(2), requires_grad=False)], "uniform `requires_grad`")
+        refused([nn.Parameter(torch.ones(2, dtype=torch.int32), requires_grad=False)], "Cannot flatten integer dtype")
+        refused([nn.Parameter(torch.ones(2, dtype=torch.complex64))], "Cannot flatten complex")
+        refused([make(groups).flat_param], "Cannot flatten a `FlatParameter`")
+
+
+@pytest.mark.covers("FLAT-20", "ORIG-03")
+def test_without_sharding_nothing_is_copied_or_freed():
+    with fake_world(4, 2) as groups:
+        handle = make(groups, strategy=ShardingStrategy.NO_SHARD)
+        handle.unshard()
+        assert handle.full_F() is handle.shard_S
+        assert all(view.data_ptr() == param.data_ptr() for view, param in zip(handle.compute_views(), handle.originals.params))
+        handle.reshard()
+        assert [tuple(param.shape) for param in handle.originals.params][:2] == [(7, 3), (7,)]

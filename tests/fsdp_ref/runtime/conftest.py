@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,6 +16,9 @@ from fsdp_ref import ShardingStrategy, fully_shard
 from fsdp_ref.annotations import unit_of
 from fsdp_ref.runtime.no_sync import no_sync
 from fsdp_ref.wrap import ModuleWrapPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 APIS = ["flat", "orig", "composable"]
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
@@ -88,7 +90,7 @@ class Trial:
 
     def plain_loss(self, xs: torch.Tensor, loss: Callable[[Any], torch.Tensor] | None = None) -> torch.Tensor:
         read = loss or (lambda out: out.pow(2).mean())
-        return sum(read(self.plain(x)) for x in xs) / self.world.size  
+        return sum(read(self.plain(x)) for x in xs) / self.world.size
 
     def loss(self, xs: torch.Tensor, loss: Callable[[Any], torch.Tensor] | None = None) -> torch.Tensor:
         read = loss or (lambda out: out.pow(2).mean())
