@@ -26,6 +26,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Sweep(protocol.leases), "fsdp_testing.sweep")
 
 
+# First in both processes: the order of parameters is the order in the id, and plugins are registered differently.
+@pytest.hookimpl(tryfirst=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test id for each size of a list."""
     parametrize_sizes(metafunc)

@@ -31,6 +31,11 @@ def _harmless(fixturedef: Any) -> bool:
     return str(fixturedef.func.__module__).startswith(("_pytest.", "fsdp_testing."))
 
 
+def _plain(value: object) -> Any:
+    """A property as reports show it: anything that is no plain value as its text."""
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
 class RankPlugin:
     """Listens to the session of one rank."""
 
@@ -83,7 +88,7 @@ class RankPlugin:
             data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
             longrepr = data["longrepr"]
         if report.when == "teardown":
-            self._user_properties = tuple(report.user_properties)
+            self._user_properties = tuple((str(name), _plain(value)) for name, value in report.user_properties)
         wasxfail = getattr(report, "wasxfail", None)
         self._phases.append(
             Phase(report.when, report.outcome, report.duration, longrepr, tuple(report.sections), wasxfail)
@@ -112,6 +117,8 @@ class RankPlugin:
 
     # ------------------------------------------------------------------ collection
 
+    # First in both processes: the order of parameters is the order in the id, and plugins are registered differently.
+    @pytest.hookimpl(tryfirst=True)
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Make the same test ids as the controller."""
         parametrize_sizes(metafunc)
