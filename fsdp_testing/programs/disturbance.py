@@ -22,11 +22,29 @@ STEP_ROUNDINGS = 16
 
 
 class Disturbance:
-    """Moves numbers by up to `roundings` roundings; zero roundings move nothing."""
+    """Moves numbers by up to `roundings` roundings, and parameters to other addresses.
 
-    def __init__(self, seed: int, roundings: float) -> None:
+    Args:
+        seed: Directions of the roundings.
+        roundings: How many; zero roundings move nothing.
+        displaced: Parameters lie at odd offsets, as they do inside a flat parameter: a matrix product may be blocked by
+            the alignment of its operands, and its last bits with it.
+    """
+
+    def __init__(self, seed: int, roundings: float, *, displaced: bool = False) -> None:
         self.roundings = roundings
+        self.displaced = displaced
+        self._placed = 0
         self._generator = torch.Generator().manual_seed(derive(seed, "disturbance"))
+
+    def place(self, held: torch.Tensor) -> torch.Tensor:
+        """Returns the same numbers elsewhere in memory, if parameters are displaced."""
+        if not self.displaced or not held.is_contiguous():
+            return held
+        self._placed += 1
+        offset = 1 + self._placed % 7
+        room = held.new_empty(held.numel() + offset)
+        return room[offset:].view(held.shape).copy_(held)
 
     def gradient(self, mean: torch.Tensor, magnitude: torch.Tensor, largest: float) -> torch.Tensor:
         """Returns a reduced gradient moved by `roundings` roundings of numbers as large as `largest`.

@@ -116,7 +116,7 @@ class Replay:
         dtype = self.precision.param_dtype
         held = parameter.detach()
         held = held if dtype is None or not held.is_floating_point() else held.to(dtype)
-        return nn.Parameter(held, requires_grad=parameter.requires_grad)
+        return nn.Parameter(self.disturbance.place(held), requires_grad=parameter.requires_grad)
 
     def _make_replicas(self) -> list[nn.Module]:
         """One for each rank; ranks without buffers of their own have nothing to tell apart and share one."""
@@ -156,7 +156,7 @@ class Replay:
         """Casts the stored parameters into the compute parameters; nothing to do where they share their numbers."""
         with torch.no_grad():
             for fqn, parameter in self.parameters.items():
-                if self.compute[fqn].dtype != parameter.dtype:
+                if self.compute[fqn].data_ptr() != parameter.data_ptr():
                     self.compute[fqn].copy_(parameter)
 
     def local_gradients(self, rank: int, batch: Any) -> tuple[models.Forwarded, Tensors]:
