@@ -1,11 +1,15 @@
 """torch's DistributedDataParallel, judged as "every rank holds everything".
 
 Claims follow the class documentation and the DDP note. `find_unused_parameters` is on, since parts that no rank or
-not every rank uses are claimed; `broadcast_buffers` is off, since with it the buffers of all ranks but the first are
-overwritten instead of computed. Thawing after construction is excluded by the documentation and not claimed.
+not every rank uses are claimed; synchronising buffers in forward is off, since with it the buffers of all ranks but
+the first are overwritten instead of computed. Thawing after construction is excluded by the documentation and not
+claimed.
 """
 
 from __future__ import annotations
+
+import inspect
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -55,6 +59,13 @@ CAPABILITIES = frozenset(
     }
 )
 
+#: torch 2.13 renamed the option; the old name warns there.
+_NO_BUFFER_SYNC: dict[str, Any] = (
+    {"forward_sync_buffers": False}
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+    else {"broadcast_buffers": False}
+)
+
 
 def wrap(module: nn.Module, setup: Setup) -> nn.Module:
     """DDP around the whole module; units and policies mean nothing to it.
@@ -72,7 +83,7 @@ def wrap(module: nn.Module, setup: Setup) -> nn.Module:
     return DistributedDataParallel(
         module,
         process_group=setup.group,
-        broadcast_buffers=False,
+        **_NO_BUFFER_SYNC,
         find_unused_parameters=bool(setup.extra.get("find_unused_parameters", True)),
         init_sync=True,
     )
