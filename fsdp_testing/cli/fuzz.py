@@ -51,7 +51,7 @@ def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParse
     where = command.add_argument_group("where")
     where.add_argument("--state", type=Path, metavar="DIR", help="default: .fsdp-fuzz/NAME in the current directory")
     where.add_argument("--lanes", type=_count, default=2, metavar="N", help="batches under way at a time (default 2)")
-    where.add_argument("--deadline", type=_positive, default=10.0, metavar="SECONDS", help="for one case (default 10)")
+    where.add_argument("--deadline", type=_positive, default=30.0, metavar="SECONDS", help="for one case (default 30)")
     where.add_argument("--no-scripts", action="store_true", help="do not run the scripts of findings at the end")
     return command
 

@@ -55,7 +55,7 @@ class Plan:
     examples: int | None = None
     seed: int = 0
     lanes: int = 2
-    deadline: float = 10.0
+    deadline: float = 30.0
     shrink_seconds: float = 20.0
     known: KnownFailures = KnownFailures()
     sources: tuple[str, ...] = ()

@@ -39,7 +39,7 @@ class Lane:
         deadline: Seconds that one case may take before it counts as hung.
     """
 
-    def __init__(self, pool: Pool, name: str, deadline: float = 10.0) -> None:
+    def __init__(self, pool: Pool, name: str, deadline: float = 30.0) -> None:
         self._pool = pool
         self._name = name
         self._deadline = deadline

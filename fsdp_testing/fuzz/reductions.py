@@ -159,7 +159,8 @@ def _simpler_state_operation(operation: Operation) -> Iterator[Operation]:
         yield replace(operation, units=("",))
         yield replace(operation, reshard=False)
     if isinstance(operation, AssignData):
-        yield AssignData(("*",), operation.factor)
+        yield AssignData(("*",), operation.factor, Batch(operation.batch.seed, (2,)))
+        yield replace(operation, patterns=("*",))
 
 
 def trees(case: Case) -> Iterator[Case]:

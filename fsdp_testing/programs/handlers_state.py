@@ -14,7 +14,7 @@ from fsdp_testing.programs import execute, models
 from fsdp_testing.programs import replay as replays
 from fsdp_testing.programs.execute import RankProgram, Values
 from fsdp_testing.programs.replay import Replay, Results
-from fsdp_testing.records import ForwardBackward
+from fsdp_testing.records import Forward, ForwardBackward
 from fsdp_testing.records.operations_state import (
     AssignData,
     Interrupt,
@@ -111,9 +111,11 @@ def _unshard_first(program: RankProgram, operation: UnshardFirst) -> Values | No
     return execute.HANDLERS[ForwardBackward](program, ForwardBackward(operation.batch))
 
 
-def _assign_data(program: RankProgram, operation: AssignData) -> None:
+def _assign_data(program: RankProgram, operation: AssignData) -> Values:
     for _, parameter in models.matching(program.adapter.named_parameters(program.model), operation.patterns):
         parameter.data = parameter.data * operation.factor
+    with torch.no_grad():
+        return program.call(operation.batch).values()
 
 
 def _move(program: RankProgram, _operation: Move) -> None:
@@ -168,10 +170,12 @@ def _replay_unshard_first(replay: Replay, operation: UnshardFirst) -> Results | 
     return replays.HANDLERS[ForwardBackward](replay, ForwardBackward(operation.batch))
 
 
-def _replay_assign_data(replay: Replay, operation: AssignData) -> None:
+def _replay_assign_data(replay: Replay, operation: AssignData) -> Results | None:
     with torch.no_grad():
         for _, parameter in models.matching(replay.parameters.items(), operation.patterns):
             parameter.mul_(operation.factor)
+    # In training mode, as on the ranks; the handler of a forward with gradients builds a graph that nobody uses.
+    return replays.HANDLERS[Forward](replay, Forward(operation.batch))
 
 
 def _replay_move(_replay: Replay, _operation: Move) -> None:

@@ -116,13 +116,23 @@ class UnshardFirst(Operation):
 
 @dataclass(frozen=True, slots=True)
 class AssignData(Operation):
-    """Gives parameters new storage (`p.data = ...`), with their values multiplied by a factor."""
+    """Gives parameters new storage (`p.data = ...`) with values multiplied by a factor; then a forward without gradient.
+
+    An implementation may notice the new storage only when it next uses the parameters, so a forward belongs to it.
+    """
 
     kind: ClassVar[str] = "assign_data"
-    needs: ClassVar[frozenset[str]] = frozenset({"data_assignment"})
+    needs: ClassVar[frozenset[str]] = frozenset({"data_assignment", "forward_only"})
     waits_for_reduction: ClassVar[bool] = True
     patterns: tuple[str, ...]
     factor: float
+    batch: Batch
+
+    def batches(self) -> tuple[Batch, ...]:
+        return (self.batch,)
+
+    def required(self) -> frozenset[str]:
+        return AssignData.needs | self.batch.required()
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,7 +143,8 @@ class OperationDrawer:
         return UnshardFirst(self.batch(), units[1:] if self._choices.chance(3) else units, self._choices.chance(3))
 
     def _assign_data(self) -> AssignData:
-        return AssignData((self._choices.pick(self._patterns),), self._choices.pick((0.5, -1.0, 1.25)))
+        factor = self._choices.pick((0.5, -1.0, 1.25))
+        return AssignData((self._choices.pick(self._patterns),), factor, self.batch())
 
     def _zero_grad(self) -> ZeroGrad:
         kinds = [kind for name, kind in (("op.zero_grad", True), ("op.zero_grad_zeros", False)) if name in self._swarm]

@@ -61,7 +61,7 @@ EVERYTHING = (
     Reload("full", optimizer=False, units=("a", "b")),
     Interrupt(Batch(3), 2, backward=True),
     UnshardFirst(Batch(4), ("", "a"), reshard=True),
-    AssignData(("a.*",), 0.5),
+    AssignData(("a.*",), 0.5, Batch(5)),
     Move(),
 )
 

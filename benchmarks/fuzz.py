@@ -1,0 +1,128 @@
+"""How fast does the fuzzer draw, run and shrink? Medians over several campaigns, against the numbers promised.
+
+    python benchmarks/fuzz.py [--seconds 20] [--repeats 3] [--json FILE] [NAME ...]
+
+Run it on an otherwise idle machine: a campaign keeps two cores busy, and whatever else runs is in the numbers. The load
+average before each campaign is printed beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from fsdp_testing.fuzz.campaign import Campaign, Plan
+from fsdp_testing.fuzz.discovery import Discovery
+from fsdp_testing.fuzz.known import shipped_known
+from fsdp_testing.implementations import registry
+from fsdp_testing.pool import Pool
+from fsdp_testing.strategies import CaseDrawer, Scope, SeededChoices
+
+GOALS = {
+    "torch-ddp": 120,
+    "torch-fsdp1": 60,
+    "torch-fsdp2": 40,
+    "fsdp_ref-wrapper": 60,
+    "fsdp_ref-composable": 60,
+}
+"""Cases per second at 2 ranks that are promised."""
+
+
+def drawing_rate(name: str, count: int = 3000) -> float:
+    """Cases drawn per second by the seeded source."""
+    drawer = CaseDrawer(Scope(registry.load(name).capabilities))
+    drawer.draw(SeededChoices(0))
+    start = time.perf_counter()
+    for seed in range(count):
+        drawer.draw(SeededChoices(seed))
+    return count / (time.perf_counter() - start)
+
+
+def campaign(name: str, seconds: float, seed: int) -> dict[str, Any]:
+    """One campaign on ranks that are warm, without shrinking what it finds."""
+    shrunk: list[Discovery] = []
+    with tempfile.TemporaryDirectory() as folder:
+        plan = Plan(
+            name,
+            Scope(registry.load(name).capabilities),
+            Path(folder),
+            seconds=seconds,
+            seed=seed,
+            known=shipped_known(name),
+        )
+        pool = Pool()
+        try:
+            run = Campaign(plan, pool, lambda _: None, lambda found, _: shrunk.append(found))
+            load = os.getloadavg()[0]
+            tally = run.run()
+        finally:
+            pool.close()
+    shrinking = [found for found in shrunk if found.confirmed and found.attempts]
+    return {
+        "rate": tally.rate,
+        "operations": tally.operations / max(tally.run, 1),
+        "drawing_share": tally.drawing_seconds / max(tally.seconds, 1e-9),
+        "load_before": load,
+        "cases": tally.run,
+        "findings": len(shrunk),
+        "shrink_seconds": [found.seconds for found in shrinking],
+        "shrink_operations": [len(found.case.program) for found in shrinking],
+        "worlds_lost": tally.worlds_lost,
+    }
+
+
+def report(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians of several runs."""
+    seconds = [second for run in runs for second in run["shrink_seconds"]]
+    operations = [number for run in runs for number in run["shrink_operations"]]
+    return {
+        "name": name,
+        "goal": GOALS.get(name),
+        "drawn_per_second": drawing_rate(name),
+        **{key: statistics.median(run[key] for run in runs) for key in ("rate", "operations", "drawing_share", "load_before")},
+        "best_rate": max(run["rate"] for run in runs),
+        "shrink_median_seconds": statistics.median(seconds) if seconds else None,
+        "shrink_median_operations": statistics.median(operations) if operations else None,
+        "shrinks": len(seconds),
+    }
+
+
+def main() -> int:
+    """Prints one line for each implementation; exits with 1 if a promised rate is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=["torch-ddp", "torch-fsdp1", "torch-fsdp2"], metavar="NAME")
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    lines = []
+    for name in options.names:
+        runs = [campaign(name, options.seconds, seed) for seed in range(options.repeats)]
+        lines.append(report(name, runs))
+        one = lines[-1]
+        shrink = (
+            f"shrink {one['shrink_median_seconds']:.1f} s to {one['shrink_median_operations']:.0f} operations "
+            f"({one['shrinks']})"
+            if one["shrinks"]
+            else "nothing to shrink"
+        )
+        sys.stdout.write(
+            f"{name:22} {one['rate']:6.1f} cases/s (best {one['best_rate']:.1f}, promised {one['goal'] or '-'}), "
+            f"{one['operations']:.1f} operations, drawing {one['drawing_share']:.1%} of the time "
+            f"({one['drawn_per_second']:.0f}/s alone), {shrink}, load {one['load_before']:.1f}\n"
+        )
+        sys.stdout.flush()
+    if options.json:
+        options.json.write_text(json.dumps(lines, indent=1), encoding="utf-8")
+    return int(any(one["goal"] and one["rate"] < one["goal"] for one in lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
