@@ -99,7 +99,7 @@ def fsdp1_trace(model: nn.Module, emit: Emit) -> Iterator[None]:
 def _groups(model: nn.Module) -> list[tuple[nn.Module, Any]]:
     from torch.distributed.fsdp import FSDPModule
 
-    found = []
+    found: list[Any] = []
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
