@@ -1,4 +1,4 @@
-"""FSDP1 SHARD_GRAD_OP and FSDP2 reshard_after_forward=False: a forward between backward and step freezes the weights.
+"""FSDP1 SHARD_GRAD_OP, FSDP2 roots and reshard_after_forward=False: a forward before the step freezes the weights.
 
 The forward gathers the weights and keeps them; no backward frees them; the optimizer updates the shards; the next
 forward finds weights that are gathered already and uses the old ones. Run with torch alone:
@@ -25,6 +25,10 @@ def fsdp2(module: nn.Module) -> nn.Module:
     return fully_shard(module, mesh=dist.device_mesh.init_device_mesh("cpu", (2,)), reshard_after_forward=False)
 
 
+def fsdp2_default(module: nn.Module) -> nn.Module:
+    return fully_shard(module, mesh=dist.device_mesh.init_device_mesh("cpu", (2,)))
+
+
 def outputs(wrap, *, evaluate_between: bool, no_grad: bool) -> torch.Tensor:
     torch.manual_seed(0)
     model = wrap(nn.Linear(4, 4, bias=False))
@@ -47,6 +51,7 @@ def main(rank: int, path: str) -> None:
         ("FSDP1 no_grad", fsdp1, True),
         ("FSDP2", fsdp2, False),
         ("FSDP2 no_grad", fsdp2, True),
+        ("FSDP2 default", fsdp2_default, False),
     ):
         right = outputs(wrap, evaluate_between=False, no_grad=no_grad)
         wrong = outputs(wrap, evaluate_between=True, no_grad=no_grad)
