@@ -11,8 +11,10 @@ import ast
 import functools
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import pytest
+if TYPE_CHECKING:
+    import pytest
 
 HERE = Path(__file__).parent
 TESTS = HERE.parent
@@ -73,7 +75,7 @@ def test_every_citation_is_of_a_known_tag_and_on_a_test():
 
 
 def test_markers_are_read_from_functions_and_classes():
-    source = '''
+    source = """
 @pytest.mark.covers("A-1", "A-2")
 def test_x(): pass
 
@@ -82,7 +84,7 @@ def test_x(): pass
 class TestY: pass
 
 def test_z(): "A-4"
-'''
+"""
     assert citations(source) == [("test_x", "A-1"), ("test_x", "A-2"), ("TestY", "A-3")]
 
 

@@ -7,13 +7,15 @@ is compared after a few optimizer steps is therefore held to 1e-10, far below an
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
 PATHS = ("wrapper", "flat", "composable")

@@ -166,11 +166,12 @@ def test_gradients_of_several_dtypes(lab):
 @pytest.mark.world(2)
 @pytest.mark.covers("B007", "CLIP-02", "FLAT-05")
 def test_padding_does_not_count(lab):
-    model = lab.shard(lab.make(lambda: nn.Linear(3, 3)), "flat")
+    model = lab.shard(lab.make(lambda: nn.Linear(3, 3, bias=False)), "flat")
     lab.loss(model, lab.batch()).backward()
     handle = lab.units(model)[0].handle
     clean = model.clip_grad_norm_(1e9)
     padding = handle.shard_map.padding(lab.world.rank)
+    assert padding == lab.world.rank, "nine elements: the second rank has one of padding"
     if padding:
         handle.flat_param.grad[-padding:] = 1e6
     assert model.clip_grad_norm_(1e9) == clean

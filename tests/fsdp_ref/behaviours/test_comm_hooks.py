@@ -63,7 +63,6 @@ def test_compressing_hooks_equal_a_low_reduce_dtype(lab, strategy, hook, dtype):
     low = train(lab, lab.shard(make(), mixed_precision=MixedPrecision(reduce_dtype=dtype), **options))
     model = lab.shard(make(), **options)
     model.register_comm_hook(LowPrecisionState(lab.world.group), hook)
-    seen = []
     with lab.collectives() as seen:
         hooked = train(lab, model)
     assert {call.tensor.dtype for call in seen if "gather" not in call.op} == {dtype}

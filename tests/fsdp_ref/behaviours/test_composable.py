@@ -77,6 +77,10 @@ def described(lab, model):
 def test_both_paths_have_the_same_units_and_do_the_same_in_the_same_order(lab, policy, strategy):
     wrapped = lab.shard(lab.make(Deep), "wrapper", policy=POLICIES[policy], sharding_strategy=strategy)
     composed = lab.shard(lab.make(Deep), "composable", policy=POLICIES[policy], sharding_strategy=strategy)
+    assert_alike(lab, wrapped, composed)
+
+
+def assert_alike(lab, wrapped, composed):
     logs = []
     for model in (wrapped, composed):
         with lab.events() as events, lab.collectives() as calls:
@@ -90,6 +94,33 @@ def test_both_paths_have_the_same_units_and_do_the_same_in_the_same_order(lab, p
     assert len(logs[0][0]) >= 3 * 2 * len(described(lab, wrapped))
     a, b = lab.params(wrapped), lab.params(composed)
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("COMP-04", "COMP-07", "COMP-08", "B011", "B017")
+def test_both_paths_nested_by_hand(lab):
+    composed, wrapped = lab.make(Deep), lab.make(Deep)
+    for module in (composed.u1.seq, composed.u2.seq[1], composed.u2, composed):
+        fully_shard(module)
+    wrapped.u1.seq = lab.shard(wrapped.u1.seq)
+    wrapped.u2.seq[1] = lab.shard(wrapped.u2.seq[1])
+    wrapped.u2 = lab.shard(wrapped.u2)
+    assert_alike(lab, lab.shard(wrapped), composed)
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("COMP-04", "COMP-08", "REP-01", "TRAV-03", "B010")
+@pytest.mark.parametrize("policy", ["none", "units", "linears"])
+def test_both_paths_around_replicated_subtrees(lab, policy):
+    models = [lab.make(Deep), lab.make(Deep)]
+    for model in models:
+        replicate(model.u1)
+        replicate(model.u2.seq[1])
+    wrapped = lab.shard(models[0], "wrapper", policy=POLICIES[policy])
+    composed = lab.shard(models[1], "composable", policy=POLICIES[policy])
+    assert_alike(lab, wrapped, composed)
+    names = {f"{unit}.{fqn}" for unit, fqns, _ in described(lab, composed) for fqn in fqns}
+    assert not any("u1" in name or "seq.1" in name for name in names)
 
 
 @pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy:FutureWarning")
@@ -208,9 +239,7 @@ def test_hooks_of_users_see_full_parameters(lab):
     model.u1.register_forward_pre_hook(lambda m, args: seen.append(("pre", m.l1.weight.dim())))
     fully_shard(model, policy=POLICIES["units"])
     model.u1.register_forward_hook(lambda m, args, out: seen.append(("post early", m.l1.weight.dim())) or None)
-    model.u1.register_forward_pre_hook(
-        lambda m, args, kwargs: seen.append(("kw", m.l1.weight.dim())), with_kwargs=True
-    )
+    model.u1.register_forward_pre_hook(lambda m, args, kwargs: seen.append(("kw", m.l1.weight.dim())), with_kwargs=True)
     lab.loss(model, lab.batch()).backward()
     assert ("pre", 2) in seen
     assert ("kw", 2) in seen

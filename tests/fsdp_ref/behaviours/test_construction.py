@@ -128,7 +128,7 @@ def test_each_unit_may_have_its_own_dtype(lab):
 @pytest.mark.world(2)
 @pytest.mark.covers("CTOR-09", "CTOR-10", "CPU-03", "FLAT-15", "FLAT-22")
 def test_a_handle_by_itself(lab):
-    from fsdp_ref.flat_param import FlatParamHandle, FlatParameter
+    from fsdp_ref.flat_param import FlatParameter, FlatParamHandle
 
     module = lab.make(lambda: nn.Linear(3, 2))
 
@@ -299,9 +299,9 @@ def test_a_policy_overrides_one_modules_options_and_wraps_every_place_of_a_share
     reference = copy.deepcopy(model)
     special = model.blocks[1]
     policy = CustomPolicy(
-        lambda m: {"sharding_strategy": fsdp_ref.ShardingStrategy.SHARD_GRAD_OP}
-        if m is special
-        else isinstance(m, lab.Block)
+        lambda m: (
+            {"sharding_strategy": fsdp_ref.ShardingStrategy.SHARD_GRAD_OP} if m is special else isinstance(m, lab.Block)
+        )
     )
     model = lab.shard(model, policy=policy)
     wrapped = [type(block).__name__ for block in model.module.blocks]

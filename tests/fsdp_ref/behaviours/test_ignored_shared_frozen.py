@@ -162,7 +162,10 @@ class Leaf(nn.Module):
 def test_a_tie_across_units_is_exact(lab, path, strategy):
     model = lab.parity(TiedAcross, path, policy={Leaf}, sharding_strategy=strategy)
     fqns = {unit.name: unit.handle.fqns for unit in lab.units(model)}
-    assert set(fqns[""]) == {"left.lin.weight", "deep.1.lin.weight"} or set(fqns[""]) == {"left.lin.weight", "own.weight"}
+    assert set(fqns[""]) == {"left.lin.weight", "deep.1.lin.weight"} or set(fqns[""]) == {
+        "left.lin.weight",
+        "own.weight",
+    }
     assert fqns["left"] == fqns["right"] == ["lin.bias"]
     layout = lab.units(model)[0].handle.layout
     assert sorted(len(spec.aliases) for spec in layout.params) == [1, 1]

@@ -198,35 +198,28 @@ print("done", torch.cuda.is_initialized())
     assert done.stdout.split() == ["done", "False"], done.stderr
 
 
+def bare_handle(lab, module, strategy=S.FULL_SHARD, param_dtype=None, orig=True):
+    params = list(module.parameters())
+    group = lab.world.group
+    return FlatParamHandle(params, module, torch.device("cpu"), strategy, False, param_dtype, None, False, group, orig)
+
+
+def counting(*shapes):
+    module = nn.Module()
+    for index, shape in enumerate(shapes):
+        value = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+        module.register_parameter(f"p{index}", nn.Parameter(value))
+    return module
+
+
 @pytest.mark.world(2)
-@pytest.mark.covers("CPU-03", "FLAT-03", "FLAT-04", "FLAT-09", "FLAT-10", "FLAT-12", "FLAT-13", "FLAT-14", "FLAT-19", "FLAT-20")
-def test_a_handle_without_a_wrapper(lab):
-    def handle(module, strategy=S.FULL_SHARD, param_dtype=None, orig=True):
-        return FlatParamHandle(
-            list(module.parameters()),
-            module,
-            torch.device("cpu"),
-            strategy,
-            False,
-            param_dtype,
-            None,
-            False,
-            lab.world.group,
-            orig,
-        )
-
-    def three(*shapes):
-        module = nn.Module()
-        for index, shape in enumerate(shapes):
-            value = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
-            module.register_parameter(f"p{index}", nn.Parameter(value))
-        return module
-
+@pytest.mark.covers("CPU-03", "FLAT-03", "FLAT-04", "FLAT-09", "FLAT-10", "FLAT-12", "FLAT-13", "FLAT-20")
+def test_metadata_of_a_handle_without_a_wrapper(lab):
     with lab.collectives() as seen:
-        made = handle(three((7, 3), (5, 7), (5, 5)))
-        half = handle(three((5, 2), (5, 5), (3, 5)), param_dtype=torch.float16)
-        flat = handle(three((7, 3), (5, 7), (5, 5)), orig=False)
-        whole = handle(three((7, 3), (5, 7)), strategy=S.NO_SHARD)
+        made = bare_handle(lab, counting((7, 3), (5, 7), (5, 5)))
+        half = bare_handle(lab, counting((5, 2), (5, 5), (3, 5)), param_dtype=torch.float16)
+        flat = bare_handle(lab, counting((7, 3), (5, 7), (5, 5)), orig=False)
+        whole = bare_handle(lab, counting((7, 3), (5, 7)), strategy=S.NO_SHARD)
     assert seen == []
     assert made.numels_with_padding() == (21, 3, 35, 1, 25, 1)
     assert half.numels_with_padding() == (10, 6, 25, 7, 15, 1)
@@ -239,8 +232,15 @@ def test_a_handle_without_a_wrapper(lab):
     assert not whole.uses_sharded_strategy
     assert made.is_sharded(made.flat_param)
     assert made.param_module_names() == [("p0", ""), ("p1", ""), ("p2", "")]
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("FLAT-14", "FLAT-19", "CPU-03")
+def test_flattening_and_unsharding_without_a_wrapper(lab):
+    made = bare_handle(lab, counting((7, 3), (5, 7), (5, 5)))
     again = made.flatten_tensors([torch.zeros(7, 3), torch.ones(5, 7), torch.zeros(5, 5)])
     assert again.numel() == made.layout.numel
+    assert torch.equal(again[made.layout.span(1).as_slice()], torch.ones(35))
     made.unshard()
     assert not made.needs_unshard()
     made.reshard()
@@ -248,7 +248,7 @@ def test_a_handle_without_a_wrapper(lab):
     weight = nn.Module()
     weight.w = nn.Parameter(torch.arange(120.0).reshape(2, 3, 4, 5).contiguous(memory_format=torch.channels_last))
     want, stride = weight.w.detach().clone(), weight.w.stride()
-    last = handle(weight)
+    last = bare_handle(lab, weight)
     last.unshard()
     (view,) = last.handle.compute_views()
     assert view.stride() == stride

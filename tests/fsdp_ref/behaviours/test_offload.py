@@ -10,7 +10,9 @@ from fsdp_ref import CPUOffload, MixedPrecision, ShardingStrategy
 
 @pytest.mark.world(2)
 @pytest.mark.covers("OFF-02")
-@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP], ids=lambda s: s.name
+)
 def test_offload_changes_no_number(lab, path, strategy):
     lab.parity(path=path, policy={lab.Block}, cpu_offload=CPUOffload(True), sharding_strategy=strategy)
 

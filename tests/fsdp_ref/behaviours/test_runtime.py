@@ -326,7 +326,7 @@ def test_gradients_of_inputs_may_be_differentiated_or_are_refused(lab, path):
 @pytest.mark.world(2)
 @pytest.mark.covers("B138")
 def test_forward_mode_derivatives_are_right_or_refused(lab, path):
-    import torch.autograd.forward_ad as forward_ad
+    from torch.autograd import forward_ad
 
     model, reference = lab.shard(lab.make(), path, policy={lab.Block}), lab.make()
     x, tangent = lab.batch(), lab.batch(step=1)

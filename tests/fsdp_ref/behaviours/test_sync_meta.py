@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -188,10 +186,24 @@ def test_meta_modules_with_rank_zeros_values(lab, path):
 
 @pytest.mark.world(2)
 @pytest.mark.covers("B068")
-def test_ignored_parameters_keep_their_identity(lab):
+@pytest.mark.parametrize("by_function", [False, True])
+def test_ignored_parameters_keep_identity_and_values(lab, by_function):
+    def overwrite(module):
+        for name, p in module.named_parameters(recurse=False):
+            if p.is_meta:
+                setattr(module, name, nn.Parameter(torch.empty_like(p, device="cpu")))
+        with torch.no_grad():
+            for tensor in module.parameters(recurse=False):
+                tensor.fill_(9.0)
+        for name, b in module.named_buffers(recurse=False):
+            setattr(module, name, torch.zeros_like(b, device="cpu"))
+
     model = Meta("meta")
     kept = nn.Parameter(torch.ones(2, 4))
     model.b.weight = kept
-    wrapped = FSDP(copy.copy(model), ignored_states=[kept], use_orig_params=True)
+    init = overwrite if by_function else None
+    wrapped = FSDP(model, ignored_states=[kept], use_orig_params=True, param_init_fn=init)
     assert dict(wrapped.named_parameters())["_fsdp_wrapped_module.b.weight"] is kept
     assert torch.equal(kept, torch.ones(2, 4))
+    if by_function:
+        assert (lab.params(wrapped)["a.weight"] == 9.0).all()
