@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fsdp_testing.records import Case, PolicySpec, WrappingPlan
-from fsdp_testing.suites.check import ADAMW, Check, Place, iterations, look
+from fsdp_testing.checkers.parity import Comparison
+from fsdp_testing.records import Case, Observe, PolicySpec, WrappingPlan
+from fsdp_testing.suites.check import ADAMW, Check, Place, iterations, look, micro
 
 _WRAP_SOURCE = "https://pytorch.org/docs/stable/fsdp.html"
 
@@ -49,6 +50,11 @@ def _keyword_inputs(place: Place) -> Iterable[Case]:
 def _ignored(place: Place) -> Iterable[Case]:
     plan = WrappingPlan(units=("layers.1", "layers.2"), ignored=("layers.0",))
     yield place.case("mlp", *iterations(2), wrapping=plan, freeze=("layers.0.*",), optimizer=ADAMW)
+
+
+def _ignored_trained(place: Place) -> Iterable[Case]:
+    plan = WrappingPlan(units=("layers.1", "layers.2"), ignored=("layers.0",))
+    yield place.case("mlp", micro(0), Observe(), wrapping=plan)
 
 
 CHECKS = (
@@ -98,6 +104,15 @@ CHECKS = (
         "pytorch issue 104258, PR 104418",
         _ignored,
         frozenset({"ignored_parameters", "nested_wrapping", "frozen_parameters"}),
+    ),
+    Check(
+        "wrapping.ignored_trained",
+        "Ignored modules that train keep gradients of their own and disturb no one else's.",
+        "pytorch issue 98281",
+        _ignored_trained,
+        frozenset({"ignored_parameters", "nested_wrapping"}),
+        # Who averages what is ignored is the user's affair: only the others are compared.
+        Comparison(ignore=("layers.0.*",)),
     ),
     Check(
         "wrapping.keyword_inputs",
