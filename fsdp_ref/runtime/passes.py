@@ -87,6 +87,10 @@ class UnitPasses:
         """Let full parameters stay through the next forward."""
         self.keep_unsharded = wanted
 
+    def mark_early(self) -> None:
+        """The user started the gather."""
+        self.early = True
+
     def keep_views(self, views: list[Tensor], of_round: int, *, tracked: bool) -> None:
         """Remember the views of a forward pass: the unit may run again in it, and backward may run it again."""
         self.views = views

@@ -196,10 +196,6 @@ class Unit(UnitPasses):
 
     # ------------------------------------------------------------------ settings that change
 
-    def mark_early(self) -> None:
-        """The user started the gather."""
-        self.early = True
-
     def mark_applied(self) -> None:
         """The composable API was called on this unit's module."""
         self.applied_here = True
