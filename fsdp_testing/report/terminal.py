@@ -24,6 +24,17 @@ STYLES = {
     Verdict.EXPECTED_FAILURE: "yellow",
     Verdict.STALE: "bold yellow",
 }
+# Where columns are narrow; None stands for a check that was not run.
+SHORT = {
+    Verdict.PASS: "pass",
+    Verdict.FAIL: "FAIL",
+    Verdict.UNKNOWN: "???",
+    Verdict.NOT_CLAIMED: "-",
+    Verdict.EXPECTED_FAILURE: "exp.",
+    Verdict.STALE: "stale",
+    None: ".",
+}
+LONGEST_WORD = max(map(len, summary.WORDS.values()))
 HEAD_LINES = 4
 TAIL_LINES = 12
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -47,7 +58,8 @@ def print_report(report: RunReport, console: Console, *, full: bool = False) -> 
         console: Where to; its width decides the layout.
         full: Show complete tracebacks and all findings instead of their beginning.
     """
-    console.print(verdict_table(report))
+    for part in verdict_table(report, console.width):
+        console.print(part, soft_wrap=isinstance(part, Text))
     for verdict in summary.ATTENTION:
         results = summary.attention(report, verdict)
         if results:
@@ -66,26 +78,34 @@ def print_report(report: RunReport, console: Console, *, full: bool = False) -> 
         console.print(line, soft_wrap=True)
 
 
-def verdict_table(report: RunReport) -> Table:
-    """Checks by implementations."""
+def verdict_table(report: RunReport, width: int) -> Iterator[RenderableType]:
+    """Checks by implementations; where the names do not fit, columns are numbered and words are short, with a key."""
     found = summary.matrix(report)
+    labels = [len(row.check.removeprefix(f"{suite}.")) + 2 for suite, rows in found.suites for row in rows]
+    columns = [max(len(name), LONGEST_WORD) + 1 for name in found.implementations]
+    narrow = max(labels, default=5) + 1 + sum(columns) > width
+    headers = [str(number) for number in range(1, len(columns) + 1)] if narrow else found.implementations
     table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
-    table.add_column("check", overflow="fold", ratio=1)
-    for name in found.implementations:
-        table.add_column(name, justify="left", overflow="fold")
+    table.add_column("check", overflow="fold")
+    for header in headers:
+        table.add_column(Text(header), overflow="fold", no_wrap=narrow)
     for suite, rows in found.suites:
         table.add_row(Text(suite, style="bold"))
         for row in rows:
-            label = row.check.removeprefix(f"{suite}.")
-            table.add_row(f"  {label}", *(cell(result) for result in row.results))
-    return table
+            label = Text(f"  {row.check.removeprefix(f'{suite}.')}")
+            table.add_row(label, *(cell(result, short=narrow) for result in row.results))
+    yield table
+    if narrow:
+        key = [f"{header} {name}" for header, name in zip(headers, found.implementations, strict=True)]
+        yield told(f"columns: {', '.join(key)}")
+        yield Text(f"{SHORT[Verdict.NOT_CLAIMED]} not claimed, {SHORT[None]} not run, {SHORT[Verdict.UNKNOWN]} unknown")
 
 
-def cell(result: CheckResult | None) -> Text:
+def cell(result: CheckResult | None, *, short: bool) -> Text:
     """A verdict as one coloured word; `not run` where there is no result at all."""
-    if result is None:
-        return Text("not run", style="dim")
-    return Text(summary.WORDS[result.verdict], style=STYLES[result.verdict])
+    verdict = result.verdict if result is not None else None
+    word = SHORT[verdict] if short else summary.WORDS[verdict] if verdict is not None else "not run"
+    return Text(word, style=STYLES[verdict] if verdict is not None else "dim")
 
 
 def result_account(result: CheckResult, report: RunReport, *, full: bool) -> Iterator[RenderableType]:

@@ -53,6 +53,20 @@ def test_nothing_is_lost_at_any_width(mixed: RunReport, width: int) -> None:
         assert part in letters
 
 
+def test_many_implementations_are_numbered_where_names_do_not_fit(make: SimpleNamespace) -> None:
+    names = [f"implementation-{number}" for number in range(1, 9)]
+    verdicts = [*Verdict, Verdict.PASS]
+    results = tuple(make.result(name, "sizes.rather_long_name", v) for name, v in zip(names, verdicts, strict=False))
+    report = RunReport(results=results, implementations=tuple(names))
+    lines = drawn(report, 80).splitlines()
+    assert lines[0].split() == ["check", *"12345678"]
+    assert lines[2].split() == ["rather_long_name", "pass", "FAIL", "???", "-", "exp.", "stale", "pass", "."]
+    assert "columns: 1 implementation-1, 2 implementation-2" in lines[3]
+    wide = drawn(report, 240).splitlines()
+    assert wide[0].split() == ["check", *names]
+    assert "not claimed" in wide[2]
+
+
 def test_long_accounts_are_shortened_unless_asked_for(mixed: RunReport) -> None:
     text = drawn(mixed)
     assert "64 lines left out" in text
