@@ -23,6 +23,7 @@ def _everywhere(mode: str) -> Builder:
             *iterations(1, first=1),
         )
         yield place.case("mlp", *program)
+        yield place.case("deep_nest", *program)  # its root holds parameters, and roots have rules of their own
         yield place.case("deep_nest", *iterations(1), look(10, mode), look(11, mode), *iterations(2, first=1))
 
     return build
