@@ -1,0 +1,46 @@
+"""Every exhibit is caught by each check that its label names, and the sound reference passes the same checks."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.museum.collection import PATHS, exhibits
+from fsdp_testing.museum.tour import chosen, tour
+from fsdp_testing.suites import CHECKS
+
+
+@pytest.mark.parametrize("name", list(exhibits()))
+def test_exhibit_is_caught(name):
+    (visit,) = tour(chosen([name]))
+    assert not visit.missed, f"{name} escaped {visit.missed}"
+    assert not visit.false_alarms, f"{visit.false_alarms} fail without {name} too"
+
+
+@pytest.mark.parametrize("name", list(exhibits()))
+def test_labels_are_complete(name):
+    exhibit = exhibits()[name]
+    assert exhibit.checks, f"{name} names no check"
+    assert set(exhibit.checks) <= set(CHECKS)
+    assert exhibit.path in PATHS
+    assert exhibit.story.endswith(".")
+    assert exhibit.source
+
+
+def test_unknown_ids_are_refused():
+    with pytest.raises(InvalidArgument, match="B9999"):
+        chosen(["B9999", "B024"])
+
+
+def test_a_mutation_that_does_nothing_escapes():
+    """The tour itself can fail: an exhibit without a bug is told as missed."""
+    import dataclasses
+
+    from fsdp_testing.museum import collection
+    from fsdp_testing.museum.planting import planting
+
+    sound = dataclasses.replace(exhibits()["B147"], id="B147", plant=planting())
+    adapter = collection.implementation_of(sound)
+    assert adapter.capabilities == collection.implementation_of(exhibits()["B147"]).capabilities
+    visit = next(iter(tour([dataclasses.replace(sound, checks=("training.learning_rate_changes",))])))
+    assert visit.missed == ("training.learning_rate_changes",)
