@@ -1,0 +1,443 @@
+"""What does one multi-rank test cost, here and with the launchers that others use?
+
+Each setup is a generated test file, run by real pytest in a process of its own; the time of a test is what passes between
+pytest's start and end of the item, its first test is told apart. Setups take turns, so that a busy machine is busy for
+all of them. Minima tell the cost, medians the cost under the load of the moment.
+
+    python benchmarks/pool.py [--quick] [--json FILE] [--ranks 2,4] [--only NAME,...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+CLOCK = """
+import json, os, time
+STARTS, TIMES = {}, []
+def pytest_runtest_logstart(nodeid, location):
+    STARTS[nodeid] = time.perf_counter()
+def pytest_runtest_logfinish(nodeid, location):
+    TIMES.append(time.perf_counter() - STARTS[nodeid])
+OUTCOMES = []
+def pytest_runtest_logreport(report):
+    if report.failed or report.when == "call":
+        OUTCOMES.append(report.outcome)
+def pytest_sessionfinish(session):
+    with open(os.environ["BENCHMARK_TIMES"], "w") as stream:
+        json.dump({"times": TIMES, "outcomes": OUTCOMES}, stream)
+"""
+
+BODY = """
+def body(rank, size):
+    value = torch.ones(4)
+    dist.all_reduce(value)
+    assert value[0] == size
+"""
+
+FSDP2 = """
+def body(rank, size):
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).double()
+    mine, plain = model(), model()
+    for layer in (mine[0], mine[2], mine):
+        fully_shard(layer)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (mine, plain)]
+    inputs = [torch.randn(3, 16, dtype=torch.float64) for _ in range(size)]
+    for _ in range(2):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        mine(inputs[rank]).square().mean().backward()
+        (sum(plain(x).square().mean() for x in inputs) / size).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    for a, b in zip(mine.parameters(), plain.parameters()):
+        assert torch.allclose(a.full_tensor(), b, rtol=1e-12, atol=1e-12)
+"""
+
+IMPORTS = "import torch, pytest\nimport torch.distributed as dist\n"
+
+PLAIN = """
+import pytest
+@pytest.mark.parametrize("i", range({tests}))
+def test(i): ...
+"""
+
+MARKED = IMPORTS + "{body}" + """
+@pytest.mark.parametrize("i", range({tests}))
+@pytest.mark.world({ranks}, isolation="{isolation}")
+def test(world, i):
+    body(world.rank, world.size)
+"""
+
+RUN_RANKS = IMPORTS + "{body}" + """
+from fsdp_testing import current_world, run_ranks
+def in_rank():
+    body(current_world().rank, current_world().size)
+@pytest.mark.parametrize("i", range({tests}))
+def test(i):
+    run_ranks(in_rank, size={ranks}, isolation="{isolation}")
+"""
+
+CONTINUOUS = IMPORTS + "{body}" + """
+from torch.testing._internal.common_distributed import MultiProcContinuousTest
+class TestContinuous(MultiProcContinuousTest):
+    world_size = {ranks}
+    @classmethod
+    def backend_str(cls): return "gloo"
+    @classmethod
+    def device_type(cls): return "cpu"
+{methods}
+"""
+
+CONTINUOUS_METHOD = """    def test_{i}(self): body(self.rank, self.world_size)
+"""
+
+MULTI_PROCESS = IMPORTS + "{body}" + """
+from torch.testing._internal.common_distributed import MultiProcessTestCase
+class TestMultiProcess(MultiProcessTestCase):
+    @property
+    def world_size(self): return {ranks}
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+    def join(self):
+        store = dist.FileStore(self.file_name, self.world_size)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size)
+{methods}
+"""
+
+MULTI_PROCESS_METHOD = """    def test_{i}(self):
+        self.join()
+        body(self.rank, self.world_size)
+        dist.destroy_process_group()
+"""
+
+SPAWN = IMPORTS + "{body}" + """
+import tempfile
+def in_rank(rank, size, path):
+    dist.init_process_group("gloo", init_method="file://" + path, rank=rank, world_size=size)
+    body(rank, size)
+    dist.destroy_process_group()
+@pytest.mark.parametrize("i", range({tests}))
+def test(i, tmp_path):
+    torch.multiprocessing.spawn(in_rank, ({ranks}, str(tmp_path / "store")), nprocs={ranks})
+"""
+
+TORCHRUN = """
+import pathlib, subprocess, sys, pytest
+SCRIPT = '''
+import torch, torch.distributed as dist
+{body}
+dist.init_process_group("gloo")
+body(dist.get_rank(), dist.get_world_size())
+dist.destroy_process_group()
+'''
+@pytest.mark.parametrize("i", range({tests}))
+def test(i, tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node={ranks}", str(path)]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """One way of running the same test: generated source, and how many tests a round runs."""
+
+    name: str
+    template: str
+    tests: int
+    quick: int
+    body: str = BODY
+    isolation: str = ""
+    method: str = ""
+    ours: bool = False
+
+    def source(self, ranks: int, tests: int) -> str:
+        """The test file."""
+        methods = "".join(self.method.format(i=i) for i in range(tests))
+        return self.template.format(
+            tests=tests, ranks=ranks, body=self.body, isolation=self.isolation, methods=methods
+        )
+
+
+SETUPS = (
+    Setup("plain pytest item", PLAIN, 200, 50),
+    Setup("warm, marker", MARKED, 200, 50, isolation="warm", ours=True),
+    Setup("warm, run_ranks", RUN_RANKS, 200, 50, isolation="warm"),
+    Setup("fresh, marker", MARKED, 30, 8, isolation="fresh", ours=True),
+    Setup("fresh, run_ranks", RUN_RANKS, 30, 8, isolation="fresh"),
+    Setup("MultiProcContinuousTest", CONTINUOUS, 50, 20, method=CONTINUOUS_METHOD),
+    Setup("MultiProcessTestCase", MULTI_PROCESS, 3, 2, method=MULTI_PROCESS_METHOD),
+    Setup("torch.multiprocessing.spawn", SPAWN, 3, 2),
+    Setup("torchrun subprocess", TORCHRUN, 3, 2),
+    Setup("FSDP2 parity, warm, run_ranks", RUN_RANKS, 20, 6, body=FSDP2, isolation="warm"),
+    Setup("FSDP2 parity, fresh, run_ranks", RUN_RANKS, 12, 6, body=FSDP2, isolation="fresh"),
+    Setup("FSDP2 parity, fresh, marker", MARKED, 12, 6, body=FSDP2, isolation="fresh", ours=True),
+    Setup("FSDP2 parity, MultiProcContinuousTest", CONTINUOUS, 10, 4, body=FSDP2, method=CONTINUOUS_METHOD),
+    Setup("FSDP2 parity, MultiProcessTestCase", MULTI_PROCESS, 2, 2, body=FSDP2, method=MULTI_PROCESS_METHOD),
+)
+
+
+@dataclass(slots=True)
+class Times:
+    """Seconds of the first tests and of all others, over all rounds."""
+
+    first: list[float] = field(default_factory=list)
+    later: list[float] = field(default_factory=list)
+    problem: str = ""
+
+
+def run_setup(setup: Setup, ranks: int, tests: int, folder: Path) -> tuple[list[float], str]:
+    """Seconds of each test of one pytest run, or the reason why there are none."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "conftest.py").write_text(CLOCK)
+    (folder / "test_generated.py").write_text(setup.source(ranks, tests))
+    output = folder / "times.json"
+    output.unlink(missing_ok=True)
+    environment = {
+        **os.environ,
+        "BENCHMARK_TIMES": str(output),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(folder)]
+    command += [] if setup.ours else ["-p", "no:fsdp_testing"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=560, check=False)
+    if not output.exists():
+        return [], done.stdout[-1500:] + done.stderr[-1500:]
+    told = json.loads(output.read_text())
+    if set(told["outcomes"]) != {"passed"} or len(told["times"]) != tests:
+        return [], done.stdout[-3000:]
+    return told["times"], ""
+
+
+def cold_import(rounds: int) -> list[float]:
+    """Seconds of `import torch, torch.distributed` in a new interpreter."""
+    seconds = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-c", "import torch, torch.distributed"], check=True)
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+# ---- inside ranks
+
+
+def ledger_cost(rounds: int, calls: int) -> dict[str, list[float]]:
+    """Seconds per small all_reduce with the ledger and without, in turns."""
+    import torch
+    import torch.distributed as dist
+
+    from fsdp_testing.ledger import interception
+
+    value, seconds = torch.ones(4), {"on": [], "off": []}
+    recorder = interception._active
+    for _ in range(rounds):
+        for mode in ("on", "off"):
+            interception._active = recorder if mode == "on" else None
+            for _ in range(calls):
+                start = time.perf_counter()
+                dist.all_reduce(value)
+                seconds[mode].append(time.perf_counter() - start)
+            value.fill_(1)
+    interception._active = recorder
+    # The ledger saw one half of the calls on every rank: they agree.
+    return seconds
+
+
+def raises() -> None:
+    import torch
+    import torch.distributed as dist
+
+    from fsdp_testing import current_world
+
+    if current_world().rank == 1:
+        raise ValueError("planted")
+    dist.all_reduce(torch.ones(4))
+
+
+def killed() -> None:
+    import signal
+
+    import torch
+    import torch.distributed as dist
+
+    from fsdp_testing import current_world
+
+    if current_world().rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(4))
+
+
+def returns_early() -> None:
+    import torch
+    import torch.distributed as dist
+
+    from fsdp_testing import current_world
+
+    if current_world().rank == 0:
+        dist.all_reduce(torch.ones(4))
+
+
+def disagrees() -> None:
+    import torch
+    import torch.distributed as dist
+
+    from fsdp_testing import current_world
+
+    dist.all_reduce(torch.ones(4), op=dist.ReduceOp.MAX if current_world().rank else dist.ReduceOp.SUM)
+
+
+def hangs() -> None:
+    import torch
+    import torch.distributed as dist
+
+    from fsdp_testing import current_world
+
+    while current_world().rank == 1:
+        pass
+    dist.all_reduce(torch.ones(4))
+
+
+def nothing() -> None: ...
+
+
+FATES = {"raises": raises, "SIGKILL": killed, "early return": returns_early, "other op": disagrees, "hangs (2 s)": hangs}
+
+
+def fates(ranks: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds until each fate is told, on a world that is warm."""
+    from fsdp_testing.pool import default_pool
+
+    seconds: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for name, function in FATES.items():
+            world = default_pool().world(ranks)
+            world.execute(nothing)
+            start = time.perf_counter()
+            outcome = world.execute(function, timeout=2.0 if "hangs" in name else 60.0)
+            seconds.setdefault(name, []).append(time.perf_counter() - start)
+            world.release()
+            if outcome.ok:
+                raise SystemExit(f"{name} was not noticed")
+    return seconds
+
+
+# ---- report
+
+
+def summary(seconds: Iterable[float]) -> dict[str, float]:
+    """Minimum, median and count, in milliseconds."""
+    values = sorted(seconds)
+    return {"min": values[0] * 1e3, "median": statistics.median(values) * 1e3, "count": len(values)}
+
+
+def shown(told: dict[str, float]) -> str:
+    return f"{told['min']:9.2f} / {told['median']:9.2f}"
+
+
+def print_report(report: dict[str, Any]) -> None:
+    cold = report["cold import torch"]["min"]
+    print(f"\ncold import of torch: {shown(report['cold import torch'])} ms (min / median)")
+    for ranks, setups in report["setups"].items():
+        base = setups.get("warm, marker") or setups.get("warm, run_ranks")
+        print(f"\n{ranks} ranks: one test, ms (min / median), the minimum against the warm one, and the first test")
+        for name, told in setups.items():
+            if "problem" in told:
+                print(f"  {name:40} did not run: {told['problem'].strip().splitlines()[-1:]}")
+                continue
+            ratio = f"{told['later']['min'] / base['later']['min']:8.1f}x" if base and "later" in base else ""
+            first = f"{told['first']['min']:8.0f} ms = {told['first']['min'] / cold:4.2f} cold imports"
+            print(f"  {name:40} {shown(told['later'])} {ratio:>10}  first {first}")
+    for ranks, told in report["ledger"].items():
+        share = (told["on"]["min"] / told["off"]["min"] - 1) * 100
+        middle = (told["on"]["median"] / told["off"]["median"] - 1) * 100
+        print(
+            f"\nledger, all_reduce of 4 floats on {ranks} ranks: {told['on']['min'] * 1e3:.1f} us with, "
+            f"{told['off']['min'] * 1e3:.1f} us without: +{share:.1f} % (medians +{middle:.1f} %)"
+        )
+    print("\ntime until a fate is told, ms (min / median):")
+    for name, told in report["fates"].items():
+        print(f"  {name:20} {shown(told)}")
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one round of few tests")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--ranks", default="2,4", help="world sizes, comma-separated")
+    parser.add_argument("--only", default="", help="setups whose name holds one of these, comma-separated")
+    return parser.parse_args()
+
+
+def measure(chosen: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    rounds = 1 if chosen.quick else 3
+    wanted = [word for word in chosen.only.split(",") if word]
+    setups = [setup for setup in SETUPS if not wanted or any(word in setup.name for word in wanted)]
+    sizes = [int(size) for size in chosen.ranks.split(",")]
+    times = {(size, setup.name): Times() for size in sizes for setup in setups}
+    cold: list[float] = []
+    for _ in range(rounds):
+        cold += cold_import(2)
+        for size in sizes:
+            for index, setup in enumerate(setups):
+                tests = setup.quick if chosen.quick else setup.tests
+                told = times[size, setup.name]
+                seconds, problem = run_setup(setup, size, tests, scratch / f"{size}-{index}")
+                told.problem = told.problem or problem
+                told.first += seconds[:1]
+                told.later += seconds[1:]
+                print(f"{size} ranks, {setup.name}: {problem or shown(summary(seconds[1:]))}", file=sys.stderr)
+    report: dict[str, Any] = {"cold import torch": summary(cold), "setups": {}, "ledger": {}}
+    for (size, name), told in times.items():
+        entry = {"problem": told.problem} if told.problem else {
+            "first": summary(told.first), "later": summary(told.later)
+        }  # fmt: skip
+        report["setups"].setdefault(size, {})[name] = entry
+    return report
+
+
+def measure_here(report: dict[str, Any], *, quick: bool) -> None:
+    """Figures that need no pytest: the ledger, and the fates."""
+    from fsdp_testing import run_ranks
+    from fsdp_testing.pool import default_pool
+
+    for ranks in (2, 4):
+        results = run_ranks(ledger_cost, 4 if quick else 10, 300, size=ranks, timeout=300)
+        report["ledger"][ranks] = {
+            mode: summary(value for result in results for value in result[mode]) for mode in ("on", "off")
+        }
+    report["fates"] = {name: summary(seconds) for name, seconds in fates(2, 1 if quick else 5).items()}
+    default_pool().close()
+
+
+def main() -> None:
+    chosen = options()
+    with tempfile.TemporaryDirectory(prefix="pool-benchmark-") as scratch:
+        report = measure(chosen, Path(scratch))
+    measure_here(report, quick=chosen.quick)
+    print_report(report)
+    if chosen.json is not None:
+        chosen.json.write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()
