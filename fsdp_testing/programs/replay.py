@@ -200,9 +200,11 @@ class Replay:
             parameter.grad = reduced.mean.clone()
         else:
             if bool(parameter.grad.any()):
-                # Replicated gradients may be reduced with what was accumulated before, in the dtype on the wire.
+                # Replicated gradients (a shard group of one is that too) may be reduced with what was accumulated
+                # before, in the dtype on the wire.
                 wire = UNIT_ROUNDOFF[models.dtype_name(self.precision.on_the_wire or computed)]
-                worst = max(unit, wire) if self.case.strategy == "no_shard" else unit
+                replicated = self.case.strategy == "no_shard" or self.case.world.mesh_shape[-1] == 1
+                worst = max(unit, wire) if replicated else unit
                 error = error + (parameter.grad.abs() + reduced.magnitude) * (3 * worst)
                 why += "; added to an earlier gradient, in either order"
             parameter.grad = parameter.grad + reduced.mean

@@ -344,3 +344,20 @@ class TestDisplacement:
         assert 1e-16 < float(torch.as_tensor(after[bias].bound).max()) < 1e-15
         assert "place in memory" in after[bias].derivation
         assert float(torch.as_tensor(after[weight].bound).max()) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size", "low"),
+    [("full_shard", 2, False), ("shard_grad_op", 2, False), ("no_shard", 2, True), ("full_shard", 1, True)],
+)
+def test_only_replicated_gradients_may_be_reduced_again_with_what_they_held(strategy, size, low):
+    precision = MixedPrecisionSpec("bfloat16")
+    one = case(micro(0), micro(1), size=size, dtype="float32", strategy=strategy, mixed_precision=precision)
+    replay = Replay(one)
+    replay.run(observe_all=True)
+    second = replay.points[3]
+    assert second.index == 1
+    quantity = Quantity("gradient", "layers.0.weight")
+    bound, _ = second.slack[quantity]
+    relative = float((bound / second.values[quantity].abs().clamp_min(1e-3)).median())
+    assert (relative > 2**-9) == low
