@@ -1,0 +1,140 @@
+"""`fsdp-verify fuzz` and `replay` end to end: exit codes, files, resuming, interruption, bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fsdp_testing.cli.main import main
+
+FAULTS = Path(__file__).parents[1] / "fuzz"
+BROKEN = Path(__file__).parents[2] / "quality" / "broken"
+WRONG = "fuzz_faults:WRONG_IN_CLIP"
+
+
+@pytest.fixture(autouse=True)
+def _faults_are_importable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in (FAULTS, BROKEN):
+        monkeypatch.syspath_prepend(str(folder))
+
+
+def fuzz(*arguments: str) -> int:
+    return main(["fuzz", *arguments, "--lanes", "1"])
+
+
+def test_a_healthy_implementation_ends_with_0_and_a_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert fuzz("toy:UNBROKEN", "--examples", "40", "--state", str(tmp_path / "s"), "--without", "tree.strided") == 0
+    assert list((tmp_path / "s" / "corpus").glob("*.json"))
+    assert json.loads((tmp_path / "s" / "state.json").read_text())["run"] > 0
+    said = capsys.readouterr().out
+    assert "does not claim, so it is not drawn" in said
+    assert "0 findings" in said
+
+
+def test_a_fault_is_found_shrunk_told_and_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert fuzz(WRONG, "--examples", "400", "--stop-at-first", "--state", str(tmp_path / "s")) == 1
+    (folder,) = (tmp_path / "s" / "found").iterdir()
+    case = json.loads((folder / "case.json").read_text())
+    assert [operation["kind"] for operation in case["program"]] == ["forward_backward", "clip"]
+    assert "clip" in (folder / "README.md").read_text()
+    capsys.readouterr()
+    assert main(["replay", str(folder / "finding.json")]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "suspect" in said
+    assert "the same bits on restarted processes" in said
+    assert main(["replay", str(folder / "case.json"), "--implementation", "toy:UNBROKEN"]) == 0
+
+
+def test_a_campaign_goes_on_where_it_ended_and_does_not_tell_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    state = str(tmp_path / "s")
+    assert fuzz(WRONG, "--examples", "200", "--stop-at-first", "--state", state) == 1
+    first = json.loads((tmp_path / "s" / "state.json").read_text())
+    code = fuzz(WRONG, "--examples", "64", "--state", state)
+    second = json.loads((tmp_path / "s" / "state.json").read_text())
+    assert second["drawn"] > first["drawn"]
+    assert set(first["keys"]) <= set(second["keys"])
+    assert code in (0, 1)
+    assert len(list((tmp_path / "s" / "found").iterdir())) <= 1 + code
+
+
+def test_ctrl_c_leaves_everything_on_disk(tmp_path: Path):
+    command = [sys.executable, "-m", "fsdp_testing.cli", "fuzz", "torch-ddp", "--seconds", "300", "--state", "s"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        limit = time.monotonic() + 120
+        while not list((tmp_path / "s" / "corpus").glob("*.json")) and time.monotonic() < limit:
+            if process.poll() is not None:
+                break
+            process_wait(process, 0.2)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, (out, err)
+    assert b"Traceback" not in err
+    state = json.loads((tmp_path / "s" / "state.json").read_text())
+    assert state["run"] > 0
+    assert list((tmp_path / "s" / "corpus").glob("*.json"))
+
+
+def process_wait(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Lets a moment pass, or less if the process ends."""
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["nobody"], "expected one of"),
+        (["torch-ddp", "--without", "tree.what"], "tree.what"),
+        (["torch-ddp", "--known", "none.json"], "readable file"),
+        (["torch-ddp", "--seconds", "-1"], "above 0"),
+        (["torch-ddp", "--world-size", "0"], "at least 1"),
+    ],
+)
+def test_bad_usage_ends_with_2(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]):
+    assert fuzz(*arguments) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_state_of_another_implementation_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "s").mkdir()
+    document = {"format": "fsdp_testing/fuzz_state", "version": 1, "implementation": "other"}
+    (tmp_path / "s" / "state.json").write_text(json.dumps(document))
+    assert fuzz("torch-ddp", "--state", str(tmp_path / "s")) == 2
+    assert "'other'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [(None, "readable text file"), ("{", "JSON"), ('{"format": "fsdp_testing/case", "version": 99}', "newer")],
+)
+def test_a_file_that_cannot_be_replayed_ends_with_2(
+    text: str | None, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    file = tmp_path / "case.json"
+    if text is not None:
+        file.write_text(text)
+    assert main(["replay", str(file)]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_case_alone_needs_a_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    from fsdp_testing.strategies import CaseDrawer, Scope, SeededChoices
+
+    file = tmp_path / "case.json"
+    file.write_text(CaseDrawer(Scope()).draw(SeededChoices(1)).to_json())
+    assert main(["replay", str(file)]) == 2
+    assert "--implementation" in capsys.readouterr().err
