@@ -79,6 +79,7 @@ class Recorder:
         self._lines: dict[int, Line] = {}
         self._known: dict[Call, tuple[int, int]] = {}
         self._sites: dict[tuple[int, int], tuple[int, str, Any]] = {}
+        self._told: set[int] = set()
         self._is_own: dict[str, bool] = {}
         self._deadlocks = deadlock.Deadlocks(memory.areas, rank)
         self._skipped = _own_code()
@@ -93,6 +94,7 @@ class Recorder:
         if self._area.start_job(epoch):
             self._known.clear()
             self._sites.clear()
+            self._told.clear()
 
     def issued(self) -> dict[int, int]:
         """Collectives issued in this job by group key."""
@@ -104,7 +106,8 @@ class Recorder:
             line = self._lines.get(group.key)
             if line is None:
                 slot = self._area.put_group(group.key)
-                if slot is not None:
+                if slot is not None and group.key not in self._told:
+                    self._told.add(group.key)
                     self._area.put_string(group_told(group))
                 others = [peer for peer in group.members if peer != self.rank] if self.compare else []
                 line = self._lines[group.key] = Line(group, slot, [[self._areas[peer], None] for peer in others])
