@@ -6,10 +6,11 @@ import contextlib
 import pickle
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 
-from fsdp_testing.errors import PoolBroken
+from fsdp_testing.errors import HarnessError
 from fsdp_testing.pool import Pool, PooledWorld, WorldOutcome, default_pool
 from fsdp_testing.pytest_plugin.marker import WorldRequest
 from fsdp_testing.pytest_plugin.rank_template import encode
@@ -28,9 +29,10 @@ class Leases:
         self._config = config
         self._spec: bytes | None = None
         self._pool: Pool | None = None
-        self._informed: dict[int, str] = {}
-        self._kept: dict[int, tuple[PooledWorld, list[Any]]] = {}
-        self._numbered = 0
+        # Weak: the pool may end a world without telling us, and another one may get its id.
+        self._informed: WeakKeyDictionary[PooledWorld, str] = WeakKeyDictionary()
+        self._kept: dict[PooledWorld, list[Any]] = {}
+        self._problems: list[str] = []
 
     @property
     def started(self) -> bool:
@@ -58,10 +60,10 @@ class Leases:
 
     def introduction(self, world: PooledWorld) -> tuple[bytes | None, str]:
         """What a world is told with a job: the session's description the first time, and its directory."""
-        known = self._informed.get(id(world))
+        known = self._informed.get(world)
         if known is not None:
             return None, known
-        directory = self._informed[id(world)] = str(self.new_directory(f"world{world.key.size}-"))
+        directory = self._informed[world] = str(self.new_directory(f"world{world.key.size}-"))
         if world.kept:
             world.before_leaving.append(self._farewell)
         return self._description(), directory
@@ -80,41 +82,54 @@ class Leases:
     def note(self, world: PooledWorld, chain: list[Any]) -> None:
         """Remember which nodes' fixtures live in `world`."""
         if chain and world.trusted:
-            self._kept[id(world)] = (world, chain)
+            self._kept[world] = chain
         else:
-            self._kept.pop(id(world), None)
+            self._kept.pop(world, None)
 
-    def leave_what_is_not_shared(self, nextitem: pytest.Item | None) -> list[str]:
-        """End fixtures that live in ranks and that the next item does not share; returns what went wrong."""
+    def leave_what_is_not_shared(self, nextitem: pytest.Item | None) -> None:
+        """End fixtures that live in ranks and that the next item does not share."""
         if not self._kept:
-            return []
+            return
         wanted = nextitem.listchain() if nextitem is not None else []
-        problems: list[str] = []
-        for world, chain in list(self._kept.values()):
+        for world, chain in list(self._kept.items()):
             keep = shared_length(chain, wanted)
-            if keep == len(chain):
-                continue
             if not world.trusted:
-                self._kept.pop(id(world), None)
-                continue
-            world.borrow()
-            try:
-                outcome = world.execute(f"{IN_RANK}:tear_down", (keep,), hygiene=False, timeout=_END_SECONDS)
-            finally:
-                world.release()
+                self._kept.pop(world)
+            elif keep < len(chain):
+                self._tear_down(world, chain, keep)
+
+    def _tear_down(self, world: PooledWorld, chain: list[Any], keep: int) -> None:
+        world.borrow()
+        try:
+            outcome = world.execute(f"{IN_RANK}:tear_down", (keep,), hygiene=False, timeout=_END_SECONDS)
+        except HarnessError as error:
+            self._problems.append(str(error))
+            world.distrust()
+        else:
+            self._problems.extend(_problems(outcome))
+            if any(rank.value.dirt for rank in outcome.ranks if isinstance(rank.value, RankResult)):
+                world.distrust()
             self.note(world, chain[: _kept_by(outcome)])
-            problems.extend(_problems(outcome))
-        return problems
+        finally:
+            world.release()
+
+    def take_problems(self) -> list[str]:
+        """What went wrong, since the last call, while fixtures or sessions ended in ranks."""
+        taken, self._problems = self._problems, []
+        return taken
 
     def forget(self, world: PooledWorld) -> None:
         """A world has ended."""
-        self._informed.pop(id(world), None)
-        self._kept.pop(id(world), None)
+        self._informed.pop(world, None)
+        self._kept.pop(world, None)
 
     def _farewell(self, world: PooledWorld) -> None:
         # A world that is not to be lent again may still be whole (its test failed on every rank): its fixtures end too.
-        with contextlib.suppress(PoolBroken):
-            world.execute(f"{IN_RANK}:finish", hygiene=False, timeout=_END_SECONDS)
+        with contextlib.suppress(HarnessError):
+            outcome = world.execute(f"{IN_RANK}:finish", hygiene=False, timeout=_END_SECONDS)
+            # Ranks that no longer answer were told of by the test that left them so.
+            told = ((rank.rank, rank.value) for rank in outcome.ranks)
+            self._problems.extend(f"rank {rank}: {text}" for rank, text in told if isinstance(text, str) and text)
         self.forget(world)
 
     def close(self) -> None:

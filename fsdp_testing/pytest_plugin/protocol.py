@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
+import warnings
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.pool import PooledWorld, WorldOutcome
-from fsdp_testing.pytest_plugin.aftermath import Aftermath
+from fsdp_testing.pytest_plugin.aftermath import Aftermath, WorldHygieneWarning
 from fsdp_testing.pytest_plugin.leases import IN_RANK, Leases, shared_length
 from fsdp_testing.pytest_plugin.longrepr import build, text_element
 from fsdp_testing.pytest_plugin.marker import WorldRequest
@@ -218,6 +219,11 @@ class Protocol:
         finally:
             self.leases.close()
 
+    def pytest_sessionfinish(self) -> None:
+        """Tell what went wrong after the last test: it belongs to no test any more."""
+        for problem in self.leases.take_problems():
+            warnings.warn(WorldHygieneWarning(f"the end of a session in {problem}"), stacklevel=1)
+
     def pytest_unconfigure(self) -> None:
         """Leave no rank behind, however the session ended."""
         self.leases.close()
@@ -234,7 +240,8 @@ class Sweep:
         """Runs for items of both kinds."""
         result = yield
         stopping = item.session.shouldstop or item.session.shouldfail
-        problems = self._leases.leave_what_is_not_shared(None if stopping else nextitem)
+        self._leases.leave_what_is_not_shared(None if stopping else nextitem)
+        problems = self._leases.take_problems()
         if problems:
             text = "teardown of fixtures in ranks failed: " + "; ".join(problems)
             report = pytest.TestReport(

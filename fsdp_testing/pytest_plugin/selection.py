@@ -80,6 +80,7 @@ def world_request(item: pytest.Item) -> WorldRequest | None:
     request = request_of(item)
     if request is None:
         return None
+    _refuse_drawing_in_ranks(item)
     callspec = getattr(item, "callspec", None)
     size = callspec.params.get(SIZE_FIXTURE) if callspec is not None else None
     if size is None and len(request.sizes) > 1:
@@ -88,3 +89,17 @@ def world_request(item: pytest.Item) -> WorldRequest | None:
             "become test ids (a unittest.TestCase, or a mark inside pytest.param). Give one size there."
         )
     return request.at(size if size is not None else request.sizes[0])
+
+
+def _refuse_drawing_in_ranks(item: pytest.Item) -> None:
+    function = getattr(item, "obj", None)
+    if not getattr(function, "is_hypothesis_test", False):
+        return
+    # Not promised by Hypothesis, hence read with care: without it, examples count as random.
+    settings = getattr(function, "_hypothesis_internal_use_settings", None)
+    if not getattr(settings, "derandomize", False):
+        raise InvalidArgument(
+            f"{item.nodeid}: marker world: expected a test that does the same on every rank, got a Hypothesis test, which "
+            "would draw other examples on each. Draw in the controlling process: remove the marker and call "
+            "worlds(size=2).run(function, example); or set @settings(derandomize=True)."
+        )

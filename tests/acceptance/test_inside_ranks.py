@@ -325,3 +325,53 @@ def test_three(world):
     )
     assert verdict.counts() == (2, 0, 0), verdict.text
     assert (tmp_path / "log").read_text() == "ended on 2\n"
+
+
+def test_errors_at_the_end_of_longer_lived_fixtures_are_told(run: Runner) -> None:
+    verdict = run(
+        """
+@pytest.fixture(scope="module")
+def breaks(world):
+    yield
+    assert world.rank == 0, "module left open"
+
+@pytest.fixture(scope="session")
+def wide(world):
+    yield
+    assert world.rank == 1, "session left open"
+
+@pytest.mark.world(2)
+def test_uses(breaks, wide):
+    pass
+
+@pytest.mark.world(3)
+def test_other(world):
+    pass
+"""
+    )
+    assert verdict.counts() == (2, 0, 1), verdict.text
+    assert "module left open" in verdict.text
+    assert "session left open" in verdict.text
+
+
+def test_session_fixtures_end_also_when_their_world_is_replaced(tmp_path: Path, run: Runner) -> None:
+    verdict = run(
+        """
+@pytest.fixture(scope="session")
+def held(world, pytestconfig):
+    yield
+    with open(pytestconfig.rootpath / f"log{world.rank}", "a") as stream:
+        stream.write("ended\\n")
+
+@pytest.mark.world(2)
+def test_bad(held):
+    assert False
+
+@pytest.mark.world(2)
+def test_good(held):
+    pass
+"""
+    )
+    assert verdict.counts() == (1, 1, 0), verdict.text
+    for rank in (0, 1):
+        assert (tmp_path / f"log{rank}").read_text().splitlines() == ["ended"] * 2
