@@ -38,6 +38,8 @@ def test_hybrid_sharding_averages_over_all_ranks(trial, world, strategy, shape):
                 case.loss(xs).backward()
         case.step()
         case.compare()
+    for group in {mesh.get_group(axis) for axis in ("replicate", "shard")} - {dist.group.WORLD}:
+        dist.destroy_process_group(group)
 
 
 @pytest.mark.covers("OFF-02", "OFF-06", "ACC-03", "B029", "B031")
