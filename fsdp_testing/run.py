@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from fsdp_testing import env
 from fsdp_testing.errors import BackendUnavailable, WorldFailed
 from fsdp_testing.pool import default_pool
+from fsdp_testing.pool.attachment import run_attached
 from fsdp_testing.pool.controller import unavailable_reason
 from fsdp_testing.pool.outcome import WorldOutcome
+from fsdp_testing.pool.world import current_world, inside_rank
 
 
 def run_ranks(
@@ -23,7 +26,8 @@ def run_ranks(
     """Call `function(*args, **kwargs)` on `size` ranks and return one result per rank.
 
     Inside, torch's default process group is the world's, and `fsdp_testing.current_world()` is the rank's view of it.
-    Ranks are kept for the next call unless `isolation="fresh"`.
+    Ranks are kept for the next call unless `isolation="fresh"`. Under torchrun (`RANK` and `WORLD_SIZE` set) its processes
+    are the world instead: each calls the function once, all get the results, and the deadline is torchrun's.
 
     Args:
         function: importable by name (module level), or "package.module:function".
@@ -42,6 +46,9 @@ def run_ranks(
             `outcome` holds it as data.
         InvalidArgument, UnsendableFunction, BackendUnavailable: before anything runs.
     """
+    launch = env.torchrun()
+    if launch is not None and not _is_pooled_rank():
+        return run_attached(launch, function, (args, kwargs), size, backend)
     pool = default_pool()
     world = pool.world(size, backend, isolation)
     try:
@@ -50,6 +57,11 @@ def run_ranks(
         world.release()
     raise_unless_ok(outcome)
     return outcome.values
+
+
+def _is_pooled_rank() -> bool:
+    """Whether this process came from a pool: its environment may be that of a controller under torchrun."""
+    return inside_rank() and current_world().pooled
 
 
 def raise_unless_ok(outcome: WorldOutcome) -> None:

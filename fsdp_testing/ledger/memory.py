@@ -5,8 +5,8 @@ One area per rank; only that rank writes it, everybody reads it:
     | header | group table: key, count, digest of all entries | per group: ring of the last entries | strings |
 
 Header, in words of 8 bytes: epoch, groups used, strings, bytes of strings, waiting group, waiting meta, groups without
-room, collectives refused, stamp of the collective
-that torch is being asked for, the same once it is certain that torch will take it. The epoch counts jobs: entries of an earlier job never match, so a rank may start a job before its peer has cleared
+room, collectives refused, stamp of the collective that torch is being asked for, the same once its rank insists on it.
+The epoch counts jobs: entries of an earlier job never match, so a rank may start a job before its peer has cleared
 the last one's entries. The file is sparse: memory is used only for what was written.
 
 Peers read without a lock, so every record is written in an order that shows a half-written one: an entry has its

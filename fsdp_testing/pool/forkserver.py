@@ -23,6 +23,7 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import Any, NoReturn
 
 FORK = b"F"
@@ -93,7 +94,10 @@ def _prctl() -> Any:
 
 def thread_count() -> int:
     """Threads of this process, those that Python does not know included."""
-    return len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except FileNotFoundError:
+        return 1
 
 
 class _ForkServer:
@@ -273,7 +277,7 @@ def _succeed(control: socket.socket, controller: int | None, modules: list[str])
 
 def _own_children() -> list[int]:
     try:
-        with open("/proc/self/task/%d/children" % os.getpid(), encoding="ascii") as listing:
-            return [int(pid) for pid in listing.read().split()]
+        listing = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="ascii")
+        return [int(pid) for pid in listing.split()]
     except (OSError, ValueError):
         return []

@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fsdp_testing import env
@@ -147,7 +148,7 @@ def listening_socket() -> socket.socket:
 def directory() -> str:
     """The controller's directory; '/' when it has been removed."""
     try:
-        return os.getcwd()
+        return str(Path.cwd())
     except FileNotFoundError:
         return "/"
 

@@ -146,7 +146,7 @@ class _Rank:
         self._flush_c = ctypes.CDLL(None).fflush
         device = backend.device_type if backend.device_type == "cpu" else f"{backend.device_type}:{index}"
         self._device = device
-        world_place.enter(world_place.World(boot.rank, boot.size, boot.backend, device))
+        world_place.enter(world_place.World(boot.rank, boot.size, boot.backend, device, pooled=True))
 
     def _init_group(self, rank: int, size: int) -> None:
         import torch.distributed as dist
@@ -181,7 +181,7 @@ class _Rank:
         dist.destroy_process_group()
         self._init_group(place.rank, place.size)
         self._forget_groups()
-        world_place.enter(world_place.World(place.rank, place.size, current.backend, self._device))
+        world_place.enter(world_place.World(place.rank, place.size, current.backend, self._device, pooled=True))
 
     def run(self, job: Job) -> Report:
         """Run one job: clean state before, call, put state back, report."""

@@ -14,10 +14,14 @@ if TYPE_CHECKING:
 
 
 class World:
-    """One rank's view: its place, its device, and the group of all ranks (torch's default process group)."""
+    """One rank's view: its place, its device, and the group of all ranks (torch's default process group).
 
-    def __init__(self, rank: int, size: int, backend: str, device: str) -> None:
+    `pooled` says that the rank came from a pool, not from torchrun.
+    """
+
+    def __init__(self, rank: int, size: int, backend: str, device: str, *, pooled: bool = False) -> None:
         self.rank = rank
+        self.pooled = pooled
         self.size = size
         self.backend = backend
         self._device = device

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +95,48 @@ def test_arguments_of_the_wrong_kind() -> None:
         run_ranks(place, size="two")  # type: ignore[arg-type]  # the wrong kind under test
     with pytest.raises(InvalidArgument, match="timeout: expected seconds above 0"):
         run_ranks(place, timeout=-1)
+
+
+TORCHRUN = """
+import sys
+import torch, torch.distributed as dist
+from fsdp_testing import current_world, run_ranks
+def total(factor):
+    value = torch.ones(2) * factor
+    dist.all_reduce(value)
+    return [float(value[0]), current_world().rank]
+def fails():
+    if current_world().rank == 1:
+        raise ValueError("planted")
+    dist.barrier()
+what = sys.argv[1]
+if what == "works":
+    for _ in range(2):
+        print("got", run_ranks(total, 3.0, size=2), flush=True)
+elif what == "fails":
+    run_ranks(fails, size=2)
+else:
+    run_ranks(total, 1.0, size=3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "told"),
+    [
+        ("works", 0, "got [[6.0, 0], [6.0, 1]]"),
+        ("fails", 1, "ValueError: planted"),
+        ("size", 1, "expected size=2, the number of torchrun's processes, got 3"),
+    ],
+)
+def test_under_torchrun_its_processes_are_the_world(what: str, code: int, told: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(TORCHRUN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script), what]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == code, done.stderr
+    assert told in done.stdout + done.stderr
+    if what == "works":
+        assert done.stdout.count(told) == 4
 
 
 def test_names_of_the_package() -> None:

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_testing.backends import Backend, backend_named, register_backend, registered_backends
-from fsdp_testing.backends import registry
+from fsdp_testing.backends import Backend, backend_named, register_backend, registered_backends, registry
 from fsdp_testing.errors import InvalidArgument
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -31,11 +30,11 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def shared() -> Iterator[LedgerMemory]:
+def shared() -> LedgerMemory:
     descriptor = memory.create(3)
     shared = LedgerMemory(descriptor, 3)
     os.close(descriptor)
-    yield shared
+    return shared
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -94,7 +93,7 @@ def test_a_refused_module_stays_refused() -> None:
 
 
 @pytest.fixture
-def stubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def stubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Modules with names that may be recorded."""
     folder = tmp_path / "stubs"
     folder.mkdir()
@@ -105,7 +104,7 @@ def stubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     )
     (folder / "markupsafe.py").write_text("raise RuntimeError('does not import')\n")
     (folder / "triton.py").write_text("")
-    yield folder
+    return folder
 
 
 def test_ranks_report_what_they_import_and_the_next_run_has_it() -> None:

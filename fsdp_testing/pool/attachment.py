@@ -1,0 +1,71 @@
+"""What is a world under torchrun? The processes that torchrun made: none is started here, and its exit status judges.
+
+Every process runs the call once; results go to all of them. A process in which it raises leaves with that error, and
+torchrun's agent ends the others, which may wait for it in a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fsdp_testing.backends import RankPlace, backend_named
+from fsdp_testing.env import Launch
+from fsdp_testing.errors import BackendUnavailable, InvalidArgument
+from fsdp_testing.pool import world as world_place
+from fsdp_testing.pool.targets import resolve, target_of
+
+
+def run_attached(
+    launch: Launch, function: Callable[..., Any] | str, call: tuple[tuple[Any, ...], dict[str, Any]], size: int, backend: str
+) -> list[Any]:
+    """Call `function` in this process as one rank of torchrun's world.
+
+    Args:
+        launch: how torchrun started this process.
+        function: as in `run_ranks`; it need not be importable, since it is not sent anywhere.
+        call: its arguments.
+        size: must be the number of torchrun's processes.
+        backend: a backend whose ranks are processes.
+
+    Returns:
+        Results by rank, on every rank.
+
+    Collectives: one all_gather_object on the default group; every process must come here.
+
+    Raises:
+        InvalidArgument: for another size, or a backend of one process.
+        BackendUnavailable: with the reason.
+        Exception: whatever the function raises in this process.
+    """
+    import torch.distributed as dist
+
+    if size != launch.world_size:
+        raise InvalidArgument(
+            f"run_ranks: expected size={launch.world_size}, the number of torchrun's processes, got {size}. "
+            "Under torchrun its processes are the world; pass their number, or run without torchrun."
+        )
+    world_place.enter(_joined(launch, backend) if not world_place.inside_rank() else world_place.current_world())
+    args, kwargs = call
+    value = (resolve(target_of(function)) if isinstance(function, str) else function)(*args, **kwargs)
+    results: list[Any] = [None] * launch.world_size
+    dist.all_gather_object(results, value)
+    return results
+
+
+def _joined(launch: Launch, name: str) -> world_place.World:
+    import torch.distributed as dist
+
+    backend = backend_named(name)
+    if backend.single_process:
+        raise InvalidArgument(f"run_ranks: expected a backend of processes under torchrun, got {name!r}.")
+    reason = backend.unavailable(launch.local_world_size)
+    if reason is not None:
+        raise BackendUnavailable(f"backend {name!r} cannot run a world of {launch.world_size} here: {reason}.")
+    if backend.prepare is not None:
+        backend.prepare(RankPlace(launch.rank, launch.world_size, launch.local_rank))
+    if not dist.is_initialized():
+        # The agent's own store, as torchrun means it to be used.
+        dist.init_process_group(backend.torch_backend, init_method="env://")
+    device = backend.device_type if backend.device_type == "cpu" else f"{backend.device_type}:{launch.local_rank}"
+    return world_place.World(launch.rank, launch.world_size, name, device)
