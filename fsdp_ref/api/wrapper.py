@@ -136,7 +136,7 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
     def module(self) -> nn.Module:
         """The wrapped module, looking through an activation-checkpoint wrapper."""
         inner: Any = self._modules[FSDP_WRAPPED_MODULE]
-        return inner._modules.get("_checkpoint_wrapped_module", inner)  # type: ignore[no-any-return]  # a module
+        return inner._modules.get("_checkpoint_wrapped_module", inner)  # a module
 
     def __getattr__(self, name: str) -> Any:
         """Look in the wrapped module for what the wrapper does not have."""

@@ -30,7 +30,7 @@ class FlatParameter(nn.Parameter, metaclass=_ByMark):
         """Return a marked ``nn.Parameter`` over ``data``."""
         flat: Any = nn.Parameter(torch.empty(0) if data is None else data, requires_grad=requires_grad)
         setattr(flat, _MARK, True)
-        return flat  # type: ignore[no-any-return]  # an nn.Parameter by type, a FlatParameter by mark
+        return flat  # an nn.Parameter by type, a FlatParameter by mark
 
 
 def describe(flat: nn.Parameter, shard_map: ShardMap, rank: int, full_F: Tensor) -> None:

@@ -49,7 +49,7 @@ def _run(param: Tensor, grad: Any) -> Tensor:
     for hook in list((param._backward_hooks or {}).values()):
         replaced = hook(grad)
         grad = grad if replaced is None else replaced
-    return grad  # type: ignore[no-any-return]  # user hooks return tensors
+    return grad  # user hooks return tensors
 
 
 def run_after_accumulation(handle: FlatHandle) -> None:

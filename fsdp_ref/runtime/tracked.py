@@ -117,6 +117,6 @@ def unpack_with(demand: Callable[[Unit], None]) -> Callable[[Any], Tensor]:
                 f"expected a {tensor.dtype} tensor of shape {tuple(tensor.shape)} at version {version}, got version "
                 f"{tensor._version}. Enable anomaly detection to find the operation that failed to compute its gradient."
             )
-        return tensor  # type: ignore[no-any-return]  # packed above
+        return tensor  # packed above
 
     return unpack

@@ -222,7 +222,6 @@ def units(model: nn.Module) -> list[tuple[str, tuple[str, ...]]]:
 
 def trace_units(model: nn.Module, emit: Callable[[str, str, tuple[str, ...]], None]) -> AbstractContextManager[None]:
     """Subscribe to the reference's own unit events."""
-
     gathering = {name: handle.needs_buffer for name, handle in ref_pieces.handles(model)}
 
     def tell(event: UnitEvent) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 from fsdp_testing.ledger.recorder import Call, GroupIdentity
 from fsdp_testing.records.event import AutogradEvent, CollectiveEvent, Event, UnitEvent
@@ -30,7 +31,8 @@ class TraceRecorder:
 
     def collective(self, group: GroupIdentity, call: Call, site: str) -> None:
         """Record a collective; the ledger's listener."""
-        operation, detail, *rest = (*call.what, None, None)
+        what: tuple[Any, ...] = (*call.what, None, None)
+        operation, detail, *rest = what
         words = [str(word) for word in detail or ()]
         root = next((int(word[5:]) for word in words if word.startswith("root=")), -1)
         reduce_op = next((word for word in words if not word.startswith("root=")), "")
