@@ -76,7 +76,7 @@ def run_pytest(folder: Path, *args: str) -> Verdict:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     return read(done.stdout + done.stderr, done.returncode)

