@@ -224,7 +224,9 @@ def settings(ranks: list[int], *, quick: bool) -> list[Setting]:
 
 def show(result: dict[str, Any]) -> None:
     setting = result["setting"]
-    print(f"{setting['name']} ranks={setting['ranks']} {setting['strategy']} width={setting['width']} units={setting['units']}")
+    print(
+        f"{setting['name']} ranks={setting['ranks']} {setting['strategy']} width={setting['width']} units={setting['units']}"
+    )
     for name, value in result["medians"].items():
         ratio = result["ratios"].get(name)
         print(f"  {name:22s} {1000 * value:9.2f} ms" + ("" if ratio is None else f"  {ratio:5.2f}"))

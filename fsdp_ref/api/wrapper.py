@@ -308,5 +308,3 @@ class _Holders:
                 if child is planned.module and parent is not wrapper:
                     setattr(parent, name, wrapper)
         return wrapper
-
-

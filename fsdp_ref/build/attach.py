@@ -216,5 +216,3 @@ def _refuse_unflattened(module: nn.Module, ignored: Ignored) -> None:
             f"Found an unflattened parameter: expected every parameter to be flattened or ignored, got {listing(left)}. "
             "This is a defect of fsdp_ref; please report it."
         )
-
-

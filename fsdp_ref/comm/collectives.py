@@ -143,7 +143,9 @@ class _ExchangeAndSum:
         scratch: takes ``received`` back.
     """
 
-    def __init__(self, work: dist.Work, received: Tensor, own: Tensor | None, out: Tensor, scratch: ScratchPool) -> None:
+    def __init__(
+        self, work: dist.Work, received: Tensor, own: Tensor | None, out: Tensor, scratch: ScratchPool
+    ) -> None:
         self._work: dist.Work | None = work
         self._received = received
         self._own = own

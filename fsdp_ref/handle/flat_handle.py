@@ -277,7 +277,13 @@ class FlatHandle:
             )
         copied = FlatHandle.__new__(FlatHandle)
         memo[id(self)] = copied
-        fresh: dict[str, Any] = {"state": ShardState.SHARDED, "_pending": None, "_buffers": {}, "_views": {}, "_cast_S": None}
+        fresh: dict[str, Any] = {
+            "state": ShardState.SHARDED,
+            "_pending": None,
+            "_buffers": {},
+            "_views": {},
+            "_cast_S": None,
+        }
         vars(copied).update({**vars(self), **fresh, "streams": NullStreams(), "shard_S": self.shard_S.detach().clone()})
         vars(copied).update(module=copy.deepcopy(self.module, memo))
         flat = like_flat(copy.deepcopy(self.flat_param, memo), self.flat_param)

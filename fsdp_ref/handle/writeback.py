@@ -98,9 +98,7 @@ def _adopt_replaced(handle: FlatHandle) -> None:
         fqn
         for index, places in shown.items()
         for fqn, value in places
-        if not isinstance(value, nn.Parameter)
-        or value is not places[0][1]
-        or owners.get(id(value), index) != index
+        if not isinstance(value, nn.Parameter) or value is not places[0][1] or owners.get(id(value), index) != index
     ]
     if problems:
         raise SharedParameterError(

@@ -53,9 +53,7 @@ class Root:
         in_pass: units that took part in the present backward pass.
     """
 
-    def __init__(
-        self, unit: Unit, end_backward: Callable[[Root], None], demand: Callable[[Unit], None]
-    ) -> None:
+    def __init__(self, unit: Unit, end_backward: Callable[[Root], None], demand: Callable[[Unit], None]) -> None:
         self.unit = unit
         self.units: list[Unit] = []
         self.index: dict[Unit, int] = {}
@@ -208,9 +206,7 @@ def check_homogeneous(units: list[Unit]) -> None:
     }
     for name, values in settings.items():
         if len(set(values)) > 1:
-            odd = [
-                f"{type(unit.module).__name__}: {value}" for unit, value in zip(units, values) if value != values[0]
-            ]
+            odd = [f"{type(unit.module).__name__}: {value}" for unit, value in zip(units, values) if value != values[0]]
             raise FsdpValueError(
                 explain(
                     f"Expects one homogeneous value for {name}",

@@ -233,7 +233,10 @@ class Unit(UnitPasses):
         memo[id(self)] = copied
         vars(copied).update(vars(self))
         UnitPasses.__init__(copied)
-        own = {name: copy.deepcopy(vars(self)[name], memo) for name in ("module", "holder", "modules", "buffers", "ignored")}
+        own = {
+            name: copy.deepcopy(vars(self)[name], memo)
+            for name in ("module", "holder", "modules", "buffers", "ignored")
+        }
         vars(copied).update(own)
         vars(copied).update(handle=copy.deepcopy(self.handle, memo), root=None, is_root=None)
         return copied

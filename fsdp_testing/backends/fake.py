@@ -16,6 +16,4 @@ def _unavailable(size: int) -> str | None:
     return None if fake_store is not None else "this torch has no FakeProcessGroup"
 
 
-FAKE = Backend(
-    name="fake", device_type="cpu", unavailable=_unavailable, torch_backend="fake", single_process=True
-)
+FAKE = Backend(name="fake", device_type="cpu", unavailable=_unavailable, torch_backend="fake", single_process=True)

@@ -120,6 +120,8 @@ def test_without_sharding_nothing_is_copied_or_freed():
         handle = make(groups, strategy=ShardingStrategy.NO_SHARD)
         handle.unshard()
         assert handle.full_F() is handle.shard_S
-        assert all(view.data_ptr() == param.data_ptr() for view, param in zip(handle.compute_views(), handle.originals.params))
+        assert all(
+            view.data_ptr() == param.data_ptr() for view, param in zip(handle.compute_views(), handle.originals.params)
+        )
         handle.reshard()
         assert [tuple(param.shape) for param in handle.originals.params][:2] == [(7, 3), (7,)]

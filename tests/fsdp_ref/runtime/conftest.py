@@ -58,7 +58,9 @@ class Trial:
     Block = Block
     Net = Net
 
-    def __init__(self, world: Any, api: str, strategy: str, make: Callable[[], nn.Module] = Net, **options: Any) -> None:
+    def __init__(
+        self, world: Any, api: str, strategy: str, make: Callable[[], nn.Module] = Net, **options: Any
+    ) -> None:
         self.world = world
         torch.manual_seed(0)
         self.plain = make().double()

@@ -127,7 +127,10 @@ def test_both_apis_do_the_same(world, strategy):
     traces = [trace(model) for model in models]
     assert traces[0][0] == traces[1][0]
     assert traces[0][1].collectives == traces[1][1].collectives
-    assert len(traces[0][1].collectives) == {"FULL_SHARD": 3 * (4 + 3 + 4), "SHARD_GRAD_OP": 3 * 8, "NO_SHARD": 12}[strategy]
+    assert (
+        len(traces[0][1].collectives)
+        == {"FULL_SHARD": 3 * (4 + 3 + 4), "SHARD_GRAD_OP": 3 * 8, "NO_SHARD": 12}[strategy]
+    )
     handles = [[unit.handle.fqns for _, _, unit in units_under(model)] for model in models]
     assert handles[0] == handles[1]
 

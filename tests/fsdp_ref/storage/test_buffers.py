@@ -90,7 +90,14 @@ class Frozen:
 def test_containers_keep_their_types():
     tensor = torch.ones(2)
     default = collections.defaultdict(list, {"k": [tensor]})
-    value = [Pair(tensor, 1), Frozen(tensor), {"x": (tensor, None)}, collections.OrderedDict(y=tensor), default, {tensor}]
+    value = [
+        Pair(tensor, 1),
+        Frozen(tensor),
+        {"x": (tensor, None)},
+        collections.OrderedDict(y=tensor),
+        default,
+        {tensor},
+    ]
     cast = cast_floating(value, torch.float64)
     assert [type(each) for each in cast] == [type(each) for each in value]
     assert cast[0].a.dtype == cast[1].a.dtype == cast[2]["x"][0].dtype == cast[3]["y"].dtype == torch.float64
