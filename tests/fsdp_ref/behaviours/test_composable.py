@@ -405,8 +405,9 @@ def test_replicate_under_every_schedule(lab, schedule):
     else:
         for step, kind in enumerate(schedule):
             if kind == "n":
-                with replica.no_sync():
+                with replica.no_sync(), lab.collectives() as seen:
                     lab.loss(model, lab.batch(step)).backward()
+                assert not any(call.op == "all_reduce" for call in seen)
             else:
                 lab.loss(model, lab.batch(step)).backward()
         steps = list(range(len(schedule)))
