@@ -77,12 +77,11 @@ def listen(listener: Listener) -> Iterator[None]:
     recorder = _active
     if recorder is None:
         raise HarnessError("listen: expected an active ledger, got none. Call it inside a rank of a world.")
-    before = recorder.listener
-    recorder.listener = listener
+    before = recorder.listen(listener)
     try:
         yield
     finally:
-        recorder.listener = before
+        recorder.listen(before)
 
 
 def forget_groups() -> None:

@@ -81,7 +81,7 @@ class LedgerMemory:
         self.size = size
         self._map = mmap.mmap(descriptor, max(1, size) * AREA_BYTES)
         self._words = memoryview(self._map).cast("Q")
-        self.areas = tuple(Area(self._map, self._words, rank) for rank in range(max(1, size)))
+        self.areas = tuple(OwnArea(self._map, self._words, rank) for rank in range(max(1, size)))
 
     def close(self) -> None:
         """Unmap; areas are unusable afterwards. Safe to call twice."""
@@ -90,7 +90,7 @@ class LedgerMemory:
 
 
 class Area:
-    """One rank's part. Methods named `put_*`, `withdraw_*` and `start_job` are for that rank alone.
+    """One rank's part, read by anyone.
 
     `words` is all shared memory as 64-bit words; `entry_word` and `waiting_word` say where to look, for the reader that
     cannot afford a call.
@@ -105,63 +105,6 @@ class Area:
         self._rings = self._base + _HEADER_BYTES + _TABLE_BYTES
         self._texts = self._rings + _RINGS_BYTES
 
-    # Written by the owner
-
-    def start_job(self, epoch: int) -> bool:
-        """Forget the groups of the last job.
-
-        Returns:
-            True when the strings were forgotten too, to make room: ids that the owner knows are void then.
-        """
-        words, head = self.words, self._head
-        words[head + _WAIT_META] = 0
-        words[head + _GROUPS_USED] = 0
-        words[head + _OVERFLOW] = 0
-        words[head + _REFUSED] = 0
-        words[head + _INSIDE] = words[head + _MEANT] = 0
-        crowded = words[head + _STRING_BYTES] > _STRINGS_BYTES // 2
-        if crowded:
-            words[head + _STRINGS] = 0
-            words[head + _STRING_BYTES] = 0
-        words[head + _EPOCH] = epoch
-        return crowded
-
-    def put_group(self, key: int) -> int | None:
-        """Take the next slot of the group table for `key`; None when the table is full."""
-        words, slot = self.words, self.words[self._head + _GROUPS_USED]
-        if slot >= GROUPS:
-            words[self._head + _OVERFLOW] += 1
-            return None
-        at = self._table + slot * _TABLE_WORDS
-        words[at], words[at + 1], words[at + 2] = key, 0, 0
-        words[self._head + _GROUPS_USED] = slot + 1
-        return slot
-
-    def put_entry(self, slot: int, entry: tuple[int, int, int, int, int, int], digest: int) -> None:
-        """Write `entry` (stamp, signature, moment, description, call site, stamp), then its group's count and digest."""
-        number = entry[0] >> NUMBER_BITS
-        _ENTRY.pack_into(self._map, self._rings + (slot * RING + number % RING) * _ENTRY.size, *entry)
-        _PROGRESS.pack_into(self._map, (self._table + slot * _TABLE_WORDS + 1) * _WORD, number, digest)
-
-    def withdraw_entry(self, slot: int, number: int, digest: int) -> None:
-        """Take back collective `number`, the last one of its group; `digest` is that of those before."""
-        at = self.entry_word(slot, number)
-        self.words[at] = self.words[at + ENTRY_WORDS - 1] = 0
-        _PROGRESS.pack_into(self._map, (self._table + slot * _TABLE_WORDS + 1) * _WORD, number - 1, digest)
-
-    def put_waiting(self, key: int, number: int, awaited: int, *, alone: bool) -> None:
-        """Say that the owner is about to block in collective `number` of group `key`."""
-        words, head = self.words, self._head
-        if words[head + _WAIT_GROUP] != key:
-            words[head + _WAIT_META] = 0
-            words[head + _WAIT_GROUP] = key
-        words[head + _WAIT_META] = number << NUMBER_BITS | awaited << 1 | alone
-
-    @property
-    def waiting_word(self) -> int:
-        """Index in `words` of the group that the owner waits in; the next word is 0 while it waits in none."""
-        return self._head + _WAIT_GROUP
-
     @property
     def inside_word(self) -> int:
         """Index in `words` of the stamp of the collective that torch has not yet taken, nor refused; 0 for none.
@@ -171,30 +114,10 @@ class Area:
         """
         return self._head + _INSIDE
 
-    def put_refused(self) -> None:
-        """Say that the last collective recorded was refused: it is no part of any agreement."""
-        self.words[self._head + _WAIT_META] = self.words[self._head + _INSIDE] = 0
-        self.words[self._head + _REFUSED] += 1
-
-    def withdraw_waiting(self) -> None:
-        """Say that the owner does not block."""
-        self.words[self._head + _WAIT_META] = 0
-
-    def put_string(self, text: str) -> int:
-        """Append a description or call site; returns its id, 0 when there is no more room (id 0 reads as '?')."""
-        words, head = self.words, self._head
-        used, count = words[head + _STRING_BYTES], words[head + _STRINGS]
-        data = text.encode("utf-8", "replace")[:_LONGEST_TEXT]
-        if used + len(data) + _LENGTH.size > _STRINGS_BYTES:
-            return 0
-        at = self._texts + used
-        _LENGTH.pack_into(self._map, at, len(data))
-        self._map[at + _LENGTH.size : at + _LENGTH.size + len(data)] = data
-        words[head + _STRING_BYTES] = used + _LENGTH.size + len(data)
-        words[head + _STRINGS] = count + 1
-        return count + 1
-
-    # Read by anyone
+    @property
+    def waiting_word(self) -> int:
+        """Index in `words` of the group that the owner waits in; the next word is 0 while it waits in none."""
+        return self._head + _WAIT_GROUP
 
     def epoch(self) -> int:
         """Number of the job whose entries the area holds."""
@@ -260,6 +183,83 @@ class Area:
             texts.append(self._map[at : at + length].decode("utf-8", "replace"))
             at += length
         return texts
+
+
+class OwnArea(Area):
+    """One rank's part, as that rank itself writes it; nobody else may."""
+
+    def start_job(self, epoch: int) -> bool:
+        """Forget the groups of the last job.
+
+        Returns:
+            True when the strings were forgotten too, to make room: ids that the owner knows are void then.
+        """
+        words, head = self.words, self._head
+        words[head + _WAIT_META] = 0
+        words[head + _GROUPS_USED] = 0
+        words[head + _OVERFLOW] = 0
+        words[head + _REFUSED] = 0
+        words[head + _INSIDE] = words[head + _MEANT] = 0
+        crowded = words[head + _STRING_BYTES] > _STRINGS_BYTES // 2
+        if crowded:
+            words[head + _STRINGS] = 0
+            words[head + _STRING_BYTES] = 0
+        words[head + _EPOCH] = epoch
+        return crowded
+
+    def put_group(self, key: int) -> int | None:
+        """Take the next slot of the group table for `key`; None when the table is full."""
+        words, slot = self.words, self.words[self._head + _GROUPS_USED]
+        if slot >= GROUPS:
+            words[self._head + _OVERFLOW] += 1
+            return None
+        at = self._table + slot * _TABLE_WORDS
+        words[at], words[at + 1], words[at + 2] = key, 0, 0
+        words[self._head + _GROUPS_USED] = slot + 1
+        return slot
+
+    def put_entry(self, slot: int, entry: tuple[int, int, int, int, int, int], digest: int) -> None:
+        """Write `entry` (stamp, signature, moment, description, call site, stamp), then its group's count and digest."""
+        number = entry[0] >> NUMBER_BITS
+        _ENTRY.pack_into(self._map, self._rings + (slot * RING + number % RING) * _ENTRY.size, *entry)
+        _PROGRESS.pack_into(self._map, (self._table + slot * _TABLE_WORDS + 1) * _WORD, number, digest)
+
+    def withdraw_entry(self, slot: int, number: int, digest: int) -> None:
+        """Take back collective `number`, the last one of its group; `digest` is that of those before."""
+        at = self.entry_word(slot, number)
+        self.words[at] = self.words[at + ENTRY_WORDS - 1] = 0
+        _PROGRESS.pack_into(self._map, (self._table + slot * _TABLE_WORDS + 1) * _WORD, number - 1, digest)
+
+    def put_waiting(self, key: int, number: int, awaited: int, *, alone: bool) -> None:
+        """Say that the owner is about to block in collective `number` of group `key`."""
+        words, head = self.words, self._head
+        if words[head + _WAIT_GROUP] != key:
+            words[head + _WAIT_META] = 0
+            words[head + _WAIT_GROUP] = key
+        words[head + _WAIT_META] = number << NUMBER_BITS | awaited << 1 | alone
+
+    def put_refused(self) -> None:
+        """Say that the last collective recorded was refused: it is no part of any agreement."""
+        self.words[self._head + _WAIT_META] = self.words[self._head + _INSIDE] = 0
+        self.words[self._head + _REFUSED] += 1
+
+    def withdraw_waiting(self) -> None:
+        """Say that the owner does not block."""
+        self.words[self._head + _WAIT_META] = 0
+
+    def put_string(self, text: str) -> int:
+        """Append a description or call site; returns its id, 0 when there is no more room (id 0 reads as '?')."""
+        words, head = self.words, self._head
+        used, count = words[head + _STRING_BYTES], words[head + _STRINGS]
+        data = text.encode("utf-8", "replace")[:_LONGEST_TEXT]
+        if used + len(data) + _LENGTH.size > _STRINGS_BYTES:
+            return 0
+        at = self._texts + used
+        _LENGTH.pack_into(self._map, at, len(data))
+        self._map[at + _LENGTH.size : at + _LENGTH.size + len(data)] = data
+        words[head + _STRING_BYTES] = used + _LENGTH.size + len(data)
+        words[head + _STRINGS] = count + 1
+        return count + 1
 
 
 def stamp(number: int, epoch: int) -> int:

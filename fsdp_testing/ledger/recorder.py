@@ -21,7 +21,7 @@ from typing import Any
 from fsdp_testing.compat import other_threads
 from fsdp_testing.errors import CollectiveMismatch
 from fsdp_testing.ledger import deadlock
-from fsdp_testing.ledger.memory import ANYBODY, Area, LedgerMemory
+from fsdp_testing.ledger.memory import ANYBODY, Area, LedgerMemory, OwnArea
 from fsdp_testing.ledger.records import WAITS_FOR_ALL, WAITS_FOR_NOBODY, Call, GroupIdentity, group_told
 from fsdp_testing.ledger.refusals import torch_refuses
 
@@ -72,7 +72,7 @@ class Recorder:
         self.compare = compare
         self.world_size = memory.size
         self._areas = memory.areas
-        self._area: Area = memory.areas[rank if compare else 0]
+        self._area: OwnArea = memory.areas[rank if compare else 0]
         self._words = self._area.words
         self._inside = self._area.inside_word
         self._epoch = 0
@@ -95,6 +95,11 @@ class Recorder:
             self._known.clear()
             self._sites.clear()
             self._told.clear()
+
+    def listen(self, listener: Listener | None) -> Listener | None:
+        """Tell `listener` of every collective from now on; returns the one told so far."""
+        before, self.listener = self.listener, listener
+        return before
 
     def issued(self) -> dict[int, int]:
         """Collectives issued in this job by group key."""

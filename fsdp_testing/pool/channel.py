@@ -11,7 +11,11 @@ import pickle
 import socket
 import struct
 import sys
+import types
+from functools import reduce
 from typing import Any
+
+from fsdp_testing.pool.targets import MAIN_COPY
 
 _HEADER = struct.Struct("<Q")
 _CHUNK = 1 << 20
@@ -39,10 +43,18 @@ def rebuild_plain(name: str) -> Any:
     return getattr(torch, name) if hasattr(torch, name) else torch.device(name)
 
 
+def of_main(qualname: str) -> Any:
+    """Find what the script of this process calls `qualname`."""
+    return reduce(getattr, qualname.split("."), sys.modules["__main__"])
+
+
 class _Pickler(pickle.Pickler):
-    """Pickle that sends plain strided tensors as bytes (on CPU, contiguous: strides are not kept)."""
+    """Pickle that sends plain strided tensors as bytes (on CPU, contiguous), and names what a script defines."""
 
     def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (type, types.FunctionType)):
+            # A rank runs the controller's script under another name than the controller does.
+            return (of_main, (value.__qualname__,)) if value.__module__ == MAIN_COPY else NotImplemented
         torch = sys.modules.get("torch")
         if torch is None or not isinstance(value, torch.Tensor):
             return NotImplemented

@@ -90,7 +90,7 @@ class Pool:
                 world = PooledWorld(self, key, kept=isolation == "warm")
             else:
                 self._worlds.remove(world)
-            world.busy = True
+            world.lend()
             self._worlds.append(world)
         self._limit_idle()
         return world
@@ -114,7 +114,7 @@ class Pool:
                 if surplus <= 0:
                     break
                 surplus -= len(world.pids)
-                world.busy = True
+                world.lend()
                 leaving.append(world)
         for world in leaving:
             world.leave()

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -18,7 +18,8 @@ from typing import Any
 
 from fsdp_testing.errors import UnsendableFunction
 
-_MAIN_COPY = "__rank_main__"
+#: Name of the controller's script while a rank runs it; results call it `__main__` again.
+MAIN_COPY = "__rank_main__"
 _MOST_DECORATORS = 50
 
 
@@ -174,21 +175,9 @@ def _load(name: str, path: str | None, *names: str) -> types.ModuleType:
 
 def _import_main(path: str | None) -> types.ModuleType:
     """Run the controller's script once under another name, so that its `__main__` guard stays closed."""
-    if _MAIN_COPY in sys.modules:
-        return sys.modules[_MAIN_COPY]
+    if MAIN_COPY in sys.modules:
+        return sys.modules[MAIN_COPY]
     if path is None:
         raise ModuleNotFoundError("the controller's __main__ has no file to import")
     # Classes pickled in the controller are named __main__.X: both names must lead to the copy before it runs.
-    module = _load(_MAIN_COPY, path, _MAIN_COPY, "__main__")
-    # Results go back under the names that the controller knows.
-    module.__name__ = "__main__"
-    _rename(vars(module).values())
-    return module
-
-
-def _rename(values: Iterable[Any]) -> None:
-    for value in list(values):
-        if isinstance(value, (type, types.FunctionType)) and value.__module__ == _MAIN_COPY:
-            value.__module__ = "__main__"
-            if isinstance(value, type):
-                _rename(vars(value).values())
+    return _load(MAIN_COPY, path, MAIN_COPY, "__main__")

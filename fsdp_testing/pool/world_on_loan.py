@@ -110,6 +110,11 @@ class PooledWorld:
         """Process numbers of the ranks."""
         return tuple(process.pid for process in self._processes)
 
+    def lend(self) -> PooledWorld:
+        """Mark the world as on loan."""
+        self.busy = True
+        return self
+
     def at(self, rank: int) -> PooledWorld:
         """In a single-process world: stand for `rank` until the world is given back.
 

@@ -275,7 +275,7 @@ def test_threads_use_worlds_side_by_side(pool: Pool) -> None:
 
 
 def sleeps() -> None:
-    time.sleep(0.5)
+    threading.Event().wait(0.5)
 
 
 def test_one_world_runs_one_call(pool: Pool) -> None:
@@ -437,7 +437,7 @@ def pids():
     apart = subprocess.Popen(["sleep", "600"], start_new_session=True)
     return [os.getpid(), plain.pid, apart.pid]
 def hang():
-    time.sleep(600)
+    threading.Event().wait(600)
 """
 ENDINGS = {
     "killed while idle": ("time.sleep(600)", signal.SIGKILL),
