@@ -44,7 +44,12 @@ class Started:
         # pytest's own part of the hook: the others have had it, and capturing must not start twice.
         others = [plugin for plugin in manager.get_plugins() if plugin is not self.config]
         load = manager.subset_hook_caller("pytest_load_initial_conftests", remove_plugins=others)
-        load(early_config=self.config, args=list(self.spec.paths), parser=self.config._parser)
+        # Only these conftest files may declare pytest_plugins; pytest takes any that comes after configuring for a later one.
+        manager._configured = False
+        try:
+            load(early_config=self.config, args=list(self.spec.paths), parser=self.config._parser)
+        finally:
+            manager._configured = True
         start = manager.subset_hook_caller("pytest_sessionstart", remove_plugins=present)
         start(session=self.session)
 
