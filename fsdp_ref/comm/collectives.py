@@ -182,6 +182,8 @@ class GlooCollectives(Collectives):
         self._scratch = ScratchPool()
 
     def _reduce_scatter(self, out: Tensor, full: Tensor, group: dist.ProcessGroup) -> Pending:
+        if not out.numel():  # a unit without a single element, on every rank alike
+            return Done()
         if group.size() == 2:
             return self._sum_with_other(out, full, group)
         received = self._scratch.take(full.numel(), full.dtype, full.device)

@@ -200,6 +200,7 @@ def end_backward(root: Root) -> None:
     for unit in list(root.partial):
         root.partial.pop(unit)
         _complete(root, unit, _nothing_new(unit))
+    _reduce_leftovers(root)
     root.sync.finish()
     root.streams.compute_after_reduce()
     for unit in root.units:
@@ -210,6 +211,24 @@ def end_backward(root: Root) -> None:
         unit.phase_is(HandleTrainingState.IDLE)
     publish(root.in_pass)
     root.in_pass.clear()
+
+
+def _reduce_leftovers(root: Root) -> None:
+    """Reduce what no_sync left in units that this synchronising pass did not use.
+
+    A unit may have been used in the first micro-batches of an accumulation only; nobody would reduce it later.
+
+    Collectives:
+        Those of ``GradSync.reduce``, in the order of units; ranks agree, because gathers in forward made them agree.
+    """
+    for unit in root.units:
+        handle = unit.handle
+        if handle is None or not unit.sync_gradients or handle.grads.local_F is None:
+            continue
+        handle.grads.absorb()
+        if handle.grads.local_F is not None:
+            root.in_pass[unit] = None
+            root.sync.reduce(unit, _nothing_new(unit))
 
 
 def publish(units: Iterable[Unit]) -> None:

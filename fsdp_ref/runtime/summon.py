@@ -184,8 +184,11 @@ class _Summoned:
         handle = self._handle
         device = torch.device("cpu") if self._options.offload_to_cpu else handle.config.device
         if not handle.sharded:
-            # The shard is the whole parameter: users edit it itself (whatever ``writeback`` says, as in torch).
-            return handle.shard_S.to(device)
+            # The shard is the whole parameter. With NO_SHARD users edit it itself, whatever ``writeback`` says, as in
+            # torch; a hybrid unit whose shard group has one rank keeps the promise that ``writeback=False`` discards.
+            whole = handle.shard_S.to(device)
+            discards = not self._options.writeback and handle.config.strategy is not ShardingStrategy.NO_SHARD
+            return whole.clone() if discards else whole
         self._buffer = FlatBuffer(handle.shard_map.padded_numel, handle.shard_S.dtype, handle.config.device)
         self._buffer.allocate()
         handle.gather_into(self._buffer.tensor, handle.shard_S, "summoned parameters")

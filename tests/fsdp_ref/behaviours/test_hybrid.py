@@ -77,6 +77,24 @@ def test_a_shard_group_of_one_still_averages_over_replicas(lab, path, strategy):
 
 
 @pytest.mark.world(2)
+@pytest.mark.covers("SUM-03", "SUM-04", "B088", "HYB-11")
+@pytest.mark.parametrize("writeback", [True, False])
+def test_edits_of_a_unit_whose_shard_group_has_one_rank(lab, path, writeback):
+    reference = lab.make()
+    with mesh_of(2, 1) as mesh:
+        model = lab.shard(copy.deepcopy(reference), path, sharding_strategy=S.HYBRID_SHARD, device_mesh=mesh)
+        with lab.full(model, writeback=writeback), torch.no_grad():
+            for p in model.parameters():
+                p.add_(1)
+        if writeback:
+            with torch.no_grad():
+                for p in reference.parameters():
+                    p.add_(1)
+        lab.assert_params(model, reference)
+        torch.testing.assert_close(model(lab.batch()), reference(lab.batch()), **lab.CLOSE)
+
+
+@pytest.mark.world(2)
 @pytest.mark.covers("HYB-05", "B113")
 def test_a_replicate_group_of_one_is_plain_sharding(lab, path):
     with mesh_of(1, 2) as mesh:

@@ -14,6 +14,7 @@ from fsdp_ref import ShardingStrategy
 S = ShardingStrategy
 SHARDED = [S.FULL_SHARD, S.SHARD_GRAD_OP]
 ALL = [*SHARDED, S.NO_SHARD]
+quiet = pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy:FutureWarning")
 
 
 def full_bytes(lab, model):
@@ -27,7 +28,7 @@ def full_bytes(lab, model):
     return sizes
 
 
-@pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy:FutureWarning")
+@quiet
 @pytest.mark.world([2, 3])
 @pytest.mark.covers("STRAT-01", "ORIG-01", "RED-01", "RED-02")
 @pytest.mark.parametrize("strategy", ALL, ids=lambda s: s.name)
@@ -188,6 +189,30 @@ def test_fewer_elements_than_ranks(lab, path, foreach):
             return x * self.a * self.b + self.none.sum()
 
     lab.parity(Tiny, path, optim=lambda p, lr: torch.optim.Adam(p, lr=lr, foreach=foreach))
+
+
+@quiet
+@pytest.mark.world(2)
+@pytest.mark.covers("B079", "FLAT-06", "ORIG-23")
+@pytest.mark.parametrize("strategy", ALL, ids=lambda s: s.name)
+def test_a_unit_without_a_single_element(lab, path, strategy):
+    class Nothing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.none = nn.Parameter(torch.empty(0, 3))
+
+        def forward(self, x):
+            return x + self.none.sum()
+
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inp, self.nothing = nn.Linear(3, 3), Nothing()
+
+        def forward(self, x):
+            return self.nothing(self.inp(x))
+
+    lab.parity(Around, path, policy={Nothing}, sharding_strategy=strategy)
 
 
 @pytest.mark.world(4)
