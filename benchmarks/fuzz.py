@@ -86,7 +86,10 @@ def report(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
         "name": name,
         "goal": GOALS.get(name),
         "drawn_per_second": drawing_rate(name),
-        **{key: statistics.median(run[key] for run in runs) for key in ("rate", "operations", "drawing_share", "load_before")},
+        **{
+            key: statistics.median(run[key] for run in runs)
+            for key in ("rate", "operations", "drawing_share", "load_before")
+        },
         "best_rate": max(run["rate"] for run in runs),
         "shrink_median_seconds": statistics.median(seconds) if seconds else None,
         "shrink_median_operations": statistics.median(operations) if operations else None,

@@ -41,12 +41,16 @@ def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParse
     limit.add_argument("--stop-at-first", action="store_true", help="end with the first confirmed finding")
     what = command.add_argument_group("what is drawn")
     what.add_argument("--seed", type=int, default=0, metavar="S", help="from which all choices follow (default 0)")
-    what.add_argument("--world-size", type=_sizes, default=(2,), metavar="N[,N...]", help="ranks, the usual number first")
+    what.add_argument(
+        "--world-size", type=_sizes, default=(2,), metavar="N[,N...]", help="ranks, the usual number first"
+    )
     what.add_argument("--max-operations", type=_count, default=12, metavar="N", help="longest program (default 12)")
     what.add_argument(
         "--without", action="append", default=[], metavar="FEATURE", help="never draw this (tree.tied, op.clip, ...)"
     )
-    what.add_argument("--known", type=Path, action="append", default=[], metavar="FILE", help="more known failures (JSON)")
+    what.add_argument(
+        "--known", type=Path, action="append", default=[], metavar="FILE", help="more known failures (JSON)"
+    )
     what.add_argument("--no-known", action="store_true", help="meet the known failures that ship with fsdp-testing too")
     where = command.add_argument_group("where")
     where.add_argument("--state", type=Path, metavar="DIR", help="default: .fsdp-fuzz/NAME in the current directory")
@@ -143,7 +147,11 @@ class _Display:
 
         self._console = console
         self._progress = Progress(
-            SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"), console=console, transient=True,
+            SpinnerColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}"),
+            console=console,
+            transient=True,
             disable=not console.is_terminal,
         )
         self._task = self._progress.add_task("starting ranks", total=None)

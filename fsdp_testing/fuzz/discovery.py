@@ -59,7 +59,9 @@ class Discovery:
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for findings that are one defect as far as can be told: signature, operations, what else is needed."""
-        needed = frozenset(tag for tag in tags(self.case) if not tag.startswith(("units:", "node:", "batch:", "world:")))
+        needed = frozenset(
+            tag for tag in tags(self.case) if not tag.startswith(("units:", "node:", "batch:", "world:"))
+        )
         return (self.signature, tuple(sorted(set(tokens(self.case)))), needed)
 
     def sentence(self) -> str:
@@ -73,7 +75,7 @@ class Discovery:
         plain = ("forward_backward", "step", "observe")
         drop = next((name for name in reversed(names) if name not in plain), "")
         asked = tuple(sorted(t for t in tags(self.case) if t not in (*_PLAIN, *_PLAIN_NEEDS)))
-        return Rule(self.name, self.reason[:200], "", names, asked, drop)
+        return Rule(self.name, self.reason[:200], operations=names, tags=asked, drop=drop)
 
     def to_json(self) -> str:
         """Returns it as a JSON document."""
@@ -153,6 +155,14 @@ def investigate(
     last = lane.run([shrunk.case], Watch(operations=True, models=result.note.status == "leaked"))[0]
     kept = last if last.note.signature == alone.note.signature else alone
     discovery = Discovery(
-        name, alone.note.signature, result.case, kept.case, kept.note.reason, kept.account, True, shrunk.attempts, shrunk.seconds
+        name,
+        alone.note.signature,
+        result.case,
+        kept.case,
+        kept.note.reason,
+        kept.account,
+        True,
+        shrunk.attempts,
+        shrunk.seconds,
     )
     return replace(discovery, confirmed=kept is last)

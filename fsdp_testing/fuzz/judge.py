@@ -86,9 +86,7 @@ def judge_batch(name: str, documents: list[str], size: int, directory: str, watc
     return [_judge(adapter, index, document, told, watch) for index, document in enumerate(documents)]
 
 
-def _judge(
-    adapter: Adapter, index: int, document: str, told: list[dict[int, CaseRecord]], watch: Watch
-) -> CaseNote:
+def _judge(adapter: Adapter, index: int, document: str, told: list[dict[int, CaseRecord]], watch: Watch) -> CaseNote:
     records = [by_index[index] for by_index in told if index in by_index]
     if not records:
         return CaseNote(index, "unfinished")
@@ -101,9 +99,7 @@ def _judge(
     return replace(note, index=index, arcs=arcs)
 
 
-def _judge_records(
-    adapter: Adapter, case: Case, records: list[CaseRecord], size: int, watch: Watch
-) -> CaseNote:
+def _judge_records(adapter: Adapter, case: Case, records: list[CaseRecord], size: int, watch: Watch) -> CaseNote:
     errors = [record.observation.error for record in records if record.observation.error is not None]
     innocent = [error for error in errors if error.innocent]
     if innocent:
@@ -113,7 +109,9 @@ def _judge_records(
         if first.not_supported:
             return CaseNote(0, "unsupported", f"{first.type_name}: {first.message.strip()[:200]}")
         signature = of_error(case, first, everyone=len(errors) == size)
-        earlier = _compare(adapter, case, [record.observation for record in records], watch) if len(records) == size else None
+        earlier = (
+            _compare(adapter, case, [record.observation for record in records], watch) if len(records) == size else None
+        )
         if earlier is not None and earlier.status == "suspect":
             # What diverged before is the cause of what is raised after.
             return earlier

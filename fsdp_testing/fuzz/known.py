@@ -64,7 +64,9 @@ class Rule:
         for _ in range(_EDITS):
             if not self.applies(case):
                 return case
-            places = [i for i, operation in enumerate(case.program) if self.drop and _matches(self.drop, token(operation))]
+            places = [
+                i for i, operation in enumerate(case.program) if self.drop and _matches(self.drop, token(operation))
+            ]
             if not places:
                 return None
             case = case.without_operation(places[-1])
@@ -79,7 +81,8 @@ def _in_order(wanted: Sequence[str], found: Sequence[str], unless: Sequence[str]
     if not wanted:
         return True
     return any(
-        _matches(wanted[0], text) and _goes_on(wanted[1:], found[place + 1 :], unless) for place, text in enumerate(found)
+        _matches(wanted[0], text) and _goes_on(wanted[1:], found[place + 1 :], unless)
+        for place, text in enumerate(found)
     )
 
 
@@ -122,9 +125,9 @@ class KnownFailures:
     def recognize(self, signature: Signature) -> Rule | None:
         """Returns the rule that knows a failure by its looks."""
         for rule in self.rules:
-            if rule.signature and rule.signature[0] == signature.kind:
-                if all(signature.quantity.startswith(part) for part in rule.signature[1:]):
-                    return rule
+            same_kind = bool(rule.signature) and rule.signature[0] == signature.kind
+            if same_kind and all(signature.quantity.startswith(part) for part in rule.signature[1:]):
+                return rule
         return None
 
     def with_rule(self, rule: Rule) -> KnownFailures:

@@ -120,5 +120,7 @@ def lost_note(note: CaseNote, outcome: WorldOutcome) -> CaseNote:
         why = outcome.cause or "a rank told nothing of it"
         return CaseNote(note.index, "unjudged", why, arcs=note.arcs)
     kind = "died" if Fate.DIED in fates else "hung"
-    how = next((rank.signal_name or f"exit code {rank.exit_code}" for rank in outcome.ranks if rank.fate is Fate.DIED), "")
+    how = next(
+        (rank.signal_name or f"exit code {rank.exit_code}" for rank in outcome.ranks if rank.fate is Fate.DIED), ""
+    )
     return CaseNote(note.index, "suspect", outcome.cause, signature=Signature(kind, how), arcs=note.arcs)

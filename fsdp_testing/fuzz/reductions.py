@@ -83,13 +83,7 @@ def settings(case: Case) -> Iterator[Case]:
                 yield replace(case, mixed_precision=replace(case.mixed_precision, **{item.name: None}))
     elif case.model.dtype != "float64":
         yield replace(case, model=replace(case.model, dtype="float64"))
-    if case.wrapping != WrappingPlan():
-        yield replace(case, wrapping=WrappingPlan())
-        for place in range(len(case.wrapping.units)):
-            units = case.wrapping.units[:place] + case.wrapping.units[place + 1 :]
-            yield replace(case, wrapping=replace(case.wrapping, units=units))
-        if case.wrapping.ignored:
-            yield replace(case, wrapping=replace(case.wrapping, ignored=()))
+    yield from _plans(case)
     if case.world.size > 2:
         yield replace(case, world=WorldSpec(2, case.world.backend))
     if case.strategy != "full_shard":
@@ -105,6 +99,16 @@ def settings(case: Case) -> Iterator[Case]:
         yield replace(case, model=replace(case.model, freeze=()))
     if case.seed:
         yield replace(case, seed=0)
+
+
+def _plans(case: Case) -> Iterator[Case]:
+    if case.wrapping != WrappingPlan():
+        yield replace(case, wrapping=WrappingPlan())
+        for place in range(len(case.wrapping.units)):
+            units = case.wrapping.units[:place] + case.wrapping.units[place + 1 :]
+            yield replace(case, wrapping=replace(case.wrapping, units=units))
+        if case.wrapping.ignored:
+            yield replace(case, wrapping=replace(case.wrapping, ignored=()))
 
 
 def operations(case: Case) -> Iterator[Case]:
@@ -191,11 +195,13 @@ def _simpler_nodes(tree: dict[str, Any], path: tuple[int, ...]) -> Iterator[dict
     if node["kind"] == "group":
         yield _edited(tree, path, lambda nodes, i: nodes[:i] + _renamed(nodes, i) + nodes[i + 1 :])
     elif node["kind"] != "linear":
-        yield _edited(tree, path, lambda nodes, i: [*nodes[:i], {"kind": "linear", "name": nodes[i]["name"]}, *nodes[i + 1 :]])
+        yield _edited(
+            tree, path, lambda nodes, i: [*nodes[:i], {"kind": "linear", "name": nodes[i]["name"]}, *nodes[i + 1 :]]
+        )
     for name, default in SCHEMA[node["kind"]].items():
         if name in node and name != "nodes" and node[name] != default:
             without = {key: value for key, value in node.items() if key != name}
-            yield _edited(tree, path, lambda nodes, i, new=without: [*nodes[:i], new, *nodes[i + 1 :]])  # type: ignore[misc]  # a default binds the loop's value
+            yield _edited(tree, path, lambda nodes, i, new=without: [*nodes[:i], new, *nodes[i + 1 :]])
 
 
 def _renamed(nodes: list[Node], place: int) -> list[Node]:

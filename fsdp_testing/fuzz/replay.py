@@ -70,7 +70,9 @@ def read_recorded(path: Path) -> list[Recorded]:
             Recorded(finding.case, result.implementation) for result in report.results for finding in result.findings
         ]
         if not cases:
-            raise InvalidRecord(f"{path}: expected a report with failures, got one without. There is nothing to replay.")
+            raise InvalidRecord(
+                f"{path}: expected a report with failures, got one without. There is nothing to replay."
+            )
         return cases
     return [Recorded(_checked(Case.from_document(data, str(path)), path))]
 

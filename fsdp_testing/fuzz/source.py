@@ -30,7 +30,7 @@ _RECORD = "@dataclass\nclass Record:\n    mean: torch.Tensor\n    parts: tuple"
 _OPAQUE = "class Opaque:\n    def __init__(self, mean, spread):\n        self.mean, self.spread = mean, spread"
 _CONTAINER_CLASSES = {"named_tuple": _NAMED, "dataclass": _RECORD, "opaque": _OPAQUE}
 
-_BUFFER = '''class AddBuffer(nn.Module):
+_BUFFER = """class AddBuffer(nn.Module):
     def __init__(self, style, name, width, persistent):
         super().__init__()
         self.style, self.name = style, name
@@ -43,10 +43,10 @@ _BUFFER = '''class AddBuffer(nn.Module):
             held.mul_(0.5).add_(x.detach().sum(0).to(held.dtype), alpha=0.125)
         if self.training and self.style == "counter":
             held.add_(1)
-        return x + 0.1 * held.clone().to(x.dtype).tanh()'''
+        return x + 0.1 * held.clone().to(x.dtype).tanh()"""
 
 _PLAIN_CLASSES = {
-    "linear": '''class Linear(nn.Module):
+    "linear": """class Linear(nn.Module):
     def __init__(self, inputs, outputs, bias=True, strided=False, act=True, dtype=None):
         super().__init__()
         weight = torch.empty(inputs, outputs, dtype=dtype).t() if strided else torch.empty(outputs, inputs, dtype=dtype)
@@ -56,22 +56,22 @@ _PLAIN_CLASSES = {
 
     def forward(self, x):
         y = F.linear(x.to(self.weight.dtype), self.weight, self.bias)
-        return (torch.tanh(y) if self.act else y).to(x.dtype)''',
-    "scale": '''class Scale(nn.Module):
+        return (torch.tanh(y) if self.act else y).to(x.dtype)""",
+    "scale": """class Scale(nn.Module):
     def __init__(self, *shape):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape))
 
     def forward(self, x):
-        return x * (1 + (self.weight if self.weight.numel() else self.weight.sum()))''',
-    "norm": '''class Norm(nn.Module):
+        return x * (1 + (self.weight if self.weight.numel() else self.weight.sum()))""",
+    "norm": """class Norm(nn.Module):
     def __init__(self, width):
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.empty(width)), nn.Parameter(torch.empty(width))
 
     def forward(self, x):
-        return F.layer_norm(x, self.weight.shape, 1 + self.weight, self.bias, eps=0.1)''',
-    "conv": '''class Conv(nn.Module):
+        return F.layer_norm(x, self.weight.shape, 1 + self.weight, self.bias, eps=0.1)""",
+    "conv": """class Conv(nn.Module):
     def __init__(self, channels, kernel):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, kernel))
@@ -79,21 +79,21 @@ _PLAIN_CLASSES = {
 
     def forward(self, x):
         y = F.conv1d(x.unsqueeze(1), self.weight, self.bias, padding=self.weight.shape[-1] // 2)
-        return torch.tanh(y).mean(1)''',
-    "embed": '''class Embed(nn.Module):
+        return torch.tanh(y).mean(1)""",
+    "embed": """class Embed(nn.Module):
     def __init__(self, rows, width):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, width))
 
     def forward(self, x, ids):
-        return x + F.embedding(ids % self.weight.shape[0], self.weight)''',
-    "offset": '''class Offset(nn.Module):
+        return x + F.embedding(ids % self.weight.shape[0], self.weight)""",
+    "offset": """class Offset(nn.Module):
     def __init__(self, width):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
 
     def forward(self):
-        return torch.sin(self.weight)''',
+        return torch.sin(self.weight)""",
     "buffer": _BUFFER,
 }
 
@@ -101,7 +101,9 @@ _PLAIN_CLASSES = {
 def model_source(tree: Mapping[str, Any]) -> str:
     """Returns the source of a class `Model` for a legal tree, with every class that it needs."""
     writer = _Writer()
-    writer.group("Model", tree["nodes"], tree["width"], {"returns": tree.get("output", "tensor"), "kind": "group"}, "cos")
+    writer.group(
+        "Model", tree["nodes"], tree["width"], {"returns": tree.get("output", "tensor"), "kind": "group"}, "cos"
+    )
     parts = [_CONTAINER_CLASSES[name] for name in sorted(writer.containers) if name in _CONTAINER_CLASSES]
     parts += [_PLAIN_CLASSES[kind] for kind in sorted(writer.kinds) if kind in _PLAIN_CLASSES]
     return "\n\n\n".join([*parts, *writer.classes, _build_source(tree)])
@@ -159,12 +161,14 @@ class _Writer:
             self.group(name, get(node, "nodes"), width, node, "sin")
             return f"{name}()"
         if kind == "linear":
-            options = "".join(
-                f", {key}={get(node, key)!r}" for key in ("bias", "strided", "act") if key in node
-            ) + (f", dtype=torch.{get(node, 'dtype')}" if get(node, "dtype") else "")
+            options = "".join(f", {key}={get(node, key)!r}" for key in ("bias", "strided", "act") if key in node) + (
+                f", dtype=torch.{get(node, 'dtype')}" if get(node, "dtype") else ""
+            )
             return f"Linear({width}, {get(node, 'out')}{options})"
         if kind == "scale":
-            return {"vector": f"Scale({width})", "scalar": "Scale()", "one": "Scale(1)", "empty": "Scale(0)"}[get(node, "shape")]
+            return {"vector": f"Scale({width})", "scalar": "Scale()", "one": "Scale(1)", "empty": "Scale(0)"}[
+                get(node, "shape")
+            ]
         if kind == "buffer":
             return f"AddBuffer({get(node, 'style')!r}, {get(node, 'buffer')!r}, {width}, {get(node, 'persistent')})"
         made = {

@@ -34,7 +34,9 @@ def _readme(found: Discovery, has_script: bool) -> str:
     if has_script:
         lines += [f"Without fsdp-testing: `python {SCRIPT}`; it exits with 1 where the defect shows."]
     else:
-        lines += ["There is no script without fsdp-testing: the model, the plan or an operation cannot be told that way."]
+        lines += [
+            "There is no script without fsdp-testing: the model, the plan or an operation cannot be told that way."
+        ]
     if found.account:
         lines += ["", "```", found.account.strip(), "```"]
     return "\n".join(lines) + "\n"

@@ -63,7 +63,7 @@ def _several_forwards(program: RankProgram, operation: SeveralForwards) -> Value
     values = {name: value for place, one in enumerate(done) for name, value in _numbered(place, one).items()}
     for place in _order(operation):
         if done[place].loss.requires_grad:
-            done[place].loss.backward()  # type: ignore[no-untyped-call]  # torch leaves Tensor.backward unannotated
+            done[place].loss.backward()
     return values
 
 
@@ -94,7 +94,7 @@ def _interrupt(program: RankProgram, operation: Interrupt) -> None:
     try:
         loss = program.call(operation.batch).loss
         if loss.requires_grad:
-            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves Tensor.backward unannotated
+            loss.backward()
     except Interruption:
         pass
     finally:
@@ -136,7 +136,7 @@ def _replay_several_forwards(replay: Replay, operation: SeveralForwards) -> Resu
             gradients[place].append(own)
             values |= {Quantity("result", name, "", rank): v for name, v in _numbered(place, forwarded).items()}
     for place in _order(operation):
-        replay.pending_roundings += any(replay.pending)
+        replay.begin_micro_batch()
         for rank, own in enumerate(gradients[place]):
             replay.accumulate(rank, own)
         replay.reduce_pending()

@@ -168,6 +168,10 @@ class Replay:
             forwarded.loss.backward()
         return forwarded, {fqn: p.grad for fqn, p in self.compute.items() if p.grad is not None}
 
+    def begin_micro_batch(self) -> None:
+        """Counts one more local addition if gradients await reduction."""
+        self.pending_roundings += any(self.pending)
+
     def accumulate(self, rank: int, gradients: Tensors) -> None:
         """Adds gradients of `rank` to those that await reduction."""
         held = self.pending[rank]
@@ -277,7 +281,7 @@ def _results(rank: int, forwarded: models.Forwarded) -> Results:
 def _forward_backward(replay: Replay, operation: ForwardBackward) -> Results:
     replay.refresh()
     values: Results = {}
-    replay.pending_roundings += any(replay.pending)
+    replay.begin_micro_batch()
     for rank in range(replay.size):
         forwarded, gradients = replay.local_gradients(rank, operation.batch)
         values |= _results(rank, forwarded)

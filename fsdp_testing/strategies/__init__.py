@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fsdp_testing.strategies.drawing import CaseDrawer
 from fsdp_testing.strategies.choices import Choices, SeededChoices
+from fsdp_testing.strategies.drawing import CaseDrawer
 from fsdp_testing.strategies.features import FEATURES, Scope
 from fsdp_testing.strategies.legality import legal_case, needs_of_case
 

@@ -98,6 +98,21 @@ FEATURES: dict[str, frozenset[str]] = {name: frozenset(needs) for name, needs in
 # Without several units little of an implementation runs at all.
 _COMMON = ("wrap.nested", "tree.group", "op.step")
 
+# What a feature is nothing without; drawn together every second time.
+_TOGETHER: Mapping[str, tuple[str, ...]] = {
+    "batch.usage_differs": ("batch.usage", "tree.branch", "tree.group"),
+    "batch.usage": ("tree.branch", "tree.group"),
+    "tree.branch": ("batch.usage", "tree.group"),
+    "tree.opaque": ("tree.container", "tree.group"),
+    "tree.container": ("tree.group",),
+    "tree.calls": ("tree.group",),
+    "tree.view": ("tree.group",),
+    "tree.keeps": ("tree.group",),
+    "tree.dropped": ("tree.group",),
+    "op.reload_optimizer": ("op.reload",),
+    "op.reload_plan": ("op.reload",),
+}
+
 # Features that make most of the others unreachable or slow, and that are therefore switched on less often.
 _RARE = frozenset({"model.zoo", "tree.large", "precision.param", "precision.reduce", "precision.buffer", "offload"})
 
@@ -132,7 +147,9 @@ class Scope:
 
     def available(self) -> tuple[str, ...]:
         """Returns the features that may be switched on."""
-        return tuple(name for name, needs in FEATURES.items() if needs <= self.capabilities and name not in self.excluded)
+        return tuple(
+            name for name, needs in FEATURES.items() if needs <= self.capabilities and name not in self.excluded
+        )
 
     def not_claimed(self) -> dict[str, frozenset[str]]:
         """Returns the features that cannot be drawn, each with the capabilities that are not claimed."""
@@ -160,6 +177,7 @@ class SwarmDrawer:
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
         available = scope.available()
+        self._available = frozenset(available)
         self._base = [name for name in available if name in _COMMON]
         self._usual = [name for name in available if name not in _RARE and name not in _COMMON]
         self._rare = [name for name in available if name in _RARE]
@@ -169,6 +187,9 @@ class SwarmDrawer:
         mask = choices.subset(len(self._usual), sparse=not choices.chance(2))
         on = [name for place, name in enumerate(self._usual) if mask >> place & 1]
         on += [name for name in self._base if not choices.chance(4)]
+        for name in [name for name in on if name in _TOGETHER]:
+            if choices.chance(2):
+                on += [other for other in _TOGETHER[name] if other in self._available]
         if choices.chance(3) and self._rare:
             on.append(choices.pick(self._rare))
         return Swarm(frozenset(on), self.scope)

@@ -81,7 +81,7 @@ def _has_empty(case: Case) -> bool:
 
 def _legal_wrapping(plan: WrappingPlan, tree: Mapping[str, Any]) -> WrappingPlan:
     names = set(unit_names(tree))
-    frozen_only = {name for name in names if _all_frozen(tree, name)}
+    frozen_only = {name for name in plan.ignored if name in names and _all_frozen(tree, name)}
     ignored = tuple(dict.fromkeys(name for name in plan.ignored if name in frozen_only))
     inside = tuple(f"{name}." for name in ignored)
     units = tuple(
@@ -130,6 +130,9 @@ def _legal_program(
             if not patterns:
                 continue
             operation = replace(operation, patterns=patterns)
+            if isinstance(operation, AssignData):
+                # Every unit runs, since one that does not may notice its new storage later.
+                operation = replace(operation, batch=replace(operation.batch, usage=()))
         elif isinstance(operation, UnshardFirst):
             known = {"", *wrapping.units}
             operation = replace(operation, units=tuple(dict.fromkeys(u for u in operation.units if u in known)))
@@ -139,9 +142,7 @@ def _legal_program(
     return tuple(kept)
 
 
-def _reload_units(
-    units: tuple[str, ...], tree: Mapping[str, Any], wrapping: WrappingPlan
-) -> tuple[str, ...] | None:
+def _reload_units(units: tuple[str, ...], tree: Mapping[str, Any], wrapping: WrappingPlan) -> tuple[str, ...] | None:
     """Units of the new model; with a policy there is no plan by name to change."""
     if wrapping.policy is not None:
         return None
@@ -166,7 +167,9 @@ def _has_buffers_of_ranks(case: Case) -> bool:
         model = MODELS.get(case.model.name)
         return model is None or "buffers" in model.needs | model.traits
     buffers = [place.node for place in every(walk(case.model.tree)) if place.node["kind"] == "buffer"]
-    return any(get(n, "style") == "running" or (get(n, "style") == "counter" and not get(n, "persistent")) for n in buffers)
+    return any(
+        get(n, "style") == "running" or (get(n, "style") == "counter" and not get(n, "persistent")) for n in buffers
+    )
 
 
 def _first_names(specs: Iterable[ParameterSpec]) -> list[str]:

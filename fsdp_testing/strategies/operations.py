@@ -164,4 +164,6 @@ class OperationDrawer:
 
     def _edit(self) -> EditFullParameters:
         writeback = not self._choices.chance(4)
-        return EditFullParameters((self._choices.pick(self._patterns),), self._choices.pick((0.5, -1.0, 1.25)), writeback)
+        return EditFullParameters(
+            (self._choices.pick(self._patterns),), self._choices.pick((0.5, -1.0, 1.25)), writeback
+        )

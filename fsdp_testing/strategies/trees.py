@@ -20,7 +20,7 @@ Node = dict[str, Any]
 def draw_tree(choices: Choices, swarm: Swarm) -> dict[str, Any]:
     """Draws a legal tree of one to about ten nodes."""
     drawer = _TreeDrawer(choices, swarm)
-    tree: dict[str, Any] = {"width": drawer.width(), "nodes": drawer.nodes(choices.integer(1, 4), 0)}
+    tree: dict[str, Any] = {"width": drawer.entering, "nodes": drawer.nodes(choices.integer(1, 4), 0)}
     if "tree.container" in swarm and choices.chance(2):
         tree["output"] = drawer.container()
     return legal_tree(tree)
@@ -31,14 +31,20 @@ class _TreeDrawer:
         self._choices = choices
         self._swarm = swarm
         self._leaves = ["linear", "linear"]
-        self._leaves += [kind for kind in ("norm", "conv", "embed", "offset", "buffer", "dropout") if f"tree.{kind}" in swarm]
+        self._leaves += [
+            kind for kind in ("norm", "conv", "embed", "offset", "buffer", "dropout") if f"tree.{kind}" in swarm
+        ]
         self._shapes = [shape for feature, shape in _SHAPES.items() if feature in swarm]
         self._leaves += ["scale"] if self._shapes else []
         # One width that recurs, so that residuals, ties and repeated calls fit often.
         self._usual = self._choices.pick(_WIDTHS)
         self._branches = 0
+        self._forced: int | None = None
+        self.entering = self._current = self.width()
 
     def width(self) -> int:
+        if self._forced is not None:
+            return self._forced
         if "tree.large" in self._swarm and self._choices.chance(4):
             return _LARGE
         return self._choices.pick(_WIDTHS) if self._choices.chance(3) else self._usual
@@ -60,7 +66,7 @@ class _TreeDrawer:
         kind = choices.pick(self._leaves)
         node: Node = {"kind": kind}
         if kind == "linear":
-            node["out"] = self.width()
+            node["out"] = self._current = self.width()
             self._decorate_linear(node)
         elif kind == "scale":
             node["shape"] = choices.pick(self._shapes)
@@ -93,23 +99,33 @@ class _TreeDrawer:
 
     def _group(self, depth: int) -> Node:
         choices, swarm = self._choices, self._swarm
-        node: Node = {"kind": "group", "nodes": self.nodes(choices.integer(0 if depth else 1, 3), depth + 1)}
+        node: Node = {"kind": "group"}
         if "tree.residual" in swarm and choices.chance(2):
             node["residual"] = True
         if "tree.calls" in swarm and choices.chance(2):
             node["calls"] = choices.integer(2, 3)
-        if "tree.branch" in swarm and choices.chance(2):
+        if "tree.branch" in swarm and not choices.chance(3):
             node["branch"] = self._branches % 3
             self._branches += 1
+        if "tree.dropped" in swarm and choices.chance(3):
+            node["dropped"] = True
+        self._fill(node, depth)
         if "tree.container" in swarm and choices.chance(2):
             node["returns"] = self.container()
         if "tree.view" in swarm and choices.chance(2):
             node["view"] = True
         if "tree.keeps" in swarm and choices.chance(2):
             node["keeps"] = True
-        if "tree.dropped" in swarm and choices.chance(3):
-            node["dropped"] = True
         return node
+
+    def _fill(self, node: Node, depth: int) -> None:
+        """Draws what is inside a group; where its output must fit its input, every width inside is that of the input."""
+        entering, before = self._current, self._forced
+        fits = len(node) > 1
+        self._forced = entering if fits else before
+        node["nodes"] = self.nodes(self._choices.integer(0 if depth else 1, 3), depth + 1)
+        self._forced = before
+        self._current = entering if fits else self._current
 
     def container(self) -> str:
         """Returns a kind of container."""

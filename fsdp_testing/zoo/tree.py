@@ -109,15 +109,24 @@ def needs_of(tree: Mapping[str, Any], units: tuple[str, ...]) -> frozenset[str]:
         tags |= _needs_of_node(place.node)
     specs = parameters(tree)
     tags |= _needs_of_ties(tree, specs, units)
+    dtypes: dict[str, set[str]] = {}
+    flags: dict[str, set[bool]] = {}
     for spec in specs:
-        tags |= {"frozen_parameters"} if spec.frozen else set()
-        tags |= {"zero_dim_parameters"} if spec.shape == () else set()
-        tags |= {"empty_parameters"} if not spec.numel else set()
-        tags |= {"strided_parameters"} if spec.strided else set()
-    for unit in ("", *units):
-        own = [spec for spec in specs if unit_of(spec.module, units) == unit]
-        tags |= {"mixed_dtype_units"} if len({spec.dtype for spec in own}) > 1 else set()
-        tags |= {"frozen_mixed_unit"} if len({spec.frozen for spec in own}) > 1 else set()
+        unit = unit_of(spec.module, units)
+        dtypes.setdefault(unit, set()).add(spec.dtype)
+        flags.setdefault(unit, set()).add(spec.frozen)
+        if spec.frozen:
+            tags.add("frozen_parameters")
+        if spec.shape == ():
+            tags.add("zero_dim_parameters")
+        elif not spec.numel:
+            tags.add("empty_parameters")
+        if spec.strided:
+            tags.add("strided_parameters")
+    if any(len(held) > 1 for held in dtypes.values()):
+        tags.add("mixed_dtype_units")
+    if any(len(held) > 1 for held in flags.values()):
+        tags.add("frozen_mixed_unit")
     tags |= {"container_outputs"} if tree.get("output", "tensor") != "tensor" else set()
     tags |= {"opaque_outputs"} if tree.get("output") == "opaque" else set()
     return frozenset(tags | {"uneven_parameters"})

@@ -276,13 +276,8 @@ def _taken(module: nn.Module, node: Node, result: Any, before: torch.Tensor) -> 
         return _take_kept(module)
     if get(node, "view"):
         result += 0.5
-        taken: torch.Tensor = result
-        return taken
-    if get(node, "returns") == "tensor":
-        taken = result
-        return taken
-    one, other = tensors_in(result)
-    return one + 0.5 * other
+    tensors = tensors_in(result)
+    return tensors[0] if len(tensors) == 1 else tensors[0] + 0.5 * tensors[1]
 
 
 def _take_kept(module: nn.Module) -> torch.Tensor:

@@ -61,7 +61,11 @@ def test_two_bad_cases_in_a_row():
 
 
 def test_what_the_implementation_refuses_is_counted_apart():
-    assert statuses("fuzz_faults:REFUSES_CLIP", GOOD, BAD, GOOD) == [("passed", ""), ("unsupported", ""), ("passed", "")]
+    assert statuses("fuzz_faults:REFUSES_CLIP", GOOD, BAD, GOOD) == [
+        ("passed", ""),
+        ("unsupported", ""),
+        ("passed", ""),
+    ]
 
 
 def test_the_first_operation_that_diverges_is_known_when_asked():

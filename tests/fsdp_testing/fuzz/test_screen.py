@@ -27,7 +27,9 @@ from fsdp_testing.records import (
 from fsdp_testing.strategies import CaseDrawer, Scope, SeededChoices
 from fsdp_testing.strategies.features import FEATURES
 
-EXCLUDED = frozenset(name for name in FEATURES if name.startswith(("precision", "wrap.ignored", "offload", "model.zoo")))
+EXCLUDED = frozenset(
+    name for name in FEATURES if name.startswith(("precision", "wrap.ignored", "offload", "model.zoo"))
+)
 
 
 def drawn(count: int) -> Iterator[Case]:
@@ -72,7 +74,13 @@ def _snapshot(point: ReplayPoint, rank: int, size: int, *, shard: bool) -> Snaps
             grads = None if gradient is None else _pieces(gradient, rank, size, shard=shard)
             dtype = str(value.dtype).removeprefix("torch.")
             parameters[name] = ParameterObservation(
-                name, tuple(value.shape), dtype, point.requires_grad[name], pieces, grads, None if grads is None else dtype
+                name,
+                tuple(value.shape),
+                dtype,
+                point.requires_grad[name],
+                pieces,
+                grads,
+                None if grads is None else dtype,
             )
         elif quantity.kind == "optimizer" and value is not None:
             held = optimizer.setdefault(name, OptimizerObservation(name, {}, {}))
@@ -173,7 +181,9 @@ def test_replicas_that_differ_in_the_last_bit_are_not_cleared():
     points = Replay(case).run()
     ranks = observed(points, 2, shard=False)
     piece = next(
-        p.pieces[0] for p in ranks[1].snapshots[-1].parameters.values() if p.pieces[0].value.numel() and p.dtype == "float64"
+        p.pieces[0]
+        for p in ranks[1].snapshots[-1].parameters.values()
+        if p.pieces[0].value.numel() and p.dtype == "float64"
     )
     piece.value[0] = torch.nextafter(piece.value[0], torch.tensor(9e9, dtype=piece.value.dtype))
     assert screen.cleared(points, ranks, optimizer=True) < 0

@@ -50,7 +50,13 @@ def drawn(count: int) -> list[Case]:
 def test_every_reduction_of_every_part_is_legal():
     tried = 0
     for one in drawn(40):
-        for kind in (reductions.leaps, reductions.programs, reductions.settings, reductions.trees, reductions.operations):
+        for kind in (
+            reductions.leaps,
+            reductions.programs,
+            reductions.settings,
+            reductions.trees,
+            reductions.operations,
+        ):
             for smaller in kind(one):
                 legal = legal_case(smaller)
                 assert legal_case(legal) == legal

@@ -15,7 +15,9 @@ from fsdp_testing.fuzz.state import Progress, StateDirectory, write_atomically
 from fsdp_testing.implementations import registry
 from fsdp_testing.records import Freeze, Step
 
-FOUND = Discovery("torch-ddp", Signature("diverged", "value", "step"), case(micro(1), Step()), case(Step()), "is off by 1")
+FOUND = Discovery(
+    "torch-ddp", Signature("diverged", "value", "step"), case(micro(1), Step()), case(Step()), "is off by 1"
+)
 
 
 def test_progress_corpus_and_findings_come_back(tmp_path: Path):

@@ -70,7 +70,9 @@ def test_without_claiming_none_for_unused_an_unused_parameter_meets_plain_sgd_on
     claimed = registry.load("torch-fsdp1").capabilities
     assert "unused_gradient_is_none" not in claimed
     for case in drawn(600, Scope(claimed)):
-        unused = any(need.startswith("unused_parameters") for operation in case.program for need in operation.required())
+        unused = any(
+            need.startswith("unused_parameters") for operation in case.program for need in operation.required()
+        )
         if unused:
             assert (case.optimizer.name, set(case.optimizer.arguments)) == ("sgd", {"lr"})
 

@@ -127,7 +127,12 @@ def test_a_branch_runs_only_if_the_mask_says_so():
 
 def test_a_dropped_group_runs_and_gets_no_gradient():
     data = tree(
-        {"kind": "group", "name": "g", "nodes": [LINEAR, {"kind": "buffer", "name": "n", "style": "counter"}], "dropped": True},
+        {
+            "kind": "group",
+            "name": "g",
+            "nodes": [LINEAR, {"kind": "buffer", "name": "n", "style": "counter"}],
+            "dropped": True,
+        },
         {"kind": "linear", "name": "z"},
     )
     module, _ = trained(data)
