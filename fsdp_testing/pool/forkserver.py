@@ -35,9 +35,15 @@ _MESSAGE_BYTES = 1 << 18
 _END_SECONDS = 2.0
 
 
-def main(control_fd: int, setup: str) -> NoReturn:
-    """Serve until the controller goes. `setup` is JSON: sys_path, modules to import, preparations to call, controller_pid."""
-    settings = json.loads(setup)
+def main(control_fd: int, setup_fd: int) -> NoReturn:
+    """Serve until the controller goes.
+
+    Args:
+        control_fd: the socket that requests come over.
+        setup_fd: a file with JSON: sys_path, modules to import, preparations to call, controller_pid.
+    """
+    with os.fdopen(setup_fd, encoding="utf-8") as stream:
+        settings = json.load(stream)
     sys.path[:] = settings["sys_path"]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     server = _ForkServer(socket.socket(fileno=control_fd), watch_process(settings["controller_pid"]))

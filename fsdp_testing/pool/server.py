@@ -43,19 +43,23 @@ class ForkServer:
                 "controller_pid": os.getpid(),
             }
         )
-        command = f"from fsdp_testing.pool.forkserver import main; main({theirs.fileno()}, {setup!r})"
+        settings = _memory_file(setup)
+        command = f"from fsdp_testing.pool.forkserver import main; main({theirs.fileno()}, {settings})"
         environment = env.snapshot()
         # numpy's BLAS starts its threads at import unless told not to; a forked rank would wait for them for ever.
         environment.update(dict.fromkeys(_SINGLE_THREAD, "1"))
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", command],
-            pass_fds=[theirs.fileno()],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        theirs.close()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", command],
+                pass_fds=[theirs.fileno(), settings],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        finally:
+            theirs.close()
+            os.close(settings)
 
     @property
     def pid(self) -> int:
@@ -185,6 +189,15 @@ class ForkServer:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def _memory_file(text: str) -> int:
+    # Not an argument of the command: those are limited in length, and for everybody to see.
+    descriptor = os.memfd_create("fsdp_testing-setup", os.MFD_CLOEXEC)
+    with open(descriptor, "w", encoding="utf-8", closefd=False) as stream:
+        stream.write(text)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
 
 
 def _readable(sock: socket.socket) -> bool:
