@@ -109,8 +109,8 @@ class Originals:
         return self._shard_views
 
     def present(self, index: int) -> bool:
-        """Tell whether this rank holds any of original ``index`` (an empty parameter is present where nothing is cut)."""
-        return not self._handle.sharded or index in self.pieces
+        """Tell whether this rank holds any of original ``index``; all of them hold all of an empty parameter."""
+        return not self._handle.sharded or index in self.pieces or not self._handle.layout.params[index].numel
 
     def forget_views(self) -> None:
         """The shard was replaced: point the originals at the new one."""

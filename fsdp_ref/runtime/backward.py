@@ -228,6 +228,8 @@ def _reduce_leftovers(root: Root) -> None:
         handle.grads.absorb()
         if handle.grads.local_F is not None:
             root.in_pass[unit] = None
+            # What a backward without synchronisation kept gathered is out of date after the step that may follow.
+            unit.keep(False)
             root.sync.reduce(unit, _nothing_new(unit))
 
 
