@@ -27,6 +27,7 @@ from fsdp_testing.records import (
     Move,
     Observe,
     Operation,
+    Reload,
     SetLr,
     Step,
     Thaw,
@@ -42,6 +43,8 @@ def script_for(found: Discovery) -> str | None:
     if family is None or case.model.tree is None or case.wrapping.policy is not None or case.wrapping.ignored:
         return None
     if any(type(operation) not in _WRITERS for operation in case.program):
+        return None
+    if not _can_reload(case):
         return None
     imports, wrap, access = family(case)
     if "def full_parameters" not in access and any(isinstance(o, EditFullParameters) for o in case.program):
@@ -66,6 +69,13 @@ def script_for(found: Discovery) -> str | None:
         tolerance=_tolerance(case),
         gradients=not pending,
     )
+
+
+def _can_reload(case: Case) -> bool:
+    """Whether every reload is one that the script's own, plain one can do."""
+    reloads = [operation for operation in case.program if isinstance(operation, Reload)]
+    others = any(isinstance(operation, (Freeze, Thaw, BuildOptimizer)) for operation in case.program)
+    return not reloads or (not others and all(reload.units is None for reload in reloads))
 
 
 def _sentence(found: Discovery) -> str:
@@ -126,4 +136,5 @@ _WRITERS: dict[type[Operation], Callable[..., list[str]]] = {
     EditFullParameters: lambda _, o: [f"one.edit({o.patterns!r}, {o.factor!r}, {o.writeback})"],
     Observe: lambda _, o: [],
     Move: lambda _, o: ['one.model.to("cpu")'],
+    Reload: lambda _, o: [f"one.reload({o.form == 'full'}, {o.optimizer})"],
 }

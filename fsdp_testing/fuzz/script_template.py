@@ -22,6 +22,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.nn import functional as F
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 $imports
 
 SIZE = $size
@@ -111,6 +118,11 @@ class OneProcess:
                 for parameter in matching(self.named(), patterns):
                     parameter.mul_(factor)
 
+    def reload(self, full, with_optimizer):
+        self.model.zero_grad()
+        if self.optimizer is not None and not with_optimizer:
+            self.optimizer = self.make_optimizer()
+
     def state(self):
         return {name: (p.detach(), p.grad, p.requires_grad) for name, p in self.named()}
 
@@ -154,6 +166,20 @@ class Ranks:
         with full_parameters(self.model, writeback), torch.no_grad():
             for parameter in matching(self.named(), patterns):
                 parameter.mul_(factor)
+
+    def reload(self, full, with_optimizer):
+        options = StateDictOptions(full_state_dict=full)
+        model = get_model_state_dict(self.model, options=options)
+        saved = get_optimizer_state_dict(self.model, self.optimizer, options=options) if with_optimizer else None
+        fresh = build()
+        with torch.no_grad():
+            for parameter in fresh.parameters():
+                parameter.zero_()
+        self.model = wrap(fresh)
+        set_model_state_dict(self.model, model, options=options)
+        self.optimizer = self.make_optimizer()
+        if saved is not None:
+            set_optimizer_state_dict(self.model, self.optimizer, saved, options=options)
 
     def state(self):
         return gathered(self.model)

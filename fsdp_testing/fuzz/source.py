@@ -31,13 +31,16 @@ _OPAQUE = "class Opaque:\n    def __init__(self, mean, spread):\n        self.me
 _CONTAINER_CLASSES = {"named_tuple": _NAMED, "dataclass": _RECORD, "opaque": _OPAQUE}
 
 _BUFFER = """class AddBuffer(nn.Module):
-    def __init__(self, style, name, width, persistent):
+    def __init__(self, style, name, width, persistent, twin=False):
         super().__init__()
         self.style, self.name = style, name
         value = torch.zeros((), dtype=torch.int64) if style == "counter" else torch.full((width,), 0.5 * (style == "constant"))
         self.register_buffer(name, value, persistent=persistent)
+        if twin:
+            self.register_buffer("twin", torch.full((width,), 0.3))
 
     def forward(self, x):
+        x = x - self.twin.to(x.dtype) if "twin" in self._buffers else x
         held = getattr(self, self.name)
         if self.training and self.style == "running":
             held.mul_(0.5).add_(x.detach().sum(0).to(held.dtype), alpha=0.125)
@@ -63,7 +66,7 @@ _PLAIN_CLASSES = {
         self.weight = nn.Parameter(torch.empty(shape))
 
     def forward(self, x):
-        return x * (1 + (self.weight if self.weight.numel() else self.weight.sum()))""",
+        return torch.tanh(x) * (1 + (self.weight if self.weight.numel() else self.weight.sum()))""",
     "norm": """class Norm(nn.Module):
     def __init__(self, width):
         super().__init__()
@@ -170,7 +173,8 @@ class _Writer:
                 get(node, "shape")
             ]
         if kind == "buffer":
-            return f"AddBuffer({get(node, 'style')!r}, {get(node, 'buffer')!r}, {width}, {get(node, 'persistent')})"
+            flags = f"{get(node, 'persistent')}, {get(node, 'twin')}"
+            return f"AddBuffer({get(node, 'style')!r}, {get(node, 'buffer')!r}, {width}, {flags})"
         made = {
             "norm": f"Norm({width})",
             "conv": f"Conv({get(node, 'channels')}, {get(node, 'kernel')})" if kind == "conv" else "",

@@ -111,6 +111,9 @@ _TOGETHER: Mapping[str, tuple[str, ...]] = {
     "tree.dropped": ("tree.group",),
     "op.reload_optimizer": ("op.reload",),
     "op.reload_plan": ("op.reload",),
+    "precision.param": ("precision.reduce",),
+    "precision.reduce": ("precision.param",),
+    "precision.buffer": ("tree.buffer",),
 }
 
 # Features that make most of the others unreachable or slow, and that are therefore switched on less often.
@@ -187,9 +190,9 @@ class SwarmDrawer:
         mask = choices.subset(len(self._usual), sparse=not choices.chance(2))
         on = [name for place, name in enumerate(self._usual) if mask >> place & 1]
         on += [name for name in self._base if not choices.chance(4)]
+        if choices.chance(2) and self._rare:
+            on.append(choices.pick(self._rare))
         for name in [name for name in on if name in _TOGETHER]:
             if choices.chance(2):
                 on += [other for other in _TOGETHER[name] if other in self._available]
-        if choices.chance(3) and self._rare:
-            on.append(choices.pick(self._rare))
         return Swarm(frozenset(on), self.scope)

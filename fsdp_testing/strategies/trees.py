@@ -79,6 +79,7 @@ class _TreeDrawer:
             node["style"] = choices.pick(("constant", "running", "counter"))
             node["persistent"] = not choices.chance(3)
             node["buffer"] = choices.pick(("offset", "shift", "total"))
+            node["twin"] = choices.chance(3)
         if "tree.frozen" in swarm and kind not in ("buffer", "dropout") and choices.chance(3):
             node["frozen"] = choices.pick(("all", "bias", "weight"))
         return node

@@ -30,7 +30,7 @@ SCHEMA: Mapping[str, Mapping[str, Any]] = {
     "conv": {"channels": 2, "kernel": 3, "frozen": ""},
     "embed": {"rows": 7, "tie": "", "frozen": ""},
     "offset": {"frozen": ""},
-    "buffer": {"style": "constant", "persistent": True, "buffer": "offset"},
+    "buffer": {"style": "constant", "persistent": True, "buffer": "offset", "twin": False},
     "dropout": {},
     "again": {"of": ""},
     "group": {

@@ -66,7 +66,8 @@ class TreeScale(nn.Module):
     def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
         weight = self.weight.to(x.dtype)
         # A parameter without elements takes part all the same: its sum is zero.
-        return x * (1 + (weight if weight.numel() else weight.sum()))
+        # Bounded, since the module may be called again and again on its own output.
+        return torch.tanh(x) * (1 + (weight if weight.numel() else weight.sum()))
 
 
 class TreeNorm(nn.Module):
@@ -131,9 +132,13 @@ class TreeBuffer(nn.Module):
         else:
             value = torch.randn(width, generator=generator(width), dtype=torch.float64).to(dtype)
         self.register_buffer(self._name, value, persistent=get(node, "persistent"))
+        self._twin = get(node, "twin")
+        if self._twin:
+            self.register_buffer("twin", torch.full((width,), 0.3, dtype=dtype))
 
     def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
         held = self.get_buffer(self._name)
+        x = x - self.get_buffer("twin").to(x.dtype) if self._twin else x
         if self.training and self._style == "running":
             held.mul_(0.5).add_(x.detach().sum(0).to(held.dtype), alpha=0.125)
         if self.training and self._style == "counter":
