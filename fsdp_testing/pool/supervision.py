@@ -24,7 +24,7 @@ from fsdp_testing.pool.processes import Exit, RankProcess
 
 GRACE_SECONDS = 0.5
 _LOOK_SECONDS = 0.1
-_STACK_SECONDS = 0.3
+_STACK_SECONDS = 0.8
 _JOIN_SECONDS = 60.0
 
 

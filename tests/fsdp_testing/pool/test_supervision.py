@@ -252,9 +252,9 @@ FATES: dict[Callable[..., Any], tuple[tuple[Fate, Fate], str]] = {
     segfaults: ((A, D), r"^rank 1 died by SIGSEGV$"),
     returns_early: ((S, R), r"^rank 0 waits in all_reduce\(sum\) #2 float32\[4\] at .*test_supervision.py:\d+ in "
                             r"returns_early; rank 1 returned after #1$"),
-    skips_one_call: ((S, A), r"^ranks disagree: collective #2 of the default group differs: rank 0 issued "
-                             r"all_reduce\(sum\) float32\[2\] at .* in skips_one_call; rank 1 issues "
-                             r"all_reduce\(sum\) float32\[3\]"),
+    skips_one_call: ((S, A), r"^ranks disagree: collective #2 of the default group differs: rank [01] issued "
+                             r"all_reduce\(sum\) float32\[[23]\] at .* in skips_one_call; rank [01] issues "
+                             r"all_reduce\(sum\) float32\[[23]\]"),
     leaves_a_collective_open: ((R, R), r"^ranks disagree: they issued different numbers of collectives on the default "
                                        r"group \(rank 0: 1, rank 1: 2\)$"),
     marks_itself_failed: ((S, R), r"^rank 0 waits in all_reduce\(sum\) #1 float32\[4\] at .*; rank 1 failed without any"),
@@ -288,6 +288,8 @@ def test_every_fate_is_told_at_once(pool: Pool, function: Callable[..., Any]) ->
     assert not outcome.ok
     assert re.search(cause, outcome.cause.splitlines()[0]), outcome.describe()
     got = tuple(rank.fate for rank in outcome.ranks)
+    if function is skips_one_call:
+        got = tuple(sorted(got, reverse=True))  # whoever comes second refuses
     # A rank whose peer dies may be stopped before its own error has come through.
     assert all(g is f or (D in fates and g in (A, S, R)) for g, f in zip(got, fates, strict=True)), outcome.describe()
     assert outcome.describe().startswith(outcome.cause)
