@@ -78,7 +78,8 @@ def ledger_cost(rounds: int, calls: int) -> dict[str, list[float]]:
 
     from fsdp_testing.ledger import interception
 
-    value, seconds = torch.ones(4), {"on": [], "off": []}
+    value = torch.ones(4)
+    seconds: dict[str, list[float]] = {"on": [], "off": []}
     recorder = interception._active
     for _ in range(rounds):
         for mode in ("on", "off"):

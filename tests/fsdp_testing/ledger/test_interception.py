@@ -117,16 +117,15 @@ def skipped_call() -> None:
 
 
 def functional_op() -> None:
-    funcol.all_reduce(torch.ones(4), "max" if me() else "sum", dist.group.WORLD).add(1)
+    funcol.all_reduce(torch.ones(4), "max" if me() else "sum", current_world().group).add(1)
 
 
 def functional_size() -> None:
-    funcol.all_gather_tensor(torch.ones(8 if me() else 4), 0, dist.group.WORLD).add(1)
+    funcol.all_gather_tensor(torch.ones(8 if me() else 4), 0, current_world().group).add(1)
 
 
 def overload_of_the_method() -> None:
-    group = dist.group.WORLD
-    assert group is not None
+    group = current_world().group
     group.allreduce([torch.ones(4)], dist.ReduceOp.MAX if me() else dist.ReduceOp.SUM).wait()
 
 
@@ -386,8 +385,8 @@ def both_ways_of_calling() -> None:
         dist.all_reduce(value)
         single(torch.empty(8), value)
     else:
-        value = funcol.all_reduce(value, "sum", dist.group.WORLD) + 0
-        assert funcol.all_gather_tensor(value, 0, dist.group.WORLD).numel() == 8
+        value = funcol.all_reduce(value, "sum", current_world().group) + 0
+        assert funcol.all_gather_tensor(value, 0, current_world().group).numel() == 8
 
 
 def monitored() -> None:
@@ -400,18 +399,19 @@ def refused_by_torch_on_one_rank() -> None:
         with pytest.raises((ValueError, RuntimeError)):
             dist.all_gather([torch.ones(4)], torch.ones(4))  # one output for two ranks
         with pytest.raises((ValueError, RuntimeError, TypeError)):
-            dist.group.WORLD.allreduce([], dist.AllreduceOptions())
+            current_world().group.allreduce([], dist.AllreduceOptions())
     dist.all_reduce(torch.ones(4))
 
 
 def refused_by_torch_everywhere() -> None:
     for _ in range(30):
-        for call in (
+        calls: tuple[Callable[[], Any], ...] = (
             lambda: dist.all_reduce(torch.ones(4), op=dist.ReduceOp.BAND),  # refused when waited for
             lambda: dist.all_gather([torch.ones(4)], torch.ones(4)),
             lambda: single(torch.ones(7), torch.ones(4)),
             lambda: single(torch.ones(8, dtype=torch.float64), torch.ones(4)),
-        ):
+        )
+        for call in calls:
             with pytest.raises((ValueError, RuntimeError)) as caught:
                 call()
             assert type(caught.value).__name__ != "CollectiveMismatch", caught.value
@@ -472,7 +472,7 @@ def traced_only() -> None:
 
     if me():
         with FakeTensorMode():
-            funcol.all_reduce(torch.ones(4), "sum", dist.group.WORLD)
+            funcol.all_reduce(torch.ones(4), "sum", current_world().group)
     dist.barrier()
 
 
@@ -571,16 +571,16 @@ def counts_of_everything() -> dict[str, int]:
     value = torch.ones(4)
     return {
         "method": seen(lambda: dist.all_reduce(value)),
-        "functional": seen(lambda: funcol.all_reduce(value, "sum", dist.group.WORLD) + 0),
+        "functional": seen(lambda: funcol.all_reduce(value, "sum", current_world().group) + 0),
         "point to point": seen(one_way_sends),
         "DDP": seen(ddp),
         "FSDP2": seen(fsdp2),
         "FSDP1": seen(fsdp1),
         "after C++ callers": seen(lambda: dist.all_reduce(value)),
-        "functional after C++ callers": seen(lambda: funcol.all_reduce(value, "sum", dist.group.WORLD) + 0),
-        "overload": seen(lambda: dist.group.WORLD.allreduce(value).wait()),  # type: ignore[union-attr]
+        "functional after C++ callers": seen(lambda: funcol.all_reduce(value, "sum", current_world().group) + 0),
+        "overload": seen(lambda: current_world().group.allreduce(value).wait()),
         "broadcast of a module": seen(
-            lambda: dist._broadcast_coalesced(dist.group.WORLD, [value.clone(), value.clone()], 1 << 20, 0)
+            lambda: dist._broadcast_coalesced(current_world().group, [value.clone(), value.clone()], 1 << 20, 0)
         ),
     }
 

@@ -480,7 +480,8 @@ def test_no_process_outlives_the_controller(name: str, tmp_path: Path, cache: Pa
 
 
 def _descendants(pid: int) -> list[int]:
-    found, waiting = [], [pid]
+    found: list[int] = []
+    waiting = [pid]
     while waiting:
         current = waiting.pop()
         try:

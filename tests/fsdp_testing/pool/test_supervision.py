@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ def sum_of_ones() -> list[float]:
 
 
 @pytest.fixture
-def healthy(pool: Pool):
+def healthy(pool: Pool) -> Iterator[None]:
     """After each fate, the next call works."""
     yield
     outcome = run(pool, sum_of_ones)
@@ -173,7 +173,7 @@ def recurses() -> None:
     deeper(0)
 
 
-def generates():
+def generates() -> Iterator[int]:
     yield 1
 
 
