@@ -174,9 +174,11 @@ class Protocol:
     def _tear_down_here(self, item: pytest.Item, nextitem: pytest.Item | None, merged: list[Merged]) -> None:
         """End fixtures that ordinary tests before this one left alive in this process for ordinary tests after it."""
         wanted = nextitem.listchain() if nextitem is not None else []
-        if shared_length(self._plain_chain, wanted) == len(self._plain_chain):
+        shared = shared_length(self._plain_chain, wanted)
+        if shared == len(self._plain_chain):
             return
-        self._plain_chain = []
+        # What the next item shares stays set up, and is left by a later item.
+        self._plain_chain = self._plain_chain[:shared]
         try:
             # pytest's own part of the hook: the others expect that this process had set the item up.
             runner: Any = self.config.pluginmanager.get_plugin("runner")

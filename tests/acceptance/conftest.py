@@ -83,6 +83,12 @@ def run_pytest(folder: Path, *args: str) -> Verdict:
 
 
 @pytest.fixture
+def run_folder() -> Runner:
+    """Run pytest over a folder that the test has filled."""
+    return run_pytest
+
+
+@pytest.fixture
 def run(tmp_path: Path) -> Runner:
     """Write a test module (imports are there already) and run pytest over it with more arguments."""
 

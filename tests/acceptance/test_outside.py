@@ -244,3 +244,15 @@ def _gone(pids: list[int]) -> bool:
             return True
         os.sched_yield()
     return False
+
+
+def test_ordinary_tests_after_tests_on_ranks_find_nothing_set_up(run_folder: Runner, tmp_path: Path) -> None:
+    """A folder that an ordinary test set up is left when a test on ranks was the last one in it."""
+    marked = "import pytest\n\n@pytest.mark.world(2)\ndef test_on_ranks(world): pass\n"
+    mixed = f"def test_here(): pass\n\nclass TestGroup:\n    def test_here(self): pass\n\n{marked}"
+    sources = {"one/test_mixed.py": mixed, "one/test_ranks.py": marked, "two/test_plain.py": "def test_here(): pass\n"}
+    for name, source in sources.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(source)
+    verdict = run_folder(tmp_path)
+    assert verdict.counts() == (5, 0, 0), verdict.text
