@@ -12,6 +12,7 @@ Uses torch and the implementation alone. Written by fsdp-testing from case $iden
 
 import contextlib
 import fnmatch
+import os
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -246,6 +247,9 @@ def main(rank, file, queue):
         traceback.print_exc()
         found = [f"rank {rank} raised {type(error).__name__}: {error}"]
     queue.put(found)
+    sys.stderr.flush()
+    os._exit(0)  # not through the interpreter's end: a live gloo thread may keep it
+
 
 
 if __name__ == "__main__":

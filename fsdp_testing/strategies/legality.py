@@ -217,8 +217,7 @@ def needs_of_case(case: Case) -> frozenset[str]:
     """Returns every capability that a legal case needs: its operations', its model's and its plan's."""
     needs = set(case.required())
     if case.model.tree is None:
-        model = MODELS.get(case.model.name)
-        return frozenset(needs | (model.needs if model is not None else set()))
+        return frozenset(needs | _needs_of_zoo(case))
     units = () if case.strategy == "no_shard" and not case.wrapping.units else case.wrapping.units
     if case.wrapping.policy is not None:
         # Which modules a policy takes is the implementation's affair: whatever could be needed is.
@@ -230,6 +229,18 @@ def needs_of_case(case: Case) -> frozenset[str]:
     if any(isinstance(operation, (Freeze, Thaw)) for operation in case.program) and _mixes_frozen(case, units):
         needs.add("frozen_mixed_unit")
     return frozenset(needs)
+
+
+def _needs_of_zoo(case: Case) -> set[str]:
+    model = MODELS.get(case.model.name)
+    if model is None:
+        return set()
+    needs = set(model.needs)
+    if set(model.units) <= set(case.wrapping.units):
+        return needs
+    # Parts that are units of their own in the plan that the zoo suggests may meet in one unit.
+    needs |= {"mixed_dtype_units"} if "mixed_dtypes" in model.traits else set()
+    return needs | ({"frozen_mixed_unit"} if "frozen" in model.traits else set())
 
 
 @dataclass(slots=True)
