@@ -49,7 +49,9 @@ def run_setup(setup: Setup, ranks: int, tests: int, folder: Path) -> tuple[list[
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(folder)]
     command += [] if setup.ours else ["-p", "no:fsdp_testing"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=560, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=560, check=False
+    )
     if not output.exists():
         return [], done.stdout[-1500:] + done.stderr[-1500:]
     told = json.loads(output.read_text())
@@ -151,7 +153,13 @@ def hangs() -> None:
 def nothing() -> None: ...
 
 
-FATES = {"raises": raises, "SIGKILL": killed, "early return": returns_early, "other op": disagrees, "hangs (2 s)": hangs}
+FATES = {
+    "raises": raises,
+    "SIGKILL": killed,
+    "early return": returns_early,
+    "other op": disagrees,
+    "hangs (2 s)": hangs,
+}
 
 
 def fates(ranks: int, rounds: int) -> dict[str, list[float]]:

@@ -59,14 +59,21 @@ import pytest
 def test(i): ...
 """
 
-MARKED = IMPORTS + "{body}" + """
+MARKED = (
+    IMPORTS
+    + "{body}"
+    + """
 @pytest.mark.parametrize("i", range({tests}))
 @pytest.mark.world({ranks}, isolation="{isolation}")
 def test(world, i):
     body(world.rank, world.size)
 """
+)
 
-RUN_RANKS = IMPORTS + "{body}" + """
+RUN_RANKS = (
+    IMPORTS
+    + "{body}"
+    + """
 from fsdp_testing import current_world, run_ranks
 def in_rank():
     body(current_world().rank, current_world().size)
@@ -74,8 +81,12 @@ def in_rank():
 def test(i):
     run_ranks(in_rank, size={ranks}, isolation="{isolation}")
 """
+)
 
-CONTINUOUS = IMPORTS + "{body}" + """
+CONTINUOUS = (
+    IMPORTS
+    + "{body}"
+    + """
 from torch.testing._internal.common_distributed import MultiProcContinuousTest
 class TestContinuous(MultiProcContinuousTest):
     world_size = {ranks}
@@ -85,11 +96,15 @@ class TestContinuous(MultiProcContinuousTest):
     def device_type(cls): return "cpu"
 {methods}
 """
+)
 
 CONTINUOUS_METHOD = """    def test_{i}(self): body(self.rank, self.world_size)
 """
 
-MULTI_PROCESS = IMPORTS + "{body}" + """
+MULTI_PROCESS = (
+    IMPORTS
+    + "{body}"
+    + """
 from torch.testing._internal.common_distributed import MultiProcessTestCase
 class TestMultiProcess(MultiProcessTestCase):
     @property
@@ -102,6 +117,7 @@ class TestMultiProcess(MultiProcessTestCase):
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size)
 {methods}
 """
+)
 
 MULTI_PROCESS_METHOD = """    def test_{i}(self):
         self.join()
@@ -109,7 +125,10 @@ MULTI_PROCESS_METHOD = """    def test_{i}(self):
         dist.destroy_process_group()
 """
 
-SPAWN = IMPORTS + "{body}" + """
+SPAWN = (
+    IMPORTS
+    + "{body}"
+    + """
 import tempfile
 def in_rank(rank, size, path):
     dist.init_process_group("gloo", init_method="file://" + path, rank=rank, world_size=size)
@@ -119,6 +138,7 @@ def in_rank(rank, size, path):
 def test(i, tmp_path):
     torch.multiprocessing.spawn(in_rank, ({ranks}, str(tmp_path / "store")), nprocs={ranks})
 """
+)
 
 TORCHRUN = """
 import pathlib, subprocess, sys, pytest
@@ -154,9 +174,7 @@ class Setup:
     def source(self, ranks: int, tests: int) -> str:
         """The test file."""
         methods = "".join(self.method.format(i=i) for i in range(tests))
-        return self.template.format(
-            tests=tests, ranks=ranks, body=self.body, isolation=self.isolation, methods=methods
-        )
+        return self.template.format(tests=tests, ranks=ranks, body=self.body, isolation=self.isolation, methods=methods)
 
 
 SETUPS = (

@@ -30,8 +30,10 @@ _OPTIONS: tuple[tuple[str, str, str], ...] = (
     (
         "--isolation",
         "MODE",
-        "warm: ranks and group are kept from test to test; fresh: new processes and a new group for every test, also "
-        "for tests whose marker says warm (default: warm)",
+        (
+            "warm: ranks and group are kept from test to test; fresh: new processes and a new group for every test, also "
+            "for tests whose marker says warm (default: warm)"
+        ),
     ),
     (
         "--rank-pdb",

@@ -17,7 +17,11 @@ from fsdp_testing.pool.targets import resolve, target_of
 
 
 def run_attached(
-    launch: Launch, function: Callable[..., Any] | str, call: tuple[tuple[Any, ...], dict[str, Any]], size: int, backend: str
+    launch: Launch,
+    function: Callable[..., Any] | str,
+    call: tuple[tuple[Any, ...], dict[str, Any]],
+    size: int,
+    backend: str,
 ) -> list[Any]:
     """Call `function` in this process as one rank of torchrun's world.
 

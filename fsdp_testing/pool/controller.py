@@ -182,7 +182,9 @@ def _validate(size: int, backend: str, isolation: str) -> None:
         raise InvalidArgument(f"world: expected isolation 'warm' or 'fresh', got {isolation!r}.")
     if backend not in registered_backends():
         known = ", ".join(registered_backends())
-        raise InvalidArgument(f"world: expected a backend among {known}, got {backend!r}. Check the name or register it.")
+        raise InvalidArgument(
+            f"world: expected a backend among {known}, got {backend!r}. Check the name or register it."
+        )
     if size > _MOST_PROCESSES and not backend_named(backend).single_process:
         raise InvalidArgument(
             f"world: expected at most {_MOST_PROCESSES} ranks that are processes of this machine, got {size}. "

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from fsdp_testing.pool.outcome import CollectiveRecord, Fate, RankOutcome
 
 # What gloo and the store say when a peer has gone, or has not come in time.
-_PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "Socket closed")
+_PEER_GONE = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "Socket closed",
+)
 _PEER_LATE = ("Timed out waiting", "timed out", "Timeout", "wait timeout")
 
 Members = Mapping[int, tuple[int, ...]]
@@ -76,9 +82,7 @@ def _died_cause(died: list[RankOutcome], ranks: Sequence[RankOutcome], members: 
 
 def _raised_cause(raised: list[RankOutcome], ranks: Sequence[RankOutcome], members: Members) -> str:
     headline = raised[0].error.headline() if raised[0].error is not None else "an exception"
-    same = sorted(
-        (r for r in raised if r.error is not None and r.error.headline() == headline), key=lambda r: r.rank
-    )
+    same = sorted((r for r in raised if r.error is not None and r.error.headline() == headline), key=lambda r: r.rank)
     if len(same) == len(ranks) > 1:
         return f"every rank raised {headline}"
     return _with_companions(f"{_names(same)} raised {headline}", ranks, same, members)

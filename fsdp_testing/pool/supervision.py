@@ -127,7 +127,13 @@ class Supervision:
                 self._wait(selector, now, stop_at, deadline, some_settled=len(unsettled) < len(watches))
 
     def _wait(
-        self, selector: selectors.BaseSelector, now: float, stop_at: float | None, deadline: float | None, *, some_settled: bool
+        self,
+        selector: selectors.BaseSelector,
+        now: float,
+        stop_at: float | None,
+        deadline: float | None,
+        *,
+        some_settled: bool,
     ) -> None:
         limits = [limit - now for limit in (stop_at, deadline) if limit is not None]
         if some_settled:

@@ -252,7 +252,9 @@ def _restored(snapshot: Any) -> tuple[Dirt, ...]:
     try:
         return tuple(snapshot.restore())
     except Exception as error:  # the call left the rank in a state that cannot even be examined
-        return (Dirt("rank", f"its state cannot be examined: {type(error).__name__}: {_text_of(error)}", restored=False),)
+        return (
+            Dirt("rank", f"its state cannot be examined: {type(error).__name__}: {_text_of(error)}", restored=False),
+        )
 
 
 def _text_of(error: BaseException) -> str:

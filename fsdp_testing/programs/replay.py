@@ -104,9 +104,8 @@ class Replay:
                 self.points.append(self.look(planned.index, pending=planned.pending))
             if self.adopted is not None and not self._adopt(planned.index, pending=planned.pending):
                 return self.points
-        pending = any(self.pending)
         self.slack = {}
-        self.points.append(self.look(len(self.case.program), pending=pending))
+        self.points.append(self.look(len(self.case.program), pending=any(self.pending)))
         return self.points
 
     # ------------------------------------------------------------------------------------------- construction
@@ -125,8 +124,7 @@ class Replay:
         return [self._replica() for _ in range(self.size)]
 
     def _replica(self) -> nn.Module:
-        shared = {id(parameter): self.compute[fqn] for fqn, parameter in self.parameters.items()}
-        replica = copy.deepcopy(self.master, dict(shared))
+        replica = copy.deepcopy(self.master, {id(p): self.compute[fqn] for fqn, p in self.parameters.items()})
         if self.precision.buffer_dtype is not None:
             for module in replica.modules():
                 for name, buffer in module.named_buffers(recurse=False):

@@ -76,7 +76,9 @@ def test_the_digest_knows_the_order(ranks: list[recorder.Recorder], shared: Ledg
 
 def test_whoever_comes_second_refuses(ranks: list[recorder.Recorder], shared: LedgerMemory) -> None:
     issue(ranks[0], WORLD, SUM)
-    with pytest.raises(CollectiveMismatch, match=r"collective #1 of the default group differs: rank 0 issued all_reduce"):
+    with pytest.raises(
+        CollectiveMismatch, match=r"collective #1 of the default group differs: rank 0 issued all_reduce"
+    ):
         issue(ranks[1], WORLD, MAX)
     assert shared.areas[1].refused() == 1
     assert shared.areas[0].refused() == 0
@@ -142,14 +144,18 @@ def test_a_call_being_asked_for_is_waited_for(ranks: list[recorder.Recorder]) ->
 
 def test_opposite_order_of_two_groups(ranks: list[recorder.Recorder]) -> None:
     issue(ranks[0], PAIR, blocking=True)
-    with pytest.raises(CollectiveMismatch, match=r"opposite order: rank 1 is about to wait .* for rank 0; rank 0 waits"):
+    with pytest.raises(
+        CollectiveMismatch, match=r"opposite order: rank 1 is about to wait .* for rank 0; rank 0 waits"
+    ):
         issue(ranks[1], WORLD, blocking=True)
 
 
 def test_a_cycle_over_three_ranks(ranks: list[recorder.Recorder]) -> None:
     issue(ranks[0], PAIR, blocking=True)  # for 1
     issue(ranks[1], OTHERS, blocking=True)  # for 2
-    with pytest.raises(CollectiveMismatch, match=r"rank 2 is about to wait .* for rank 0; rank 0 waits .*; rank 1 waits"):
+    with pytest.raises(
+        CollectiveMismatch, match=r"rank 2 is about to wait .* for rank 0; rank 0 waits .*; rank 1 waits"
+    ):
         issue(ranks[2], ENDS, blocking=True)  # for 0
 
 

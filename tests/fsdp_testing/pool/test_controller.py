@@ -225,7 +225,9 @@ def test_nccl_says_once_why_it_cannot_run(pool: Pool) -> None:
     world = pool.world(2, "nccl")
     outcome = world.execute(total)
     world.release()
-    assert outcome.cause.startswith("every rank raised BackendUnavailable: backend 'nccl' cannot run a world of 2 here: ")
+    assert outcome.cause.startswith(
+        "every rank raised BackendUnavailable: backend 'nccl' cannot run a world of 2 here: "
+    )
     # The second time nothing is started.
     with pytest.raises(BackendUnavailable, match="backend 'nccl' cannot run a world of 2 here"):
         pool.world(2, "nccl")

@@ -89,9 +89,7 @@ def test_who_waits_for_the_one_that_raised() -> None:
 
 def test_an_early_return() -> None:
     ranks = (outcome(0, Fate.STOPPED, collective(1), collective(2)), outcome(1, Fate.RETURNED, collective(1)))
-    assert told(*ranks) == (
-        "rank 0 waits in all_reduce(sum) #2 float32[4] at t.py:3 in f; rank 1 returned after #1"
-    )
+    assert told(*ranks) == ("rank 0 waits in all_reduce(sum) #2 float32[4] at t.py:3 in f; rank 1 returned after #1")
     none = (outcome(0, Fate.HUNG, collective(1)), outcome(1, Fate.RETURNED))
     assert told(*none, deadline=3.0).endswith("rank 1 returned without any collective of that group")
 

@@ -54,7 +54,9 @@ def test_code_under_test_is_never_recorded() -> None:
     assert preload.recorded_modules() == ["numpy.linalg", "xml.dom"]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1, 2]", '"text"', "null", '{"modules": 3}', "[" * 100_000, "\ufffd\x00"])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[1, 2]", '"text"', "null", '{"modules": 3}', "[" * 100_000, "\ufffd\x00"]
+)
 def test_a_damaged_list_is_an_empty_one(content: str) -> None:
     preload.cache_file().parent.mkdir(parents=True)
     preload.cache_file().write_text(content)
