@@ -26,6 +26,7 @@ GRACE_SECONDS = 0.5
 _LOOK_SECONDS = 0.1
 _STACK_SECONDS = 0.8
 _JOIN_SECONDS = 60.0
+_EXIT_SECONDS = 5.0
 
 
 @dataclass(slots=True)
@@ -119,6 +120,9 @@ class Supervision:
                 if stop_at is None and (bad or self._someone_waits_in_vain(watches)):
                     stop_at = now + GRACE_SECONDS
                 if stop_at is not None and now >= stop_at:
+                    if _someone_is_ending(unsettled) and now < stop_at + _EXIT_SECONDS:
+                        self._wait(selector, now, now + _LOOK_SECONDS, deadline, some_settled=True)
+                        continue
                     if bad or self._someone_waits_in_vain(watches):
                         return False
                     stop_at = None  # the collective was taken back
@@ -260,3 +264,11 @@ def _reported(report: Report, shared: dict[str, Any]) -> RankOutcome:
             fate=Fate.RAISED, failed=True, error=ErrorRecord("ResultUnreadable", text, text), **times, **shared
         )
     return RankOutcome(fate=Fate.RETURNED, value=value, failed=report.failed, **times, **shared)
+
+
+def _someone_is_ending(watches: Sequence[_Watch]) -> bool:
+    """Whether a rank has closed its channel without a report: it is dead or dying, and its exit status is on its way.
+
+    On a loaded machine a peer's connection error arrives long before; the death must lead the account all the same.
+    """
+    return any(watch.process.channel.closed for watch in watches)
