@@ -190,6 +190,15 @@ class GradientStore:
             )
         )
 
+    def release(self) -> None:
+        """Free the memory of gradients that users dropped (``zero_grad(set_to_none=True)``), before forward needs memory."""
+        if self.reduced_S is None and self.local_F is None:
+            return
+        handle = self._handle
+        params = handle.originals.params if handle.originals.use_orig_params else [handle.flat_param]
+        if self._given and all(param.grad is None for param in params):
+            self.absorb()
+
     def forget(self) -> None:
         """Drop both parts and what users were given."""
         self.reduced_S = self.local_F = None

@@ -125,7 +125,10 @@ class Root:
         self.recover()
         for unit in self.units:
             handle = unit.handle
-            if handle is None or unit.early:
+            if handle is None:
+                continue
+            handle.grads.release()
+            if unit.early:
                 continue
             # What is left from a forward without backward may be out of date: the user may have changed parameters.
             if handle.state is not ShardState.SHARDED and not unit.keep_unsharded:
