@@ -6,6 +6,7 @@ torch's FSDP1 and FSDP2.
 
     python benchmarks/step.py --ranks 2 4
     python benchmarks/step.py --quick --json out.json
+    python benchmarks/step.py --setup
 
 Only run it on an otherwise idle machine; the figures are relative, and a ratio from one busy run says little.
 """
@@ -16,6 +17,8 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
@@ -198,6 +201,62 @@ def measure_memory(setting: Setting) -> dict[str, float]:
     return {"peak_units": LEDGER.peak_bytes / block, "resident_growth_bytes": resident_bytes() - before}
 
 
+IMPORTING = "import torch, time; start = time.perf_counter(); import fsdp_ref; print(time.perf_counter() - start)"
+
+
+def measure_import(times: int) -> float:
+    """Return the median of seconds that ``import fsdp_ref`` takes in a new process after ``import torch``."""
+    runs = [
+        subprocess.run([sys.executable, "-c", IMPORTING], capture_output=True, text=True, check=True)
+        for _ in range(times)
+    ]
+    return statistics.median(float(run.stdout) for run in runs)
+
+
+def many_parameters(units: int, layers: int) -> nn.Module:
+    """Return a stack of ``units`` blocks with ``2 * layers`` small parameters each."""
+    block = lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers)))
+    return nn.Sequential(*(block() for _ in range(units)))
+
+
+def build(rank: int, store: str, out: str) -> None:
+    """Shard 10,000 parameters, in 100 units and in one, by both ways, on two ranks."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    from fsdp_ref import FullyShardedDataParallel, fully_shard
+    from fsdp_ref.wrap import ModuleWrapPolicy
+
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    blocks = ModuleWrapPolicy({nn.Sequential})
+    ways: dict[str, Callable[[nn.Module], nn.Module]] = {
+        "wrapper, 100 units": lambda m: FullyShardedDataParallel(m, auto_wrap_policy=blocks, use_orig_params=True),
+        "wrapper, 1 unit": lambda m: FullyShardedDataParallel(m, use_orig_params=True),
+        "composable, 100 units": lambda m: fully_shard(m, policy=blocks),
+        "composable, 1 unit": fully_shard,
+    }
+    seconds = {}
+    for name, shard in ways.items():
+        model = many_parameters(100, 50)
+        assert sum(1 for _ in model.parameters()) == 10_000
+        dist.barrier()
+        start = time.perf_counter()
+        kept = shard(model)
+        seconds[name] = time.perf_counter() - start
+        del kept
+    if rank == 0:
+        Path(out).write_text(json.dumps(seconds), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def measure_setup() -> dict[str, float]:
+    """Return seconds before the first step: importing, and sharding 10,000 parameters."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = f"{folder}/out.json"
+        mp.start_processes(build, args=(f"{folder}/store", out), nprocs=2, start_method="fork")
+        built = json.loads(Path(out).read_text(encoding="utf-8"))
+    return {"import fsdp_ref after torch": measure_import(5)} | {f"10,000 parameters, {k}": v for k, v in built.items()}
+
+
 def run(setting: Setting, names: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/out.json"
@@ -241,8 +300,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--only", nargs="+", choices=list(IMPLEMENTATIONS), default=list(IMPLEMENTATIONS))
     parser.add_argument("--setting", choices=["blocks", "overhead"], help="only these")
+    parser.add_argument("--setup", action="store_true", help="only importing and sharding, no steps")
     options = parser.parse_args()
-    results = []
+    setup = measure_setup()
+    print("setup")
+    for name, seconds in setup.items():
+        print(f"  {name:42s} {1000 * seconds:9.2f} ms")
+    results: list[dict[str, Any]] = [{"setup": setup}]
+    if options.setup:
+        options.ranks = []
     for setting in settings(options.ranks, quick=options.quick):
         if options.setting is None or setting.name == options.setting:
             results.append(run(setting, options.only))
