@@ -42,7 +42,8 @@ def no_sync(model):
 
 
 def clip(model, max_norm, norm_type):
-    return nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type).full_tensor()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
 def gathered(model):

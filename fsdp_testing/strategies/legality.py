@@ -48,7 +48,7 @@ def legal_case(case: Case, capabilities: frozenset[str] | None = None) -> Case:
         case = replace(case, model=replace(case.model, tree=tree))
         wrapping = _legal_wrapping(case.wrapping, tree)
         case = replace(case, wrapping=wrapping, program=_legal_program(case.program, tree, wrapping))
-    if any(isinstance(operation, (Reload, Interrupt)) for operation in case.program):
+    if any(isinstance(operation, (Reload, Interrupt, UnshardFirst)) for operation in case.program):
         case = replace(case, program=_legal_state_operations(case))
     case = replace(case, world=_legal_world(case))
     if case.mixed_precision is not None and case.mixed_precision.buffer_dtype:
@@ -133,9 +133,6 @@ def _legal_program(
             if isinstance(operation, AssignData):
                 # Every unit runs, since one that does not may notice its new storage later.
                 operation = replace(operation, batch=replace(operation.batch, usage=()))
-        elif isinstance(operation, UnshardFirst):
-            known = {"", *wrapping.units}
-            operation = replace(operation, units=tuple(dict.fromkeys(u for u in operation.units if u in known)))
         elif isinstance(operation, Reload) and operation.units is not None:
             operation = replace(operation, units=_reload_units(operation.units, tree, wrapping))
         kept.append(operation)
@@ -155,6 +152,10 @@ def _legal_state_operations(case: Case) -> tuple[Operation, ...]:
     for operation in case.program:
         if isinstance(operation, Reload) and (_has_buffers_of_ranks(case) or case.mixed_precision is not None):
             continue
+        if isinstance(operation, UnshardFirst):
+            # What a policy wraps is the implementation's affair; the root is a unit in any case.
+            known = {"", *case.wrapping.units}
+            operation = replace(operation, units=tuple(dict.fromkeys(u for u in operation.units if u in known)))
         if isinstance(operation, Interrupt) and len(operation.batch.usage) > 1:
             operation = replace(operation, batch=replace(operation.batch, usage=operation.batch.usage[:1]))
         kept.append(operation)
