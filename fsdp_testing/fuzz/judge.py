@@ -6,8 +6,10 @@ Runs in the single rank of a world of one, while the ranks are busy with the nex
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -102,7 +104,9 @@ def _judge(adapter: Adapter, index: int, document: str, told: list[dict[int, Cas
     try:
         note = _judge_records(adapter, case, records, len(told), watch)
     except Exception as error:  # noqa: BLE001 - a case that the oracle cannot run is told, never passed over
-        note = CaseNote(index, "unjudged", f"{type(error).__name__}: {error}")
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(frame.filename).name}:{frame.lineno}"
+        note = CaseNote(index, "unjudged", f"{type(error).__name__} at {where}: {error}")
     return replace(note, index=index, arcs=arcs)
 
 
