@@ -37,6 +37,24 @@ class _Kept(pytest.Item):
         raise NotImplementedError("this item only tells which fixtures live on")
 
 
+class _Waiting(dict[Path, object]):
+    """Conftest modules by directory; each is taken out when its directory is collected, and only then."""
+
+    def clear(self) -> None:
+        """Keep the rest: here collecting does not end with the first file."""
+
+
+def _remember_conftests(session: Any) -> None:
+    """Let pytest find the fixtures of directories that are collected later.
+
+    Since 9.1 it reads the fixtures of conftest files that were loaded first when their directories are collected, and
+    forgets those of other directories as soon as one collection ends; a rank collects file by file.
+    """
+    manager = session._fixturemanager
+    if hasattr(manager, "_pending_conftests"):
+        manager._pending_conftests = _Waiting(manager._pending_conftests)
+
+
 class RankSession:
     """The pytest session of this rank."""
 
@@ -51,6 +69,7 @@ class RankSession:
         self.config = started.config
         self.session = started.session
         started.load_users_code()
+        _remember_conftests(self.session)
         self.plugin = RankPlugin(self.config, RankTemporaryPaths(base))
         self.config.pluginmanager.register(rank_side, "fsdp_testing.rank_fixtures")
         self.config.pluginmanager.register(self.plugin, rank_side.NAME)

@@ -375,3 +375,22 @@ def test_good(held):
     assert verdict.counts() == (1, 1, 0), verdict.text
     for rank in (0, 1):
         assert (tmp_path / f"log{rank}").read_text().splitlines() == ["ended"] * 2
+
+
+def test_each_directory_named_on_the_command_line_has_its_own_conftest_in_ranks(tmp_path: Path, run: Runner) -> None:
+    """Two folders, a fixture of the same name in each, and a first conftest that asks for a plugin, as pytest allows."""
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "conftest.py").write_text(
+            f"import pytest\n@pytest.fixture(params=['{folder}'])\ndef where(request): return request.param\n"
+        )
+        (tmp_path / folder / f"test_{folder}.py").write_text(
+            "import pytest\n@pytest.mark.world(2)\n"
+            f"def test_it(world, where, pytester): assert (world.size, where) == (2, '{folder}')\n"
+        )
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "one" / "conftest.py").write_text(
+        "pytest_plugins = ['pytester']\n" + (tmp_path / "one" / "conftest.py").read_text()
+    )
+    seen = run("", "one/test_one.py", "two/test_two.py")
+    assert seen.counts() == (2, 0, 0), seen.text
