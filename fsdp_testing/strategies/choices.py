@@ -24,6 +24,10 @@ class Choices(Protocol):
         """Returns True about once in `one_in` times."""
         ...
 
+    def more(self, one_in: int) -> bool:
+        """Returns whether a list goes on: False about once in `one_in` times. The simplest list ends at once."""
+        ...
+
     def pick(self, options: Sequence[T]) -> T:
         """Returns one of `options`."""
         ...
@@ -44,6 +48,9 @@ class SeededChoices:
 
     def chance(self, one_in: int) -> bool:
         return self._random.random() * one_in < 1
+
+    def more(self, one_in: int) -> bool:
+        return self._random.random() * one_in >= 1
 
     def pick(self, options: Sequence[T]) -> T:
         return options[int(self._random.random() * len(options))]

@@ -77,7 +77,7 @@ class CaseDrawer:
         return Case(
             model=model.spec,
             world=WorldSpec(size, mesh=_mesh(choices, size) if strategy.startswith("hybrid") else ()),
-            program=operations.program(choices.integer(2, self.scope.max_operations)),
+            program=operations.program(self.scope.max_operations),
             seed=choices.integer(0, 2**16 - 1),
             wrapping=_wrapping(choices, swarm, model),
             strategy=strategy,

@@ -31,6 +31,9 @@ class HypothesisChoices:
         # The simplest answer is no; the highest number stands for yes, so that shrinking moves towards no.
         return self._draw(st.integers(0, one_in - 1)) == one_in - 1
 
+    def more(self, one_in: int) -> bool:
+        return self._draw(st.integers(0, one_in - 1)) != 0
+
     def pick(self, options: Sequence[T]) -> T:
         return options[self._draw(st.integers(0, len(options) - 1))]
 

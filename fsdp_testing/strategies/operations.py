@@ -87,11 +87,13 @@ class OperationDrawer:
         makers += [self._assign_data] if "op.assign_data" in swarm else []
         return makers
 
-    def program(self, length: int) -> tuple[Operation, ...]:
-        """Draws a program; its first operation computes a gradient as often as not."""
-        drawn = [self.operation() for _ in range(length)]
+    def program(self, longest: int) -> tuple[Operation, ...]:
+        """Draws a program of about seven operations, with at least one forward in it."""
+        drawn = [self.operation()]
+        while len(drawn) < longest and self._choices.more(10):
+            drawn.append(self.operation())
         if not any(isinstance(operation, (ForwardBackward, Forward)) for operation in drawn):
-            drawn[self._choices.integer(0, length - 1)] = self.forward_backward()
+            drawn[self._choices.integer(0, len(drawn) - 1)] = self.forward_backward()
         return tuple(drawn)
 
     def operation(self) -> Operation:
