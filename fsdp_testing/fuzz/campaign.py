@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -155,11 +157,14 @@ class Campaign:
     def run(self) -> Tally:
         """Runs until time, examples or patience end; KeyboardInterrupt passes through after everything is saved."""
         self._started = time.monotonic()
-        lanes = [Lane(self._pool, self._plan.name, self._plan.deadline) for _ in range(max(1, self._plan.lanes))]
+        scratch = tempfile.mkdtemp(prefix="fsdp-fuzz-")
+        plan = self._plan
+        lanes = [Lane(self._pool, plan.name, plan.deadline, scratch) for _ in range(max(1, plan.lanes))]
         try:
             self._check_examples(lanes[0])
             self._loop(lanes)
         finally:
+            shutil.rmtree(scratch, ignore_errors=True)
             self.tally.seconds = time.monotonic() - self._started
             self.tally.worlds_lost = sum(lane.worlds_lost for lane in lanes)
             self._save()

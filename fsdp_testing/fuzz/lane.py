@@ -37,12 +37,14 @@ class Lane:
         pool: Where worlds come from.
         name: The implementation.
         deadline: Seconds that one case may take before it counts as hung.
+        scratch: Where the folders of batches are made; whoever gives it removes it.
     """
 
-    def __init__(self, pool: Pool, name: str, deadline: float = 30.0) -> None:
+    def __init__(self, pool: Pool, name: str, deadline: float = 30.0, scratch: str | None = None) -> None:
         self._pool = pool
         self._name = name
         self._deadline = deadline
+        self._scratch = scratch
         self._batches = 0
         self.worlds_lost = 0
 
@@ -59,7 +61,7 @@ class Lane:
         shifted = Watch(
             watch.operations, watch.models, tuple(i - start for i in watch.arcs if i >= start), watch.sources
         )
-        directory = tempfile.mkdtemp(prefix="fsdp-fuzz-")
+        directory = tempfile.mkdtemp(prefix="fsdp-fuzz-", dir=self._scratch)
         try:
             outcome = self._run(todo[0], documents, directory, shifted)
             notes = self._judge(documents, todo[0].world.size, directory, shifted)

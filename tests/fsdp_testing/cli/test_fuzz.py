@@ -67,7 +67,14 @@ def test_a_campaign_goes_on_where_it_ended_and_does_not_tell_twice(tmp_path: Pat
 
 def test_ctrl_c_leaves_everything_on_disk(tmp_path: Path):
     command = [sys.executable, "-m", "fsdp_testing.cli", "fuzz", "torch-ddp", "--seconds", "300", "--state", "s"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "TMPDIR": str(scratch),
+    }
     process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         limit = time.monotonic() + 120
@@ -84,6 +91,7 @@ def test_ctrl_c_leaves_everything_on_disk(tmp_path: Path):
     state = json.loads((tmp_path / "s" / "state.json").read_text())
     assert state["run"] > 0
     assert list((tmp_path / "s" / "corpus").glob("*.json"))
+    assert not list(scratch.glob("fsdp-fuzz-*")), "folders of batches are left"
 
 
 def process_wait(process: subprocess.Popen[bytes], seconds: float) -> None:
