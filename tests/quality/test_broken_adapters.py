@@ -9,12 +9,25 @@ import pytest
 from fault import FAULTS
 
 from fsdp_testing.conformance import run_check, run_conformance
+from fsdp_testing.errors import InvalidImplementation
 from fsdp_testing.records import Verdict
 
 UNBROKEN = "toy:UNBROKEN"
 
+#: What wrapping itself changes is refused by the examination that comes before every check, with these words.
+EXAMINED = {
+    "faults_state:WrapRounds": r"wrap changed the values of 'layers\.0\.weight'",
+    "faults_state:WrapTrainsEverything": r"wrap changed requires_grad of 'layers\.0\.bias'",
+}
 
-@pytest.mark.parametrize("name", FAULTS)
+
+@pytest.mark.parametrize(("name", "told"), EXAMINED.items())
+def test_what_wrapping_changes_is_refused_before_any_check(name, told):
+    with pytest.raises(InvalidImplementation, match=told):
+        run_check(name, FAULTS[name].caught_by)
+
+
+@pytest.mark.parametrize("name", [name for name in FAULTS if name not in EXAMINED])
 def test_a_planted_fault_is_caught_by_its_check(name):
     fault = FAULTS[name]
     result = run_check(name, fault.caught_by)
