@@ -1,4 +1,4 @@
-"""Which backends are there? Built-in gloo, nccl and fake, and a vendor's own by entry point or call.
+"""Which backends are there? Built-in gloo, nccl, fake and gloo-cuda, and a vendor's own by entry point or call.
 
 A vendor copies nothing: a `Backend` is a name, a device type and three functions. Entry points of the group
 `fsdp_testing.backends` give a `Backend` object, loaded when its name is first asked for.
@@ -55,6 +55,7 @@ _BUILT_IN = {
     "gloo": "fsdp_testing.backends.gloo:GLOO",
     "nccl": "fsdp_testing.backends.nccl:NCCL",
     "fake": "fsdp_testing.backends.fake:FAKE",
+    "gloo-cuda": "fsdp_testing.backends.gloo_cuda:GLOO_CUDA",
 }
 _registered: dict[str, Backend | str] = dict(_BUILT_IN)
 

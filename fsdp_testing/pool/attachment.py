@@ -66,10 +66,13 @@ def _joined(launch: Launch, name: str) -> world_place.World:
     reason = backend.unavailable(launch.local_world_size)
     if reason is not None:
         raise BackendUnavailable(f"backend {name!r} cannot run a world of {launch.world_size} here: {reason}.")
+    devices = backend.device_count() if backend.device_count is not None else 0
+    # torchrun gives every local rank a number of its own; where there are fewer devices, local ranks share them in turn.
+    index = launch.local_rank % devices if devices else launch.local_rank
     if backend.prepare is not None:
-        backend.prepare(RankPlace(launch.rank, launch.world_size, launch.local_rank))
+        backend.prepare(RankPlace(launch.rank, launch.world_size, index))
     if not dist.is_initialized():
         # The agent's own store, as torchrun means it to be used.
         dist.init_process_group(backend.torch_backend, init_method="env://")
-    device = backend.device_type if backend.device_type == "cpu" else f"{backend.device_type}:{launch.local_rank}"
+    device = backend.device_type if backend.device_type == "cpu" else f"{backend.device_type}:{index}"
     return world_place.World(launch.rank, launch.world_size, name, device)

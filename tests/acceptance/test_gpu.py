@@ -1,4 +1,5 @@
-"""Ranks on CUDA devices: run by `tox -e gpu`, which fails on a machine that has none. Each rank has a device of its own."""
+"""Ranks on CUDA devices: run by `tox -e gpu`, which fails on a machine that has none. Over nccl each rank has a
+device of its own; over gloo-cuda the ranks share what there is, so that one device suffices for several ranks."""
 
 from __future__ import annotations
 
@@ -11,12 +12,22 @@ from torch.distributed.fsdp import fully_shard
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.world([1, 2], backend="nccl")
-def test_a_sum_over_devices(world) -> None:
+def _sum_over_devices(world) -> None:
     assert world.device.type == "cuda"
     value = torch.full((4,), float(world.rank + 1), device=world.device)
     dist.all_reduce(value, group=world.group)
     assert value.tolist() == [world.size * (world.size + 1) / 2] * 4
+
+
+@pytest.mark.world([1, 2], backend="nccl")
+def test_a_sum_over_devices(world) -> None:
+    _sum_over_devices(world)
+
+
+@pytest.mark.world([1, 2, 3], backend="gloo-cuda")
+def test_a_sum_over_shared_devices(world) -> None:
+    _sum_over_devices(world)
+    assert world.device.index < torch.cuda.device_count()
 
 
 @pytest.mark.world(2, backend="nccl")

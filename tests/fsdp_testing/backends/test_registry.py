@@ -29,7 +29,7 @@ def vendor(name: str = "vendor") -> Backend:
 
 
 def test_built_in_backends() -> None:
-    assert registered_backends()[:3] == ("gloo", "nccl", "fake")
+    assert registered_backends()[:4] == ("gloo", "nccl", "fake", "gloo-cuda")
     assert backend_named("gloo").unavailable(2) is None
     assert backend_named("fake").unavailable(1024) is None
     assert backend_named("fake").single_process
@@ -37,10 +37,14 @@ def test_built_in_backends() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_nccl_gives_one_reason() -> None:
-    reason = backend_named("nccl").unavailable(2)
+@pytest.mark.parametrize(
+    ("name", "needs"),
+    [("nccl", "one CUDA device per rank"), ("gloo-cuda", "one CUDA device, which its ranks may share")],
+)
+def test_without_devices_there_is_one_reason(name: str, needs: str) -> None:
+    reason = backend_named(name).unavailable(2)
     assert reason is not None
-    assert reason.endswith("nccl needs one CUDA device per rank")
+    assert reason.endswith(f"{name} needs {needs}")
 
 
 def test_a_registered_backend() -> None:
