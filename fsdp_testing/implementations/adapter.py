@@ -55,6 +55,8 @@ class TorchStyle:
     load_full_state_dict: Callable[[Model, Mapping[str, torch.Tensor]], None] | None = None
     sharded_state_dict: Callable[[Model], State] | None = None
     load_sharded_state_dict: Callable[[Model, State], None] | None = None
+    local_state_dict: Callable[[Model], State] | None = None
+    load_local_state_dict: Callable[[Model, State], None] | None = None
     full_optimizer_state: Callable[[Model, Optimizer], State] | None = None
     load_full_optimizer_state: Callable[[Model, Optimizer, State], None] | None = None
     register_comm_hook: Callable[[Model, object, Callable[..., Any]], None] | None = None
@@ -96,6 +98,8 @@ class Adapter:
     load_full_state_dict: Callable[[Model, Mapping[str, torch.Tensor]], None]
     sharded_state_dict: Callable[[Model], State]
     load_sharded_state_dict: Callable[[Model, State], None]
+    local_state_dict: Callable[[Model], State]
+    load_local_state_dict: Callable[[Model, State], None]
     full_optimizer_state: Callable[[Model, Optimizer], State]
     load_full_optimizer_state: Callable[[Model, Optimizer, State], None]
     register_comm_hook: Callable[[Model, object, Callable[..., Any]], None]
@@ -125,7 +129,7 @@ class Adapter:
             observes_locally=locally,
             observes_gradients=locally,
             missing=frozenset(filled) - frozenset(given),
-            **(filled | given),
+            **(filled | given | {"wrap": defaults.checkpointing_outside(given["wrap"])}),
         )
 
 

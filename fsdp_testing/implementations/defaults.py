@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_testing.errors import InvalidImplementation
 from fsdp_testing.implementations import naming, pieces
-from fsdp_testing.implementations.protocol import Piece, StateEntry
+from fsdp_testing.implementations.protocol import Piece, Setup, StateEntry
+from fsdp_testing.implementations.torch_checkpointing import checkpoint_outside
 
 _Given = Mapping[str, Callable[..., Any]]
 
@@ -53,12 +55,27 @@ OPTIONAL_WITHOUT_DEFAULT = (
     "load_full_state_dict",
     "sharded_state_dict",
     "load_sharded_state_dict",
+    "local_state_dict",
+    "load_local_state_dict",
     "full_optimizer_state",
     "load_full_optimizer_state",
     "register_comm_hook",
     "unshard",
     "reshard",
 )
+
+
+def checkpointing_outside(wrap: Callable[[nn.Module, Setup], nn.Module]) -> Callable[[nn.Module, Setup], nn.Module]:
+    """`wrap`, and then recomputation around what it made of the modules, where the setup asks for that."""
+
+    def wrap_then_checkpoint(module: nn.Module, setup: Setup) -> nn.Module:
+        if not (setup.checkpointed and setup.checkpoint_outside):
+            return wrap(module, setup)
+        model = wrap(module, replace(setup, checkpointed=()))
+        checkpoint_outside(model, setup.checkpointed, reentrant=setup.checkpoint_reentrant)
+        return model
+
+    return wrap_then_checkpoint
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float) -> torch.Tensor:

@@ -132,7 +132,7 @@ Apply = Callable[[nn.Module, Setup, str, dict[str, Any]], nn.Module]
 
 def _wrap(apply: Apply, module: nn.Module, setup: Setup) -> nn.Module:
     """Every unit, children first, then the root. Collectives: those of the settings; every rank calls."""
-    checkpoint_modules(module, setup.checkpointed)
+    checkpoint_modules(module, setup.checkpointed, reentrant=setup.checkpoint_reentrant)
     ignored = [module.get_submodule(name) for name in setup.ignored]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # NO_SHARD over several ranks is judged, not recommended

@@ -30,6 +30,7 @@ METHODS_OF_CAPABILITY: Mapping[str, tuple[str, ...]] = {
     "summon_writeback": ("full_parameters",),
     "full_state_dict": ("full_state_dict", "load_full_state_dict"),
     "sharded_state_dict": ("sharded_state_dict", "load_sharded_state_dict"),
+    "local_state_dict": ("local_state_dict", "load_local_state_dict"),
     "optim_state": ("full_optimizer_state", "load_full_optimizer_state"),
     "comm_hook": ("register_comm_hook",),
     "explicit_unshard": ("unshard", "reshard"),
@@ -99,7 +100,10 @@ class Setup:
         unit_precisions: Precision of single units where it differs, by FQN.
         cpu_offload: Keep parameters, gradients and optimizer state on the CPU.
         ignored: FQNs of modules that the implementation must leave alone.
-        checkpointed: FQNs of modules whose activations are recomputed in backward (non-reentrant).
+        checkpointed: FQNs of modules whose activations are recomputed in backward.
+        checkpoint_reentrant: By torch's reentrant way; without the capability of that name it is never asked for.
+        checkpoint_outside: Around the wrapped units instead of inside them. The harness does it after `wrap`, which is
+            told of no checkpointed module then.
         sync_module_states: Rank 0's parameters and buffers are broadcast at construction.
         forward_prefetch: Ask for prefetching in forward, where the implementation has the option.
         backward_prefetch: One of "pre", "post", "none".
@@ -122,6 +126,8 @@ class Setup:
     cpu_offload: bool = False
     ignored: tuple[str, ...] = ()
     checkpointed: tuple[str, ...] = ()
+    checkpoint_reentrant: bool = False
+    checkpoint_outside: bool = False
     sync_module_states: bool = False
     forward_prefetch: bool = False
     backward_prefetch: str = "pre"
@@ -268,7 +274,7 @@ class Replayable(Protocol):
 
 
 class Stateful(Protocol):
-    """Gives `full_state_dict`, `sharded_state_dict` and `optim_state`."""
+    """Gives `full_state_dict`, `sharded_state_dict`, `local_state_dict` and `optim_state`."""
 
     def full_state_dict(self, model: nn.Module) -> Mapping[str, torch.Tensor]:
         """Whole parameters and persistent buffers on every rank. Collectives: allowed; every rank calls."""
@@ -286,6 +292,14 @@ class Stateful(Protocol):
         """Load what `sharded_state_dict` gave on the same world size."""
         ...
 
+    def local_state_dict(self, model: nn.Module) -> Mapping[str, Any]:
+        """This rank's shards as they lie in memory, for a model that is wrapped just so. Collectives: none."""
+        ...
+
+    def load_local_state_dict(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Load what `local_state_dict` gave on the same rank."""
+        ...
+
     def full_optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
         """`{"state": {fqn: {name: value}}, "param_groups": [...]}` with complete tensors, on every rank."""
         ...
@@ -294,6 +308,20 @@ class Stateful(Protocol):
         self, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     ) -> None:
         """Load what `full_optimizer_state` gave, also into a fresh optimizer."""
+        ...
+
+
+class Hookable(Protocol):
+    """Gives the capability `comm_hook`."""
+
+    def register_comm_hook(self, model: nn.Module, state: object, hook: Callable[..., Any]) -> None:
+        """The user's `hook` reduces gradients from now on; called once, on every rank, before the first forward.
+
+        Once per unit and synchronised backward it is called with `state`, the unit's whole gradient on this rank, flat
+        and undivided, in the dtype that goes on the wire, and, where the unit is sharded, the tensor that takes this
+        rank's span of the result: `hook(state, grad, output)`. Without `output` the gradient is reduced in place. The
+        hook alone divides.
+        """
         ...
 
 

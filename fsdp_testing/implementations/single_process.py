@@ -117,7 +117,7 @@ def wrap(module: nn.Module, setup: Setup) -> nn.Module:
         raise InvalidImplementation(
             f"single-process: expected strategy 'no_shard', got {setup.strategy!r}. Run only what it claims."
         )
-    checkpoint_modules(module, setup.checkpointed)
+    checkpoint_modules(module, setup.checkpointed, reentrant=setup.checkpoint_reentrant)
     _AVERAGING[module] = _Averaging(module, setup.group)
     return module
 

@@ -76,7 +76,7 @@ def wrap(module: nn.Module, setup: Setup) -> nn.Module:
         raise InvalidImplementation(
             f"torch-ddp: expected strategy 'no_shard', got {setup.strategy!r}. Run only what it claims."
         )
-    checkpoint_modules(module, setup.checkpointed)
+    checkpoint_modules(module, setup.checkpointed, reentrant=setup.checkpoint_reentrant)
     inside = tuple(f"{name}." for name in setup.ignored)
     ignored = [fqn for fqn, _ in module.named_parameters(remove_duplicate=False) if fqn.startswith(inside)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)

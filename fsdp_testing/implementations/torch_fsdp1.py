@@ -89,7 +89,7 @@ def wrap(module: nn.Module, setup: Setup, *, use_orig_params: bool) -> nn.Module
 
     Collectives: those of group creation for a 2-D mesh, which `setup.mesh` has behind it.
     """
-    checkpoint_modules(module, setup.checkpointed)
+    checkpoint_modules(module, setup.checkpointed, reentrant=setup.checkpoint_reentrant)
     ignored = [module.get_submodule(name) for name in setup.ignored]
     with warnings.catch_warnings():
         # Deprecated, but documented and judged: NO_SHARD; the class itself since 2.13.

@@ -87,7 +87,7 @@ def wrap(module: nn.Module, setup: Setup) -> nn.Module:
             f"torch-fsdp2: expected a mesh and a sharding strategy, got {setup.mesh} and {setup.strategy!r}. "
             "Run only what it claims."
         )
-    checkpoint_modules(module, setup.checkpointed)
+    checkpoint_modules(module, setup.checkpointed, reentrant=setup.checkpoint_reentrant)
     ignored = parameters_of(module, setup.ignored)
     for name, unit in innermost_first(module, setup.units):
         fully_shard(unit, **_options(setup, name, ignored))

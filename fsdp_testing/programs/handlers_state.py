@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from fsdp_testing.programs import execute, models
 from fsdp_testing.programs import replay as replays
 from fsdp_testing.programs.execute import RankProgram, Values
 from fsdp_testing.programs.replay import Replay, Results
-from fsdp_testing.records import Forward, ForwardBackward
+from fsdp_testing.records import Case, Forward, ForwardBackward
 from fsdp_testing.records.operations_state import (
     AssignData,
     Interrupt,
@@ -69,8 +70,9 @@ def _several_forwards(program: RankProgram, operation: SeveralForwards) -> Value
 
 def _reload(program: RankProgram, operation: Reload) -> None:
     adapter, model, optimizer = program.adapter, program.model, program.optimizer
-    full = operation.form == "full"
-    state: Any = adapter.full_state_dict(model) if full else adapter.sharded_state_dict(model)
+    save: Any = getattr(adapter, f"{operation.form}_state_dict")
+    load: Any = getattr(adapter, f"load_{operation.form}_state_dict")
+    state: Any = save(model)
     with_optimizer = operation.optimizer and optimizer is not None
     saved = adapter.full_optimizer_state(model, optimizer) if with_optimizer and optimizer is not None else None
     flags = {name: parameter.requires_grad for name, parameter in adapter.named_parameters(model)}
@@ -82,7 +84,7 @@ def _reload(program: RankProgram, operation: Reload) -> None:
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(flags.get(name, parameter.requires_grad))
     program.model = adapter.wrap(module, program.make_setup(case, module))
-    (adapter.load_full_state_dict if full else adapter.load_sharded_state_dict)(program.model, state)
+    load(program.model, state)
     if optimizer is not None:
         program.build_optimizer()
     if saved is not None and program.optimizer is not None:
@@ -90,17 +92,24 @@ def _reload(program: RankProgram, operation: Reload) -> None:
 
 
 def _interrupt(program: RankProgram, operation: Interrupt) -> None:
+    with suppress(Interruption):
+        if operation.where == "summon":
+            with program.adapter.full_parameters(program.model, writeback=True):
+                raise Interruption("the user's own code raises")
+        with program.adapter.no_sync(program.model) if operation.where == "no_sync" else nullcontext():
+            _interrupted_pass(program, operation)
+    owner: Any = program.optimizer if program.optimizer is not None else program.model
+    owner.zero_grad(set_to_none=True)
+
+
+def _interrupted_pass(program: RankProgram, operation: Interrupt) -> None:
     handle = _interrupt_at(program.model, operation)
     try:
         loss = program.call(operation.batch).loss
         if loss.requires_grad:
             loss.backward()
-    except Interruption:
-        pass
     finally:
         handle.remove()
-    owner: Any = program.optimizer if program.optimizer is not None else program.model
-    owner.zero_grad(set_to_none=True)
 
 
 def _unshard_first(program: RankProgram, operation: UnshardFirst) -> Values | None:
@@ -118,8 +127,16 @@ def _assign_data(program: RankProgram, operation: AssignData) -> Values:
         return program.call(operation.batch).values()
 
 
-def _move(program: RankProgram, _operation: Move) -> None:
+def _move(program: RankProgram, operation: Move) -> None:
     program.model.to(next(program.model.parameters()).device)
+    if operation.dtype is not None:
+        program.model.to(models.dtype_of(operation.dtype))
+        program.case = _in_dtype(program.case, operation.dtype)
+
+
+def _in_dtype(case: Case, dtype: str) -> Case:
+    """The case with inputs of another dtype."""
+    return replace(case, model=replace(case.model, dtype=dtype))
 
 
 # ----------------------------------------------------------------------------------------------- in the oracle
@@ -152,7 +169,7 @@ def _replay_reload(replay: Replay, operation: Reload) -> None:
 
 def _replay_interrupt(replay: Replay, operation: Interrupt) -> None:
     replay.refresh()
-    for rank, replica in enumerate(replay.replicas):
+    for rank, replica in enumerate(replay.replicas if operation.where != "summon" else ()):
         # A forward that is interrupted has computed up to there: buffers may have changed. The backward changes none.
         handle = None if operation.backward else _interrupt_at(replica, operation)
         try:
@@ -178,8 +195,20 @@ def _replay_assign_data(replay: Replay, operation: AssignData) -> Results | None
     return replays.HANDLERS[Forward](replay, Forward(operation.batch))
 
 
-def _replay_move(_replay: Replay, _operation: Move) -> None:
-    """Changes nothing."""
+def _replay_move(replay: Replay, operation: Move) -> None:
+    """Changes nothing, unless there is a dtype."""
+    if operation.dtype is None:
+        return
+    replay.case = _in_dtype(replay.case, operation.dtype)
+    dtype = models.dtype_of(operation.dtype)
+    for fqn, parameter in replay.parameters.items():
+        parameter.data = parameter.data.to(dtype)
+        replay.compute[fqn].data = replay.disturbance.place(parameter.detach())
+    for module in (replay.master, *replay.replicas):
+        for owner in module.modules():
+            for name, buffer in owner.named_buffers(recurse=False):
+                if buffer.is_floating_point():
+                    setattr(owner, name, buffer.to(dtype))
 
 
 ENGINE: dict[Any, Callable[[RankProgram, Any], Values | None]] = {

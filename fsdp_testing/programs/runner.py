@@ -42,6 +42,33 @@ MUST_REPEAT = ("died", "hung")
 FREE = Comparison()
 """The oracle runs freely and everything is compared."""
 
+Review = Callable[[Case, Sequence[RankObservation], Expectation], Finding | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Special:
+    """Another way to run a case, for claims that its numbers alone do not decide.
+
+    Attributes:
+        job: What ranks run, called like `jobs.run_case`, with `arguments` after its own. It returns an observation,
+            of a class of its own where it has more to tell.
+        arguments: More arguments of `job`.
+        expect: What the oracle's process runs, called with the case, whether every operation is observed, and
+            `expect_arguments`; None for the oracle's free replay (or the lockstep that the comparison asks for).
+        expect_arguments: More arguments of `expect`.
+        review: Looks at what the ranks report once the numbers agree.
+    """
+
+    job: Callable[..., Any] = jobs.run_case
+    arguments: tuple[Any, ...] = ()
+    expect: Callable[..., Expectation] | None = None
+    expect_arguments: tuple[Any, ...] = ()
+    review: Review | None = None
+
+
+ORDINARY = Special()
+"""Cases run as they are, and their numbers decide."""
+
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
@@ -49,6 +76,26 @@ class Judgement:
 
     outcome: CaseOutcome
     finding: Finding | None = None
+    ranks: tuple[RankObservation, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """One case on one implementation, and how it is judged."""
+
+    name: str
+    case: Case
+    comparison: Comparison
+    special: Special
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one run of the case showed."""
+
+    finding: Finding | None
+    tally: Tally
+    ranks: tuple[RankObservation, ...] = ()
 
 
 class _Unjudged(Exception):
@@ -68,27 +115,43 @@ class CaseRunner:
         self._timeout = timeout
         self._expectations: OrderedDict[str, Expectation] = OrderedDict()
 
-    def judge(self, name: str, case: Case, comparison: Comparison = FREE) -> Judgement:
+    @property
+    def pool(self) -> Pool:
+        """Where worlds come from."""
+        return self._pool
+
+    def judge(
+        self,
+        name: str,
+        case: Case,
+        comparison: Comparison = FREE,
+        *,
+        closely: bool = False,
+        special: Special = ORDINARY,
+    ) -> Judgement:
         """Runs `case` through implementation `name` and compares it with the oracle.
 
         A divergence is looked at again with an observation after every operation, so that the first operation is
-        named and not the next marked point. A death or a hang must repeat: the machine may be to blame for one.
+        named and not the next marked point (`closely` looks like that from the beginning). A death or a hang must
+        repeat: the machine may be to blame for one.
         """
         start = time.perf_counter()
+        closely = closely or comparison.lockstep
+        asked = _Question(name, case, comparison, special)
         try:
-            finding, tally = self._attempt(name, case, comparison, observe_all=comparison.lockstep)
-            if finding is not None and finding.kind in LOCATABLE and not comparison.lockstep:
-                finding, tally = self._closer(name, case, comparison, finding, tally)
-            elif finding is not None and finding.kind in MUST_REPEAT:
-                self._repeat(name, case, comparison, finding)
+            answer = self._attempt(asked, observe_all=closely)
+            if answer.finding is not None and answer.finding.kind in LOCATABLE and not closely:
+                answer = self._closer(asked, answer.finding, answer)
+            elif answer.finding is not None and answer.finding.kind in MUST_REPEAT:
+                self._repeat(asked, answer.finding)
         except _Unjudged as reason:
             return Judgement(_outcome(case, Verdict.UNKNOWN, start, error=str(reason)))
         except PoolBroken as broken:
             return Judgement(_outcome(case, Verdict.UNKNOWN, start, error=f"the pool was lost: {broken}"))
-        if finding is None and not tally.comparisons:
+        if answer.finding is None and not answer.tally.comparisons:
             return Judgement(_outcome(case, Verdict.UNKNOWN, start, error="nothing was compared"))
-        verdict = Verdict.PASS if finding is None else Verdict.FAIL
-        return Judgement(_outcome(case, verdict, start, tally=tally), finding)
+        verdict = Verdict.PASS if answer.finding is None else Verdict.FAIL
+        return Judgement(_outcome(case, verdict, start, tally=answer.tally), answer.finding, answer.ranks)
 
     def on_ranks(self, function: Callable[..., Any], *args: Any, size: int) -> list[Any]:
         """Calls `function(*args)` on a world of the runner's pool; raises `WorldFailed` unless every rank returned."""
@@ -108,40 +171,40 @@ class CaseRunner:
             raise PoolBroken(outcome.describe())
         return tuple(found[rank] for rank in sorted(found))
 
-    def _attempt(
-        self, name: str, case: Case, comparison: Comparison, *, observe_all: bool
-    ) -> tuple[Finding | None, Tally]:
-        outcome = self._execute(case.world, jobs.run_case, (name, case, observe_all), f"{name} {case.identity}")
+    def _attempt(self, asked: _Question, *, observe_all: bool) -> Answer:
+        case, special = asked.case, asked.special
+        arguments = (asked.name, case, observe_all, *special.arguments)
+        outcome = self._execute(case.world, special.job, arguments, f"{asked.name} {case.identity}")
         found = _observations(outcome)
         errors = {rank: seen.error for rank, seen in found.items() if seen.error is not None}
         innocent = [error for error in errors.values() if error.innocent]
         if innocent:
             raise _Unjudged(f"{innocent[0].type_name}: {innocent[0].message}\n{innocent[0].traceback}")
         if len(found) < case.world.size:
-            return self._lost(case, outcome, errors), Tally()
-        ranks = [found[rank] for rank in sorted(found)]
-        tally = self._compare(name, case, comparison, ranks, observe_all=observe_all)
+            return Answer(self._lost(case, outcome, errors), Tally())
+        ranks = tuple(found[rank] for rank in sorted(found))
+        expectation = self._expectation(asked, ranks, observe_all=observe_all)
+        tally = self._compare(asked, expectation, ranks)
         if tally.divergences:
             leading = parity.first(tally.divergences)
-            return finding_of(case, leading, len(tally.divergences) - 1), tally
+            return Answer(finding_of(case, leading, len(tally.divergences) - 1), tally, ranks)
         if errors:
-            return raised_finding(case, errors), tally
+            return Answer(raised_finding(case, errors), tally, ranks)
         if not outcome.ok:
-            return _disagreement(case, outcome), tally
-        return None, tally
+            return Answer(_disagreement(case, outcome), tally, ranks)
+        finding = special.review(case, ranks, expectation) if special.review is not None else None
+        return Answer(finding, tally, ranks)
 
-    def _closer(
-        self, name: str, case: Case, comparison: Comparison, finding: Finding, tally: Tally
-    ) -> tuple[Finding, Tally]:
+    def _closer(self, asked: _Question, finding: Finding, answer: Answer) -> Answer:
         """The same divergence, at the operation where it first shows."""
-        closer, closer_tally = self._attempt(name, case, comparison, observe_all=True)
-        if closer is not None:
-            return closer, closer_tally
+        closer = self._attempt(asked, observe_all=True)
+        if closer.finding is not None:
+            return closer
         note = f"{finding.explanation}; it does not show when every operation is followed by an observation"
-        return replace(finding, explanation=note), tally
+        return replace(answer, finding=replace(finding, explanation=note))
 
-    def _repeat(self, name: str, case: Case, comparison: Comparison, finding: Finding) -> None:
-        again, _ = self._attempt(name, case, comparison, observe_all=comparison.lockstep)
+    def _repeat(self, asked: _Question, finding: Finding) -> None:
+        again = self._attempt(asked, observe_all=asked.comparison.lockstep).finding
         if again is None or again.kind != finding.kind:
             second = "it ran to its end" if again is None else again.explanation
             raise _Unjudged(
@@ -173,16 +236,17 @@ class CaseRunner:
             detail=outcome.describe(),
         )
 
-    def _compare(
-        self, name: str, case: Case, comparison: Comparison, ranks: Sequence[RankObservation], *, observe_all: bool
-    ) -> Tally:
-        if comparison.lockstep:
-            arguments = (case, name, adoption.states(ranks))
-            expectation = self._ask_oracle(jobs.expect_lockstep, arguments, case)
-        else:
-            expectation = self._free_expectation(case, observe_all=observe_all)
-        tally = parity.compare(expectation, ranks, comparison)
-        complete = bool(expectation.points) and expectation.points[-1].index == len(case.program)
+    def _expectation(self, asked: _Question, ranks: Sequence[RankObservation], *, observe_all: bool) -> Expectation:
+        case, special = asked.case, asked.special
+        if special.expect is not None:
+            return self._ask_oracle(special.expect, (case, observe_all, *special.expect_arguments), case)
+        if asked.comparison.lockstep:
+            return self._ask_oracle(jobs.expect_lockstep, (case, asked.name, adoption.states(ranks)), case)
+        return self._free_expectation(case, observe_all=observe_all)
+
+    def _compare(self, asked: _Question, expectation: Expectation, ranks: Sequence[RankObservation]) -> Tally:
+        tally = parity.compare(expectation, ranks, asked.comparison)
+        complete = bool(expectation.points) and expectation.points[-1].index == len(asked.case.program)
         if not complete and not tally.divergences and all(rank.error is None for rank in ranks):
             raise _Unjudged("the oracle did not come to the end of this case, and what it saw agrees")
         return tally

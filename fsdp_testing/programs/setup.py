@@ -36,6 +36,11 @@ def setup_of(
         precision=precision_of(case.mixed_precision),
         cpu_offload=case.cpu_offload,
         ignored=case.wrapping.ignored,
+        checkpointed=case.wrapping.checkpointed,
+        checkpoint_reentrant=case.wrapping.checkpoint_reentrant,
+        checkpoint_outside=case.wrapping.checkpoint_outside,
+        forward_prefetch=case.wrapping.forward_prefetch,
+        backward_prefetch=case.wrapping.backward_prefetch,
     )
 
 

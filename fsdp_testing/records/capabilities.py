@@ -57,6 +57,7 @@ CAPABILITIES: dict[str, str] = {
     "clip_grad_norm": "gradients are clipped by their total norm over all ranks",
     "cpu_offload": "sharded parameters and gradients live on the CPU",
     # access and state
+    "dtype_cast": "`module.to(dtype)` between wrapping and the first forward",
     "data_assignment": "a parameter may be given new storage by `p.data = ...` between iterations",
     "summon_writeback": "full parameters can be gathered, edited and written back",
     "full_state_dict": "the model's whole state can be saved and loaded",
@@ -67,6 +68,7 @@ CAPABILITIES: dict[str, str] = {
     # around
     "comm_hook": "a user's function reduces the gradients",
     "activation_checkpointing": "units recompute their forward in backward",
+    "reentrant_checkpointing": "the recomputation may be reentrant: a backward inside the backward",
     "meta_init": "modules on the meta device are materialized while wrapping",
     "sync_module_states": "rank 0's parameters and buffers are broadcast while wrapping",
     "explicit_unshard": "units can be gathered and released by hand",

@@ -22,6 +22,7 @@ CASE_VERSION = 1
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 OPTIMIZERS = ("sgd", "adamw", "adam")
 POLICIES = ("module_class", "size", "always")
+PREFETCH = ("pre", "post", "none")
 
 Scalar = str | int | float | bool | None
 
@@ -69,11 +70,31 @@ class WrappingPlan:
             parents.
         policy: Wraps automatically instead of (or, where claimed, beside) the list.
         ignored: FQNs of modules whose parameters stay outside.
+        checkpointed: FQNs of modules whose forward is computed again in backward.
+        checkpoint_reentrant: By running a backward inside the backward, as torch's older way does.
+        checkpoint_outside: Around what wrapping made of the module, instead of inside it.
+        forward_prefetch: Asks for units to be gathered ahead in forward.
+        backward_prefetch: `pre`, `post` or `none`: when the next unit of a backward is gathered.
     """
 
     units: tuple[str, ...] = ()
     policy: PolicySpec | None = None
     ignored: tuple[str, ...] = ()
+    checkpointed: tuple[str, ...] = ()
+    checkpoint_reentrant: bool = False
+    checkpoint_outside: bool = False
+    forward_prefetch: bool = False
+    backward_prefetch: str = "pre"
+
+    def required(self) -> frozenset[str]:
+        """Returns the capabilities that wrapping so needs."""
+        prefetch = self.forward_prefetch or self.backward_prefetch != "pre"
+        tags = {"nested_wrapping"} if self.units else set()
+        tags |= {"policy_wrapping"} if self.policy else set()
+        tags |= {"ignored_parameters"} if self.ignored else set()
+        tags |= {"activation_checkpointing"} if self.checkpointed else set()
+        tags |= {"reentrant_checkpointing"} if self.checkpointed and self.checkpoint_reentrant else set()
+        return frozenset(tags | ({"prefetch"} if prefetch else set()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,15 +154,12 @@ class Case:
         """Returns the capabilities an implementation must claim to be asked this case."""
         tags = {STRATEGIES[self.strategy]}
         tags |= {"cpu_offload"} if self.cpu_offload else set()
-        tags |= {"nested_wrapping"} if self.wrapping.units else set()
-        tags |= {"policy_wrapping"} if self.wrapping.policy else set()
-        tags |= {"ignored_parameters"} if self.wrapping.ignored else set()
         tags |= {"frozen_parameters"} if self.model.freeze else set()
         if self.mixed_precision is not None:
             tags |= {"mixed_precision"} if self.mixed_precision.param_dtype else set()
             tags |= {"reduce_dtype"} if self.mixed_precision.reduce_dtype else set()
             tags |= {"buffer_dtype"} if self.mixed_precision.buffer_dtype else set()
-        return frozenset(tags).union(*(operation.required() for operation in self.program))
+        return frozenset(tags).union(self.wrapping.required(), *(operation.required() for operation in self.program))
 
     @property
     def identity(self) -> str:
@@ -186,6 +204,7 @@ def check_case(case: Case, where: str = "case") -> None:
     demand("strategy", case.strategy, tuple(STRATEGIES))
     demand("model.dtype", case.model.dtype, DTYPES)
     demand("optimizer.name", case.optimizer.name, OPTIMIZERS)
+    demand("wrapping.backward_prefetch", case.wrapping.backward_prefetch, PREFETCH)
     if case.wrapping.policy is not None:
         demand("wrapping.policy.kind", case.wrapping.policy.kind, POLICIES)
     for name in ("param_dtype", "reduce_dtype", "buffer_dtype") if case.mixed_precision else ():

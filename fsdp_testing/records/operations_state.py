@@ -13,7 +13,8 @@ from typing import ClassVar
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.records.operation import OPERATIONS, Batch, Operation
 
-FORMS = ("full", "sharded")
+FORMS = ("full", "sharded", "local")
+PLACES = ("step", "no_sync", "summon")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class Reload(Operation):
     Gradients are gone afterwards; a new optimizer has an empty state and the case's learning rate.
 
     Attributes:
-        form: `full` or `sharded` model state.
+        form: `full`, `sharded` or `local` model state.
         optimizer: Optimizer state is saved and loaded too, if there is an optimizer.
         units: Inner units of the new model; None keeps the plan. Another plan needs the full form.
     """
@@ -68,12 +69,13 @@ class Reload(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Interrupt(Operation):
-    """A forward (or its backward) in which the user's own code raises on every rank; then gradients are cleared.
+    """The user's own code raises on every rank, in a forward or in its backward; then gradients are cleared.
 
     Attributes:
         batch: Inputs; every rank uses the same branches, else the ranks would part by the user's own doing.
         place: Which module without children raises, counted in module order and wrapped around.
         backward: It raises when the gradient of its output is known, instead of before its forward.
+        where: In an ordinary `step`, in one inside `no_sync`, or in an open `summon` (then no forward runs at all).
     """
 
     kind: ClassVar[str] = "interrupt"
@@ -82,12 +84,18 @@ class Interrupt(Operation):
     batch: Batch
     place: int = 0
     backward: bool = False
+    where: str = "step"
+
+    def __post_init__(self) -> None:
+        if self.where not in PLACES:
+            raise InvalidRecord(f"Interrupt.where: expected one of {PLACES}, got {self.where!r}. Choose one of them.")
 
     def batches(self) -> tuple[Batch, ...]:
         return (self.batch,)
 
     def required(self) -> frozenset[str]:
-        return Interrupt.needs | self.batch.required()
+        inside = {"no_sync": {"no_sync"}, "summon": {"summon_writeback"}}.get(self.where, set())
+        return Interrupt.needs | self.batch.required() | inside
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +145,19 @@ class AssignData(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Move(Operation):
-    """`module.to` the device where it is already, which touches every parameter and must change none."""
+    """`module.to` the device where it is already, which touches every parameter and must change none.
+
+    Attributes:
+        dtype: `module.to` this dtype as well, for good: inputs have it from here on. Gradients and the optimizer are
+            not carried over, so it comes before both.
+    """
 
     kind: ClassVar[str] = "move"
     waits_for_reduction: ClassVar[bool] = True
+    dtype: str | None = None
+
+    def required(self) -> frozenset[str]:
+        return frozenset({"dtype_cast"} if self.dtype else ())
 
 
 OPERATIONS.update(

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from fsdp_testing.checkers.parity import Comparison
+from fsdp_testing.programs.runner import ORDINARY, CaseRunner, Judgement, Special
 from fsdp_testing.records import (
     STRATEGIES,
     Batch,
@@ -85,6 +86,7 @@ class Place:
 
 
 Builder = Callable[[Place], Iterable[Case]]
+Judge = Callable[[CaseRunner, str, Case, Comparison], Judgement]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,8 @@ class Check:
         build: Gives the cases at a place.
         needs: Capabilities without which the check is not asked.
         comparison: How observations are compared with the oracle.
+        special: How its cases are run, where they are not run as they are.
+        judge: Judges one case by itself, where that takes more than one run.
         profile: `default` runs always, `extended` when asked for.
         strategies: Strategies under which it runs, of those that are claimed.
         meshes: For hybrid strategies, the mesh shapes by world size.
@@ -109,6 +113,8 @@ class Check:
     build: Builder
     needs: frozenset[str] = frozenset()
     comparison: Comparison = field(default_factory=Comparison)
+    special: Special = ORDINARY
+    judge: Judge | None = None
     profile: str = "default"
     strategies: tuple[str, ...] = FLAT
     meshes: Mapping[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
@@ -122,6 +128,12 @@ class Check:
                 meshes = self.meshes.get(size, ()) if strategy in HYBRID else ((),)
                 found += [Place(size, strategy, backend, mesh) for mesh in meshes]
         return found
+
+    def judged(self, runner: CaseRunner, name: str, case: Case) -> Judgement:
+        """Returns what `case` says of implementation `name`."""
+        if self.judge is not None:
+            return self.judge(runner, name, case, self.comparison)
+        return runner.judge(name, case, self.comparison, special=self.special)
 
     def matches(self, patterns: Iterable[str]) -> bool:
         """Whether the check's name, or its suite, matches one of the patterns (fnmatch)."""

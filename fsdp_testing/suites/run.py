@@ -53,7 +53,7 @@ def _judge_all(runner: CaseRunner, name: str, cases: Sequence[Case], check: Chec
     """Judges the cases in order, up to the first that hangs: the claim is refuted then, and each hang costs a deadline."""
     judgements: list[Judgement] = []
     for case in cases:
-        judgements.append(runner.judge(name, case, check.comparison))
+        judgements.append(check.judged(runner, name, case))
         finding = judgements[-1].finding
         if finding is not None and finding.kind == "hung":
             break

@@ -11,7 +11,7 @@ from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.pool import Pool
 from fsdp_testing.programs.execute import HANDLERS, RankProgram
-from fsdp_testing.programs.runner import CaseRunner
+from fsdp_testing.programs.runner import Answer, CaseRunner
 from fsdp_testing.records import (
     OPERATIONS,
     Batch,
@@ -131,7 +131,7 @@ def scripted(monkeypatch, *findings):
     """A runner whose attempts give these findings, one after the other."""
     left = list(findings)
     tally = Tally(comparisons=3)
-    monkeypatch.setattr(CaseRunner, "_attempt", lambda self, *args, observe_all: (left.pop(0), tally))
+    monkeypatch.setattr(CaseRunner, "_attempt", lambda self, asked, observe_all: Answer(left.pop(0), tally))
     return CaseRunner()
 
 
@@ -161,7 +161,7 @@ def test_a_divergence_that_hides_from_observation_is_told_as_such(monkeypatch):
 
 
 def test_nothing_compared_is_no_pass(monkeypatch):
-    monkeypatch.setattr(CaseRunner, "_attempt", lambda self, *args, observe_all: (None, Tally()))
+    monkeypatch.setattr(CaseRunner, "_attempt", lambda self, asked, observe_all: Answer(None, Tally()))
     judgement = CaseRunner().judge("torch-ddp", case())
     assert judgement.outcome.verdict is Verdict.UNKNOWN
     assert judgement.outcome.error == "nothing was compared"
