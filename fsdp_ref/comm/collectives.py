@@ -168,7 +168,7 @@ class _ExchangeAndSum:
 
 
 class GlooCollectives(Collectives):
-    """Gloo on CPU: both directions by direct exchange (``all_to_all``) between each two ranks.
+    """Gloo between tensors on the host: both directions by direct exchange (``all_to_all``) between each two ranks.
 
     Gloo runs a reduce-scatter as a whole all-reduce, which moves twice the bytes. Exchanging the chunks and adding
     them locally moves each byte once, and adding in rank order makes the sum the same on every run, whatever the
@@ -243,6 +243,62 @@ class _ThenGive:
             self._scratch.give(buffer)
 
 
+class HostCollectives(Collectives):
+    """Gloo for tensors of a device: through buffers on the host.
+
+    Gloo itself takes device tensors for some operations and dtypes only, which ones differs between versions, and it
+    copies them to the host too. Here all of them take the way that is used on the CPU. Whatever the current stream did
+    to a contribution is waited for when the call is issued; results are copied back when they are waited for, on the
+    stream that is current then.
+    """
+
+    def __init__(self, on_host: Collectives) -> None:
+        self._on_host = on_host
+
+    def _all_gather(self, out: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Pending:
+        host = torch.empty(out.shape, dtype=out.dtype)
+        return _ThenCopy(self._on_host._all_gather(host, _on_host(shard), group), host, out)
+
+    def _reduce_scatter(self, out: Tensor, full: Tensor, group: dist.ProcessGroup) -> Pending:
+        host = torch.empty(out.shape, dtype=out.dtype)
+        return _ThenCopy(self._on_host._reduce_scatter(host, _on_host(full), group), host, out)
+
+    def _all_reduce(self, tensor: Tensor, group: dist.ProcessGroup, op: str) -> Pending:
+        host = _on_host(tensor)
+        return _ThenCopy(self._on_host._all_reduce(host, group, op), host, tensor)
+
+    def _broadcast(self, tensor: Tensor, group_src: int, group: dist.ProcessGroup) -> Pending:
+        host = _on_host(tensor)
+        return _ThenCopy(self._on_host._broadcast(host, group_src, group), host, tensor)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """Return a copy on the host, after what the current stream does to ``tensor``."""
+    return tensor.detach().to("cpu", copy=True)
+
+
+class _ThenCopy:
+    """A communication of the host whose result belongs on a device.
+
+    Args:
+        pending: the communication.
+        host: its result.
+        out: where the result goes.
+    """
+
+    def __init__(self, pending: Pending, host: Tensor, out: Tensor) -> None:
+        self._pending = pending
+        self._host: Tensor | None = host
+        self._out = out
+
+    def wait(self) -> None:
+        self._pending.wait()
+        host, self._host = self._host, None
+        if host is not None:
+            with torch.no_grad():
+                self._out.copy_(host)
+
+
 class SilentCollectives(Collectives):
     """No communication at all, for ablation: each rank takes its own contribution for everybody's.
 
@@ -266,15 +322,16 @@ class SilentCollectives(Collectives):
 
 _plain = Collectives()
 _gloo = GlooCollectives()
+_gloo_by_host = HostCollectives(_gloo)
 SILENT = SilentCollectives()
 
 
 def collectives_for(group: dist.ProcessGroup, device: torch.device) -> Collectives:
     """Return the algorithms that suit the backend which ``group`` uses for tensors on ``device``."""
     backend = str(dist.get_backend(group))
-    if backend == "gloo" or (device.type == "cpu" and "cpu:gloo" in backend):
-        return _gloo
-    return _plain
+    if backend != "gloo" and f"{device.type}:gloo" not in backend:
+        return _plain
+    return _gloo if device.type == "cpu" else _gloo_by_host
 
 
 def as_bytes(flat: Tensor) -> Tensor:

@@ -31,8 +31,8 @@ class Streams(Protocol):
     def post_backward(self) -> AbstractContextManager[object]:
         """Issue gradient casts, reductions and copies to the host inside."""
 
-    def begin_forward(self) -> None:
-        """Make gathers wait for what the current stream did so far (the optimizer step)."""
+    def gather_after_compute(self) -> None:
+        """Make gathers wait for what the current stream did so far to shards (the optimizer step, a user's edit)."""
 
     def gather_after_prepare(self) -> None:
         """Make the unshard stream wait for the pre-unshard stream."""
@@ -71,7 +71,7 @@ class NullStreams:
     def post_backward(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def begin_forward(self) -> None:
+    def gather_after_compute(self) -> None:
         """Nothing to wait for."""
 
     def gather_after_prepare(self) -> None:
@@ -127,7 +127,7 @@ class CudaStreams:
     def post_backward(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._post_backward)
 
-    def begin_forward(self) -> None:
+    def gather_after_compute(self) -> None:
         current = torch.cuda.current_stream(self._device)
         self._unshard.wait_stream(current)
         self._pre_unshard.wait_stream(current)

@@ -101,7 +101,7 @@ class FlatHandle:
         shard_S = flat_F if self.shard_size == 1 else cut_shard(flat_F, self.shard_map, self.shard_rank)
         self.shard_S = shard_S.to(home)
         if config.offload and config.device.type == "cuda":
-            self.shard_S = self.shard_S.pin_memory(config.device)
+            self.shard_S = self.shard_S.pin_memory()
         requires_grad = any(managed.param.requires_grad for managed in params)
         self.flat_param: nn.Parameter = FlatParameter(self.shard_S, requires_grad=requires_grad)
         mark_flattened(self.flat_param)
@@ -202,9 +202,9 @@ class FlatHandle:
                 self._pending = self._gathering.all_gather(
                     buffer.tensor, source_S, self.groups.shard, f"{self.name}: parameters"
                 )
-                self._cast_S = source_S  # the gather reads it until it has been waited for
             else:
                 buffer.tensor.copy_(source_S, non_blocking=True)
+        self._cast_S = source_S  # read on other streams until they have been waited for
         return True
 
     def gather_into(self, full_F: Tensor, part_S: Tensor, what: str) -> None:
@@ -221,12 +221,18 @@ class FlatHandle:
         """Wait until the full parameter may be read."""
         if self.state is not ShardState.UNSHARDING:
             return
+        self._wait_for_gather()
+        self._move_to(ShardState.UNSHARDED)
+
+    def _wait_for_gather(self) -> None:
+        """Let the current stream wait; only then is it the one to say when the source of the gather may be reused."""
+        self.streams.compute_after_gather()
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait()
-        self._cast_S = None
-        self.streams.compute_after_gather()
-        self._move_to(ShardState.UNSHARDED)
+        source_S, self._cast_S = self._cast_S, None
+        if source_S is not None and source_S is not self.shard_S:
+            self.streams.used_by_compute(source_S)
 
     def unshard(self) -> None:
         """Gather the full parameter and wait for it."""
@@ -237,10 +243,8 @@ class FlatHandle:
         """Free the full parameter (also one whose gather is in flight; it is waited for first)."""
         if self.state is ShardState.SHARDED:
             return
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.wait()
-        self._cast_S = None
+        if self.state is ShardState.UNSHARDING:
+            self._wait_for_gather()
         if self.needs_buffer:
             buffer = self.buffer(self.compute_dtype)
             self.streams.used_by_compute(buffer.tensor)

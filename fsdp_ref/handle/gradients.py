@@ -74,7 +74,8 @@ class GradientStore:
         else:
             # Low-precision gradients are added in the wider dtype of the two, so that accumulation loses nothing.
             wide = torch.promote_types(self.reduced_S.dtype, grad_S.dtype)
-            total = self.reduced_S.to(wide).add_(grad_S.to(home, wide))
+            new_S = grad_S.to(home, wide)  # first: it waits for a copy to the host that may still write reduced_S
+            total = self.reduced_S.to(wide).add_(new_S)
             self.reduced_S = total.to(self._kept_dtype(grad_S))
 
     def replace_reduced(self, values: Tensor) -> None:

@@ -33,13 +33,15 @@ def absorb_params(handle: FlatHandle) -> bool:
     if originals.shown not in {Shown.SHARDED, Shown.FULL}:
         return False
     if not originals.use_orig_params:
-        return _absorb_flat(handle)
-    if not originals.unchanged():
-        _adopt_replaced(handle)
-        changed = True
+        changed = _absorb_flat(handle)
     else:
-        changed = False
-    return _absorb_data(handle) or changed
+        replaced = not originals.unchanged()
+        if replaced:
+            _adopt_replaced(handle)
+        changed = _absorb_data(handle) or replaced
+    if changed:
+        handle.streams.gather_after_compute()  # the shard was written to on the current stream just now
+    return changed
 
 
 def check_unchanged(handle: FlatHandle) -> None:

@@ -61,23 +61,28 @@ class _Reduction:
 
     def finish(self) -> None:
         """Wait for everything and add the result to the gradient."""
+        handle = self.unit.handle
+        assert handle is not None  # only units with parameters reduce
+        with handle.streams.post_backward(), torch.no_grad():
+            self._settle()
+            if self._after > 1:
+                self._out_S.div_(self._after)
+            handle.grads.add_reduced(self._out_S)
+
+    def _settle(self) -> None:
         while self._rest:
             self.advance()
         self._pending.wait()
         if self._sent is not None:
             SCRATCH.give(self._sent)
             self._sent = None
-        if self._after > 1:
-            self._out_S.div_(self._after)
-        handle = self.unit.handle
-        assert handle is not None  # only units with parameters reduce
-        handle.grads.add_reduced(self._out_S)
 
     def abandon(self) -> None:
         """Wait for everything and drop the result."""
-        while self._rest:
-            self.advance()
-        self._pending.wait()
+        handle = self.unit.handle
+        assert handle is not None  # only units with parameters reduce
+        with handle.streams.post_backward():
+            self._settle()
 
 
 class GradSync:
@@ -173,6 +178,8 @@ def gather_local(handle: FlatHandle, grads: Sequence[Tensor | None], dtype: torc
         handle.grads.local_F = kept_F
         handle.grads.add_local(grads)
         kept_F = handle.grads.take_local()
+    if kept_F is not None:
+        handle.streams.used_by_reduce(kept_F)
     if kept_F is not None and kept_F.dtype == dtype and not handle.sharded:
         return kept_F.div_(divisor) if divisor != 1.0 else kept_F
     flat_F = SCRATCH.take(handle.shard_map.padded_numel, dtype, handle.config.device)

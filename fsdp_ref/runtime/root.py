@@ -136,7 +136,7 @@ class Root:
             unit.new_round()
         self.round += 1
         self.order.begin_forward()
-        self.streams.begin_forward()
+        self.streams.gather_after_compute()
 
     def watch_saved_tensors(self) -> AbstractContextManager[object]:
         """Return the context in which saved views of parameters are packed; somebody else's hooks have precedence.

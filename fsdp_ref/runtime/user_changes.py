@@ -27,5 +27,7 @@ def gather_early(unit: Unit) -> None:
         An all-gather over the shard group unless parameters are there. All ranks must call.
     """
     absorb(unit)
+    if unit.handle is not None:
+        unit.handle.streams.gather_after_compute()
     unit.start_gather(prefetch=True)
     unit.mark_early()

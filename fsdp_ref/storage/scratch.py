@@ -13,6 +13,8 @@ from torch import Tensor
 class ScratchPool:
     """Keeps a few flat tensors for reuse; what is taken has undefined content and belongs to the taker.
 
+    Only memory of the host is kept: a device's own allocator reuses memory too, and knows of streams.
+
     The pool never holds more free bytes than ``spare`` times the largest buffer ever asked for, so that it grows
     with the largest unit and not with the number of units.
     """
@@ -30,6 +32,8 @@ class ScratchPool:
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a flat tensor of exactly ``numel`` elements with undefined content."""
+        if device.type != "cpu":
+            return torch.empty(numel, dtype=dtype, device=device)
         kept = self._free.get((numel, dtype, device))
         if kept:
             buffer = kept.pop()
@@ -41,6 +45,8 @@ class ScratchPool:
 
     def give(self, buffer: Tensor) -> None:
         """Hand a taken buffer back; nobody may use it afterwards."""
+        if buffer.device.type != "cpu":
+            return
         if self._free_bytes + buffer.nbytes > self._spare * self._largest_bytes:
             self._drop_others(buffer)
         if self._free_bytes + buffer.nbytes <= self._spare * self._largest_bytes:
