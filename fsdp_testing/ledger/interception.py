@@ -9,7 +9,7 @@ Three ways lead to a backend, each watched where it is cheapest:
    microseconds on every collective, so they are installed when the first such caller appears, not before. Calls
    that came by 1 or 2 are already recorded and pass through.
 
-Installed once per rank process and never removed; without an active recorder they only hand on.
+Installed in the process that ranks are forked from and never removed; without an active recorder they only hand on.
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ _alive: dict[int, weakref.ref[Any]] = {}
 def activate(recorder: Recorder | None) -> None:
     """Send every collective of this process to `recorder`; None stops recording."""
     global _active
-    if not _libraries:
-        _install()
+    install()
     forget_groups()
     _active = recorder
 
@@ -90,7 +89,13 @@ def forget_groups() -> None:
     _alive.clear()
 
 
-def _install() -> None:
+def install() -> None:
+    """Put the recording methods and operators in place, inactive; once per process, and inherited by a fork of it.
+
+    The fork server does it, so that no rank pays for the memory pages that it changes.
+    """
+    if _libraries:
+        return
     os.register_at_fork(after_in_child=_stop_in_child)
     for name, reader in METHOD_READERS.items():
         if name in dist.ProcessGroup.__dict__:

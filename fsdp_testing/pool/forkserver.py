@@ -26,6 +26,8 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
+from fsdp_testing.pool import large_pages
+
 FORK = b"F"
 SUCCEED = b"S"
 READY = b"R"
@@ -112,6 +114,7 @@ class _ForkServer:
         self._controller = controller
         # Ranks' pipes by pid; None for a successor.
         self._children: dict[int, int | None] = {}
+        self._modules: frozenset[str] = frozenset()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -119,11 +122,14 @@ class _ForkServer:
     def serve(self, told: dict[str, Any] | None = None) -> NoReturn:
         """Say that imports are done, then answer requests for ever."""
         adopt_orphans()
+        _install_ledger()
+        self._modules = frozenset(sys.modules)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         gc.collect()
         gc.freeze()
         gc.disable()
+        large_pages.collapse()
         self._send(READY + json.dumps({"pid": os.getpid(), "threads": thread_count(), **(told or {})}).encode())
         watched = [self._control.fileno(), self._wake_read]
         if self._controller is not None:
@@ -193,7 +199,7 @@ class _ForkServer:
         gc.enable()
         from fsdp_testing.pool import worker
 
-        worker.main(fds)
+        worker.main(fds, self._modules)
 
     def _leave_server(self, server_pid: int) -> None:
         """Give up, in a child, what belongs to the server."""
@@ -279,6 +285,14 @@ def _succeed(control: socket.socket, controller: int | None, modules: list[str])
         if thread_count() > 1:
             server.serve({"culprit": module})
     server.serve()
+
+
+def _install_ledger() -> None:
+    # A page that this writes to is written once here, not once in every rank. A rank does it itself when it failed here.
+    with contextlib.suppress(Exception):
+        from fsdp_testing.ledger import interception
+
+        interception.install()
 
 
 def _own_children() -> list[int]:

@@ -158,6 +158,7 @@ def _load(name: str, path: str | None, *names: str) -> types.ModuleType:
     if spec is None or spec.loader is None:
         raise ModuleNotFoundError(f"cannot import {name} from {path}", name=name)
     module = importlib.util.module_from_spec(spec)
+    _add_parents(name)
     before = {known: sys.modules.get(known) for known in names}
     sys.modules.update(dict.fromkeys(names, module))
     try:
@@ -171,6 +172,22 @@ def _load(name: str, path: str | None, *names: str) -> types.ModuleType:
                 sys.modules[known] = old
         raise
     return module
+
+
+def _add_parents(name: str) -> None:
+    """Make the packages that `name` lies in known, empty where they cannot be imported, as pytest's importlib mode does.
+
+    Without them nothing of the module can be pickled: `__import__("tests.test_x")` looks for `tests` even when
+    `tests.test_x` is known.
+    """
+    parent = name.rpartition(".")[0]
+    if not parent or parent in sys.modules:
+        return
+    _add_parents(parent)
+    try:
+        importlib.import_module(parent)
+    except ImportError:
+        sys.modules[parent] = types.ModuleType(parent, "A folder of tests that is no package one can import.")
 
 
 def _import_main(path: str | None) -> types.ModuleType:

@@ -27,14 +27,20 @@ from fsdp_testing.pool.targets import resolve
 from fsdp_testing.records.dirt import Dirt
 
 
-def main(fds: dict[str, int]) -> None:
-    """Run as a rank on inherited descriptors: conn, stdout, stderr, stacks, ledger and, for rank 0, listen."""
+def main(fds: dict[str, int], modules: frozenset[str]) -> None:
+    """Run as a rank.
+
+    Args:
+        fds: inherited descriptors: conn, stdout, stderr, stacks, ledger and, for rank 0, listen.
+        modules: what was imported when the rank was forked. Not read off `sys.modules` here: to look at each of some
+            thousand names is to copy the memory page of each.
+    """
     _redirect(fds)
     channel = Channel(socket.socket(fileno=fds["conn"]))
     bootstrap: Bootstrap = channel.receive()
     _adopt(bootstrap)
     coverage = _start_coverage(bootstrap.coverage)
-    rank = _Rank(bootstrap, fds)
+    rank = _Rank(bootstrap, fds, modules)
     try:
         try:
             rank.join()
@@ -102,11 +108,11 @@ def _flush() -> None:
 
 
 class _Rank:
-    def __init__(self, bootstrap: Bootstrap, fds: dict[str, int]) -> None:
+    def __init__(self, bootstrap: Bootstrap, fds: dict[str, int], modules: frozenset[str]) -> None:
         self._bootstrap = bootstrap
         self._listen = fds.get("listen")
         self._ledger_fd = fds["ledger"]
-        self._modules = frozenset(sys.modules)
+        self._modules = modules
         self._recorder: Any = None
         self._hygiene: Any = None
         self._flush_c: Any = None

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -134,17 +135,32 @@ def test_a_name_that_the_module_does_not_hold() -> None:
         resolve(Target("no_such_module_at_all", "f"))
 
 
+@pytest.fixture
+def _modules_as_before() -> Iterator[None]:
+    before = dict(sys.modules)
+    yield
+    for name in sys.modules.keys() - before.keys():
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("_modules_as_before")
 def test_a_module_that_only_its_path_leads_to(tmp_path: Path) -> None:
     path = tmp_path / "lonely_module.py"
     path.write_text("def f():\n    return __name__\n")
     target = Target("folder.of.tests.lonely_module", "f", str(path))
-    try:
-        assert resolve(target)() == "folder.of.tests.lonely_module"
-        assert resolve(target) is resolve(target)
-    finally:
-        sys.modules.pop("folder.of.tests.lonely_module", None)
+    assert resolve(target)() == "folder.of.tests.lonely_module"
+    assert resolve(target) is resolve(target)
 
 
+@pytest.mark.usefixtures("_modules_as_before")
+def test_objects_of_a_module_that_only_its_path_leads_to_can_be_sent(tmp_path: Path) -> None:
+    path = tmp_path / "test_lonely.py"
+    path.write_text("class Thing:\n    pass\ndef f():\n    return Thing()\n")
+    thing = resolve(Target("folder.of.tests.test_lonely", "f", str(path)))()
+    assert type(pickle.loads(pickle.dumps(thing))) is type(thing)
+
+
+@pytest.mark.usefixtures("_modules_as_before")
 def test_a_module_that_fails_halfway_is_not_found_by_the_next_call(tmp_path: Path) -> None:
     path = tmp_path / "half.py"
     path.write_text("def f(): ...\nraise ValueError('halfway')\n")
