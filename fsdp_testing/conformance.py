@@ -6,17 +6,21 @@ import difflib
 import platform
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from fsdp_testing.backends import backend_named
 from fsdp_testing.errors import BackendUnavailable, InvalidArgument
+from fsdp_testing.explanation import budget
+from fsdp_testing.explanation.run import How, explain_results
 from fsdp_testing.implementations import registry, validation
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.programs.runner import CaseRunner, Judgement
-from fsdp_testing.records import Case, CheckResult, RunReport, check_case
+from fsdp_testing.records import Case, CheckResult, Portrait, RunReport, check_case
 from fsdp_testing.suites import CHECKS, Check
+from fsdp_testing.suites.check import needs_of
 from fsdp_testing.suites.run import Where, judge_check
+from fsdp_testing.trace import portrait
 
 
 class RunListener(Protocol):
@@ -42,6 +46,8 @@ def run_conformance(
     checks: Sequence[str] = (),
     expected_failures: Mapping[str, str] | Mapping[str, Mapping[str, str]] | None = None,
     extended: bool = False,
+    explain: float = budget.SECONDS,
+    portraits: bool = False,
     listener: RunListener | None = None,
     runner: CaseRunner | None = None,
 ) -> RunReport:
@@ -55,6 +61,10 @@ def run_conformance(
             without wildcards runs whatever its profile.
         expected_failures: Reason by check name, for all implementations; or per implementation such a mapping.
         extended: Run the extended profile too.
+        explain: Seconds that may be spent on the failures of one implementation, to find the shortest schedule that
+            shows each root cause; 0 leaves them as they were found.
+        portraits: Trace one short program under each flat strategy, on implementations that claim `unit_trace`, for
+            drawings of the report.
         listener: Told about progress.
         runner: Where cases run; by default on the process's own pool.
 
@@ -87,19 +97,40 @@ def run_conformance(
             results.append(result)
             if listener is not None:
                 listener.finished(result)
+    explained = tuple(results)
+    if explain > 0:
+        explained = explain_results(results, _how_of, runner, explain, draw=portraits)
     return RunReport(
-        results=tuple(results),
+        results=explained,
         implementations=tuple(adapters),
         environment=environment(),
         world_sizes=where.world_sizes,
         backend=backend,
+        portraits=tuple(_portraits(adapters, where, runner)) if portraits else (),
         seconds=time.perf_counter() - start,
     )
 
 
+def _how_of(check: str) -> How | None:
+    """How a check judges single programs; None for one that judges in a way of its own."""
+    found = CHECKS.get(check)
+    return How(found.comparison, found.special) if found is not None and found.judge is None else None
+
+
+def _portraits(adapters: Mapping[str, Adapter], where: Where, runner: CaseRunner) -> Iterator[Portrait]:
+    """One short run of each implementation that tells of its units, under each strategy that it claims."""
+    sizes = [size for size in where.world_sizes if size > 1]
+    for name, adapter in adapters.items() if sizes and where.backend == "gloo" else ():
+        for strategy in portrait.STRATEGIES:
+            case = portrait.portrait_case(strategy, min(sizes))
+            if needs_of(case) | {"unit_trace", "nested_wrapping"} <= adapter.capabilities:
+                yield portrait.take(name, case, runner.on_ranks)
+
+
 def run_check(name: str, check: str, *, world_sizes: Sequence[int] = (2,), backend: str = "gloo") -> CheckResult:
-    """Judges one check on one implementation; raises like `run_conformance`."""
-    return run_conformance(name, world_sizes=world_sizes, backend=backend, checks=(check,)).results[0]
+    """Judges one check on one implementation, without looking for causes; raises like `run_conformance`."""
+    report = run_conformance(name, world_sizes=world_sizes, backend=backend, checks=(check,), explain=0.0)
+    return report.results[0]
 
 
 def run_case(name: str, case: Case, *, runner: CaseRunner | None = None, **comparison: Any) -> Judgement:

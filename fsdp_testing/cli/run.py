@@ -58,6 +58,13 @@ def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParse
         metavar="FILE",
         help='TOML: one table per NAME, `"check" = "reason"` for each failure that is known',
     )
+    what.add_argument(
+        "--explain",
+        type=allowance,
+        default=10.0,
+        metavar="SECONDS",
+        help="spent on the failures of each implementation, to find the shortest schedules (default 10; 0: none)",
+    )
     out = command.add_argument_group("what is written")
     out.add_argument("--html", type=Path, metavar="DIR", help="write DIR/index.html")
     out.add_argument("--json", type=Path, metavar="FILE", help="write the report as one JSON document")
@@ -86,6 +93,11 @@ def seconds(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text!r}")
     return value
+
+
+def allowance(text: str) -> float:
+    """A number of seconds that may be zero."""
+    return 0.0 if text.strip() in ("0", "0.0") else seconds(text)
 
 
 def execute(options: argparse.Namespace) -> int:
@@ -187,6 +199,8 @@ def judged(
                 checks=tuple(options.check),
                 expected_failures=expected,
                 extended=options.extended,
+                explain=options.explain,
+                portraits=options.html is not None,
                 listener=seen,
                 runner=CaseRunner(timeout=options.timeout),
             )

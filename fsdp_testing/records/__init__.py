@@ -11,7 +11,15 @@ from fsdp_testing.records.case import (
     WrappingPlan,
     check_case,
 )
-from fsdp_testing.records.event import AutogradEvent, CollectiveEvent, Event, UnitEvent
+from fsdp_testing.records.event import (
+    AutogradEvent,
+    CollectiveEvent,
+    Event,
+    OperationEvent,
+    UnitEvent,
+    WaitEvent,
+)
+from fsdp_testing.records.explanation import Explanation
 from fsdp_testing.records.finding import Finding
 from fsdp_testing.records.history import History
 from fsdp_testing.records.legality import PlannedOperation, plan, void_operations
@@ -51,6 +59,14 @@ from fsdp_testing.records.operations_state import (
     UnshardFirst,
 )
 from fsdp_testing.records.outcome import CaseOutcome, CheckResult, RunReport
+from fsdp_testing.records.portrait import (
+    HeldSpan,
+    LiveBytes,
+    Portrait,
+    RankPortrait,
+    Stretch,
+    UnitPortrait,
+)
 from fsdp_testing.records.tolerance import EXACT, UNIT_ROUNDOFF, Bound, reduction_bound, rounding_bound
 from fsdp_testing.records.verdict import Verdict, exit_code, merge, with_expectation
 
@@ -78,31 +94,40 @@ __all__ = [
     "CollectiveEvent",
     "EditFullParameters",
     "Event",
+    "Explanation",
     "Finding",
     "Forward",
     "ForwardBackward",
     "Freeze",
+    "HeldSpan",
     "History",
+    "LiveBytes",
     "MixedPrecisionSpec",
     "ModelSpec",
     "Observe",
     "Operation",
+    "OperationEvent",
     "OperationResult",
     "OperationText",
     "OptimizerObservation",
     "OptimizerSpec",
     "ParameterObservation",
     "Piece",
+    "Portrait",
     "PlannedOperation",
     "PolicySpec",
     "RaisedError",
     "RankObservation",
+    "RankPortrait",
     "RunReport",
     "SetLr",
     "Snapshot",
     "Step",
+    "Stretch",
     "Thaw",
     "UnitEvent",
+    "UnitPortrait",
+    "WaitEvent",
     "Verdict",
     "WorldSpec",
     "WrappingPlan",

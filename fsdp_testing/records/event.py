@@ -52,6 +52,23 @@ class AutogradEvent(Event):
     moment: str
 
 
-EVENTS: dict[str, type[Event]] = {cls.kind: cls for cls in (CollectiveEvent, UnitEvent, AutogradEvent)}
+@dataclass(frozen=True, slots=True)
+class OperationEvent(Event):
+    """An operation of the program begins."""
+
+    kind: ClassVar[str] = "operation"
+
+
+@dataclass(frozen=True, slots=True)
+class WaitEvent(Event):
+    """The rank has waited for a collective; `time` is when it began to, `seconds` how long it took."""
+
+    kind: ClassVar[str] = "wait"
+    seconds: float
+
+
+EVENTS: dict[str, type[Event]] = {
+    cls.kind: cls for cls in (CollectiveEvent, UnitEvent, AutogradEvent, OperationEvent, WaitEvent)
+}
 
 register_union(Event, EVENTS.get)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fsdp_testing.records.case import Case
+from fsdp_testing.records.explanation import Explanation
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ class Finding:
         explanation: One sentence for people.
         detail: Tracebacks, the account of all ranks; may be long.
         case: The case, for the replay line.
+        cause: Findings of one implementation with the same cause have one root cause; empty if nobody looked for it.
+        shortest: The shortest schedule that shows it, on one finding of each cause.
     """
 
     kind: str
@@ -37,3 +40,5 @@ class Finding:
     bound: float | None = None
     bound_derivation: str = ""
     detail: str = ""
+    cause: str = ""
+    shortest: Explanation | None = None

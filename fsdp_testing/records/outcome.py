@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from fsdp_testing.records import verdict as verdicts
 from fsdp_testing.records.document import check_format, decode, encode, load_json, to_json
 from fsdp_testing.records.finding import Finding
+from fsdp_testing.records.portrait import Portrait
 from fsdp_testing.records.verdict import Verdict
 
 REPORT_FORMAT = "fsdp_testing/report"
-REPORT_VERSION = 1
+REPORT_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,7 @@ class RunReport:
         world_sizes: Sizes run.
         backend: Backend run.
         seconds: Wall time of the whole run.
+        portraits: How implementations that tell of their units went through a short run, where that was asked for.
     """
 
     results: tuple[CheckResult, ...]
@@ -84,6 +86,7 @@ class RunReport:
     world_sizes: tuple[int, ...] = ()
     backend: str = "gloo"
     seconds: float = 0.0
+    portraits: tuple[Portrait, ...] = ()
 
     @property
     def exit_code(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,12 +15,13 @@ from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.ledger import interception
 from fsdp_testing.pool import Failed
 from fsdp_testing.pool.world import current_world
-from fsdp_testing.programs.execute import RankProgram
+from fsdp_testing.programs.execute import RankProgram, SetupMaker
 from fsdp_testing.programs.setup import setup_of
 from fsdp_testing.records import Case, RankObservation
 from fsdp_testing.records.event import Event
 from fsdp_testing.trace.modules import watch_modules
 from fsdp_testing.trace.recorder import TraceRecorder
+from fsdp_testing.trace.waits import watch_waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +40,38 @@ def trace_case(name: str, case: Case) -> RankTrace | Failed:
     """
     world = current_world()
     adapter = registry.load(name)
-    program = RankProgram(case, adapter, world.rank, _setup)
-    recorder = TraceRecorder(lambda: program.index)
-    with ExitStack() as stack:
+    program = _TimedProgram(case, adapter, world.rank, _setup)
+    recorder = program.recorder
+    with ExitStack() as stack, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as for programs that are judged: they decide nothing
         watch = _watching_after_wrap(adapter, recorder, stack)
         program.adapter = watch
         stack.enter_context(interception.listen(recorder.collective))
+        stack.enter_context(watch_waits(recorder))
         observation = program.run()
     units = tuple(adapter.units(program.model)) if observation.error is None else ()
     adapter.finish(program.model)
     traced = RankTrace(recorder.events, units, observation)
     return traced if observation.error is None else Failed(traced)
+
+
+class _TimedProgram(RankProgram):
+    """A program that tells its recorder when each operation begins."""
+
+    def __init__(self, case: Case, adapter: Adapter, rank: int, make_setup: SetupMaker) -> None:
+        self._index = -1
+        self.recorder = TraceRecorder(lambda: self._index)
+        super().__init__(case, adapter, rank, make_setup)
+
+    @property
+    def index(self) -> int:
+        """Index of the operation that runs now."""
+        return self._index
+
+    @index.setter
+    def index(self, index: int) -> None:
+        self._index = index
+        self.recorder.operation()
 
 
 def _setup(case: Case, module: nn.Module) -> Any:

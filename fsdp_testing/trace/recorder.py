@@ -7,7 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdp_testing.ledger.recorder import Call, GroupIdentity
-from fsdp_testing.records.event import AutogradEvent, CollectiveEvent, Event, UnitEvent
+from fsdp_testing.records.event import (
+    AutogradEvent,
+    CollectiveEvent,
+    Event,
+    OperationEvent,
+    UnitEvent,
+    WaitEvent,
+)
 
 #: What an adapter's `trace_units` calls for each transition: unit FQN, transition, parameter FQNs.
 EmitUnit = Callable[[str, str, tuple[str, ...]], None]
@@ -57,6 +64,15 @@ class TraceRecorder:
     def autograd(self, module: str, moment: str) -> None:
         """Record that a module's forward or backward begins or ends."""
         self._events.append(AutogradEvent(*self._head(), module=module, moment=moment))
+
+    def operation(self) -> None:
+        """Record that an operation of the program begins."""
+        self._events.append(OperationEvent(*self._head()))
+
+    def waited(self, start: float, stop: float) -> None:
+        """Record that this rank waited for a collective from `start` to `stop`."""
+        sequence, _, operation = self._head()
+        self._events.append(WaitEvent(sequence, start, operation, stop - start))
 
     def _head(self) -> tuple[int, float, int]:
         return len(self._events), time.monotonic(), self._operation()

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fsdp_testing.errors import WorldFailed
-from fsdp_testing.pool import Pool, default_pool
-from fsdp_testing.records import Case
+from fsdp_testing.pool import Pool, WorldOutcome, default_pool
+from fsdp_testing.records import Case, RankObservation
 from fsdp_testing.records.history import History
 from fsdp_testing.trace import job
+
+OnRanks = Callable[..., list[Any]]
+"""Calls a function with arguments on `size` ranks and returns what each gave, as `CaseRunner.on_ranks` does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The history of one case, and the units (FQN, parameter FQNs) in the implementation's order, by rank."""
+    """The history of one case, the units (FQN, parameter FQNs) in the implementation's order by rank, and what each saw."""
 
     implementation: str
     case: Case
     history: History
     units: tuple[tuple[tuple[str, tuple[str, ...]], ...], ...]
+    observations: tuple[RankObservation, ...] = ()
 
 
 def trace(name: str, case: Case, *, pool: Pool | None = None, timeout: float = 60.0) -> Trace:
@@ -34,9 +40,27 @@ def trace(name: str, case: Case, *, pool: Pool | None = None, timeout: float = 6
     finally:
         world.release()
     if not outcome.ok:
-        errors = [r.value.observation.error for r in outcome.ranks if isinstance(r.value, job.RankTrace)]
-        told = "\n".join(f"{error.type_name}: {error.message}" for error in errors if error is not None)
-        raise WorldFailed(f"{name} did not run {case.identity} to its end: {told or outcome.describe()}", outcome)
-    traces = [rank.value for rank in outcome.ranks]
+        raise _failed(name, case, outcome)
+    return _trace_of(name, case, [rank.value for rank in outcome.ranks])
+
+
+def trace_on(on_ranks: OnRanks, name: str, case: Case) -> Trace:
+    """The same on ranks that somebody else lends; raises like `trace`."""
+    try:
+        return _trace_of(name, case, on_ranks(job.trace_case, name, case, size=case.world.size))
+    except WorldFailed as failed:
+        if isinstance(failed.outcome, WorldOutcome):
+            raise _failed(name, case, failed.outcome) from failed
+        raise
+
+
+def _trace_of(name: str, case: Case, traces: Sequence[job.RankTrace]) -> Trace:
     history = History(tuple(traced.events for traced in traces))
-    return Trace(name, case, history, tuple(traced.units for traced in traces))
+    observations = tuple(traced.observation for traced in traces)
+    return Trace(name, case, history, tuple(traced.units for traced in traces), observations)
+
+
+def _failed(name: str, case: Case, outcome: WorldOutcome) -> WorldFailed:
+    errors = [r.value.observation.error for r in outcome.ranks if isinstance(r.value, job.RankTrace)]
+    told = "\n".join(f"{error.type_name}: {error.message}" for error in errors if error is not None)
+    return WorldFailed(f"{name} did not run {case.identity} to its end: {told or outcome.describe()}", outcome)

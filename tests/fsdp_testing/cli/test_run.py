@@ -98,6 +98,8 @@ def test_options_reach_the_judge(verify: Callable[..., Any], judge: Callable[...
         "checks": ("a.*", "b"),
         "expected_failures": {},
         "extended": True,
+        "explain": 10.0,
+        "portraits": False,
     }
 
 

@@ -1,0 +1,88 @@
+"""Which operations does a failure need? Others are left out while the failure looks the same.
+
+Greedy delta debugging (Zeller and Hildebrandt, "Simplifying and Isolating Failure-Inducing Input", 2002) over the
+operations alone: model, wrapping and world stay what the check chose, so that the account remains about that check. The
+fuzzer's own shrinking goes further, and may end on another model. Deleting any operation leaves a legal case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from fsdp_testing.checkers.explain_signature import operation_shape, signature_of
+from fsdp_testing.explanation.budget import Budget
+from fsdp_testing.records import Case, Finding, Operation
+
+Judge = Callable[[Case], Finding | None]
+"""Runs a case and returns how it fails, or None if it does not (or nothing is known of it)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shortest:
+    """The finding on the shortest schedule found; `complete` if each operation that is left is needed."""
+
+    finding: Finding
+    complete: bool
+
+
+def shorten(finding: Finding, judge: Judge, budget: Budget) -> Shortest:
+    """Returns the finding on the shortest schedule that shows it.
+
+    Args:
+        finding: The failure as the check found it.
+        judge: Runs a case.
+        budget: Runs and time; when they are used up, the shortest so far is returned.
+    """
+    wanted = signature_of(finding)
+    best = finding
+    tried: set[str] = {finding.case.to_json()}
+    progress = True
+    while progress:
+        progress = False
+        for case in _shorter(best):
+            document = case.to_json()
+            if document in tried or not case.program:
+                continue
+            if not budget.spend():
+                return Shortest(best, complete=False)
+            tried.add(document)
+            found = judge(case)
+            if found is not None and signature_of(found) == wanted:
+                best, progress = found, True
+                break
+    return Shortest(best, complete=True)
+
+
+def _shorter(finding: Finding) -> Iterator[Case]:
+    """Yields shorter programs, boldest first: nothing after the failure, then without halves, quarters, ... of it."""
+    case, program = finding.case, finding.case.program
+    if finding.operation + 1 < len(program):
+        yield replace(case, program=program[: max(finding.operation, 0) + 1])
+    size = max(len(program) // 2, 1)
+    while size:
+        for start in range(len(program) - size, -1, -size):
+            yield replace(case, program=program[:start] + program[start + size :])
+        size //= 2
+
+
+def with_schedule(case: Case, known: Sequence[Operation]) -> Iterator[Case]:
+    """Yields `case` with only those of its operations that make up a known schedule, as far as it has them.
+
+    First with the very same operations, then with operations of the same kinds. Of several that fit the last are taken.
+    """
+    kinds = [operation_shape(wanted) for wanted in known]
+    same = _picked(case, known, lambda operation: operation)
+    alike = _picked(case, kinds, operation_shape)
+    yield from (replace(case, program=program) for program in dict.fromkeys((same, alike)) if program)
+
+
+def _picked(case: Case, wanted: Sequence[object], seen_as: Callable[[Operation], object]) -> tuple[Operation, ...]:
+    chosen: list[Operation] = []
+    place = len(case.program)
+    for item in reversed(wanted):
+        place = next((index for index in range(place - 1, -1, -1) if seen_as(case.program[index]) == item), -1)
+        if place < 0:
+            return ()
+        chosen.append(case.program[place])
+    return tuple(reversed(chosen))

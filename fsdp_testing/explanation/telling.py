@@ -1,0 +1,101 @@
+"""How is a reduced failure told? In one or two sentences: schedule, what is wrong, by how much, and what it is like."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fsdp_testing.checkers.explain_signature import operation_words
+from fsdp_testing.explanation.likeness import Likeness
+from fsdp_testing.records import Case, EditFullParameters, Finding, ForwardBackward, Operation, OperationText, Step
+
+Held = Mapping[str, tuple[int, ...]]
+
+
+def tell(finding: Finding, like: Likeness | None, held: Held) -> str:
+    """Returns the account of a finding on its shortest schedule.
+
+    Args:
+        finding: The finding; its case is the shortest one.
+        like: What the wrong numbers are equal to.
+        held: Units that were gathered when the operation without effect began, with the ranks that hold them.
+    """
+    case = finding.case
+    schedule = _schedule(case.program[: finding.operation + 1])
+    after = f"After {schedule}" if schedule else "While building and wrapping the model"
+    if finding.kind == "raised":
+        return f"{after}: {_who(finding)} raised {finding.explanation.partition(' raised ')[2]}"
+    told = f"{after}: {_what_is_wrong(finding)}"
+    if like is None:
+        return f"{told}."
+    return f"{after}: {_cause(case, like, held)}; {_what_is_wrong(finding)}, {_equal_to(case, like)}."
+
+
+def _schedule(program: Sequence[Operation]) -> str:
+    words = [operation_words(operation) for operation in program]
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} then {words[-1]}"
+
+
+def _who(finding: Finding) -> str:
+    return "every rank" if len(finding.ranks) == finding.case.world.size else ranks_text(finding.ranks)
+
+
+def _what_is_wrong(finding: Finding) -> str:
+    if finding.max_error is None:
+        # The sentence of the finding begins with the place, which the schedule has just told.
+        text = finding.explanation.partition(": ")[2] if finding.kind in _PLACED else finding.explanation
+        return text.partition(";")[0] or finding.explanation
+    size = f"max error {finding.max_error:.3g}"
+    if finding.bound is not None:
+        size += f", bound {finding.bound:.2g}" if finding.bound else ", equal bits were due"
+    where = "" if " on rank " in finding.quantity or not finding.ranks else f" on {ranks_text(finding.ranks)}"
+    return f"{finding.quantity} is wrong{where} ({size})"
+
+
+_PLACED = ("diverged", "disagreed", "missing")
+
+
+def _cause(case: Case, like: Likeness, held: Held) -> str:
+    if like.rank >= 0:
+        return f"the inputs of rank {like.rank} do not count"
+    if like.left_out < 0:
+        if like.factor > 1:
+            return f"gradients are {like.factor:g} times too large, a sum over ranks where a mean is due"
+        return f"gradients are 1/{case.world.size} of what is due, divided by the number of ranks once too often"
+    operation = case.program[like.left_out]
+    name = f"operation {like.left_out}, {operation_words(operation)}"
+    if like.kinds == {"result"} and isinstance(operation, (Step, EditFullParameters)):
+        if held:
+            holders = sorted({rank for ranks in held.values() for rank in ranks})
+            noun, verb = ("unit", "holds") if len(held) == 1 else ("units", "hold")
+            units = units_text(tuple(held))
+            return f"{noun} {units} still {verb} the weights from before {name}, on {ranks_text(tuple(holders))}"
+        return f"the weights from before {name}, are still in use"
+    if like.kinds == {"gradient"} and isinstance(operation, ForwardBackward):
+        return f"the gradient of {name}, is missing"
+    return f"{name}, had no effect"
+
+
+def _equal_to(case: Case, like: Likeness) -> str:
+    if like.rank >= 0:
+        return f"and is what one process gives when rank {like.rank} has no inputs"
+    if like.left_out < 0:
+        return f"exactly {like.factor:g} times what one process gives"
+    text = OperationText(like.left_out, case.program[like.left_out])
+    for_whom = f" for {units_text(like.units)}" if like.units else ""
+    return f"and is what one process gives without {text}{for_whom}"
+
+
+def units_text(units: tuple[str, ...]) -> str:
+    """Returns units in words; the root has no name."""
+    return _list([f"`{unit}`" if unit else "(root)" for unit in units])
+
+
+def ranks_text(ranks: tuple[int, ...]) -> str:
+    """Returns ranks in words: rank 1, ranks 0 and 2."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {_list([str(rank) for rank in ranks])}"
+
+
+def _list(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
