@@ -6,12 +6,14 @@ torchrun's agent ends the others, which may wait for it in a collective.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from fsdp_testing.backends import RankPlace, backend_named
 from fsdp_testing.env import Launch
-from fsdp_testing.errors import BackendUnavailable, InvalidArgument
+from fsdp_testing.errors import BackendUnavailable, HarnessError, InvalidArgument
 from fsdp_testing.pool import world as world_place
 from fsdp_testing.pool.targets import resolve, target_of
 
@@ -42,19 +44,74 @@ def run_attached(
         BackendUnavailable: with the reason.
         Exception: whatever the function raises in this process.
     """
-    import torch.distributed as dist
-
     if size != launch.world_size:
         raise InvalidArgument(
             f"run_ranks: expected size={launch.world_size}, the number of torchrun's processes, got {size}. "
             "Under torchrun its processes are the world; pass their number, or run without torchrun."
         )
-    world_place.enter(_joined(launch, backend) if not world_place.inside_rank() else world_place.current_world())
+    join(launch, backend)
     args, kwargs = call
     value = (resolve(target_of(function)) if isinstance(function, str) else function)(*args, **kwargs)
-    results: list[Any] = [None] * launch.world_size
-    dist.all_gather_object(results, value)
-    return results
+    return gather(launch, value)
+
+
+def join(launch: Launch, backend: str) -> world_place.World:
+    """This process's view of torchrun's world; the first call makes the group, and every process must come here.
+
+    Raises:
+        InvalidArgument: for a backend of one process, or another one than the first call named.
+        BackendUnavailable: with the reason.
+    """
+    if not world_place.inside_rank():
+        world_place.enter(_joined(launch, backend))
+    world = world_place.current_world()
+    if world.backend != backend:
+        raise InvalidArgument(
+            f"world: expected backend {world.backend!r}, with which torchrun's processes have joined, got {backend!r}. "
+            "Run the tests of each backend under a torchrun of their own."
+        )
+    return world
+
+
+def gather(launch: Launch, value: Any) -> list[Any]:
+    """Picklable `value` of every process, by rank. Collectives: one all_gather_object; every process must come here."""
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * launch.world_size
+    dist.all_gather_object(values, value)
+    return values
+
+
+def compare_plans(launch: Launch, plan: list[str], patience: timedelta) -> list[list[str]]:
+    """What every process is about to do, by rank: a meeting before the first collective, where nobody can hang.
+
+    Raises:
+        HarnessError: names the ranks that did not come in time.
+    """
+    import torch.distributed as dist
+
+    try:
+        # torchrun's agent keeps the store; a process that the first rank serves (another launcher) is told by the timeout.
+        store = dist.TCPStore(launch.master_addr, launch.master_port, launch.world_size, False, patience)
+    except Exception as error:
+        raise HarnessError(
+            f"torchrun: expected the store of its agent at {launch.master_addr}:{launch.master_port}, got "
+            f"{type(error).__name__}: {error}. Start the processes with torchrun."
+        ) from error
+    meeting = dist.PrefixStore("fsdp_testing/plans", store)
+    meeting.set(str(launch.rank), json.dumps(plan))
+    missing = []
+    for rank in range(launch.world_size):
+        try:
+            meeting.wait([str(rank)], timedelta(seconds=0.1) if missing else patience)
+        except Exception:  # noqa: BLE001 - torch has no error class of its own for a store's timeout in every release
+            missing.append(rank)
+    if missing:
+        raise HarnessError(
+            f"torchrun: expected every process to collect tests marked `world` within {patience.total_seconds():.0f} s, got "
+            f"none from rank(s) {', '.join(map(str, missing))}. Give all processes the same arguments."
+        )
+    return [json.loads(meeting.get(str(rank))) for rank in range(launch.world_size)]
 
 
 def _joined(launch: Launch, name: str) -> world_place.World:

@@ -9,11 +9,12 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from fsdp_testing.backends import backend_named
 from fsdp_testing.errors import BackendUnavailable, HarnessError, InvalidArgument
 from fsdp_testing.pool import preload
 from fsdp_testing.pool.outcome import WorldOutcome
 from fsdp_testing.pool.server import ForkServer
-from fsdp_testing.pool.world import inside_rank
+from fsdp_testing.pool.world import current_world, inside_rank
 from fsdp_testing.pool.world_on_loan import PooledWorld, WorldKey
 
 _MOST_PROCESSES = 256
@@ -76,7 +77,8 @@ class Pool:
             HarnessError: when called inside a rank.
         """
         _validate(size, backend, isolation)
-        if inside_rank():
+        # A process of torchrun is a rank too, but nobody's: the fake backend's one process may be made for it.
+        if inside_rank() and (current_world().pooled or not backend_named(backend).single_process):
             raise HarnessError(
                 "pool.world: expected the controlling process, got a rank of a world. Worlds cannot be nested: "
                 "use the rank's own world (fsdp_testing.current_world), or make groups with torch.distributed.new_group."
@@ -174,7 +176,7 @@ def unavailable_reason(outcome: WorldOutcome) -> str:
 
 
 def _validate(size: int, backend: str, isolation: str) -> None:
-    from fsdp_testing.backends import backend_named, registered_backends
+    from fsdp_testing.backends import registered_backends
 
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise InvalidArgument(f"world: expected a size of at least 1, got {size!r}. Give the number of ranks.")

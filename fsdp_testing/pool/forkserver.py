@@ -23,6 +23,7 @@ import signal
 import socket
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -50,9 +51,7 @@ def main(control_fd: int, setup_fd: int) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     server = _ForkServer(socket.socket(fileno=control_fd), watch_process(settings["controller_pid"]))
     for module in settings["modules"]:
-        # A module that fails is left to the rank that needs it, which will say so.
-        with contextlib.suppress(Exception):
-            importlib.import_module(module)
+        _import_ahead(module)
     for target, argument in settings["preparations"]:
         module, _, function = target.partition(":")
         # Likewise: a rank makes for itself what was not made here.
@@ -280,11 +279,21 @@ def _succeed(control: socket.socket, controller: int | None, modules: list[str])
     for module in modules:
         if module in sys.modules:
             continue
-        with contextlib.suppress(Exception):
-            importlib.import_module(module)
+        _import_ahead(module)
         if thread_count() > 1:
             server.serve({"culprit": module})
     server.serve()
+
+
+def _import_ahead(module: str) -> None:
+    shown, warnings.showwarning = warnings.showwarning, lambda *args, **kwargs: None
+    # A module that fails is left to the rank that needs it, which will say so. What an import that nobody asked for warns
+    # of is nobody's; filters stay as they are, since modules add to them.
+    try:
+        with contextlib.suppress(Exception):
+            importlib.import_module(module)
+    finally:
+        warnings.showwarning = shown
 
 
 def _install_ledger() -> None:

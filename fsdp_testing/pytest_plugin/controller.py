@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 
+from fsdp_testing import env
 from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.pool.world import inside_rank
+from fsdp_testing.pytest_plugin.attached import NAME as ATTACHED
+from fsdp_testing.pytest_plugin.attached import Attached
 from fsdp_testing.pytest_plugin.selection import SIZE_FIXTURE, defaults_of, parametrize_sizes, world_request
 
 
@@ -19,11 +23,25 @@ def pytest_configure(config: pytest.Config) -> None:
 
     try:
         defaults_of(config)
+        _attach(config)
         protocol = Protocol(config)
     except InvalidArgument as error:
         raise pytest.UsageError(str(error)) from None
     config.pluginmanager.register(protocol, "fsdp_testing.protocol")
     config.pluginmanager.register(Sweep(protocol.leases), "fsdp_testing.sweep")
+
+
+def _attach(config: pytest.Config) -> None:
+    """Under torchrun its processes are the world: worlds of our own would be made once in each of them."""
+    launch = None if inside_rank() else env.torchrun()
+    if launch is None:
+        return
+    if getattr(config.option, "numprocesses", None):
+        raise InvalidArgument(
+            f"pytest-xdist: expected no -n under torchrun, got -n {config.option.numprocesses}. The processes of "
+            "torchrun are the ranks; run either."
+        )
+    config.pluginmanager.register(Attached(config, launch), ATTACHED)
 
 
 # First in both processes: the order of parameters is the order in the id, and plugins are registered differently.
@@ -37,6 +55,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Find out which items run on ranks; wrong markers end the session with every offence listed."""
     protocol: Any = config.pluginmanager.get_plugin("fsdp_testing.protocol")
+    attached: Any = config.pluginmanager.get_plugin(ATTACHED)
     problems: list[str] = []
     for item in items:
         try:
@@ -45,7 +64,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             problems.append(str(error))
             continue
         if request is not None:
-            protocol.take(item, request)
+            # The fake backend is one process anywhere.
+            (protocol if attached is None or request.backend == "fake" else attached).take(item, request)
     if problems:
         raise pytest.UsageError(*problems)
 
@@ -58,7 +78,14 @@ def _size(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> Any:
-    """In a test marked `world`: this rank's view of its world. Here, in the controlling process, an error."""
+    """In a test marked `world`: this rank's view of its world. Here, in the controlling process, an error.
+
+    Under torchrun this process is a rank.
+    """
+    attached: Any = request.config.pluginmanager.get_plugin(ATTACHED)
+    found = attached.world_of(request.node) if attached is not None else None
+    if found is not None:
+        return found
     pytest.fail(
         f"{request.node.nodeid}: fixture world: expected a test on ranks, got one without the `world` marker. "
         "Mark it: @pytest.mark.world(2).",

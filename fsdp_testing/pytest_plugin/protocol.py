@@ -14,6 +14,7 @@ import pytest
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.pool import PooledWorld, WorldOutcome
 from fsdp_testing.pytest_plugin.aftermath import Aftermath, WorldHygieneWarning
+from fsdp_testing.pytest_plugin.attached import NAME as ATTACHED
 from fsdp_testing.pytest_plugin.leases import IN_RANK, Leases, shared_length
 from fsdp_testing.pytest_plugin.longrepr import build, text_element
 from fsdp_testing.pytest_plugin.marker import WorldRequest
@@ -49,7 +50,7 @@ class Protocol:
 
     def pytest_pycollect_makemodule(self, module_path: Path) -> None:
         """Start the fork server when a file looks as if it had tests for ranks: both processes import torch at once."""
-        if self.leases.started or self.config.option.collectonly:
+        if self.leases.started or self.config.option.collectonly or self.config.pluginmanager.has_plugin(ATTACHED):
             return
         try:
             text = module_path.read_bytes()
