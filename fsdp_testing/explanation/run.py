@@ -208,7 +208,9 @@ class _Explainer:
         if not claimed or finding.kind == "raised" or finding.case.world.backend != "gloo":
             return None
         with suppress(WorldFailed):
-            return trace_on(self._runner.on_ranks, self._name, finding.case)
+            traced = trace_on(self._runner.on_ranks, self._name, finding.case)
+            # The first run of a schedule connects and allocates; nobody wants that drawn.
+            return trace_on(self._runner.on_ranks, self._name, finding.case) if self._draw else traced
         return None
 
     def _oracle(self, case: Case) -> Expectation:

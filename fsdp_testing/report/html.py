@@ -6,6 +6,7 @@ copying of replay lines. Everything that comes from a run is escaped by the temp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from fsdp_testing.records import CheckResult, Finding, RunReport, Verdict
+from fsdp_testing.records import CheckResult, Portrait, RunReport, Verdict
 from fsdp_testing.report import summary
+from fsdp_testing.report.causes import Cause, causes, explanation_line
+from fsdp_testing.report.drawings import layout, live_bytes, timeline
 from fsdp_testing.report.files import write_atomically
 
 SLOWEST_SHOWN = 10
@@ -34,7 +37,7 @@ def write_html(report: RunReport, directory: Path) -> Path:
 
 def html_text(report: RunReport) -> str:
     """The page."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = new_environment()
     environment.globals.update(
         word=summary.WORDS.__getitem__,
         meaning_of=summary.MEANINGS.__getitem__,
@@ -45,20 +48,33 @@ def html_text(report: RunReport) -> str:
         world=summary.world_text,
         replay=lambda result: summary.replay_line(result, report),
         case_json=lambda finding: finding.case.to_json(indent=1),
-        pictures=_pictures,
+        explanation_line=explanation_line,
+        begun=lambda text: text[:1].upper() + text[1:],
+        drawing_patterns=Markup(resource("patterns.html")),
+        timeline=timeline.timeline,
+        timeline_account=timeline.account,
+        live_bytes=live_bytes.live_bytes,
+        bytes_account=live_bytes.account,
+        layout=layout.layout,
         findings_shown=FINDINGS_SHOWN,
         Verdict=Verdict,
     )
-    template = environment.from_string(_resource("report.html"))
+    template = environment.from_string(resource("report.html"))
     return template.render(
         report=report,
-        style=Markup(_resource("report.css")),
-        script=Markup(_resource("report.js")),
+        style=Markup(resource("report.css") + resource("drawings.css")),
+        script=Markup(resource("report.js")),
         **_page(report),
     )
 
 
-def _resource(name: str) -> str:
+def new_environment() -> Environment:
+    """Templates that escape whatever they are given, and fail on a name that they are not given."""
+    return Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+
+
+def resource(name: str) -> str:
+    """A file of the folder `page`, as text."""
     return (resources.files("fsdp_testing.report") / "page" / name).read_text(encoding="utf-8")
 
 
@@ -69,6 +85,8 @@ def _page(report: RunReport) -> dict[str, Any]:
         "matrix": summary.matrix(report),
         "tallies": summary.tallies(report),
         "troubles": [(verdict, results) for verdict, results in troubles if results],
+        "causes": _by_implementation(causes(report)),
+        "portraits": _portraits(report.portraits),
         "not_claimed": _not_claimed(report),
         "anchor": lambda result: anchors[id(result)],
         "nearest": summary.nearest(report),
@@ -97,7 +115,13 @@ def _not_claimed(report: RunReport) -> list[tuple[str, list[CheckResult]]]:
     return [(name, results) for name, results in grouped if results]
 
 
-def _pictures(finding: Finding) -> tuple[Markup, ...]:
-    """Drawings that belong to a finding (timelines, layouts), as inline SVG; records carry no events to draw yet."""
-    del finding
-    return ()
+def _by_implementation(found: Sequence[Cause]) -> list[tuple[str, list[tuple[str, Cause]]]]:
+    """Causes by implementation, each with the name of its place in the page."""
+    named = [(f"c{index}", cause) for index, cause in enumerate(found)]
+    names = dict.fromkeys(cause.implementation for cause in found)
+    return [(name, [item for item in named if item[1].implementation == name]) for name in names]
+
+
+def _portraits(found: Sequence[Portrait]) -> list[tuple[str, list[Portrait]]]:
+    names = dict.fromkeys(portrait.implementation for portrait in found)
+    return [(name, [portrait for portrait in found if portrait.implementation == name]) for name in names]

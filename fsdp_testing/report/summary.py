@@ -10,8 +10,9 @@ import math
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
-from fsdp_testing.records import CheckResult, Finding, RunReport, Verdict, merge
+from fsdp_testing.records import Case, CheckResult, Finding, RunReport, Verdict, merge
 
 # Order in which a reader wants them: what is wrong, what is unclear, what was foreseen.
 ATTENTION = (Verdict.FAIL, Verdict.UNKNOWN, Verdict.STALE, Verdict.EXPECTED_FAILURE)
@@ -192,9 +193,16 @@ def place_text(finding: Finding) -> str:
     return f"{place}, rank{'s' if len(finding.ranks) > 1 else ''} {', '.join(map(str, finding.ranks))}"
 
 
-def world_text(finding: Finding) -> str:
+class HasCase(Protocol):
+    """Anything that was made by running a case."""
+
+    @property
+    def case(self) -> Case: ...
+
+
+def world_text(about: HasCase) -> str:
     """The case in a few words: model, world, strategy, dtypes."""
-    case = finding.case
+    case = about.case
     parts = [case.model.name, f"{case.world.size} ranks", case.strategy, case.model.dtype]
     if case.mixed_precision is not None:
         dtypes = (

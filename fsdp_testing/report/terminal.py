@@ -14,6 +14,7 @@ from rich.text import Text
 from fsdp_testing import env
 from fsdp_testing.records import CheckResult, Finding, RunReport, Verdict
 from fsdp_testing.report import summary
+from fsdp_testing.report.causes import causes, explanation_line
 
 # Colour repeats what the word says; nothing is told by colour alone.
 STYLES = {
@@ -73,6 +74,8 @@ def print_report(report: RunReport, console: Console, *, full: bool = False) -> 
                 for part in result_account(result, report, full=full):
                     # Tables fit the width; text keeps its own lines, so that replay lines and paths can be copied.
                     console.print(part, soft_wrap=isinstance(part, Text))
+    for line in cause_lines(report):
+        console.print(line, soft_wrap=True)
     console.print()
     for line in closing_lines(report):
         console.print(line, soft_wrap=True)
@@ -130,6 +133,26 @@ def result_account(result: CheckResult, report: RunReport, *, full: bool) -> Ite
     if result.expected:
         yield told(f"  expected because: {result.expected}")
     yield Text.assemble("  replay: ", (summary.replay_line(result, report), "bold"))
+
+
+def cause_lines(report: RunReport) -> Iterator[RenderableType]:
+    """Root causes, each once, with the shortest schedule that shows it and the checks that it breaks."""
+    found = causes(report)
+    if not found:
+        return
+    yield Text()
+    title = Text(f"{len(found)} root cause{'s' if len(found) > 1 else ''}", style="bold")
+    yield Rule(title, style="bold", align="left")
+    for cause in found:
+        yield Text()
+        yield Text.assemble((cause.implementation, "bold"), "  ", told(cause.sentence))
+        if cause.explanation is not None:
+            for line in cause.explanation.schedule:
+                yield told(f"    {line}", style="cyan")
+            yield Text(f"  {explanation_line(cause.explanation)}", style="dim")
+        yield told(f"  {cause.scope}")
+        expected = ", all expected" if cause.expected else ""
+        yield told(f"  breaks{expected}: {', '.join(result.check for result in cause.results)}")
 
 
 def _finding_table(finding: Finding, result: CheckResult) -> Table:

@@ -23,6 +23,8 @@ from fsdp_testing.trace.modules import watch_modules
 from fsdp_testing.trace.recorder import TraceRecorder
 from fsdp_testing.trace.waits import watch_waits
 
+Units = list[tuple[str, tuple[str, ...]]]
+
 
 @dataclass(frozen=True, slots=True)
 class RankTrace:
@@ -44,14 +46,13 @@ def trace_case(name: str, case: Case) -> RankTrace | Failed:
     recorder = program.recorder
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as for programs that are judged: they decide nothing
-        watch = _watching_after_wrap(adapter, recorder, stack)
-        program.adapter = watch
+        units: Units = []
+        program.adapter = _watching_after_wrap(adapter, recorder, stack, units)
         stack.enter_context(interception.listen(recorder.collective))
         stack.enter_context(watch_waits(recorder))
         observation = program.run()
-    units = tuple(adapter.units(program.model)) if observation.error is None else ()
     adapter.finish(program.model)
-    traced = RankTrace(recorder.events, units, observation)
+    traced = RankTrace(recorder.events, tuple(units), observation)
     return traced if observation.error is None else Failed(traced)
 
 
@@ -79,14 +80,18 @@ def _setup(case: Case, module: nn.Module) -> Any:
     return setup_of(case, module, world.rank, world.device, world.group, world.mesh)
 
 
-def _watching_after_wrap(adapter: Adapter, recorder: TraceRecorder, stack: ExitStack) -> Adapter:
-    """The adapter, with a `wrap` that switches unit and module sources on as soon as there is a model."""
+def _watching_after_wrap(adapter: Adapter, recorder: TraceRecorder, stack: ExitStack, units: Units) -> Adapter:
+    """The adapter, with a `wrap` that switches unit and module sources on as soon as there is a model.
+
+    It notes the units then: later some may show their full parameters, whose names an adapter need not know.
+    """
     import dataclasses
 
     original: Callable[..., nn.Module] = adapter.wrap
 
     def wrap(module: nn.Module, setup: Any) -> nn.Module:
         model = original(module, setup)
+        units.extend((unit, tuple(fqns)) for unit, fqns in adapter.units(model))
         stack.enter_context(adapter.trace_units(model, recorder.unit))
         names = {inner: naming.original(fqn) for fqn, inner in model.named_modules()}
         stack.enter_context(watch_modules(recorder, names))

@@ -81,6 +81,7 @@ def portrait_of(traced: Trace) -> Portrait:
     events = traced.history.ranks
     begin = min((event.time for rank in events for event in rank if event.operation >= 0), default=0.0)
     end = max((_stop(event) for rank in events for event in rank), default=begin)
+    names = {unit for unit, _ in traced.units[0]} if traced.units else set()
     sizes = {unit.unit: unit.elements * unit.element_bytes for unit in units}
     bound, text = _bound(traced.case.strategy, units)
     return Portrait(
@@ -90,7 +91,7 @@ def portrait_of(traced: Trace) -> Portrait:
         ranks=tuple(
             RankPortrait(
                 rank,
-                _shown([*_operations(own, traced.case, end), *_activity(own, set(sizes), end)], begin),
+                _shown([*_operations(own, traced.case, end), *_activity(own, names, end)], begin),
                 tuple(_live(own, begin, sizes, _shard_bytes(units, rank))),
             )
             for rank, own in enumerate(events)

@@ -103,7 +103,7 @@ def test_the_failure_is_told_completely(mixed: RunReport) -> None:
 def test_every_trouble_is_linked_from_its_cell(mixed: RunReport) -> None:
     page = Page(html_text(mixed))
     cells = [cell for cell in page.all("td") if "trouble" in (cell.get("class") or "")]
-    articles = page.all("article")
+    articles = [article for article in page.all("article") if (article["id"] or "").startswith("r")]
     assert len(cells) == len(articles) == 5
     assert all(article.get("tabindex") == "-1" for article in articles)
 

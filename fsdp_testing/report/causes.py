@@ -1,0 +1,75 @@
+"""What are the root causes of the failures in a report? Pure: findings grouped, one account for each group.
+
+Where causes were looked for (`fsdp_testing.explanation`), findings say which they belong to. Others are put together only
+if they look the same in every respect: kind, quantity, name, first operation, model, strategy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsdp_testing.checkers.explain_signature import fine_signature_of
+from fsdp_testing.records import CheckResult, Explanation, Finding, RunReport, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """One root cause on one implementation.
+
+    Attributes:
+        implementation: Whose.
+        sentence: What happens.
+        results: The checks that it breaks, in the order of the run.
+        findings: All findings that it explains.
+        explanation: The shortest schedule, if it was looked for.
+        expected: Whether all of it was expected.
+    """
+
+    implementation: str
+    sentence: str
+    results: tuple[CheckResult, ...]
+    findings: tuple[Finding, ...]
+    explanation: Explanation | None
+    expected: bool
+
+    @property
+    def scope(self) -> str:
+        """Where it shows: models and strategies."""
+        models = ", ".join(dict.fromkeys(finding.case.model.name for finding in self.findings))
+        strategies = ", ".join(dict.fromkeys(finding.case.strategy for finding in self.findings))
+        cases = len(self.findings)
+        return f"{cases} failing case{'s' if cases > 1 else ''}: {models}; {strategies}"
+
+
+def causes(report: RunReport) -> tuple[Cause, ...]:
+    """Root causes, unexpected ones first, then in the order of the run."""
+    groups: dict[tuple[str, object], list[tuple[CheckResult, Finding]]] = {}
+    for result in report.results:
+        for finding in result.findings:
+            key = finding.cause or fine_signature_of(finding)
+            groups.setdefault((result.implementation, key), []).append((result, finding))
+    found = [_cause(name, members) for (name, _), members in groups.items()]
+    return tuple(sorted(found, key=lambda cause: cause.expected))
+
+
+def _cause(name: str, members: list[tuple[CheckResult, Finding]]) -> Cause:
+    results = {result.check: result for result, _ in members}
+    findings = tuple(finding for _, finding in members)
+    explanation = next((finding.shortest for finding in findings if finding.shortest is not None), None)
+    return Cause(
+        implementation=name,
+        sentence=explanation.sentence if explanation is not None else findings[0].explanation,
+        results=tuple(results.values()),
+        findings=findings,
+        explanation=explanation,
+        expected=all(result.verdict is not Verdict.FAIL for result in results.values()),
+    )
+
+
+def explanation_line(explanation: Explanation) -> str:
+    """How the shortest schedule was found, in a line."""
+    operations = len(explanation.schedule)
+    noun = "operation remains" if operations == 1 else "operations remain"
+    left = f"{operations} {noun}, {explanation.left_out} left out"
+    certain = "each that remains is needed" if explanation.complete else "time was up before each was tried"
+    return f"{left}; {certain} ({explanation.runs} runs, {explanation.seconds:.1f} s)"

@@ -1,0 +1,67 @@
+"""Which rank holds which elements? A bar per unit and rank, its parameters in turns of two shades, padding hatched."""
+
+from __future__ import annotations
+
+from markupsafe import Markup
+
+from fsdp_testing.records import Portrait, UnitPortrait
+from fsdp_testing.report.drawings.svg import WIDTH, Drawing, bytes_text
+
+LEFT = 92
+BAR = 16
+ROW = 20
+HEAD = 20
+GAP = 8
+
+
+def layout(portrait: Portrait) -> Markup:
+    """The drawing; empty markup if the run told of no units."""
+    if not portrait.units:
+        return Markup("")
+    height = sum(_height(unit) for unit in portrait.units)
+    drawing = Drawing(height, f"Shards: {account(portrait)}")
+    top = 0.0
+    for unit in portrait.units:
+        _unit(drawing, unit, top)
+        top += _height(unit)
+    return drawing.markup()
+
+
+def _height(unit: UnitPortrait) -> float:
+    return HEAD + ROW * len(unit.held) + GAP
+
+
+def _unit(drawing: Drawing, unit: UnitPortrait, top: float) -> None:
+    ranks = range(len(unit.held))
+    longest = max(map(unit.shard, ranks), default=0)
+    drawing.text(0, top + 13, unit.unit or "(root)", "strong")
+    drawing.text(WIDTH - 8, top + 13, unit_account(unit), "soft", "end")
+    scale = (WIDTH - LEFT - 8) / (longest or 1)
+    numbers = {fqn: i for i, fqn in enumerate(dict.fromkeys(span.fqn for held in unit.held for span in held))}
+    for rank in ranks:
+        y, x = top + HEAD + ROW * rank, float(LEFT)
+        drawing.text(LEFT - 6, y + BAR - 4, f"rank {rank}", "soft", "end")
+        for span in unit.held[rank]:
+            width = (span.stop - span.start) * scale
+            title = f"rank {rank}: {span.fqn} [{span.start}, {span.stop})"
+            drawing.box(f"shard{numbers[span.fqn] % 2}", x, y, (width, BAR), title)
+            drawing.label_in(x, y + BAR - 4, width, span.fqn)
+            x += width
+        if unit.padding(rank):
+            width = unit.padding(rank) * scale
+            drawing.box("padding", x, y, (width, BAR), f"rank {rank}: {unit.padding(rank)} elements of padding")
+            drawing.label_in(x, y + BAR - 4, width, "padding")
+
+
+def unit_account(unit: UnitPortrait) -> str:
+    """A unit in a line."""
+    ranks = range(len(unit.held))
+    padding = sum(map(unit.padding, ranks))
+    longest = max(map(unit.shard, ranks), default=0)
+    told = f"{unit.elements} elements; {longest} ({bytes_text(longest * unit.element_bytes)}) a rank"
+    return f"{told}; {padding} of padding in all" if padding else f"{told}; no padding"
+
+
+def account(portrait: Portrait) -> str:
+    """What the drawing shows, in words."""
+    return "; ".join(f"{unit.unit or '(root)'} {unit_account(unit)}" for unit in portrait.units)
