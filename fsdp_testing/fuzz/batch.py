@@ -8,7 +8,8 @@ import hashlib
 import threading
 import time
 import weakref
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -55,14 +56,14 @@ class Watch:
     sources: tuple[str, ...] = ()
 
 
-def run_batch(name: str, documents: list[str], directory: str, watch: Watch) -> int | Failed:
+def run_batch(name: str, cases: Sequence[Case], directory: str, watch: Watch) -> int | Failed:
     """Runs cases through implementation `name`, up to the first one that leaves the ranks in different places.
 
     An exception that every rank raised in the same operation ends its case only.
 
     Args:
         name: Registered name or import string.
-        documents: Cases as JSON.
+        cases: For this size of world.
         directory: Where the observations go.
         watch: What is looked at besides.
 
@@ -74,9 +75,8 @@ def run_batch(name: str, documents: list[str], directory: str, watch: Watch) -> 
     world = current_world()
     adapter = _adapter(name)
     models: list[tuple[int, weakref.ref[nn.Module]]] = []
-    with stream.path_of(directory, world.rank).open("ab") as file:
-        for index, document in enumerate(documents):
-            case = Case.from_json(document)
+    with stream.path_of(directory, world.rank).open("ab") as file, _garbage_kept():
+        for index, case in enumerate(cases):
             tracer = arcs.Tracer(watch.sources) if index in watch.arcs and world.rank == 0 else None
             record, model = _run(adapter, case, world, index, watch, tracer)
             models.append((index, model))
@@ -84,9 +84,20 @@ def run_batch(name: str, documents: list[str], directory: str, watch: Watch) -> 
             error = record.observation.error
             if record.leaks or (error is not None and not _everyone_raised(directory, world, index, error)):
                 return Failed(index + 1)
-        for index in _survivors(models) if watch.models else ():
+        survivors = _survivors(models)
+        for index in survivors if watch.models else ():
             stream.append(file, stream.CaseRecord(index, RankObservation(world.rank), {}, (OUTLIVES,)))
-    return len(documents)
+    return len(cases)
+
+
+@contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """No collection amid a batch: it would go through all that torch keeps, over and over, at places left to chance."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _everyone_raised(directory: str, world: World, index: int, mine: RaisedError) -> bool:

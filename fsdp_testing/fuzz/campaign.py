@@ -24,7 +24,7 @@ from fsdp_testing.pool import Pool
 from fsdp_testing.records import Case
 from fsdp_testing.strategies import CaseDrawer, Scope, SeededChoices, needs_of_case
 
-BATCH = 16
+BATCH = 24
 _SAVE_SECONDS = 5.0
 _INVESTIGATED_AT_FIRST = 3
 _TRACED_ONE_IN = 40

@@ -5,6 +5,7 @@ Runs in the single rank of a world of one, while the ranks are busy with the nex
 
 from __future__ import annotations
 
+import functools
 import math
 import traceback
 from collections.abc import Sequence
@@ -73,17 +74,17 @@ def comparison_for(case: Case, adapter: Adapter) -> Comparison:
     )
 
 
-def judge_batch(name: str, documents: list[str], size: int, directory: str, watch: Watch) -> list[CaseNote]:
+def judge_batch(name: str, cases: Sequence[Case], size: int, directory: str, watch: Watch) -> list[CaseNote]:
     """Judges every case of a batch of which all ranks told.
 
     Args:
         name: The implementation.
-        documents: Cases as JSON, in the order in which they were run.
+        cases: In the order in which they were run.
         size: Number of ranks.
         directory: Where their observations lie.
         watch: As given to `run_batch`.
     """
-    adapter = registry.load(name)
+    adapter = _adapter(name)
     told: list[dict[int, CaseRecord]] = []
     for rank in range(size):
         # A later record of the same case tells of what was found after the batch, and is put beside the first.
@@ -92,14 +93,18 @@ def judge_batch(name: str, documents: list[str], size: int, directory: str, watc
             known = by_index.get(record.index)
             by_index[record.index] = record if known is None else replace(known, leaks=known.leaks + record.leaks)
         told.append(by_index)
-    return [_judge(adapter, index, document, told, watch) for index, document in enumerate(documents)]
+    return [_judge(adapter, index, case, told, watch) for index, case in enumerate(cases)]
 
 
-def _judge(adapter: Adapter, index: int, document: str, told: list[dict[int, CaseRecord]], watch: Watch) -> CaseNote:
+@functools.cache
+def _adapter(name: str) -> Adapter:
+    return registry.load(name)
+
+
+def _judge(adapter: Adapter, index: int, case: Case, told: list[dict[int, CaseRecord]], watch: Watch) -> CaseNote:
     records = [by_index[index] for by_index in told if index in by_index]
     if not records:
         return CaseNote(index, "unfinished")
-    case = Case.from_json(document)
     arcs = frozenset().union(*(record.arcs for record in records))
     try:
         note = _judge_records(adapter, case, records, len(told), watch)
@@ -209,9 +214,8 @@ def _compare(adapter: Adapter, case: Case, ranks: list[RankObservation], watch: 
     comparison = comparison_for(case, adapter)
     if not comparison.lockstep:
         if not comparison.ignore:
-            compared = screen.cleared(
-                Replay(case).run(observe_all=watch.operations), ranks, optimizer=comparison.optimizer
-            )
+            points = Replay(case).run(observe_all=watch.operations)
+            compared = screen.cleared(points, ranks, comparison)
             if compared > 0:
                 return CaseNote(0, "passed", comparisons=compared, screened=True)
         expectation = _widened(oracle.expect_free(case, observe_all=watch.operations), case)

@@ -57,14 +57,13 @@ class Lane:
 
     def _attempt(self, cases: Sequence[Case], start: int, watch: Watch) -> list[CaseResult]:
         todo = cases[start:]
-        documents = [case.to_json() for case in todo]
         shifted = Watch(
             watch.operations, watch.models, tuple(i - start for i in watch.arcs if i >= start), watch.sources
         )
         directory = tempfile.mkdtemp(prefix="fsdp-fuzz-", dir=self._scratch)
         try:
-            outcome = self._run(todo[0], documents, directory, shifted)
-            notes = self._judge(documents, todo[0].world.size, directory, shifted)
+            outcome = self._run(todo, directory, shifted)
+            notes = self._judge(todo, directory, shifted)
         finally:
             shutil.rmtree(directory, ignore_errors=True)
         results: list[CaseResult] = []
@@ -82,11 +81,12 @@ class Lane:
                 break
         return results
 
-    def _run(self, first: Case, documents: list[str], directory: str, watch: Watch) -> WorldOutcome:
-        world = self._pool.world(first.world.size, backend=first.world.backend)
+    def _run(self, cases: Sequence[Case], directory: str, watch: Watch) -> WorldOutcome:
+        first = cases[0].world
+        world = self._pool.world(first.size, backend=first.backend)
         try:
-            timeout = self._deadline + SECONDS_PER_CASE * len(documents)
-            arguments = (self._name, documents, directory, watch)
+            timeout = self._deadline + SECONDS_PER_CASE * len(cases)
+            arguments = (self._name, cases, directory, watch)
             outcome = world.execute(run_batch, arguments, timeout=timeout, name="batch", hygiene=False)
             self._batches += 1
             if self._batches % BATCHES_PER_WORLD == 0:
@@ -96,10 +96,10 @@ class Lane:
         self.worlds_lost += not outcome.ok
         return outcome
 
-    def _judge(self, documents: list[str], size: int, directory: str, watch: Watch) -> list[CaseNote]:
+    def _judge(self, cases: Sequence[Case], directory: str, watch: Watch) -> list[CaseNote]:
         world = self._pool.world(1)
         try:
-            arguments = (self._name, documents, size, directory, watch)
+            arguments = (self._name, cases, cases[0].world.size, directory, watch)
             outcome = world.execute(judge_batch, arguments, timeout=300.0, name="judge", hygiene=False)
         finally:
             world.release()

@@ -105,7 +105,7 @@ def replay(pool: Pool, name: str, case: Case, deadline: float = 30.0) -> Replaye
     watch = Watch(operations=True)
     world = pool.world(case.world.size, backend=case.world.backend, isolation="fresh")
     try:
-        arguments: tuple[Any, ...] = (name, [case.to_json()], directory, watch)
+        arguments: tuple[Any, ...] = (name, [case], directory, watch)
         outcome = world.execute(run_batch, arguments, timeout=deadline, name="replay", hygiene=False)
         digest = _digest(directory, case.world.size)
         note = _judged(pool, name, case, directory, watch)
@@ -120,7 +120,7 @@ def replay(pool: Pool, name: str, case: Case, deadline: float = 30.0) -> Replaye
 def _judged(pool: Pool, name: str, case: Case, directory: str, watch: Watch) -> CaseNote:
     world = pool.world(1)
     try:
-        arguments = (name, [case.to_json()], case.world.size, directory, watch)
+        arguments = (name, [case], case.world.size, directory, watch)
         outcome = world.execute(judge_batch, arguments, timeout=120.0, name="judge", hygiene=False)
     finally:
         world.release()

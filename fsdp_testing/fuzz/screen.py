@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fsdp_testing.checkers.parity import Comparison
 from fsdp_testing.checkers.quantities import Quantity
 from fsdp_testing.checkers.tensors import same_bits
 from fsdp_testing.programs.models import dtype_name
@@ -23,13 +24,13 @@ ROUNDINGS = 12
 Ranks = Sequence[RankObservation]
 
 
-def cleared(points: Sequence[ReplayPoint], ranks: Ranks, *, optimizer: bool) -> int:
+def cleared(points: Sequence[ReplayPoint], ranks: Ranks, asked: Comparison = Comparison()) -> int:
     """Returns how many tensors were compared if everything agrees beyond doubt, and -1 if not.
 
     Args:
         points: What the undisturbed oracle holds.
         ranks: What each rank reports, by rank.
-        optimizer: The implementation shows its optimizer state.
+        asked: Which kinds to compare, and whether a gradient of zeros may stand for None.
     """
     if any(rank.error is not None for rank in ranks):
         return -1
@@ -39,7 +40,7 @@ def cleared(points: Sequence[ReplayPoint], ranks: Ranks, *, optimizer: bool) -> 
     for point in points:
         if point.snapshot:
             held = [by_index.get(point.index) for by_index in snapshots]
-            found = _snapshot_agrees(point, [one for one in held if one is not None], len(ranks), optimizer=optimizer)
+            found = _snapshot_agrees(point, [one for one in held if one is not None], len(ranks), asked)
         else:
             found = _results_agree(point, [by_index.get(point.index) for by_index in results])
         if found < 0:
@@ -61,16 +62,17 @@ def _results_agree(point: ReplayPoint, results: Sequence[OperationResult | None]
     return len(point.values) if all(same_bits(norm, norms[0]) for norm in norms) else -1
 
 
-def _snapshot_agrees(point: ReplayPoint, snapshots: list[Snapshot], count: int, *, optimizer: bool) -> int:
+def _snapshot_agrees(point: ReplayPoint, snapshots: list[Snapshot], count: int, asked: Comparison) -> int:
     if len(snapshots) != count:
         return -1
     for quantity, expected in point.values.items():
         if quantity.kind == "value":
             good = _value_agrees(point, quantity, expected, snapshots)
         elif quantity.kind == "gradient":
-            good = point.pending or _gradient_agrees(quantity, expected, snapshots)
+            skipped = point.pending or not asked.gradients
+            good = skipped or _gradient_agrees(quantity, expected, snapshots, none_is_zero=asked.none_is_zero)
         elif quantity.kind == "optimizer":
-            good = not optimizer or _state_agrees(quantity, expected, snapshots)
+            good = not asked.optimizer or _state_agrees(quantity, expected, snapshots)
         else:
             buffer = snapshots[quantity.rank].buffers.get(quantity.name)
             good = buffer is not None and expected is not None and _close(buffer.value, expected)
@@ -95,22 +97,26 @@ def _value_agrees(
     return expected is not None and _pieces_agree(held, expected)
 
 
-def _gradient_agrees(quantity: Quantity, expected: torch.Tensor | None, snapshots: list[Snapshot]) -> bool:
+def _gradient_agrees(
+    quantity: Quantity, expected: torch.Tensor | None, snapshots: list[Snapshot], *, none_is_zero: bool
+) -> bool:
     held: list[tuple[Piece, ...]] = []
+    absent = 0
     for snapshot in snapshots:
         seen = snapshot.parameters.get(quantity.name)
-        if seen is None:
+        if seen is None or all(piece.stop <= piece.start for piece in seen.pieces):
             continue
-        has_elements = any(piece.stop > piece.start for piece in seen.pieces)
-        if not has_elements:
+        if seen.grad_pieces is None:
+            absent += 1
             continue
-        if (seen.grad_pieces is None) != (expected is None):
+        if seen.grad_dtype != seen.dtype:
             return False
-        if seen.grad_pieces is not None:
-            if seen.grad_dtype != seen.dtype:
-                return False
-            held.append(seen.grad_pieces)
-    return expected is None or _pieces_agree(held, expected)
+        held.append(seen.grad_pieces)
+    if expected is None:
+        return not held or (none_is_zero and not any(bool(p.value.any()) for pieces in held for p in pieces))
+    if absent:
+        return none_is_zero and not bool(expected.any()) and not held
+    return _pieces_agree(held, expected)
 
 
 def _state_agrees(quantity: Quantity, expected: torch.Tensor | None, snapshots: list[Snapshot]) -> bool:

@@ -6,13 +6,27 @@ the controller made for itself (mode 0700) and removes; they are read by process
 
 from __future__ import annotations
 
+import copyreg
+import io
+import pickle
 import struct
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fsdp_testing.pool.channel import dumps, loads
-from fsdp_testing.records import RankObservation
+import torch
+
+from fsdp_testing.pool.channel import loads
+from fsdp_testing.records import (
+    BufferObservation,
+    OperationResult,
+    OptimizerObservation,
+    ParameterObservation,
+    Piece,
+    RankObservation,
+    Snapshot,
+)
 
 _HEADER = struct.Struct("<Q")
 
@@ -37,6 +51,46 @@ class CaseRecord:
     arcs: frozenset[int] = frozenset()
 
 
+def rebuild(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Makes a tensor from the bytes that `append` wrote."""
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
+
+
+def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
+    plain = tensor.detach()
+    data = plain.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    return rebuild, (data, plain.dtype, tuple(plain.shape))
+
+
+def _by_position(cls: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    names = tuple(field.name for field in fields(cls))
+    return lambda record: (cls, tuple(getattr(record, name) for name in names))
+
+
+_RECORDS = (
+    CaseRecord,
+    RankObservation,
+    Snapshot,
+    ParameterObservation,
+    BufferObservation,
+    OptimizerObservation,
+    OperationResult,
+    Piece,
+)
+
+
+class _Pickler(pickle.Pickler):
+    """Writes the records of this file by position and tensors as bytes: a case has some hundred of them."""
+
+    dispatch_table = {
+        **copyreg.dispatch_table,
+        torch.Tensor: _reduce_tensor,
+        **{cls: _by_position(cls) for cls in _RECORDS},
+    }
+
+
 def path_of(directory: str, rank: int) -> Path:
     """Returns the file of one rank."""
     return Path(directory) / f"rank{rank}"
@@ -44,7 +98,9 @@ def path_of(directory: str, rank: int) -> Path:
 
 def append(file: BinaryIO, record: CaseRecord) -> None:
     """Writes one record and hands it to the kernel, where the death of this process does not matter."""
-    data = dumps(record)
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=5).dump(record)
+    data = buffer.getvalue()
     file.write(_HEADER.pack(len(data)) + data)
     file.flush()
 

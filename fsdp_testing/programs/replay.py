@@ -11,7 +11,6 @@ that the implementation is in, so that each operation is judged by itself and bo
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -26,6 +25,7 @@ from fsdp_testing.implementations.protocol import Division
 from fsdp_testing.programs import models
 from fsdp_testing.programs.disturbance import NO_DISTURBANCE, Disturbance
 from fsdp_testing.programs.reduction import Reduced, reduce
+from fsdp_testing.programs.replicas import replica_of
 from fsdp_testing.programs.setup import precision_of
 from fsdp_testing.records import (
     UNIT_ROUNDOFF,
@@ -124,7 +124,7 @@ class Replay:
         return [self._replica() for _ in range(self.size)]
 
     def _replica(self) -> nn.Module:
-        replica = copy.deepcopy(self.master, {id(p): self.compute[fqn] for fqn, p in self.parameters.items()})
+        replica = replica_of(self.master, {id(p): self.compute[fqn] for fqn, p in self.parameters.items()})
         if self.precision.buffer_dtype is not None:
             for module in replica.modules():
                 for name, buffer in module.named_buffers(recurse=False):
@@ -294,10 +294,12 @@ def _forward(replay: Replay, operation: Forward) -> Results:
     contexts = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
     values: Results = {}
     for rank, replica in enumerate(replay.replicas):
-        replica.train(operation.mode == "train")
+        if operation.mode != "train":
+            replica.eval()
         with contexts.get(operation.mode, nullcontext)():
             values |= _results(rank, replay.forward(rank, operation.batch))
-        replica.train()
+        if operation.mode != "train":
+            replica.train()
     return values
 
 

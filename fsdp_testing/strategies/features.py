@@ -118,6 +118,7 @@ _TOGETHER: Mapping[str, tuple[str, ...]] = {
 
 # Features that make most of the others unreachable or slow, and that are therefore switched on less often.
 _RARE = frozenset({"model.zoo", "tree.large", "precision.param", "precision.reduce", "precision.buffer", "offload"})
+_RARELY = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,12 +187,11 @@ class SwarmDrawer:
         self._rare = [name for name in available if name in _RARE]
 
     def draw(self, choices: Choices) -> Swarm:
-        """Draws a subset: about a quarter or a half of the usual features, each rare one in eight times."""
+        """Draws a subset: about a quarter or a half of the usual features, each rare one once in twelve times."""
         mask = choices.subset(len(self._usual), sparse=not choices.chance(2))
         on = [name for place, name in enumerate(self._usual) if mask >> place & 1]
         on += [name for name in self._base if not choices.chance(4)]
-        if choices.chance(2) and self._rare:
-            on.append(choices.pick(self._rare))
+        on += [name for name in self._rare if choices.chance(_RARELY)]
         for name in [name for name in on if name in _TOGETHER]:
             if choices.chance(2):
                 on += [other for other in _TOGETHER[name] if other in self._available]

@@ -8,6 +8,8 @@ from fsdp_testing.strategies.choices import Choices
 from fsdp_testing.strategies.features import Swarm
 from fsdp_testing.zoo.tree_legality import legal_tree
 
+# Even, odd, one, fewer than ranks; more than these add shapes, and DTensor thinks about each new shape for milliseconds.
+_USUAL_WIDTHS = (4, 5, 1, 3)
 _WIDTHS = (4, 5, 1, 2, 3, 6, 7, 8)
 _LARGE = 48
 _NAMES = "abcdefghijklmnopqrstuvwxyz"
@@ -37,7 +39,7 @@ class _TreeDrawer:
         self._shapes = [shape for feature, shape in _SHAPES.items() if feature in swarm]
         self._leaves += ["scale"] if self._shapes else []
         # One width that recurs, so that residuals, ties and repeated calls fit often.
-        self._usual = self._choices.pick(_WIDTHS)
+        self._usual = self._choices.pick(_WIDTHS if self._choices.chance(4) else _USUAL_WIDTHS)
         self._branches = 0
         self._forced: int | None = None
         self.entering = self._current = self.width()
@@ -47,7 +49,9 @@ class _TreeDrawer:
             return self._forced
         if "tree.large" in self._swarm and self._choices.chance(4):
             return _LARGE
-        return self._choices.pick(_WIDTHS) if self._choices.chance(3) else self._usual
+        if self._choices.chance(4):
+            return self._choices.pick(_WIDTHS if self._choices.chance(4) else _USUAL_WIDTHS)
+        return self._usual
 
     def nodes(self, count: int, depth: int) -> list[Node]:
         made: list[Node] = []

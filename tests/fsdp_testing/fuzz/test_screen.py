@@ -102,7 +102,7 @@ def test_a_perfect_run_is_cleared_and_agrees(shard: bool):
     for case in drawn(40):
         points = Replay(case).run()
         ranks = observed(points, case.world.size, shard=shard)
-        assert screen.cleared(points, ranks, optimizer=True) > 0
+        assert screen.cleared(points, ranks) > 0
         assert not judged(case, ranks)
 
 
@@ -140,7 +140,7 @@ def test_no_changed_tensor_is_cleared(change: str):
             if not tensor.numel() or not tensor.is_floating_point():
                 continue
             CHANGES[change](tensor)
-            assert screen.cleared(points, spoiled, optimizer=True) < 0
+            assert screen.cleared(points, spoiled) < 0
             changed += 1
     assert changed > 50
 
@@ -171,7 +171,7 @@ def test_no_change_of_form_is_cleared():
             if gone and all(piece.stop == piece.start for name in gone for piece in held.parameters[name].pieces):
                 continue  # a rank without elements need not report
             spoiled = [ranks[0], replace(ranks[1], snapshots=(*ranks[1].snapshots[:-1], snapshot))]
-            assert screen.cleared(points, spoiled, optimizer=True) < 0
+            assert screen.cleared(points, spoiled) < 0
             tried += 1
     assert tried > 30
 
@@ -186,5 +186,5 @@ def test_replicas_that_differ_in_the_last_bit_are_not_cleared():
         if p.pieces[0].value.numel() and p.dtype == "float64"
     )
     piece.value[0] = torch.nextafter(piece.value[0], torch.tensor(9e9, dtype=piece.value.dtype))
-    assert screen.cleared(points, ranks, optimizer=True) < 0
+    assert screen.cleared(points, ranks) < 0
     assert any(divergence.kind == "disagreed" for divergence in judged(case, ranks))
