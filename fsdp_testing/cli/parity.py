@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_testing.errors import InvalidArgument
@@ -40,38 +41,47 @@ def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParse
         "--model", action="append", default=[], metavar="MODEL", help="models of `list models`; repeatable"
     )
     command.add_argument("--full", action="store_true", help="show equal rows far from any difference too")
+    command.add_argument("--html", type=Path, metavar="DIR", help="draw the sequences side by side in DIR/index.html")
     return command
 
 
 def execute(options: argparse.Namespace) -> int:
     """Compare, print, and say what differs."""
+    from fsdp_testing.report import check_writable
+    from fsdp_testing.report.parity_page import conclusion, write_parity_page
     from fsdp_testing.report.terminal import open_console
     from fsdp_testing.trace.parity import compare_case, parity_cases
 
+    if options.html is not None:
+        check_writable(options.html / "index.html", "--html")
     if options.world_size < 1:
         raise InvalidArgument(f"--world-size: expected at least 1, got {options.world_size}. Give the number of ranks.")
     cases = parity_cases(options.left, options.right, options.world_size, options.model)
     console = open_console()
-    different = 0
+    compared: list[CaseParity] = []
     for case in cases:
         with console.status(f"{case.model.name}, {case.strategy}"):
-            found = compare_case(options.left, options.right, case)
-        different += not found.equal
-        _print_case(found, options, console)
-    told = f"{different} of {len(cases)} cases differ" if different else f"the same order in all {len(cases)} cases"
+            compared.append(compare_case(options.left, options.right, case))
+        _print_case(compared[-1], options, console)
+    different = sum(not found.equal for found in compared)
+    told = conclusion(different, len(cases))
     console.print(f"{options.left} and {options.right}: {told}", markup=False, soft_wrap=True)
+    if options.html is not None:
+        path = write_parity_page(compared, (options.left, options.right), options.html, full=options.full)
+        console.print(f"written: {path}", markup=False, soft_wrap=True)
     return 1 if different else 0
 
 
 def _print_case(found: CaseParity, options: argparse.Namespace, console: Console) -> None:
     from rich.text import Text
 
+    from fsdp_testing.report.parity_page import differing_aspects
     from fsdp_testing.report.side_by_side import by_difference, order_table
 
     case = found.case
     title = Text(f"{case.model.name}, {case.strategy}, {case.world.size} ranks: ", style="bold")
     aspects = dict.fromkeys(comparison.aspect for comparison in found.comparisons)
-    differing = _aspects_that_differ(found)
+    differing = differing_aspects(found)
     same = [aspect for aspect in aspects if aspect not in differing]
     title.append(
         f"differ in {', '.join(differing)}" if differing else "same order", style="yellow" if differing else "green"
@@ -88,10 +98,6 @@ def _print_case(found: CaseParity, options: argparse.Namespace, console: Console
         for comparison in found.comparisons[: len(aspects)]:
             console.print(Text(f"  {comparison.aspect}, rank {comparison.rank}", style="bold"))
             console.print(order_table(comparison, options.left, options.right, full=True))
-
-
-def _aspects_that_differ(found: CaseParity) -> list[str]:
-    return list(dict.fromkeys(comparison.aspect for comparison in found.comparisons if not comparison.equal))
 
 
 def _list(ranks: Iterable[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +16,27 @@ def test_an_implementation_has_its_own_order(verify: Callable[..., Any]) -> None
     assert ended.out.rstrip().splitlines()[-1].startswith("torch-fsdp2 and torch-fsdp2: the same order in all")
 
 
-def test_torch_fsdp1_and_fsdp2_ask_for_their_units_differently(verify: Callable[..., Any]) -> None:
-    ended = verify("parity", "torch-fsdp1", "torch-fsdp2", "--model", "deep_nest")
+def test_torch_fsdp1_and_fsdp2_ask_for_their_units_differently(verify: Callable[..., Any], tmp_path: Path) -> None:
+    ended = verify("parity", "torch-fsdp1", "torch-fsdp2", "--model", "deep_nest", "--html", str(tmp_path / "p"))
     assert ended.code == 1, ended.out + ended.err
     assert "deep_nest, full_shard, 2 ranks: differ in requests" in ended.out
     assert "(same units" in ended.out
     assert "requests, ranks 0, 1" in ended.out
+    page = (tmp_path / "p" / "index.html").read_text(encoding="utf-8")
+    assert f"written: {tmp_path / 'p' / 'index.html'}" in ended.out
+    assert page.count("<article") == 2
+    assert 'class="only-right"' in page
+    assert "deep_nest, 2 ranks, full_shard, float64 ≠" in page
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_anything_runs(
+    verify: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    ended = verify("parity", "torch-fsdp1", "torch-fsdp2", "--html", str(tmp_path / "file" / "p"))
+    assert ended.code == 2
+    assert ended.err.startswith("fsdp-verify: --html: expected a place that can be written to")
+    assert ended.out == ""
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,56 @@
+"""How do two sequences differ? Two columns of steps, equal ones joined by a line, what only one has standing alone."""
+
+from __future__ import annotations
+
+from markupsafe import Markup
+
+from fsdp_testing.checkers.order import OrderComparison
+from fsdp_testing.report.drawings.svg import WIDTH, Drawing, clipped
+from fsdp_testing.report.side_by_side import LEFT_OUT, shown_rows
+
+ROW = 20
+BAR = 16
+COLUMN = 440
+RIGHT = WIDTH - COLUMN
+HEAD = 24
+KINDS = {"≠": ("changed", "changed"), "<": ("only-left", ""), ">": ("", "only-right"), "": ("step", "step")}
+"""Classes of the left and right box by the mark of a row; an empty one is not drawn."""
+
+
+def order_picture(comparison: OrderComparison, left: str, right: str, *, full: bool = False) -> Markup:
+    """The drawing of one aspect on one rank; equal stretches far from any difference are left out unless `full`."""
+    rows = list(shown_rows(comparison.rows, full=full))
+    drawing = Drawing(HEAD + ROW * len(rows), f"{comparison.aspect} on rank {comparison.rank}: {account(comparison)}")
+    drawing.text(COLUMN / 2, 14, left, "strong", "middle")
+    drawing.text(RIGHT + COLUMN / 2, 14, right, "strong", "middle")
+    for number, (mark, one, other) in enumerate(rows):
+        y = HEAD + ROW * number
+        if one == LEFT_OUT:
+            drawing.text(WIDTH / 2, y + BAR - 4, f"{LEFT_OUT} {other} {LEFT_OUT}", "soft", "middle")
+            continue
+        kinds = KINDS[mark]
+        if one:
+            _step(drawing, 0, y, kinds[0], one)
+        if other:
+            _step(drawing, RIGHT, y, kinds[1], other)
+        if not mark:
+            drawing.line("same", (COLUMN, y + BAR / 2), (RIGHT, y + BAR / 2))
+        else:
+            drawing.text(WIDTH / 2, y + BAR - 4, mark, "strong", "middle")
+    return drawing.markup()
+
+
+def _step(drawing: Drawing, x: float, y: float, kind: str, text: str) -> None:
+    drawing.box(kind, x, y, (COLUMN, BAR), text)
+    drawing.text(x + 6, y + BAR - 4, clipped(text, COLUMN - 12), "soft" if text.startswith("—") else "")
+
+
+def account(comparison: OrderComparison) -> str:
+    """What the drawing shows, in words."""
+    counts = {
+        "equal": sum(row.same for row in comparison.rows),
+        "different": sum(not row.same and bool(row.left) and bool(row.right) for row in comparison.rows),
+        "only left": sum(not row.right for row in comparison.rows),
+        "only right": sum(not row.left for row in comparison.rows),
+    }
+    return ", ".join(f"{count} {what}" for what, count in counts.items() if count) or "nothing happens"
