@@ -100,11 +100,11 @@ def compare_plans(launch: Launch, plan: list[str], patience: timedelta) -> list[
         ) from error
     meeting = dist.PrefixStore("fsdp_testing/plans", store)
     meeting.set(str(launch.rank), json.dumps(plan))
-    missing = []
+    missing: list[int] = []
     for rank in range(launch.world_size):
         try:
             meeting.wait([str(rank)], timedelta(seconds=0.1) if missing else patience)
-        except Exception:  # noqa: BLE001 - torch has no error class of its own for a store's timeout in every release
+        except Exception:  # torch has no error class of its own for a store's timeout in every release
             missing.append(rank)
     if missing:
         raise HarnessError(

@@ -23,7 +23,7 @@ import signal
 import socket
 import sys
 import time
-import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -279,21 +279,36 @@ def _succeed(control: socket.socket, controller: int | None, modules: list[str])
     for module in modules:
         if module in sys.modules:
             continue
-        _import_ahead(module)
+        with _unheard():
+            _import_ahead(module)
         if thread_count() > 1:
             server.serve({"culprit": module})
     server.serve()
 
 
 def _import_ahead(module: str) -> None:
-    shown, warnings.showwarning = warnings.showwarning, lambda *args, **kwargs: None
-    # A module that fails is left to the rank that needs it, which will say so. What an import that nobody asked for warns
-    # of is nobody's; filters stay as they are, since modules add to them.
+    # A module that fails is left to the rank that needs it, which will say so.
+    with contextlib.suppress(Exception):
+        importlib.import_module(module)
+
+
+@contextlib.contextmanager
+def _unheard() -> Iterator[None]:
+    """Drop what imports that nobody asked for warn of.
+
+    By descriptor: the stream object stays the same for the log handlers that modules make, the filters for those they add.
+    """
+    sys.stderr.flush()
+    kept = os.dup(2)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    os.close(null)
     try:
-        with contextlib.suppress(Exception):
-            importlib.import_module(module)
+        yield
     finally:
-        warnings.showwarning = shown
+        sys.stderr.flush()
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def _install_ledger() -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import faulthandler
 import hashlib
-import sys
+import os
 from collections.abc import Generator
 from datetime import timedelta
 from typing import Any
@@ -41,7 +41,8 @@ class Attached:
         self.launch = launch
         self._items: list[pytest.Item] = []
         self._ended: dict[str, str] = {}
-        self._met = False
+        # Made while pytest does not capture: what ends a process is to be seen.
+        self._stderr = os.dup(2)
 
     def take(self, item: pytest.Item, request: WorldRequest) -> None:
         """Have `item` run in this process."""
@@ -95,7 +96,7 @@ class Attached:
             return (yield)
         self._ended.clear()
         if request.timeout is not None:
-            faulthandler.dump_traceback_later(request.timeout, exit=True, file=sys.__stderr__)
+            faulthandler.dump_traceback_later(request.timeout, exit=True, file=self._stderr)
         try:
             result = yield
             if request.size == self.launch.world_size:
