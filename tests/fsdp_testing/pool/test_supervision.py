@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -226,6 +228,19 @@ def closes_descriptors() -> None:
         os.closerange(3, 256)
 
 
+def dies_slowly() -> None:
+    """The channel is gone at once, the process after the grace that a peer's error starts: a core dump takes as long."""
+    if not mine():
+        raise ValueError("planted")
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry))) as found:
+            if found.family == socket.AF_UNIX:
+                os.close(int(entry))
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, 3 * GRACE_SECONDS)
+    threading.Event().wait(600)
+
+
 def writes_into_the_channel() -> None:
     if mine():
         for entry in os.listdir("/proc/self/fd"):
@@ -268,6 +283,7 @@ FATES: dict[Callable[..., Any], tuple[tuple[Fate, Fate], str]] = {
                              r" it: it was stopped before any collective$"),
     # gloo aborts when its poller loses its descriptor first.
     closes_descriptors: ((R, D), r"^rank 1 died (by SIGABRT|with exit code 0 \(it left without a report\))$"),
+    dies_slowly: ((A, D), r"^rank 0 raised ValueError: planted$"),
     writes_into_the_channel: ((R, A), r"^rank 1 raised ChannelGarbled: what the rank sent is no message"),
 }  # fmt: skip
 
