@@ -74,6 +74,13 @@ def collective_options() -> Any:
     return _distributed_c10d
 
 
+def backend_select_key() -> Any:
+    """The key that every call passes before its device is known: torch names keys in public as texts, a key set needs it."""
+    import torch
+
+    return torch._C.DispatchKey.BackendSelect
+
+
 def other_threads() -> int:
     """Python threads besides the main one; `threading.active_count` takes a lock and ten times as long."""
     return _thread._count()

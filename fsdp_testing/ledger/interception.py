@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp_testing.compat import backend_select_key
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.ledger.dispatcher_readers import READERS, pending_reduce_op
 from fsdp_testing.ledger.functional_readers import FUNCTIONAL_READERS
@@ -32,7 +33,7 @@ from fsdp_testing.ledger.method_readers import METHOD_READERS, reduce_op_among
 from fsdp_testing.ledger.recorder import Line, Listener, Recorder
 from fsdp_testing.ledger.records import group_identity
 
-_BACKEND_SELECT = torch._C.DispatchKey.BackendSelect
+_BACKEND_SELECT = backend_select_key()
 _CPP_CALLERS = ("Reducer", "_broadcast_coalesced", "_verify_params_across_processes")
 
 
