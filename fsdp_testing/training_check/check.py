@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fsdp_testing.errors import InvalidArgument, WorldFailed
-from fsdp_testing.pool import Failed, Pool, default_pool
+from fsdp_testing.pool import Pool, default_pool
 from fsdp_testing.pool.targets import Target, resolve, target_of
 from fsdp_testing.pool.world import World, current_world
 from fsdp_testing.records.tolerance import UNIT_ROUNDOFF
+from fsdp_testing.training_check import causes
+from fsdp_testing.training_check.evidence import StepEvidence, Witness
 
 if TYPE_CHECKING:
     import torch
@@ -28,10 +30,11 @@ class TrainingDiffers(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One run of the loop: per rank what it returned, each quantity as a list of steps."""
+    """One run of the loop: per rank what it returned, each quantity as a list of steps, and what it saw."""
 
     size: int
     ranks: tuple[Quantities, ...]
+    evidence: tuple[tuple[StepEvidence, ...], ...]
 
     @property
     def name(self) -> str:
@@ -62,7 +65,8 @@ def check_training(
         pool: Where worlds come from; the process's own by default.
 
     Raises:
-        TrainingDiffers: Names the first quantity and step that differ, by how much, and what that suggests.
+        TrainingDiffers: Names the first quantity and step that differ, by how much, and the cause, where what the ranks
+            saw of the loop shows one; else what the difference suggests.
         WorldFailed: A rank raised, died or hung.
         InvalidArgument: `train` is not importable, returns something else, or a size is not usable.
     """
@@ -78,22 +82,23 @@ def check_training(
             f"{target}: two runs on {reference.name} differ: {difference}. "
             "The loop is not a function of its seeds; seed every generator it uses, then compare world sizes."
         )
-    _check_ranks(target, reference)
+    _check_ranks(target, reference, reference)
     for size in world_sizes[1:]:
         other = _run(lender, target, size, backend, timeout)
-        _check_ranks(target, other)
+        _check_ranks(target, other, reference)
         found = _first_difference(reference.ranks[0], other.ranks[0], roundings)
         if found is not None:
-            raise TrainingDiffers(
-                f"{target}: {other.name} differs from {reference.name}: {found}. {_suggestion(found, size)}"
-            )
+            cause = causes.between_sizes(reference.evidence, other.evidence, size) or _suggestion(found, size)
+            raise TrainingDiffers(f"{target}: {other.name} differs from {reference.name}: {found}. {cause}")
 
 
-def train_here(target: Target) -> Quantities | Failed:
-    """Runs the loop in this rank and returns what it gave, each quantity as a list of steps."""
+def train_here(target: Target) -> tuple[Quantities, tuple[StepEvidence, ...]]:
+    """Runs the loop in this rank and returns what it gave, each quantity as a list of steps, and what was seen."""
     import torch
 
-    returned = resolve(target)(current_world())
+    witness = Witness()
+    with witness.watch():
+        returned = resolve(target)(current_world())
     if not isinstance(returned, Mapping):
         raise InvalidArgument(f"{target}: expected a mapping of names to tensors, got {type(returned).__name__}.")
     result: Quantities = {}
@@ -106,7 +111,7 @@ def train_here(target: Target) -> Quantities | Failed:
                 f"{wrong or type(value).__name__}. Return what the loop computes, detached."
             )
         result[name] = [torch.as_tensor(step).detach().cpu().clone() for step in steps]
-    return result
+    return result, tuple(witness.steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +140,33 @@ def _run(pool: Pool, target: Target, size: int, backend: str, timeout: float) ->
         if error is not None and error.type_name == "InvalidArgument":
             raise InvalidArgument(error.message)
         raise WorldFailed(outcome.describe())
-    return _Run(size, tuple(outcome.values))
+    return _Run(size, tuple(value for value, _ in outcome.values), tuple(steps for _, steps in outcome.values))
 
 
-def _check_ranks(target: Target, run: _Run) -> None:
+def _check_ranks(target: Target, run: _Run, reference: _Run) -> None:
     for rank, quantities in enumerate(run.ranks[1:], start=1):
         found = _first_difference(run.ranks[0], quantities, 0.0)
         if found is not None:
-            raise TrainingDiffers(f"{target}: rank {rank} of {run.name} differs from rank 0: {found}. {_RANKS_DIFFER}")
+            cause = causes.between_ranks(run.evidence, _metric_fact(found, run, reference)) or _RANKS_DIFFER
+            raise TrainingDiffers(f"{target}: rank {rank} of {run.name} differs from rank 0: {found}. {cause}")
+
+
+def _metric_fact(found: _Difference, run: _Run, reference: _Run) -> causes.MetricFact:
+    """How a quantity that ranks do not share is to that of the reference world: perhaps its mean or its sum."""
+    import torch
+
+    def agrees(scale: float) -> bool:
+        wanted = reference.ranks[0].get(found.quantity, [])
+        held = [rank.get(found.quantity, []) for rank in run.ranks]
+        if run.size == reference.size or len(wanted) <= found.step or any(len(one) <= found.step for one in held):
+            return False
+        one, others = wanted[found.step].double(), [steps[found.step].double() for steps in held]
+        if any(other.shape != one.shape for other in others):
+            return False
+        return torch.allclose(torch.stack(others).sum(dim=0) * scale, one, rtol=1e-6, atol=0.0)
+
+    step = found.step if found.steps > 1 else -1
+    return causes.MetricFact(found.quantity, step, agrees(1.0 / run.size), agrees(1.0))
 
 
 _RANKS_DIFFER = (

@@ -1,0 +1,153 @@
+"""What does a rank see of a training loop that it does not know? Public hooks tell, step by step.
+
+A step ends when an optimizer's `step` begins. Nothing of the loop is changed; what is seen explains a difference and
+never decides whether there is one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fsdp_testing.ledger import interception
+from fsdp_testing.records import AutogradEvent, CollectiveEvent, Event
+from fsdp_testing.trace.recorder import TraceRecorder
+
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+REDUCING = ("all_reduce", "reduce_scatter", "reduce")
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvidence:
+    """What happened until one optimizer step.
+
+    Attributes:
+        backwards: Backward passes.
+        reduced: For each backward pass whether as many elements were reduced, from its beginning to the next one's (or
+            to the step), as there are gradients.
+        local: Forwards of a model that was told not to synchronise.
+        seed: `torch.initial_seed()` at the first forward.
+        drew: Whether the default generator moved between the first forward and the step.
+        dropout: Digest of its state at the first active dropout layer; empty without one.
+        weights: Digest of the weights before the step.
+        gradient_norm: Norm of the gradients that the optimizer is given on this rank.
+        gathered: Whether parameters were gathered: then weights and gradients here are shards.
+    """
+
+    backwards: int
+    reduced: tuple[bool, ...]
+    local: int
+    seed: int
+    drew: bool
+    dropout: str
+    weights: str
+    gradient_norm: float
+    gathered: bool
+
+
+class Witness:
+    """Sees one run of the loop on one rank."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepEvidence] = []
+        self._events = TraceRecorder(lambda: len(self.steps))
+        self._start_step()
+
+    def _start_step(self) -> None:
+        self._first_event = len(self._events.events)
+        self._seed = torch.initial_seed()
+        self._generator = ""
+        self._dropout = ""
+        self._local = 0
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """See everything while the context lasts."""
+        with ExitStack() as stack:
+            stack.enter_context(interception.listen(self._events.collective))
+            stack.enter_context(self._watch_backward())
+            for handle in (
+                register_module_forward_pre_hook(self._before_forward),
+                register_optimizer_step_pre_hook(self._before_step),
+            ):
+                stack.callback(handle.remove)
+            yield
+
+    @contextmanager
+    def _watch_backward(self) -> Iterator[None]:
+        original = torch.autograd.backward
+
+        def backward(*args: Any, **kwargs: Any) -> None:
+            self._events.autograd("", "pre_backward")
+            original(*args, **kwargs)
+
+        setattr(torch.autograd, "backward", backward)  # noqa: B010 - for the length of the run; every backward calls it
+        try:
+            yield
+        finally:
+            setattr(torch.autograd, "backward", original)  # noqa: B010 - as above
+
+    def _before_forward(self, module: nn.Module, _args: Any) -> None:
+        if not self._generator:
+            self._seed, self._generator = torch.initial_seed(), _generator_digest()
+        if isinstance(module, DROPOUTS) and module.training and module.p > 0 and not self._dropout:
+            self._dropout = _generator_digest()
+        if getattr(module, "require_backward_grad_sync", True) is False:
+            self._local += 1
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        parameters = [_local(p) for group in optimizer.param_groups for p in group["params"]]
+        gradients = [_local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        events = self._events.events[self._first_event :]
+        reduced = tuple(_reduced_after_each_backward(events, sum(gradient.numel() for gradient in gradients)))
+        self.steps.append(
+            StepEvidence(
+                backwards=len(reduced),
+                reduced=reduced,
+                local=self._local,
+                seed=self._seed,
+                drew=bool(self._generator) and self._generator != _generator_digest(),
+                dropout=self._dropout,
+                weights=_digest(parameters),
+                gradient_norm=float(sum(float(g.double().square().sum()) for g in gradients) ** 0.5),
+                gathered=any(map(_gathers_weights, events)),
+            )
+        )
+        self._start_step()
+
+
+def _gathers_weights(event: Event) -> bool:
+    """Whether floating numbers are gathered; DDP gathers shapes when it is made."""
+    return isinstance(event, CollectiveEvent) and "gather" in event.name and "float" in event.dtype
+
+
+def _reduced_after_each_backward(events: tuple[Event, ...], due: int) -> Iterator[bool]:
+    begins = [index for index, event in enumerate(events) if isinstance(event, AutogradEvent)]
+    for begin, end in zip(begins, [*begins[1:], len(events)]):
+        between = [event for event in events[begin:end] if isinstance(event, CollectiveEvent)]
+        yield sum(event.numel for event in between if event.name.startswith(REDUCING)) >= max(due, 1)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor; a DTensor says so itself."""
+    shard = getattr(tensor, "to_local", None)
+    return (shard() if callable(shard) else tensor).detach()
+
+
+def _digest(tensors: list[torch.Tensor]) -> str:
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.cpu().contiguous().double().numpy().tobytes())
+    return found.hexdigest()[:12]
+
+
+def _generator_digest() -> str:
+    return hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:12]

@@ -1,0 +1,266 @@
+"""check_training: a right loop passes on every world size; each classic mistake is caught and the cause named."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_testing import check_training
+from fsdp_testing.errors import InvalidArgument, WorldFailed
+from fsdp_testing.training_check import TrainingDiffers
+
+ROWS, STEPS, PARTS = 12, 4, 2
+
+
+def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    return torch.randn(ROWS, 3, generator=draw, dtype=torch.float64), torch.randn(ROWS, 1, generator=draw).double()
+
+
+def train(world, *, divide=True, boundary=PARTS - 1, seed=0, metric="mean", drop=0.0, reduce=True):
+    """Linear regression over micro-batches; every rank takes every size-th row of each micro-batch."""
+    torch.manual_seed(seed)
+    plain = nn.Sequential(nn.Linear(3, 5), nn.Dropout(drop), nn.Linear(5, 1)).double()
+    model = DistributedDataParallel(plain) if world.size > 1 and reduce else plain
+    steps = torch.optim.SGD(plain.parameters(), lr=0.1)
+    losses = []
+    for step in range(STEPS):
+        inputs, targets = data(step)
+        steps.zero_grad()
+        total = torch.zeros((), dtype=torch.float64)
+        for part in range(PARTS):
+            rows = slice(part * ROWS // PARTS + world.rank, (part + 1) * ROWS // PARTS, world.size)
+            local = part < boundary and world.size > 1 and reduce
+            with model.no_sync() if local else torch.enable_grad():
+                loss = (model(inputs[rows]) - targets[rows]).square().mean() / (PARTS if divide else world.size)
+                loss.backward()
+            total += loss.detach()
+        if metric == "mean" and world.size > 1:
+            dist.all_reduce(total)
+            total /= world.size
+        elif metric == "sum" and world.size > 1:
+            dist.all_reduce(total)
+        losses.append(total)
+        steps.step()
+    return {"loss": losses, **{name: p.detach() for name, p in plain.named_parameters()}}
+
+
+def right(world):
+    return train(world)
+
+
+def boundary_off_by_one(world):
+    return train(world, boundary=PARTS)
+
+
+def divided_by_world_size(world):
+    return train(world, divide=False)
+
+
+def seed_depends_on_rank(world):
+    # No DDP: it would broadcast rank 0's parameters and hide the seed.
+    return train(world, seed=world.rank, reduce=False)
+
+
+def dropout_out_of_step(world):
+    return train(world, drop=0.5)
+
+
+def boundary_one_too_early(world):
+    """The first of two micro-batches is reduced, the last one runs inside no_sync."""
+    torch.manual_seed(0)
+    plain = nn.Linear(3, 1).double()
+    model = DistributedDataParallel(plain) if world.size > 1 else plain
+    steps = torch.optim.SGD(plain.parameters(), lr=0.1)
+    inputs, targets = data(0)
+    for part in range(PARTS):
+        rows = slice(part * ROWS // PARTS + world.rank, (part + 1) * ROWS // PARTS, world.size)
+        with model.no_sync() if part == PARTS - 1 and world.size > 1 else torch.enable_grad():
+            ((model(inputs[rows]) - targets[rows]).square().mean() / PARTS).backward()
+    steps.step()
+    return {name: p.detach() for name, p in plain.named_parameters()}
+
+
+def accumulate(world, *, divide):
+    """Micro-batches of one size, so that more ranks make fewer of them: each step sees the same global batch."""
+    torch.manual_seed(0)
+    plain = nn.Linear(3, 1).double()
+    model = DistributedDataParallel(plain) if world.size > 1 else plain
+    steps = torch.optim.SGD(plain.parameters(), lr=0.1)
+    inputs, targets = data(0)
+    parts = 4 // world.size
+    for _ in range(2):
+        steps.zero_grad()
+        for part in range(parts):
+            begin = 3 * (part * world.size + world.rank)
+            with model.no_sync() if part < parts - 1 and world.size > 1 else torch.enable_grad():
+                loss = (model(inputs[begin : begin + 3]) - targets[begin : begin + 3]).square().mean()
+                (loss / parts if divide else loss).backward()
+        steps.step()
+    return {name: p.detach() for name, p in plain.named_parameters()}
+
+
+def accumulates_rightly(world):
+    return accumulate(world, divide=True)
+
+
+def loss_not_divided_by_accumulation_steps(world):
+    return accumulate(world, divide=False)
+
+
+def dropout_one_draw_ahead(world):
+    """Every rank computes the same, but rank 1 has drawn a random number more before step 1."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
+    steps = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        inputs, targets = data(step)
+        if step == 1 and world.rank == 1:
+            torch.rand(1)
+        steps.zero_grad()
+        loss = (model(inputs) - targets).square().mean()
+        loss.backward()
+        for parameter in model.parameters():
+            if world.size > 1:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= world.size
+        losses.append(loss.detach())
+        steps.step()
+    return {"loss": losses}
+
+
+def draws_noise(world):
+    """Noise of each rank's own shape, without any dropout layer."""
+    torch.manual_seed(0)
+    plain = nn.Linear(3, 1).double()
+    model = DistributedDataParallel(plain) if world.size > 1 else plain
+    steps = torch.optim.SGD(plain.parameters(), lr=0.1)
+    inputs, targets = data(0)
+    mine = slice(world.rank, ROWS, world.size)
+    noise = torch.nn.functional.dropout(model(inputs[mine]), 0.5)
+    (noise - targets[mine]).square().mean().backward()
+    steps.step()
+    return {name: p.detach() for name, p in plain.named_parameters()}
+
+
+def metric_not_reduced(world):
+    return train(world, metric="own")
+
+
+def metric_summed(world):
+    return train(world, metric="sum")
+
+
+def gradients_not_reduced(world):
+    return train(world, reduce=False)
+
+
+def not_seeded(world):
+    return {"noise": torch.Generator().seed() * torch.ones(1)}
+
+
+def raises_on_rank_one(world):
+    if world.rank == 1:
+        raise RuntimeError("only on rank 1")
+    return {}
+
+
+def returns_a_tensor(world):
+    return torch.ones(1)
+
+
+def returns_text(world):
+    return {"name": "text"}
+
+
+def other_names(world):
+    return {"a": torch.ones(1)} if world.size == 1 else {"b": torch.ones(1)}
+
+
+def fewer_steps(world):
+    return {"loss": [torch.ones(1)] * (4 - world.size)}
+
+
+def other_shape(world):
+    return {"x": torch.ones(world.size)}
+
+
+@pytest.mark.parametrize("loop", [right, accumulates_rightly])
+def test_a_right_loop_passes(loop):
+    check_training(loop, world_sizes=(1, 2) if loop is accumulates_rightly else (1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("loop", "message"),
+    [
+        (
+            boundary_off_by_one,
+            r"rank 1 of a world of 2 differs.*Cause: the no_sync boundary is off by one. At step 0 all 2 backward passes",
+        ),
+        (
+            boundary_one_too_early,
+            r"Cause: the no_sync boundary is off by one. At step 0, of 2 backward passes number 1 is reduced and the last",
+        ),
+        (
+            loss_not_divided_by_accumulation_steps,
+            r"Cause: the loss is not divided by the number of accumulation steps. At step 0 the gradient is 0.5 times "
+            r"that of the reference, exactly as 2 backward passes are to 4",
+        ),
+        (dropout_one_draw_ahead, r"Cause: dropout is out of step. At step 1 ranks 0 and 1 reach the first dropout"),
+        (draws_noise, r"Cause: random numbers are drawn during step 0"),
+        (
+            divided_by_world_size,
+            r"loss at step 0 .*Cause: gradients are divided by the number of ranks once too often. At step 0 .* exactly 1/2",
+        ),
+        (
+            seed_depends_on_rank,
+            r"rank 1 of a world of 2 differs from rank 0: .*Cause: the seed depends on the rank. At step 0 "
+            r"torch.initial_seed\(\) is 0 on rank 0 and 1 on rank 1, and the ranks start from different weights",
+        ),
+        (
+            dropout_out_of_step,
+            r"a world of 2 differs from a world of 1: loss at step 0 .*Cause: dropout is out of step between world sizes",
+        ),
+        (
+            metric_not_reduced,
+            r"rank 1 of a world of 2 differs from rank 0: loss at step 0 .*Cause: loss is not synchronised. The weights "
+            r"are equal on all ranks at every step.*its mean over ranks is what one rank alone gives",
+        ),
+        (metric_summed, r"loss at step 0 .*It is exactly 2 times as large: a sum over ranks"),
+        (
+            gradients_not_reduced,
+            r"rank 1 of a world of 2 .*: 0.weight is off .*Cause: gradients are not reduced. At step 0 nothing",
+        ),
+        (not_seeded, r"two runs on a world of 1 differ: noise .*not a function of its seeds"),
+        (other_names, r"a is returned by one of them only"),
+        (fewer_steps, r"loss has 2 steps, expected 3"),
+        (other_shape, r"x is torch.float32\[2\], expected torch.float32\[1\]"),
+    ],
+)
+def test_each_mistake_is_caught_and_told(loop, message):
+    with pytest.raises(TrainingDiffers) as caught:
+        check_training(loop, world_sizes=(1, 2))
+    assert re.search(message, str(caught.value).replace("\n", " ")), str(caught.value)
+    assert loop.__name__ in str(caught.value)
+
+
+@pytest.mark.parametrize(("loop", "words"), [(returns_a_tensor, "got Tensor"), (returns_text, r"'name': \['str'\]")])
+def test_a_loop_that_returns_something_else(loop, words):
+    with pytest.raises(InvalidArgument, match=words):
+        check_training(loop, world_sizes=(1,))
+
+
+def test_a_rank_that_raises_is_accounted_for():
+    with pytest.raises(WorldFailed, match="only on rank 1"):
+        check_training(raises_on_rank_one, world_sizes=(2,))
+
+
+def test_no_world_size_at_all():
+    with pytest.raises(InvalidArgument, match="at least one world size"):
+        check_training(right, world_sizes=())
