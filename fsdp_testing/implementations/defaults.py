@@ -71,8 +71,9 @@ def checkpointing_outside(wrap: Callable[[nn.Module, Setup], nn.Module]) -> Call
     def wrap_then_checkpoint(module: nn.Module, setup: Setup) -> nn.Module:
         if not (setup.checkpointed and setup.checkpoint_outside):
             return wrap(module, setup)
+        chosen = [module.get_submodule(name) for name in setup.checkpointed]
         model = wrap(module, replace(setup, checkpointed=()))
-        checkpoint_outside(model, setup.checkpointed, reentrant=setup.checkpoint_reentrant)
+        checkpoint_outside(model, chosen, reentrant=setup.checkpoint_reentrant)
         return model
 
     return wrap_then_checkpoint

@@ -1,6 +1,7 @@
 """The reference as two implementations: `fsdp_ref-wrapper` and `fsdp_ref-composable`, one code path under both.
 
-They claim whatever the reference does; a check that needs what it does not do yet (state dicts) is not claimed.
+They claim whatever the reference does; a check that needs what it does not do yet (sharded and optimizer state) is not
+claimed.
 """
 
 from __future__ import annotations
@@ -44,8 +45,7 @@ _NOT_CLAIMED = frozenset(
         # One gradient per flat parameter and one reduction per unit, as behind every FSDP of this kind.
         "unused_gradient_is_none",
         "unused_parameters_differ",
-        # State has its own part of the reference, still to be written.
-        "full_state_dict",
+        # Of state only the full form of the model is there yet.
         "sharded_state_dict",
         "local_state_dict",
         "optim_state",
@@ -206,6 +206,17 @@ def full_parameters(model: nn.Module, *, writeback: bool) -> Iterator[Mapping[st
         yield {naming.original(fqn): parameter.data for fqn, parameter in model.named_parameters()}
 
 
+def full_state_dict(model: nn.Module) -> Mapping[str, torch.Tensor]:
+    """The model's own `state_dict`. Collectives: an all-gather per unit; every rank calls."""
+    state: dict[str, torch.Tensor] = model.state_dict()
+    return state
+
+
+def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """The model's own `load_state_dict`. Collectives: an all-gather per unit; every rank calls."""
+    model.load_state_dict(dict(state))
+
+
 def division(setup: Setup) -> Division:
     """Two factors near the square root of the number of ranks, around the sum."""
     factors = DivideFactors.for_world(setup.world_size)
@@ -253,6 +264,8 @@ def _implementation(name: str, apply: Apply, without: frozenset[str] = frozenset
         optimizer_pieces=ref_pieces.optimizer_pieces,
         division=division,
         register_comm_hook=_register_comm_hook,
+        full_state_dict=full_state_dict,
+        load_full_state_dict=load_full_state_dict,
         units=units,
         trace_units=trace_units,
     )

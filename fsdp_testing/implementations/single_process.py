@@ -17,7 +17,7 @@ from torch import nn
 
 from fsdp_testing.compat import after_backward
 from fsdp_testing.errors import InvalidImplementation
-from fsdp_testing.implementations import torch_state
+from fsdp_testing.implementations import plain_state
 from fsdp_testing.implementations.adapter import TorchStyle
 from fsdp_testing.implementations.protocol import Division, Setup
 from fsdp_testing.implementations.torch_checkpointing import checkpoint_modules
@@ -60,6 +60,8 @@ CAPABILITIES = frozenset(
         "full_state_dict",
         "optim_state",
         "activation_checkpointing",
+        "reentrant_checkpointing",
+        "dtype_cast",
         "exception_recovery",
     }
 )
@@ -75,13 +77,12 @@ class _Averaging:
         self._group = group
         self._queued = False
         self._hooked: set[int] = set()
-        module.register_forward_pre_hook(lambda _module, _args: self._watch_parameters())
 
     def _parameters(self) -> list[nn.Parameter]:
         module = self._module()
         return [] if module is None else [p for p in module.parameters() if p.requires_grad]
 
-    def _watch_parameters(self) -> None:
+    def watch_parameters(self) -> None:
         """Looked at in every forward, since a parameter may have been thawed."""
         self._queued = False  # a backward that raised has left it set
         for parameter in self._parameters():
@@ -118,8 +119,17 @@ def wrap(module: nn.Module, setup: Setup) -> nn.Module:
             f"single-process: expected strategy 'no_shard', got {setup.strategy!r}. Run only what it claims."
         )
     checkpoint_modules(module, setup.checkpointed, reentrant=setup.checkpoint_reentrant)
-    _AVERAGING[module] = _Averaging(module, setup.group)
+    group = setup.group
+    # The module is the one that is called: a deep copy takes the hook along, and averages for itself.
+    module.register_forward_pre_hook(lambda called, _args: _averaging_of(called, group).watch_parameters())
+    _averaging_of(module, group)
     return module
+
+
+def _averaging_of(module: nn.Module, group: dist.ProcessGroup | None) -> _Averaging:
+    if module not in _AVERAGING:
+        _AVERAGING[module] = _Averaging(module, group)
+    return _AVERAGING[module]
 
 
 @contextmanager
@@ -149,9 +159,9 @@ IMPLEMENTATION = TorchStyle(
     source="Definition of synchronous data parallelism: the mean of the ranks' gradients.",
     no_sync=no_sync,
     division=division,
-    full_state_dict=torch_state.full_state_dict,
-    load_full_state_dict=torch_state.load_full_state_dict,
-    full_optimizer_state=torch_state.full_optimizer_state,
-    load_full_optimizer_state=torch_state.load_full_optimizer_state,
+    full_state_dict=plain_state.full_state_dict,
+    load_full_state_dict=plain_state.load_full_state_dict,
+    full_optimizer_state=plain_state.full_optimizer_state,
+    load_full_optimizer_state=plain_state.load_full_optimizer_state,
     finish=_finish,
 )

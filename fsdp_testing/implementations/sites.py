@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.implementations import naming
 
 
 def replace_module(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
@@ -22,10 +23,14 @@ def replace_module(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
 def innermost_first(root: nn.Module, units: Sequence[str]) -> list[tuple[str, nn.Module]]:
     """`(FQN, module)` of every unit, children before parents, each module once under its first name.
 
+    FQNs are the original ones; where recomputation was put around a module, that is the unit.
+
     Raises:
         InvalidArgument: A name is not a module below `root`; all are listed.
     """
-    modules = dict(root.named_modules(remove_duplicate=False))
+    modules: dict[str, nn.Module] = {}
+    for fqn, module in root.named_modules(remove_duplicate=False):
+        modules.setdefault(naming.original(fqn), module)
     unknown = [unit for unit in units if unit not in modules or unit == ""]
     if unknown:
         raise InvalidArgument(f"units: expected FQNs of submodules, got {unknown}. Choose among {sorted(modules)[1:]}.")

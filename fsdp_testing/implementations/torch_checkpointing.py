@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
+from fsdp_testing.errors import InvalidImplementation
 from fsdp_testing.implementations import naming
 from fsdp_testing.implementations.sites import replace_module
 
@@ -17,14 +18,24 @@ def checkpoint_modules(module: nn.Module, names: Sequence[str], *, reentrant: bo
         _recompute(module, module.get_submodule(name), reentrant=reentrant)
 
 
-def checkpoint_outside(model: nn.Module, names: Sequence[str], *, reentrant: bool = False) -> None:
-    """The same around what a wrapper made of these modules: of several modules with one original name the outermost."""
-    inside = naming.unwrapped(model)
+def checkpoint_outside(model: nn.Module, modules: Sequence[nn.Module], *, reentrant: bool = False) -> None:
+    """The same around what a wrapper made of these modules: the outermost of those with one original name.
+
+    Raises:
+        InvalidImplementation: A module is not in the wrapped model any more.
+    """
+    names = {inner: naming.original(fqn) for fqn, inner in model.named_modules()}
+    lost = [type(inner).__name__ for inner in modules if inner not in names]
+    if lost:
+        raise InvalidImplementation(
+            f"activation checkpointing: expected a wrapped model with the modules it was given, got one without {lost}. "
+            "Do not claim `activation_checkpointing` if wrapping copies modules."
+        )
     outermost: dict[str, nn.Module] = {}
-    for fqn, module in inside.named_modules():
-        outermost.setdefault(naming.original(fqn), module)
-    for name in sorted(names, key=lambda fqn: fqn.count("."), reverse=True):
-        _recompute(inside, outermost[name], reentrant=reentrant)
+    for inner, name in names.items():
+        outermost.setdefault(name, inner)
+    for name in sorted({names[inner] for inner in modules}, key=lambda fqn: fqn.count("."), reverse=True):
+        _recompute(model, outermost[name], reentrant=reentrant)
 
 
 def _recompute(root: nn.Module, module: nn.Module, *, reentrant: bool) -> None:

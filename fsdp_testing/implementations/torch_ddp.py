@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_testing.errors import InvalidImplementation
-from fsdp_testing.implementations import torch_state
+from fsdp_testing.implementations import plain_state
 from fsdp_testing.implementations.adapter import TorchStyle
 from fsdp_testing.implementations.protocol import Division, Setup
 from fsdp_testing.implementations.torch_checkpointing import checkpoint_modules
@@ -100,8 +100,8 @@ IMPLEMENTATION = TorchStyle(
     capabilities=CAPABILITIES,
     source="https://pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html",
     division=division,
-    full_state_dict=torch_state.full_state_dict,
-    load_full_state_dict=torch_state.load_full_state_dict,
-    full_optimizer_state=torch_state.full_optimizer_state,
-    load_full_optimizer_state=torch_state.load_full_optimizer_state,
+    full_state_dict=plain_state.full_state_dict,
+    load_full_state_dict=plain_state.load_full_state_dict,
+    full_optimizer_state=plain_state.full_optimizer_state,
+    load_full_optimizer_state=plain_state.load_full_optimizer_state,
 )

@@ -8,6 +8,7 @@ is one tensor).
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     MixedPrecision,
     ShardingStrategy,
+    StateDictType,
 )
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 
@@ -65,6 +67,8 @@ _SHARED_CLAIMS = frozenset(
         "optimizer_pieces",
         "comm_hook",
         "activation_checkpointing",
+        "reentrant_checkpointing",
+        "dtype_cast",
         "meta_init",
         "prefetch",
         "unit_trace",
@@ -73,6 +77,9 @@ _SHARED_CLAIMS = frozenset(
 
 #: Only with original parameters: one unit may mix frozen and trainable ones, and flags may change.
 _ORIGINAL_CLAIMS = frozenset({"frozen_mixed_unit", "thawed_parameters"})
+
+#: Only with flat parameters: torch refuses the local form with original ones.
+_FLAT_CLAIMS = frozenset({"local_state_dict"})
 
 _STRATEGIES = {
     "full_shard": ShardingStrategy.FULL_SHARD,
@@ -178,6 +185,18 @@ def register_comm_hook(model: nn.Module, state: object, hook: Callable[..., Any]
     model.register_comm_hook(state, hook)
 
 
+def local_state_dict(model: nn.Module) -> Mapping[str, Any]:
+    """Flat shards as they are. Collectives: none."""
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        return copy.deepcopy(model.state_dict())
+
+
+def load_local_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Loads what `local_state_dict` gave on this rank."""
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        model.load_state_dict(dict(state))
+
+
 def division(setup: Setup) -> Division:
     """The factor is split in two around the sum, in every dtype."""
     return torch_state.split_division(setup.world_size)
@@ -187,7 +206,7 @@ def _implementation(name: str, *, use_orig_params: bool) -> TorchStyle:
     return TorchStyle(
         name=name,
         wrap=partial(wrap, use_orig_params=use_orig_params),
-        capabilities=_SHARED_CLAIMS | (_ORIGINAL_CLAIMS if use_orig_params else frozenset()),
+        capabilities=_SHARED_CLAIMS | (_ORIGINAL_CLAIMS if use_orig_params else _FLAT_CLAIMS),
         source="https://pytorch.org/docs/stable/fsdp.html",
         no_sync=no_sync,
         clip_grad_norm=clip_grad_norm,
@@ -202,6 +221,8 @@ def _implementation(name: str, *, use_orig_params: bool) -> TorchStyle:
         load_full_state_dict=torch_state.load_full_state_dict,
         sharded_state_dict=torch_state.sharded_state_dict,
         load_sharded_state_dict=torch_state.load_sharded_state_dict,
+        local_state_dict=local_state_dict,
+        load_local_state_dict=load_local_state_dict,
         full_optimizer_state=torch_state.full_optimizer_state,
         load_full_optimizer_state=torch_state.load_full_optimizer_state,
     )

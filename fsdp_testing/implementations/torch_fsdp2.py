@@ -63,6 +63,8 @@ CAPABILITIES = frozenset(
         "sharded_state_dict",
         "optim_state",
         "activation_checkpointing",
+        "reentrant_checkpointing",
+        "dtype_cast",
         "explicit_unshard",
         "prefetch",
         "unit_trace",

@@ -1,5 +1,10 @@
 """Is this adapter fit to be judged? Its own mistakes are told apart from those of the implementation behind it.
 
+What can only be the adapter's fault ends the run here: names, spans, methods that are promised and missing. What the
+implementation may do as well, such as changing values, buffers or flags while wrapping, is a check's business
+(`construction.keeps_numbers`, `buffers.kept`) and has a verdict. One case of the former looks like the latter: spans
+shown at the wrong place. It is told apart where the adapter shows the right values by another way.
+
 Two looks. `check_claims` reads the adapter alone. `examine_on_rank` runs on every rank of a small world: it wraps the
 simplest models and looks at what comes back, before any gradient is computed. `validate` does both and raises
 `InvalidImplementation` with everything that was found.
@@ -159,9 +164,6 @@ def _wrong_content(adapter: Adapter, wrapped: nn.Module, original: nn.Module) ->
     yield from _wrong_names("local_pieces", set(expected), set(held))
     buffers, original_buffers = dict(adapter.named_buffers(wrapped)), dict(original.named_buffers())
     yield from _wrong_names("named_buffers", set(original_buffers), set(buffers))
-    for fqn in original_buffers.keys() & buffers.keys():
-        if not torch.equal(buffers[fqn], original_buffers[fqn]):
-            yield f"wrap changed the values of buffer {fqn!r}"
     if not any(isinstance(p, nn.Parameter) for _, p in adapter.named_parameters(wrapped)):
         yield "named_parameters gives no parameter, so there is nothing for an optimizer"
     problems = [p for fqn, pieces in held.items() if fqn in expected for p in _wrong_spans(fqn, pieces, expected[fqn])]
@@ -176,9 +178,7 @@ def _wrong_content(adapter: Adapter, wrapped: nn.Module, original: nn.Module) ->
         if shown and not problems and len(covered) != parameter.numel():
             yield f"local_pieces[{fqn!r}] of all ranks cover {len(covered)} of {parameter.numel()} elements"
     if not problems and set(held) == set(expected):
-        yield from _wrong_values(held, expected)
-        flags = {fqn for fqn, ps in held.items() if any(p.requires_grad != expected[fqn].requires_grad for p in ps)}
-        yield from (f"wrap changed requires_grad of {fqn!r}" for fqn in sorted(flags))
+        yield from _misplaced(adapter, wrapped, held, expected)
 
 
 def _wrong_names(method: str, expected: set[str], got: set[str]) -> Iterator[str]:
@@ -203,13 +203,21 @@ def _wrong_spans(fqn: str, pieces: tuple[Piece, ...], parameter: nn.Parameter) -
         end = max(end, piece.stop)
 
 
-def _wrong_values(held: Mapping[str, tuple[Piece, ...]], expected: Mapping[str, nn.Parameter]) -> Iterator[str]:
-    for fqn in expected:
+def _misplaced(
+    adapter: Adapter, wrapped: nn.Module, held: Mapping[str, tuple[Piece, ...]], expected: Mapping[str, nn.Parameter]
+) -> Iterator[str]:
+    """Parameters whose pieces show other values than they have, as the adapter's own `full_parameters` shows.
+
+    Collectives: those of `full_parameters`, where the adapter has one; every rank calls.
+    """
+    if "full_parameters" in adapter.missing:
+        return
+    with adapter.full_parameters(wrapped, writeback=False) as full:
+        kept = {fqn for fqn in expected if fqn in full and torch.equal(full[fqn].detach(), expected[fqn].detach())}
+    for fqn in sorted(kept):
         flat = expected[fqn].detach().reshape(-1)
-        for piece in held.get(fqn, ()):
-            if piece.value is not None and not torch.equal(piece.value.reshape(-1), flat[piece.start : piece.stop]):
-                yield f"wrap changed the values of {fqn!r}, or local_pieces shows them at the wrong place"
-                break
+        if any(p.value is not None and not torch.equal(p.value.reshape(-1), flat[p.start : p.stop]) for p in held[fqn]):
+            yield f"local_pieces shows the values of {fqn!r} at the wrong place: full_parameters shows the right ones"
 
 
 def _broken_methods(adapter: Adapter, wrapped: nn.Module, original: nn.Module) -> Iterator[str]:

@@ -68,11 +68,16 @@ def _several_forwards(program: RankProgram, operation: SeveralForwards) -> Value
     return values
 
 
-def _reload(program: RankProgram, operation: Reload) -> None:
+def _reload(program: RankProgram, operation: Reload) -> Values:
     adapter, model, optimizer = program.adapter, program.model, program.optimizer
     save: Any = getattr(adapter, f"{operation.form}_state_dict")
     load: Any = getattr(adapter, f"load_{operation.form}_state_dict")
     state: Any = save(model)
+    # Compared as well: a rank that loads only what it saved itself does not see that the rest of it is wrong.
+    whole = state if operation.form == "full" else {}
+    values = {
+        f"state.{fqn}": tensor.detach().clone() for fqn, tensor in whole.items() if isinstance(tensor, torch.Tensor)
+    }
     with_optimizer = operation.optimizer and optimizer is not None
     saved = adapter.full_optimizer_state(model, optimizer) if with_optimizer and optimizer is not None else None
     flags = {name: parameter.requires_grad for name, parameter in adapter.named_parameters(model)}
@@ -89,6 +94,7 @@ def _reload(program: RankProgram, operation: Reload) -> None:
         program.build_optimizer()
     if saved is not None and program.optimizer is not None:
         adapter.load_full_optimizer_state(program.model, program.optimizer, saved)
+    return values
 
 
 def _interrupt(program: RankProgram, operation: Interrupt) -> None:
@@ -160,11 +166,15 @@ def _replay_several_forwards(replay: Replay, operation: SeveralForwards) -> Resu
     return values
 
 
-def _replay_reload(replay: Replay, operation: Reload) -> None:
+def _replay_reload(replay: Replay, operation: Reload) -> Results:
     for parameter in replay.parameters.values():
         parameter.grad = None
     if replay.optimizer is not None and not operation.optimizer:
         replay.build_optimizer()
+    if operation.form != "full":
+        return {}
+    held = {fqn: parameter.detach().clone() for fqn, parameter in replay.parameters.items()}
+    return {Quantity("result", f"state.{fqn}", "", rank): t for rank in range(replay.size) for fqn, t in held.items()}
 
 
 def _replay_interrupt(replay: Replay, operation: Interrupt) -> None:

@@ -5,14 +5,14 @@ Runs in a rank process of a world of one, never in the controller: the rank's th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from fsdp_testing.checkers.adoption import AdoptedState
 from fsdp_testing.checkers.quantities import Expectation, Expected, ExpectedPoint, Quantity
 from fsdp_testing.implementations.protocol import Division
-from fsdp_testing.programs.disturbance import Disturbance
+from fsdp_testing.programs.disturbance import NO_DISTURBANCE, Disturbance
 from fsdp_testing.programs.models import build_model, dtype_name
 from fsdp_testing.programs.replay import Replay, ReplayPoint
 from fsdp_testing.records import UNIT_ROUNDOFF, Case
@@ -21,13 +21,22 @@ DIRECTIONS = 4
 """Factor on the observed deviation, for directions of rounding that the one disturbed replay did not draw."""
 
 
-def expect_free(case: Case, *, observe_all: bool = False) -> Expectation:
-    """Replays `case` twice, undisturbed and disturbed, and bounds every quantity by what the two are apart."""
+def expect_free(
+    case: Case, *, observe_all: bool = False, make: Callable[[Disturbance], Replay] | None = None
+) -> Expectation:
+    """Replays `case` twice, undisturbed and disturbed, and bounds every quantity by what the two are apart.
+
+    Args:
+        case: The case.
+        observe_all: Expect a snapshot after every operation.
+        make: Makes the replays, if they do not begin with the freshly built model.
+    """
     roundings = roundings_of(case)
-    replay = Replay(case)
+    make = make or (lambda disturbance: Replay(case, disturbance=disturbance))
+    replay = make(NO_DISTURBANCE)
     plain = replay.run(observe_all=observe_all)
     disturbance = Disturbance(case.seed, roundings, displaced=True)
-    disturbed = Replay(case, disturbance=disturbance).run(observe_all=observe_all)
+    disturbed = make(disturbance).run(observe_all=observe_all)
     numel = sum(parameter.numel() for parameter in replay.parameters.values())
     points = tuple(_free_point(a, b, roundings, numel) for a, b in zip(plain, disturbed))
     return Expectation(points, _shapes(replay), {"roundings": roundings, "mode": "free"})

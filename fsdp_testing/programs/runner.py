@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fsdp_testing.checkers import adoption, parity
@@ -56,6 +56,7 @@ class Special:
         expect: What the oracle's process runs, called with the case, whether every operation is observed, and
             `expect_arguments`; None for the oracle's free replay (or the lockstep that the comparison asks for).
         expect_arguments: More arguments of `expect`.
+        seen_as: The case as the oracle sees it, where that is another one.
         review: Looks at what the ranks report once the numbers agree.
     """
 
@@ -63,6 +64,7 @@ class Special:
     arguments: tuple[Any, ...] = ()
     expect: Callable[..., Expectation] | None = None
     expect_arguments: tuple[Any, ...] = ()
+    seen_as: Callable[[Case], Case] = field(default=lambda case: case)
     review: Review | None = None
 
 
@@ -237,7 +239,8 @@ class CaseRunner:
         )
 
     def _expectation(self, asked: _Question, ranks: Sequence[RankObservation], *, observe_all: bool) -> Expectation:
-        case, special = asked.case, asked.special
+        special = asked.special
+        case = special.seen_as(asked.case)
         if special.expect is not None:
             return self._ask_oracle(special.expect, (case, observe_all, *special.expect_arguments), case)
         if asked.comparison.lockstep:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from fsdp_testing import run_ranks
+from fsdp_testing.conformance import run_check
 from fsdp_testing.errors import InvalidImplementation
 from fsdp_testing.implementations import registry, validation
 from fsdp_testing.implementations.adapter import Adapter, TorchStyle
+from fsdp_testing.records import Verdict
 
 PREAMBLE = """
 import dataclasses
@@ -43,15 +45,6 @@ MISTAKES = {
         "import os\ndef wrap(m, s):\n    if s.rank: os._exit(3)\n    return m\nIT = style(wrap)",
         "expected an adapter that wraps two layers on every rank",
     ),
-    "changes_values": (
-        "def wrap(m, s):\n    nn.init.zeros_(next(m.parameters()))\n    return m\nIT = style(wrap)",
-        "changed the values of 'layers.0.weight'",
-    ),
-    "changes_a_buffer": (
-        "def wrap(m, s):\n    for b in m.buffers(): b.zero_()\n    return m\nIT = style(wrap)",
-        "changed the values of buffer 'first.offset'",
-    ),
-    "freezes": ("def wrap(m, s): return m.requires_grad_(False)\nIT = style(wrap)", "requires_grad of 'layers.0.bias'"),
     "turns_eval_on": ("def wrap(m, s): return m.eval()\nIT = style(wrap)", "turned training mode off"),
     "changes_the_default_dtype": (
         "def wrap(m, s):\n    torch.set_default_dtype(torch.float64)\n    return m\nIT = style(wrap)",
@@ -83,8 +76,12 @@ MISTAKES = {
         "names shape (64,), the parameter has (8, 8)",
     ),
     "values_at_the_wrong_place": (
-        "IT = style(local_pieces=first_piece(lambda p: (dataclasses.replace(p[0], value=p[0].value.flip(0)),)))",
-        "or local_pieces shows them at the wrong place",
+        (
+            "@contextmanager\ndef full(m, *, writeback): yield {n: p.data for n, p in m.named_parameters()}\n"
+            "IT = style(full_parameters=full, local_pieces=first_piece("
+            "lambda p: (dataclasses.replace(p[0], value=p[0].value.flip(0)),)))"
+        ),
+        "local_pieces shows the values of 'layers.0.weight' at the wrong place",
     ),
     "no_sync_is_no_context": (
         "IT = style(tags=['no_sync'], no_sync=lambda m: None)",
@@ -98,6 +95,26 @@ MISTAKES = {
             "IT = style(tags=['summon_writeback'], full_parameters=full, local_pieces=first_piece(lambda p: p))"
         ),
         "full_parameters gives other shapes than the unwrapped module for ['layers.0.weight'",
+    ),
+}
+
+
+#: What an implementation may do as well as its adapter: a check decides, and has a verdict.
+FAULTS = {
+    "changes_values": (
+        "def wrap(m, s):\n    nn.init.zeros_(next(m.parameters()))\n    return m\nIT = style(wrap)",
+        "construction.keeps_numbers",
+        "parameter layers.0.weight is off by",
+    ),
+    "changes_a_buffer": (
+        "def wrap(m, s):\n    for b in m.buffers(): b.zero_()\n    return m\nIT = style(wrap)",
+        "buffers.kept",
+        "buffer first.offset on rank 0 is off by",
+    ),
+    "freezes": (
+        "def wrap(m, s): return m.requires_grad_(False)\nIT = style(wrap)",
+        "construction.keeps_numbers",
+        "has requires_grad=False, expected True",
     ),
 }
 
@@ -126,6 +143,16 @@ def test_mistakes_are_told_as_the_adapters_own(mistake, adapter_module):
         validation.validate(adapter_module(body), run_ranks)
     assert told in str(caught.value)
     assert "This is the adapter's mistake" in str(caught.value)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_wrapping_changes_is_for_a_check_to_tell(fault, adapter_module):
+    body, check, told = FAULTS[fault]
+    name = adapter_module(body)
+    assert validation.validate(name, run_ranks).name == "broken"
+    result = run_check(name, check)
+    assert result.verdict is Verdict.FAIL
+    assert told in result.explanation
 
 
 def test_the_same_adapter_without_a_mistake_is_fit(adapter_module):

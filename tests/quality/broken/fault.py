@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from toy import Toy, ToyAdapter
+from toy_more import MoreAdapter, MoreToy
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ def fault(caught_by: str) -> Callable[[type[Toy]], ToyAdapter]:
     """Register a broken `Toy`; its docstring is the story, its name the import string's attribute."""
 
     def register(toy: type[Toy]) -> ToyAdapter:
-        adapter = ToyAdapter(toy, name=toy.__name__)
+        kind = MoreAdapter if issubclass(toy, MoreToy) else ToyAdapter
+        adapter = kind(toy, toy.__name__)
         FAULTS[f"{toy.__module__}:{toy.__name__}"] = Fault(adapter, caught_by, (toy.__doc__ or "").strip())
         return adapter
 

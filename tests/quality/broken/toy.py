@@ -22,7 +22,7 @@ from fsdp_testing.zoo import tensors_in
 NOT_CLAIMED = {
     "shard_grad_op", "hybrid", "nested_wrapping", "policy_wrapping", "ignored_parameters", "cpu_offload",
     "full_state_dict", "sharded_state_dict", "local_state_dict", "optim_state", "comm_hook",
-    "activation_checkpointing", "meta_init",
+    "activation_checkpointing", "reentrant_checkpointing", "meta_init", "dtype_cast",
     "sync_module_states", "unit_trace", "explicit_unshard", "prefetch", "exception_recovery",
 }  # fmt: skip
 

@@ -1,0 +1,92 @@
+"""Does a deep copy compute what the original computes, or was it refused on every rank alike? Pure.
+
+The copy runs the micro-batch that the original runs next, from the same values, so that the oracle's numbers for the
+original hold for the copy as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fsdp_testing.checkers import parity
+from fsdp_testing.checkers.explain import finding_of
+from fsdp_testing.checkers.parity import Comparison
+from fsdp_testing.checkers.quantities import Expectation, ExpectedPoint
+from fsdp_testing.records import Case, Finding, OperationResult, RankObservation, Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """What became of the copy on one rank.
+
+    Attributes:
+        refused: The error that refused it; empty if there is a copy.
+        results: Loss and outputs of its micro-batch.
+        snapshot: Its parameters and gradients afterwards.
+    """
+
+    refused: str
+    results: Mapping[str, Any] = field(default_factory=dict)
+    snapshot: Snapshot | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CopyingObservation(RankObservation):
+    """What a rank reports that also copied its model."""
+
+    copied: Copied | None = None
+
+
+def review_copies(case: Case, ranks: Sequence[RankObservation], expectation: Expectation) -> Finding | None:
+    """Compares the copies with what the oracle expects of the original's next micro-batch."""
+    copies = [rank.copied if isinstance(rank, CopyingObservation) else None for rank in ranks]
+    missing = tuple(rank for rank, one in enumerate(copies) if one is None)
+    if missing:
+        return _finding(case, missing, "nothing was copied")
+    refused = tuple(rank for rank, one in enumerate(copies) if one is not None and one.refused)
+    if refused:
+        if len(refused) == len(ranks):
+            return None
+        told = copies[refused[0]]
+        return _finding(case, refused, f"was refused on some ranks only: {told.refused if told else ''}")
+    result, state = _next_points(case, expectation)
+    seen = [
+        RankObservation(
+            rank,
+            (OperationResult(result.index, dict(one.results)),),
+            (replace(one.snapshot, index=state.index),) if one.snapshot is not None else (),
+        )
+        for rank, one in enumerate(copies)
+        if one is not None
+    ]
+    tally = parity.compare(replace(expectation, points=(result, state)), seen, Comparison(optimizer=False))
+    if not tally.divergences:
+        return None
+    leading = parity.first(tally.divergences)
+    found = finding_of(case, replace(leading, index=_copied_at(case)), len(tally.divergences) - 1)
+    return replace(found, explanation=f"the deep copy: {found.explanation}")
+
+
+def _copied_at(case: Case) -> int:
+    return next(index for index, operation in enumerate(case.program) if getattr(operation, "label", "") == "deepcopy")
+
+
+def _next_points(case: Case, expectation: Expectation) -> tuple[ExpectedPoint, ExpectedPoint]:
+    """Results of the micro-batch after the copy, and the state that follows it."""
+    after = [point for point in expectation.points if point.index > _copied_at(case)]
+    return next(p for p in after if not p.snapshot), next(p for p in after if p.snapshot)
+
+
+def _finding(case: Case, ranks: tuple[int, ...], sentence: str) -> Finding:
+    index = _copied_at(case)
+    return Finding(
+        kind="diverged",
+        quantity="deep copy",
+        operation=index,
+        operation_text=f"operation {index} deepcopy",
+        ranks=ranks,
+        explanation=f"after operation {index}: the deep copy {sentence}, on ranks {', '.join(map(str, ranks))}",
+        case=case,
+    )

@@ -1,0 +1,62 @@
+"""Does an implementation give what DDP gave on the same ranks? Pure: a second oracle, beside the single process.
+
+The first oracle replays the program in one process, with code of this project. DDP on the same ranks shares none of
+that code, and knows neither shards nor units. Both are right within the oracle's bound, so they are within twice that
+bound of one another; where DDP gave nothing, nothing is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fsdp_testing.checkers import adoption, parity
+from fsdp_testing.checkers.explain import finding_of
+from fsdp_testing.checkers.parity import Comparison
+from fsdp_testing.checkers.quantities import Expectation, Expected, ExpectedPoint, Quantity
+from fsdp_testing.errors import HarnessError
+from fsdp_testing.records import Case, Finding, RankObservation
+
+TWICE = "twice the oracle's bound, since both are within it: "
+
+
+@dataclass(frozen=True, slots=True)
+class PairedObservation(RankObservation):
+    """What a rank reports that ran the case a second time, with DDP."""
+
+    other: RankObservation | None = None
+
+
+def review_pair(case: Case, ranks: Sequence[RankObservation], expectation: Expectation) -> Finding | None:
+    """Compares what the ranks hold with what DDP held at the same points.
+
+    Raises:
+        HarnessError: DDP did not run the case, so that there is no second oracle; that is nobody's failure but ours.
+    """
+    others = [rank.other for rank in ranks if isinstance(rank, PairedObservation) and rank.other is not None]
+    wrong = tuple(rank.rank for rank in others if rank.error is not None)
+    if len(others) != len(ranks) or wrong:
+        told = next((rank.error.message for rank in others if rank.error is not None), "it reported nothing")
+        raise HarnessError(f"second oracle: expected DDP to run {case.identity}, got {told}. Run the case by itself.")
+    states = adoption.states(others)
+    points = tuple(_point(point, states[point.index]) for point in expectation.points if point.index in states)
+    tally = parity.compare(replace(expectation, points=points), ranks, Comparison(outputs=False))
+    if not tally.comparisons:
+        raise HarnessError(
+            f"second oracle: expected something to compare in {case.identity}, got nothing. Observe more."
+        )
+    if not tally.divergences:
+        return None
+    found = finding_of(case, parity.first(tally.divergences), len(tally.divergences) - 1)
+    return replace(found, explanation=f"compared with DDP on the same ranks: {found.explanation}")
+
+
+def _point(point: ExpectedPoint, state: adoption.AdoptedState) -> ExpectedPoint:
+    quantities: dict[Quantity, Expected] = {}
+    for quantity, expected in point.quantities.items():
+        values = {"value": state.values, "gradient": state.gradients}.get(quantity.kind)
+        value = None if values is None else values.get(quantity.name)
+        if value is not None and expected.value is not None:
+            why = TWICE + (expected.derivation or "bitwise")
+            quantities[quantity] = Expected(value, 2 * expected.bound, why)
+    return replace(point, quantities=quantities)

@@ -1,0 +1,275 @@
+"""Does what the ranks did keep the promises of sharding? Pure rules over recorded histories, which no number shows.
+
+Each rule reads the events of all ranks and returns the first thing that is wrong, as a sentence with its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from fsdp_testing.checkers.explain import operation_text
+from fsdp_testing.checkers.lifecycle import check_lifecycle, still_gathered
+from fsdp_testing.checkers.order import ranks_agree
+from fsdp_testing.records import (
+    AutogradEvent,
+    Case,
+    CollectiveEvent,
+    Event,
+    Finding,
+    History,
+    RankObservation,
+    UnitEvent,
+)
+
+GATHERS = ("all_gather",)
+REDUCTIONS = ("reduce_scatter", "all_reduce", "all_to_all")
+_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
+_FLAG_BYTES = 16
+"""A reduction of no more than this is a flag or a norm, and no gradient of any model here."""
+
+Units = tuple[tuple[str, tuple[str, ...]], ...]
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class TracedObservation(RankObservation):
+    """What a rank reports that recorded what it did: events, units with their parameters, shapes of parameters."""
+
+    events: tuple[Event, ...] = ()
+    units: Units = ()
+    shapes: Mapping[str, tuple[int, ...]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """What breaks a rule: on which rank, in which operation of the program."""
+
+    rank: int
+    operation: int
+    sentence: str
+
+
+Rule = Callable[[Case, Sequence[TracedObservation]], Broken | None]
+
+
+def review(rules: Sequence[Rule], case: Case, ranks: Sequence[RankObservation]) -> Finding | None:
+    """Returns the first thing that breaks one of `rules`; ranks without a trace say nothing."""
+    traced = [rank for rank in ranks if isinstance(rank, TracedObservation)]
+    if len(traced) < len(ranks):
+        return None
+    broken = next((found for rule in rules if (found := rule(case, traced)) is not None), None)
+    if broken is None:
+        return None
+    text = operation_text(case, broken.operation)
+    return Finding(
+        kind="uncoordinated",
+        quantity="order of events",
+        operation=broken.operation,
+        operation_text=text,
+        ranks=(broken.rank,),
+        explanation=f"in {text}: {broken.sentence}, on rank {broken.rank}",
+        case=case,
+    )
+
+
+# ----------------------------------------------------------------------------------------------- the rules
+
+
+def same_collectives(_case: Case, ranks: Sequence[TracedObservation]) -> Broken | None:
+    """Every rank issues the same collectives in the same order."""
+    told = ranks_agree(_history(ranks))
+    return Broken(0, -1, f"ranks disagree: {told}") if told else None
+
+
+def gathered_once(_case: Case, ranks: Sequence[TracedObservation]) -> Broken | None:
+    """A unit is gathered and freed in turn."""
+    found = check_lifecycle(_history(ranks))
+    return Broken(found[0].rank, found[0].operation, found[0].sentence) if found else None
+
+
+def all_freed(case: Case, ranks: Sequence[TracedObservation]) -> Broken | None:
+    """After the last backward no unit holds its full parameters."""
+    left = still_gathered(_history(ranks))
+    if not left:
+        return None
+    return Broken(left[0][0], len(case.program) - 1, f"unit {_shown(left[0][1])} is never freed again")
+
+
+def held_while_used(_case: Case, ranks: Sequence[TracedObservation]) -> Broken | None:
+    """A module runs forward only while its unit is gathered, and backward only after the unit was gathered again."""
+    for rank in ranks:
+        for place, event, owner, gathered in _uses(rank):
+            if owner in gathered:
+                continue
+            if event.moment == "post_forward" or not _gathered_next(rank.events[place:], owner):
+                way = "forward" if event.moment == "post_forward" else "backward"
+                sentence = f"{_shown(event.module)} runs {way} while its unit {_shown(owner)} is freed"
+                return Broken(rank.rank, event.operation, sentence)
+    return None
+
+
+def gathers_needed(case: Case, ranks: Sequence[TracedObservation]) -> Broken | None:
+    """Units are gathered once for forward and once for backward, or once for both; nothing more goes on the wire."""
+    passes = {"full_shard": 2, "shard_grad_op": 1, "no_shard": 0}[case.strategy]
+    for rank in ranks:
+        for operation in _passes(case):
+            counted = [e.unit for e in _units(rank, operation) if e.transition == "gather"]
+            for unit, fqns in rank.units:
+                if fqns and counted.count(unit) > passes:
+                    sentence = f"unit {_shown(unit)} is gathered {counted.count(unit)} times, {passes} would do"
+                    return Broken(rank.rank, operation, sentence)
+            wire = sum(_size(e) for e in _collectives(rank, operation) if e.name.startswith(GATHERS))
+            most = passes * _padded_bytes(case, rank)
+            if wire > most:
+                return Broken(rank.rank, operation, f"{wire} bytes are gathered, {most} with all padding would do")
+    return None
+
+
+def reductions_needed(case: Case, ranks: Sequence[TracedObservation]) -> Broken | None:
+    """Gradients are reduced once for every unit, and not at all inside no_sync."""
+    for rank in ranks:
+        for operation in range(len(case.program)):
+            found = [
+                event
+                for event in _collectives(rank, operation)
+                if event.name.startswith(REDUCTIONS) and not 0 < _size(event) <= _FLAG_BYTES
+            ]
+            most = sum(bool(fqns) for _, fqns in rank.units) if operation in _passes(case) else 0
+            if len(found) > most:
+                sentence = f"{len(found)} reductions are issued, {most} would do"
+                return Broken(rank.rank, operation, sentence)
+    return None
+
+
+def within_memory(case: Case, ranks: Sequence[TracedObservation]) -> Broken | None:
+    """Never more full parameters are held than the strategy promises.
+
+    With `full_shard` those of the unit that runs, of the units around it, and of one unit gathered ahead.
+    """
+    for rank in ranks:
+        sizes = {unit: sum(_numel(_shape(rank, fqn)) for fqn in fqns) for unit, fqns in rank.units}
+        most = (
+            sum(sizes.values()) if case.strategy == "shard_grad_op" else _chain(sizes) + max(sizes.values(), default=0)
+        )
+        held: dict[str, int] = {}
+        for event in _units(rank):
+            if event.transition == "gather":
+                held[event.unit] = sizes.get(event.unit, 0)
+            elif event.transition == "free":
+                held.pop(event.unit, None)
+            if sum(held.values()) > most:
+                names = ", ".join(_shown(unit) for unit in held)
+                sentence = f"{sum(held.values())} elements are held in full ({names}), the strategy promises {most}"
+                return Broken(rank.rank, event.operation, sentence)
+    return None
+
+
+def in_order(case: Case, ranks: Sequence[TracedObservation]) -> Broken | None:
+    """Units are gathered in the order in which they run, and for backward in the reverse order in which they ended."""
+    for rank in ranks:
+        for operation in _passes(case)[1:]:
+            forward, backward = _orders(rank, operation)
+            named = {unit for unit, fqns in rank.units if fqns}
+            got = [e.unit for e in _units(rank, operation) if e.transition == "gather" and e.unit in named]
+            first, then = got[: len(forward)], iter(backward)
+            # Whether a unit is gathered again for backward is another rule's; here, in which order.
+            if got and (first != forward or not all(unit in then for unit in got[len(forward) :])):
+                told, wanted = ", ".join(map(_shown, got)), ", ".join(map(_shown, (*forward, *backward)))
+                return Broken(rank.rank, operation, f"units are gathered in the order {told}; they run in {wanted}")
+    return None
+
+
+# ----------------------------------------------------------------------------------------------- readers
+
+
+def _history(ranks: Sequence[TracedObservation]) -> History:
+    return History(tuple(rank.events for rank in ranks))
+
+
+def _passes(case: Case) -> list[int]:
+    """Operations with a backward that reduces."""
+    kinds = [(operation.kind, getattr(operation, "no_sync", False)) for operation in case.program]
+    return [index for index, kind in enumerate(kinds) if kind == ("forward_backward", False)]
+
+
+def _units(rank: TracedObservation, operation: int | None = None) -> list[UnitEvent]:
+    found = [event for event in rank.events if isinstance(event, UnitEvent)]
+    return [event for event in found if operation is None or event.operation == operation]
+
+
+def _collectives(rank: TracedObservation, operation: int) -> list[CollectiveEvent]:
+    return [e for e in rank.events if isinstance(e, CollectiveEvent) and e.operation == operation]
+
+
+def _size(event: CollectiveEvent) -> int:
+    return event.numel * _BYTES.get(event.dtype, 1)
+
+
+def _uses(rank: TracedObservation) -> Iterator[tuple[int, AutogradEvent, str, set[str]]]:
+    """`(place, event, unit, gathered units)` where a module with parameters of its own has run or is about to."""
+    owner = {fqn.rpartition(".")[0]: unit for unit, fqns in rank.units for fqn in fqns}
+    freeing = {event.unit for event in _units(rank) if event.transition == "free"}
+    gathered: set[str] = set()
+    last: dict[str, str] = {}
+    for place, event in enumerate(rank.events):
+        if isinstance(event, UnitEvent):
+            (gathered.add if event.transition == "gather" else gathered.discard)(event.unit) if event.transition in (
+                "gather",
+                "free",
+            ) else None
+        elif isinstance(event, AutogradEvent) and event.module in owner:
+            # A wrapper runs as well under the name of its module: the innermost is the one that computes.
+            inner = event.moment == "post_forward" and last.get(event.module) == "pre_forward"
+            last[event.module] = event.moment
+            if owner[event.module] in freeing and (inner or event.moment == "pre_backward"):
+                yield place, event, owner[event.module], set(gathered)
+
+
+def _gathered_next(events: Sequence[Event], unit: str) -> bool:
+    changes = [e for e in events if isinstance(e, UnitEvent) and e.unit == unit and e.transition in ("gather", "free")]
+    return bool(changes) and changes[0].transition == "gather"
+
+
+def _orders(rank: TracedObservation, operation: int) -> tuple[list[str], list[str]]:
+    """Units with parameters in the order in which they begin forward, and in the reverse of that in which they end."""
+    named = {unit for unit, fqns in rank.units if fqns}
+    events = [e for e in rank.events if isinstance(e, AutogradEvent) and e.operation == operation and e.module in named]
+    began = dict.fromkeys(event.module for event in events if event.moment == "pre_forward")
+    ended = dict.fromkeys(event.module for event in reversed(events) if event.moment == "post_forward")
+    return list(began), list(ended)
+
+
+def _shape(rank: TracedObservation, fqn: str) -> tuple[int, ...]:
+    return (rank.shapes or {}).get(fqn, ())
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    product = 1
+    for extent in shape:
+        product *= extent
+    return product
+
+
+def _padded_bytes(case: Case, rank: TracedObservation) -> int:
+    """All parameters, each padded on its first dimension to a multiple of the ranks, and each unit to 16 bytes a rank."""
+    size, total = case.world.size, 0
+    for _, fqns in rank.units:
+        for fqn in fqns:
+            shape = _shape(rank, fqn) or (1,)
+            total += -(-shape[0] // size) * size * _numel(shape[1:]) * _BYTES[case.model.dtype]
+        total += size * 16
+    return total
+
+
+def _chain(sizes: Mapping[str, int]) -> int:
+    """Elements of the longest chain of units one inside another."""
+
+    def around(unit: str) -> int:
+        return sum(size for other, size in sizes.items() if other in ("", unit) or unit.startswith(f"{other}."))
+
+    return max((around(unit) for unit in sizes), default=0)
+
+
+def _shown(name: str) -> str:
+    return name or "(root)"

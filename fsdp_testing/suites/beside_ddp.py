@@ -1,0 +1,171 @@
+"""DDP as a second oracle: offload, no_sync and mixed precision give what DDP gives on the same ranks.
+
+In mixed precision DDP trains full parameters that are cast in each forward, and reduces in the dtype asked for through
+its own communication hook: the plain recipe, without FSDP's.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_testing.checkers.parity import Comparison
+from fsdp_testing.checkers.second_oracle import PairedObservation, review_pair
+from fsdp_testing.implementations import registry, torch_ddp
+from fsdp_testing.implementations.adapter import Adapter
+from fsdp_testing.implementations.protocol import Precision, Setup
+from fsdp_testing.pool import Failed
+from fsdp_testing.pool.world import current_world
+from fsdp_testing.programs import models
+from fsdp_testing.programs.execute import RankProgram
+from fsdp_testing.programs.runner import Special
+from fsdp_testing.programs.setup import setup_of
+from fsdp_testing.records import Case, MixedPrecisionSpec, Observe, RankObservation, Step, WrappingPlan, ZeroGrad
+from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Check, Place, iterations, local, micro
+
+_SOURCE = "torch.nn.parallel.DistributedDataParallel on the same ranks"
+
+
+class LowPrecision(nn.Module):
+    """A module whose parameters are stored in full and computed with in `dtype`."""
+
+    def __init__(self, inner: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.inner = inner
+        self.dtype = dtype
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Casts parameters and inputs, then runs the module."""
+        cast = {fqn: self._low(parameter) for fqn, parameter in self.inner.named_parameters()}
+        inputs = models.map_tensors(self._low, (args, kwargs))
+        return torch.func.functional_call(self.inner, cast, inputs[0], inputs[1])
+
+    def _low(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+
+def _reduce_in(wire: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP's hook: the bucket's mean over the ranks, reduced in `wire`. Collectives: one all-reduce; every rank calls."""
+    total = bucket.buffer().to(wire)
+    dist.all_reduce(total)
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(total.div_(dist.get_world_size()).to(bucket.buffer().dtype))
+    return done
+
+
+def ddp(module: nn.Module, setup: Setup) -> nn.Module:
+    """DDP around the module, in the setup's precision. Collectives: those of DDP's construction; every rank calls."""
+    precision = setup.precision
+    if precision == Precision():
+        return torch_ddp.wrap(module, setup)
+    inner = module if precision.param_dtype is None else LowPrecision(module, precision.param_dtype)
+    model = torch_ddp.wrap(inner, setup)
+    if precision.on_the_wire is not None and isinstance(model, DistributedDataParallel):
+        # DDP reads annotations, and wants types where postponed ones are text: a lambda has none.
+        model.register_comm_hook(precision.on_the_wire, lambda wire, bucket: _reduce_in(wire, bucket))  # noqa: PLW0108 - as told above
+    return model
+
+
+def _named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(fqn.removeprefix("module.").removeprefix("inner."), p) for fqn, p in model.named_parameters()]
+
+
+SECOND = Adapter.of(replace(torch_ddp.IMPLEMENTATION, wrap=ddp, named_parameters=_named_parameters))
+"""DDP, in any precision."""
+
+
+def run_beside_ddp(name: str, case: Case, observe_all: bool) -> RankObservation | Failed:
+    """Runs the case with the implementation, and then with DDP.
+
+    Collectives: those of both; every rank of the world runs the same call.
+    """
+    world = current_world()
+    adapter = registry.load(name)
+
+    def make_setup(case: Case, module: nn.Module) -> Setup:
+        return setup_of(case, module, world.rank, world.device, world.group, world.mesh)
+
+    plain = replace(case, strategy="no_shard", wrapping=WrappingPlan(), cpu_offload=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = RankProgram(case, adapter, world.rank, make_setup)
+        seen = program.run(observe_all=observe_all)
+        if seen.error is not None:
+            return Failed(seen)
+        adapter.finish(program.model)
+        other = RankProgram(plain, SECOND, world.rank, make_setup).run(observe_all=observe_all)
+    return PairedObservation(seen.rank, seen.results, seen.snapshots, None, seen.seconds, other)
+
+
+def _offloaded(place: Place) -> Iterable[Case]:
+    for model in ("mlp", "uneven"):
+        yield replace(place.case(model, *iterations(3), optimizer=ADAMW), cpu_offload=True)
+
+
+def _offloaded_accumulation(place: Place) -> Iterable[Case]:
+    program = (local(0), micro(1), Observe(), Step(), ZeroGrad(), *iterations(1, first=2))
+    yield replace(place.case("mlp", *program), cpu_offload=True)
+
+
+def _accumulated(place: Place) -> Iterable[Case]:
+    program = (local(0), local(1), micro(2), Observe(), Step(), ZeroGrad(), local(3), micro(4), Step())
+    for model in ("mlp", "uneven"):
+        yield place.case(model, *program, optimizer=ADAMW)
+
+
+def _lowered(place: Place) -> Iterable[Case]:
+    # One reduction, from equal values: what two low precisions make of a difference in the last bit is bounded by nothing.
+    for precision in _PRECISIONS:
+        yield place.case("mlp", micro(0), Observe(), dtype="float32", optimizer=PLAIN_SGD, precision=precision)
+
+
+_PRECISIONS = (
+    MixedPrecisionSpec("bfloat16"),
+    MixedPrecisionSpec("float16"),
+    MixedPrecisionSpec("bfloat16", "float32"),
+    MixedPrecisionSpec(None, "bfloat16"),
+)
+_PAIR = Special(run_beside_ddp, review=review_pair)
+
+CHECKS = (
+    Check(
+        "beside_ddp.no_sync",
+        "Local micro-batches and a reduced one give what DDP gives.",
+        _SOURCE,
+        _accumulated,
+        frozenset({"no_sync"}),
+        special=_PAIR,
+    ),
+    Check(
+        "beside_ddp.mixed_precision",
+        "A gradient computed and reduced in low precision is DDP's, cast for cast.",
+        _SOURCE,
+        _lowered,
+        frozenset({"mixed_precision", "reduce_dtype"}),
+        Comparison(lockstep=True),
+        special=_PAIR,
+    ),
+    Check(
+        "beside_ddp.offload",
+        "Offloaded parameters train as DDP's do.",
+        _SOURCE,
+        _offloaded,
+        frozenset({"cpu_offload"}),
+        special=_PAIR,
+    ),
+    Check(
+        "beside_ddp.offload_no_sync",
+        "Offloaded gradients accumulate as DDP's do.",
+        _SOURCE,
+        _offloaded_accumulation,
+        frozenset({"cpu_offload", "no_sync"}),
+        special=_PAIR,
+    ),
+)

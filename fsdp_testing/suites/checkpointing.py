@@ -1,0 +1,127 @@
+"""Activation checkpointing: a forward that runs again in backward changes no number, whichever way it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from fsdp_testing.checkers.parity import Comparison
+from fsdp_testing.records import Case, MixedPrecisionSpec, Observe, Step, WrappingPlan, ZeroGrad
+from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Builder, Check, Place, iterations, local, look, micro
+from fsdp_testing.zoo import MODELS
+
+_NEEDS = frozenset({"activation_checkpointing"})
+_REENTRANT = _NEEDS | {"reentrant_checkpointing"}
+_FIRST = ("layers.0", "embed")
+_LOCKSTEP = Comparison(lockstep=True)
+_SOURCE = "torch.utils.checkpoint: the same results with less memory"
+
+
+def plan(model: str, *, reentrant: bool = False, outside: bool = False) -> WrappingPlan:
+    """Every unit that the zoo suggests, each recomputed.
+
+    The reentrant way gives no gradients to a module none of whose inputs needs one, so the first unit is left out.
+    """
+    units = MODELS[model].units
+    recomputed = tuple(unit for unit in units if unit not in _FIRST) if reentrant else units
+    return WrappingPlan(units, checkpointed=recomputed, checkpoint_reentrant=reentrant, checkpoint_outside=outside)
+
+
+def _trained(*, reentrant: bool = False, outside: bool = False) -> Builder:
+    def build(place: Place) -> Iterable[Case]:
+        for model in ("mlp", "embedding"):
+            wrapping = plan(model, reentrant=reentrant, outside=outside)
+            yield place.case(model, *iterations(2), micro(2), wrapping=wrapping, optimizer=ADAMW)
+
+    return build
+
+
+def _nested(place: Place) -> Iterable[Case]:
+    # Recomputation inside recomputation, and of a part of a unit only.
+    yield place.case("deep_nest", *iterations(2), wrapping=plan("deep_nest"))
+    part = WrappingPlan(("inner",), checkpointed=("inner.inner",))
+    yield place.case("deep_nest", *iterations(2), wrapping=part)
+
+
+def _accumulated(place: Place) -> Iterable[Case]:
+    program = (local(0), local(1), micro(2), Observe(), Step(), ZeroGrad(), *iterations(1, first=3))
+    for outside in (False, True):
+        yield place.case("mlp", *program, wrapping=plan("mlp", outside=outside), optimizer=PLAIN_SGD)
+
+
+def _evaluated(place: Place) -> Iterable[Case]:
+    wrapping = plan("mlp")
+    # A forward without gradients never runs again, and must leave nothing for a later backward.
+    yield place.case("mlp", *iterations(1), look(5, "no_grad"), micro(1), Step(), wrapping=wrapping)
+
+
+def _mixed(place: Place) -> Iterable[Case]:
+    precision = MixedPrecisionSpec("bfloat16", "float32")
+    case = place.case("mlp", *iterations(2), micro(2), dtype="float32", optimizer=ADAMW, precision=precision)
+    for outside in (False, True):
+        yield replace(case, wrapping=plan("mlp", outside=outside))
+
+
+CHECKS = (
+    Check(
+        "activation_checkpointing.inside_units",
+        "Units whose modules recompute give the bits of a plain run.",
+        _SOURCE,
+        _trained(),
+        _NEEDS,
+        _LOCKSTEP,
+    ),
+    Check(
+        "activation_checkpointing.around_units",
+        "Recomputing whole units, gathered again in backward, gives the bits of a plain run.",
+        _SOURCE,
+        _trained(outside=True),
+        _NEEDS,
+        _LOCKSTEP,
+    ),
+    Check(
+        "activation_checkpointing.reentrant_inside",
+        "The reentrant way inside units gives the bits of a plain run.",
+        "pytorch PR 89791",
+        _trained(reentrant=True),
+        _REENTRANT,
+        _LOCKSTEP,
+    ),
+    Check(
+        "activation_checkpointing.reentrant_around",
+        "The reentrant way around units gives the bits of a plain run.",
+        "pytorch PR 89781, 87413; fairscale PR 780",
+        _trained(reentrant=True, outside=True),
+        _REENTRANT,
+        _LOCKSTEP,
+    ),
+    Check(
+        "activation_checkpointing.nested",
+        "Recomputation inside recomputation, or of a part of a unit, trains as in one process.",
+        _SOURCE,
+        _nested,
+        _NEEDS | {"nested_wrapping"},
+    ),
+    Check(
+        "activation_checkpointing.accumulated",
+        "Recomputed micro-batches inside and outside no_sync add up, each once.",
+        "pytorch PR 90546",
+        _accumulated,
+        _NEEDS | {"no_sync"},
+    ),
+    Check(
+        "activation_checkpointing.after_no_grad",
+        "A forward without gradients between recomputed iterations changes nothing.",
+        "pytorch PR 110139",
+        _evaluated,
+        _NEEDS | {"forward_only"},
+    ),
+    Check(
+        "activation_checkpointing.mixed_precision",
+        "The second forward casts as the first did.",
+        "pytorch PR 90660",
+        _mixed,
+        _NEEDS | {"mixed_precision", "reduce_dtype"},
+        _LOCKSTEP,
+    ),
+)

@@ -1,0 +1,267 @@
+"""Communication hooks: the user's own function reduces gradients, and is called when and with what it must be.
+
+The hooks here are the user's: written with torch's public collectives, knowing nothing of any implementation. They
+average like the built-in reduction, average after casting to 16 bits, or keep something else than the mean.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_testing.checkers import hook_calls
+from fsdp_testing.checkers.hook_calls import HookCall, HookedObservation
+from fsdp_testing.checkers.parity import Comparison
+from fsdp_testing.checkers.quantities import Expectation
+from fsdp_testing.implementations import registry
+from fsdp_testing.implementations.protocol import Setup
+from fsdp_testing.pool import Failed
+from fsdp_testing.pool.world import current_world
+from fsdp_testing.programs import models, oracle
+from fsdp_testing.programs.disturbance import Disturbance
+from fsdp_testing.programs.execute import RankProgram
+from fsdp_testing.programs.reduction import Reduced
+from fsdp_testing.programs.replay import Replay
+from fsdp_testing.programs.runner import Special
+from fsdp_testing.programs.setup import setup_of
+from fsdp_testing.records import (
+    Case,
+    Finding,
+    ForwardBackward,
+    MixedPrecisionSpec,
+    Observe,
+    RankObservation,
+    Step,
+    ZeroGrad,
+)
+from fsdp_testing.suites.check import PLAIN_SGD, Check, Place, iterations, local, micro
+
+_NEEDS = frozenset({"comm_hook"})
+_LOCKSTEP = Comparison(lockstep=True)
+_SOURCE = "torch.distributed.fsdp.FullyShardedDataParallel.register_comm_hook"
+# `reduce_scatter_tensor` before torch 2.13.
+_REDUCE_SCATTER: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How the hook reduces: in `wire` (None: the gradient's own dtype), and what it multiplies the mean by."""
+
+    wire: str | None = None
+    factor: float = 1.0
+
+
+@dataclass(slots=True)
+class HookState:
+    """What the hook is given first, on every call: one object for all units."""
+
+    way: Way
+    group: dist.ProcessGroup
+    index: Callable[[], int]
+    calls: list[HookCall]
+
+
+def reduce_gradient(state: HookState, gradient: torch.Tensor, output: torch.Tensor | None = None) -> None:
+    """The user's hook. Collectives: one reduce-scatter or all-reduce over the group; every rank calls."""
+    squares = float(gradient.detach().double().square().sum())
+    given = -1 if output is None else output.numel()
+    dtype = str(gradient.dtype).removeprefix("torch.")
+    state.calls.append(HookCall(state.index(), gradient.numel(), dtype, squares, given))
+    size = dist.get_world_size(state.group)
+    wire = gradient if state.way.wire is None else gradient.to(models.dtype_of(state.way.wire))
+    if output is None:
+        total = wire.clone()
+        dist.all_reduce(total, group=state.group)
+        gradient.copy_(total / size * state.way.factor)
+        return
+    mine = torch.empty(output.numel(), dtype=wire.dtype, device=wire.device)
+    _REDUCE_SCATTER(mine, wire.reshape(-1).contiguous(), group=state.group)
+    output.copy_((mine / size * state.way.factor).view_as(output))
+
+
+# ----------------------------------------------------------------------------------------------- on the ranks
+
+
+def run_hooked(name: str, case: Case, observe_all: bool, way: Way) -> RankObservation | Failed:
+    """Runs the case with the hook registered, and tells of its calls.
+
+    Collectives: those of the implementation and of the hook; every rank of the world runs the same call.
+    """
+    world = current_world()
+    adapter = registry.load(name)
+    calls: list[HookCall] = []
+    state = HookState(way, world.group, lambda: program.index, calls)
+
+    def wrap(module: nn.Module, setup: Setup) -> nn.Module:
+        model = adapter.wrap(module, setup)
+        adapter.register_comm_hook(model, state, reduce_gradient)
+        return model
+
+    def make_setup(case: Case, module: nn.Module) -> Setup:
+        return setup_of(case, module, world.rank, world.device, world.group, world.mesh)
+
+    program = RankProgram(case, replace(adapter, wrap=wrap), world.rank, make_setup)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        seen = program.run(observe_all=observe_all)
+        if seen.error is not None:
+            return Failed(seen)
+        adapter.finish(program.model)
+        expected, elements = _own_gradients(case, world.rank)
+    return HookedObservation(
+        seen.rank, seen.results, seen.snapshots, None, seen.seconds, tuple(calls), expected, elements
+    )
+
+
+def _own_gradients(case: Case, rank: int) -> tuple[dict[int, float], int]:
+    """Sum of squares of this rank's own gradient at each reduction, without any other rank; parameters never step."""
+    model = models.build_model(case)
+    found: dict[int, float] = {}
+    for index, operation in enumerate(case.program):
+        if isinstance(operation, ForwardBackward):
+            inputs = models.make_inputs(case, operation.batch, rank)
+            models.forward(model, case, operation.batch, rank, inputs).loss.backward()
+            if not operation.no_sync:
+                grads = [p.grad for p in model.parameters() if p.grad is not None]
+                found[index] = sum(float(grad.double().square().sum()) for grad in grads)
+                model.zero_grad()
+    return found, sum(parameter.numel() for parameter in model.parameters())
+
+
+# ----------------------------------------------------------------------------------------------- what is right
+
+
+def review_calls(case: Case, ranks: Sequence[RankObservation], _expectation: Expectation) -> Finding | None:
+    """Looks at the calls of every rank."""
+    return hook_calls.check_calls(case, ranks, _units_with_parameters(case), case.model.dtype)
+
+
+def _units_with_parameters(case: Case) -> int:
+    """How many units hold trainable parameters of their own: those that no inner unit holds."""
+    names = [name for name, p in models.build_model(case).named_parameters() if p.requires_grad]
+    owners = set()
+    for name in names:
+        inside = [unit for unit in case.wrapping.units if name.startswith(f"{unit}.")]
+        owners.add(max(inside, key=len, default=""))
+    return len(owners)
+
+
+def _as_reduced_in(wire: str, case: Case) -> Case:
+    """The case as the oracle sees it: gradients are reduced in `wire`, by whoever does it."""
+    return replace(case, mixed_precision=MixedPrecisionSpec(reduce_dtype=wire))
+
+
+def _never_stepping(place: Place) -> Iterable[Case]:
+    # No step: gradients are a function of the initial values, so the rank's own are known without the other ranks.
+    for model in ("mlp", "uneven", "deep_nest"):
+        yield place.case(model, micro(0), ZeroGrad(), micro(1), Observe(), optimizer=PLAIN_SGD)
+
+
+def _accumulating(place: Place) -> Iterable[Case]:
+    yield place.case("mlp", local(0), local(1), micro(2), Observe(), ZeroGrad(), micro(3), optimizer=PLAIN_SGD)
+    yield place.case("deep_nest", local(0), micro(1), Observe(), optimizer=PLAIN_SGD)
+
+
+def _trained(place: Place) -> Iterable[Case]:
+    for model in ("mlp", "uneven"):
+        yield place.case(model, *iterations(3))
+
+
+def _compressed(place: Place) -> Iterable[Case]:
+    for model in ("mlp", "uneven"):
+        yield place.case(model, micro(0), Observe(), Step(), ZeroGrad(), micro(1), dtype="float32", optimizer=PLAIN_SGD)
+
+
+# ----------------------------------------------------------------------------------------------- in the oracle
+
+
+class _Scaled(Replay):
+    """A replay whose reduction gives a multiple of the mean."""
+
+    factor = 1.0
+
+    def _add_mean(self, fqn: str, parameter: nn.Parameter, reduced: Reduced, computed: torch.dtype) -> None:
+        super()._add_mean(fqn, parameter, replace(reduced, mean=reduced.mean * self.factor), computed)
+
+
+def expect_scaled(case: Case, observe_all: bool, factor: float) -> Expectation:
+    """What the case gives if the hook multiplies the mean by `factor`."""
+
+    def make(disturbance: Disturbance) -> Replay:
+        replay = _Scaled(case, disturbance=disturbance)
+        replay.factor = factor
+        return replay
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return oracle.expect_free(case, observe_all=observe_all, make=make)
+
+
+_MEAN = Way()
+_REVIEWED = Special(run_hooked, (_MEAN,), review=review_calls)
+_QUARTER = Way(factor=0.25)
+
+
+def _compressed_to(wire: str) -> Special:
+    return Special(run_hooked, (Way(wire),), seen_as=partial(_as_reduced_in, wire))
+
+
+CHECKS = (
+    Check(
+        "comm_hook.called_once_per_unit",
+        "Each backward calls the hook once for every unit, with the unit's whole gradient on this rank.",
+        _SOURCE,
+        _never_stepping,
+        _NEEDS,
+        special=_REVIEWED,
+    ),
+    Check(
+        "comm_hook.not_in_no_sync",
+        "Inside no_sync the hook is not called; the next reduction is given the sum of all micro-batches.",
+        _SOURCE,
+        _accumulating,
+        _NEEDS | {"no_sync"},
+        special=_REVIEWED,
+    ),
+    Check(
+        "comm_hook.averages",
+        "Training with a hook that averages is training without a hook.",
+        _SOURCE,
+        _trained,
+        _NEEDS,
+        special=Special(run_hooked, (_MEAN,)),
+    ),
+    Check(
+        "comm_hook.result_is_kept",
+        "What the hook returns is the gradient: nothing else is reduced, divided or added.",
+        _SOURCE,
+        _trained,
+        _NEEDS,
+        special=Special(run_hooked, (_QUARTER,), expect_scaled, (_QUARTER.factor,)),
+    ),
+    Check(
+        "comm_hook.bfloat16",
+        "A hook that reduces in bfloat16 gives what reduction in bfloat16 gives.",
+        _SOURCE,
+        _compressed,
+        _NEEDS,
+        _LOCKSTEP,
+        special=_compressed_to("bfloat16"),
+    ),
+    Check(
+        "comm_hook.float16",
+        "A hook that reduces in float16 gives what reduction in float16 gives.",
+        _SOURCE,
+        _compressed,
+        _NEEDS,
+        _LOCKSTEP,
+        special=_compressed_to("float16"),
+    ),
+)

@@ -1,0 +1,136 @@
+"""What users do to modules besides training: `module.to`, `copy.deepcopy`."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from fsdp_testing.checkers.copies import Copied, CopyingObservation, review_copies
+from fsdp_testing.implementations import registry
+from fsdp_testing.implementations.protocol import Setup
+from fsdp_testing.pool import Failed
+from fsdp_testing.pool.world import current_world
+from fsdp_testing.programs import models
+from fsdp_testing.programs.execute import RankProgram
+from fsdp_testing.programs.observe import snapshot_of
+from fsdp_testing.programs.runner import Special
+from fsdp_testing.programs.setup import setup_of
+from fsdp_testing.records import (
+    BuildOptimizer,
+    Case,
+    ForwardBackward,
+    Move,
+    Observe,
+    RankObservation,
+    Step,
+)
+from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Check, Place, iterations, look, micro
+
+_COPY = "deepcopy"
+"""Label of the observation at which the model is copied."""
+
+
+class CopyingProgram(RankProgram):
+    """A program that copies its model at a marked point and trains the copy before it goes on."""
+
+    copied: Copied | None = None
+
+    def look(self, label: str) -> None:
+        """Takes a snapshot, after the copy has done the next micro-batch and one step."""
+        if label == _COPY:
+            self.copied = self._copy(
+                next(op for op in self.case.program[self.index :] if isinstance(op, ForwardBackward))
+            )
+        super().look(label)
+
+    def _copy(self, operation: ForwardBackward) -> Copied:
+        try:
+            twin: nn.Module = copy.deepcopy(self.model)
+        except Exception as refused:  # noqa: BLE001 - whatever it raises, it refuses
+            return Copied(f"{type(refused).__name__}: {refused}")
+        inputs = models.make_inputs(self.case, operation.batch, self.rank)
+        forwarded = models.forward(twin, self.case, operation.batch, self.rank, inputs)
+        forwarded.loss.backward()
+        snapshot = snapshot_of(self.adapter, twin, None, self.index, _COPY)
+        # A large step of the copy: the original must not notice.
+        parameters = [parameter for parameter in twin.parameters() if parameter.grad is not None]
+        torch.optim.SGD(parameters, lr=1.0).step() if parameters else None
+        return Copied("", forwarded.values(), snapshot)
+
+
+def run_copying(name: str, case: Case, observe_all: bool) -> RankObservation | Failed:
+    """Runs the case, copying the model where it says so.
+
+    Collectives: those of the implementation; every rank of the world runs the same call.
+    """
+    world = current_world()
+    adapter = registry.load(name)
+
+    def make_setup(case: Case, module: nn.Module) -> Setup:
+        return setup_of(case, module, world.rank, world.device, world.group, world.mesh)
+
+    program = CopyingProgram(case, adapter, world.rank, make_setup)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        seen = program.run(observe_all=observe_all)
+        if seen.error is not None:
+            return Failed(seen)
+        adapter.finish(program.model)
+    return CopyingObservation(seen.rank, seen.results, seen.snapshots, None, seen.seconds, program.copied)
+
+
+def _copied(place: Place) -> Iterable[Case]:
+    after = (micro(1), Observe(), Step())
+    yield place.case("mlp", *iterations(1), Observe(_COPY), *after, optimizer=PLAIN_SGD)
+    yield place.case("mlp", Observe(_COPY), *after, optimizer=PLAIN_SGD)
+
+
+def _cast(place: Place) -> Iterable[Case]:
+    late = (BuildOptimizer(), *iterations(2))
+    yield place.case("mlp", Move("float32"), *late, optimizer=ADAMW)
+    yield place.case("uneven", Move("float64"), *late, optimizer=ADAMW, dtype="float32")
+
+
+def _cast_buffers(place: Place) -> Iterable[Case]:
+    yield place.case("buffers", Move("float32"), BuildOptimizer(), *iterations(2))
+
+
+def _moved(place: Place) -> Iterable[Case]:
+    for model in ("mlp", "uneven"):
+        yield place.case(model, Move(), *iterations(1), Move(), *iterations(1, first=1), look(5), optimizer=ADAMW)
+
+
+CHECKS = (
+    Check(
+        "conversion.same_device",
+        "`module.to` the device where it is already changes nothing, before training and in the middle.",
+        "torch.nn.Module.to",
+        _moved,
+        frozenset({"forward_only"}),
+    ),
+    Check(
+        "conversion.dtype",
+        "`module.to(dtype)` before the first forward: training happens in that dtype.",
+        "torch.nn.Module.to; B078",
+        _cast,
+        frozenset({"dtype_cast", "late_optimizer"}),
+    ),
+    Check(
+        "conversion.dtype_of_buffers",
+        "`module.to(dtype)` before the first forward casts floating buffers, and no others.",
+        "torch.nn.Module.to",
+        _cast_buffers,
+        frozenset({"dtype_cast", "late_optimizer", "buffers"}),
+    ),
+    Check(
+        "conversion.deepcopy",
+        "A deep copy trains by itself and leaves the original alone, or is refused on every rank.",
+        "copy.deepcopy; B077",
+        _copied,
+        special=Special(run_copying, review=review_copies),
+    ),
+)

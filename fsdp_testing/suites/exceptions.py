@@ -1,0 +1,100 @@
+"""Exceptions: after the user's own code raised, one ordinary iteration is an ordinary iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fsdp_testing.records import Batch, Case, Interrupt, Observe, Step, ZeroGrad
+from fsdp_testing.suites.check import ADAMW, Builder, Check, Place, iterations, local, micro
+
+_NEEDS = frozenset({"exception_recovery"})
+_SOURCE = "what a pass changed is put back on every way out of it"
+
+
+def _raised(seed: int, place: int, *, backward: bool = False, where: str = "step") -> Interrupt:
+    return Interrupt(Batch(seed), place, backward, where)
+
+
+def _in_a_pass(*, backward: bool) -> Builder:
+    def build(place: Place) -> Iterable[Case]:
+        # Before the first pass has ever ended, and in the middle of training; at the first module and at the last.
+        yield place.case("mlp", _raised(9, 0, backward=backward), *iterations(2), optimizer=ADAMW)
+        for at in (0, 2):
+            program = (*iterations(1), _raised(9, at, backward=backward), *iterations(2, first=1))
+            yield place.case("deep_nest", *program, optimizer=ADAMW)
+
+    return build
+
+
+def _in_no_sync(place: Place) -> Iterable[Case]:
+    for backward in (False, True):
+        program = (
+            *iterations(1),
+            _raised(9, 1, backward=backward, where="no_sync"),
+            micro(1),
+            Observe(),
+            Step(),
+            ZeroGrad(),
+            local(2),
+            micro(3),
+            Step(),
+        )
+        yield place.case("mlp", *program)
+
+
+def _in_summon(place: Place) -> Iterable[Case]:
+    yield place.case(
+        "mlp", _raised(9, 0, where="summon"), *iterations(1), _raised(8, 0, where="summon"), micro(1), Step()
+    )
+
+
+def _repeatedly(place: Place) -> Iterable[Case]:
+    program = (
+        *iterations(1),
+        _raised(9, 1),
+        _raised(8, 1, backward=True),
+        _raised(7, 0),
+        *iterations(1, first=1),
+        _raised(6, 2, backward=True),
+        *iterations(1, first=2),
+    )
+    yield place.case("mlp", *program)
+
+
+CHECKS = (
+    Check(
+        "exceptions.in_forward",
+        "After an exception in a forward, training goes on as if it had not begun.",
+        _SOURCE,
+        _in_a_pass(backward=False),
+        _NEEDS,
+    ),
+    Check(
+        "exceptions.in_backward",
+        "After an exception in a backward and zero_grad, training goes on as if neither had been.",
+        _SOURCE,
+        _in_a_pass(backward=True),
+        _NEEDS,
+    ),
+    Check(
+        "exceptions.in_no_sync",
+        "An exception inside no_sync ends it: the next iteration reduces.",
+        "contextlib: the exit runs on every way out",
+        _in_no_sync,
+        _NEEDS | {"no_sync"},
+    ),
+    Check(
+        "exceptions.in_summon",
+        "An exception while full parameters are gathered releases them.",
+        "torch.distributed.fsdp.FullyShardedDataParallel.summon_full_params",
+        _in_summon,
+        _NEEDS | {"summon_writeback"},
+    ),
+    Check(
+        "exceptions.repeatedly",
+        "Several exceptions in a row, in forward and backward, leave nothing behind.",
+        _SOURCE,
+        _repeatedly,
+        _NEEDS,
+    ),
+)

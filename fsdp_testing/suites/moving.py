@@ -1,0 +1,182 @@
+"""How is state carried from one number of ranks to another, and what must training give on the way?
+
+Three worlds one after the other, of N, N+1 and N ranks: each loads what the one before it saved and runs the case's
+program on the inputs of its own ranks. The oracle does the same with one model.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_testing.checkers.parity import Comparison
+from fsdp_testing.checkers.quantities import Expectation
+from fsdp_testing.implementations import registry
+from fsdp_testing.implementations.adapter import Adapter
+from fsdp_testing.implementations.protocol import Setup
+from fsdp_testing.pool import Failed
+from fsdp_testing.pool.world import current_world
+from fsdp_testing.programs import oracle
+from fsdp_testing.programs.disturbance import Disturbance
+from fsdp_testing.programs.execute import RankProgram
+from fsdp_testing.programs.replay import Replay
+from fsdp_testing.programs.runner import CaseRunner, Judgement, Special
+from fsdp_testing.programs.setup import setup_of
+from fsdp_testing.records import Case, RankObservation
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What one world hands to the next: complete tensors."""
+
+    model: Mapping[str, Any]
+    optimizer: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class SavingObservation(RankObservation):
+    """What a rank reports that also saved; only rank 0 sends what it saved, which all ranks have."""
+
+    saved: Saved | None = None
+
+
+def judge_moved(
+    runner: CaseRunner, name: str, case: Case, comparison: Comparison, *, optimizer: bool = True
+) -> Judgement:
+    """Judges the case on N ranks, then on N+1 from what those saved, then on N from what these saved."""
+    size = case.world.size
+    cases: list[Case] = []
+    saved: Saved | None = None
+    judgements: list[Judgement] = []
+    for place, ranks in enumerate((size, size + 1, size)):
+        # Other inputs in each world: a state that was not loaded must not give the same numbers.
+        world = replace(case.world, size=ranks)
+        cases.append(replace(case, world=world, program=_other_batches(case, 10 * place)))
+        special = Special(run_and_save, (saved, optimizer), expect_moved, (tuple(cases[:-1]), optimizer))
+        judgements.append(runner.judge(name, cases[-1], comparison, special=special))
+        observed = judgements[-1].ranks
+        saved = next((rank.saved for rank in observed if isinstance(rank, SavingObservation) and rank.saved), None)
+        if judgements[-1].finding is not None or saved is None:
+            break
+    return _merged(judgements)
+
+
+def _merged(judgements: Sequence[Judgement]) -> Judgement:
+    """The last world's verdict, with the comparisons of all of them; a world that saved nothing has said so itself."""
+    last = judgements[-1]
+    outcome = replace(
+        last.outcome,
+        comparisons=sum(one.outcome.comparisons for one in judgements),
+        worst_ratio=max(one.outcome.worst_ratio for one in judgements),
+        seconds=sum(one.outcome.seconds for one in judgements),
+    )
+    return replace(last, outcome=outcome)
+
+
+def _other_batches(case: Case, offset: int) -> tuple[Any, ...]:
+    program = []
+    for operation in case.program:
+        batch = getattr(operation, "batch", None)
+        moved: Any = operation
+        program.append(replace(moved, batch=replace(batch, seed=batch.seed + offset)) if batch is not None else moved)
+    return tuple(program)
+
+
+# ----------------------------------------------------------------------------------------------- on the ranks
+
+
+class MovingProgram(RankProgram):
+    """A program that begins with loading, if there is something to load."""
+
+    saved: Saved | None = None
+
+    def build_optimizer(self) -> None:
+        """Loads the model first: an optimizer may look at what it is given."""
+        if self.saved is not None:
+            self.adapter.load_full_state_dict(self.model, self.saved.model)
+        super().build_optimizer()
+        if self.saved is not None and self.saved.optimizer is not None and self.optimizer is not None:
+            self.adapter.load_full_optimizer_state(self.model, self.optimizer, self.saved.optimizer)
+
+
+def run_and_save(
+    name: str, case: Case, observe_all: bool, saved: Saved | None, optimizer: bool
+) -> RankObservation | Failed:
+    """Loads what was saved, runs the case, saves the model and, if asked, the optimizer.
+
+    Collectives: those of the implementation; every rank of the world runs the same call.
+    """
+    world = current_world()
+    adapter = registry.load(name)
+
+    def make_setup(case: Case, module: nn.Module) -> Setup:
+        return setup_of(case, module, world.rank, world.device, world.group, world.mesh)
+
+    program = MovingProgram(case, adapter, world.rank, make_setup)
+    program.saved = saved
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        observation = program.run(observe_all=observe_all)
+        if observation.error is not None:
+            return Failed(observation)
+        kept = _save(adapter, program.model, program.optimizer if optimizer else None)
+        adapter.finish(program.model)
+    return SavingObservation(
+        observation.rank,
+        observation.results,
+        observation.snapshots,
+        seconds=observation.seconds,
+        saved=kept if world.rank == 0 else None,
+    )
+
+
+def _save(adapter: Adapter, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Saved:
+    state = adapter.full_state_dict(model)
+    kept = adapter.full_optimizer_state(model, optimizer) if optimizer is not None else None
+    # Copied: what was returned may be the model's own memory.
+    return Saved(copy.deepcopy(dict(state)), copy.deepcopy(kept))
+
+
+# ----------------------------------------------------------------------------------------------- in the oracle
+
+
+class _Continued(Replay):
+    """A replay that takes over parameters and optimizer from the one before it."""
+
+    before: Replay | None = None
+    with_optimizer = True
+
+    def build_optimizer(self) -> None:
+        if self.before is not None:
+            for fqn, parameter in self.parameters.items():
+                parameter.data.copy_(self.before.parameters[fqn].data)
+        super().build_optimizer()
+        if not self.with_optimizer or self.before is None:
+            return
+        if self.optimizer is not None and self.before.optimizer is not None:
+            self.optimizer.load_state_dict(copy.deepcopy(self.before.optimizer.state_dict()))
+
+
+def expect_moved(case: Case, observe_all: bool, earlier: tuple[Case, ...], optimizer: bool) -> Expectation:
+    """Replays the earlier cases and then `case`, each from where the one before it ended."""
+
+    def continued(disturbance: Disturbance) -> Replay:
+        before: Replay | None = None
+        for one in earlier:
+            replay = _Continued(one, disturbance=disturbance)
+            replay.before, replay.with_optimizer = before, optimizer
+            replay.run()
+            before = replay
+        last = _Continued(case, disturbance=disturbance)
+        last.before, last.with_optimizer = before, optimizer
+        return last
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return oracle.expect_free(case, observe_all=observe_all, make=continued)

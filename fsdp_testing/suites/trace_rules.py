@@ -1,0 +1,154 @@
+"""Traces: what ranks did, judged by the promises of sharding. The numbers are compared besides, and must hold first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from fsdp_testing.checkers import trace_rules
+from fsdp_testing.checkers.quantities import Expectation
+from fsdp_testing.checkers.trace_rules import Rule, TracedObservation
+from fsdp_testing.pool import Failed
+from fsdp_testing.programs import jobs
+from fsdp_testing.programs.models import build_model
+from fsdp_testing.programs.runner import Special
+from fsdp_testing.records import AutogradEvent, Case, Event, Finding, RankObservation, Step, WrappingPlan
+from fsdp_testing.suites.check import FLAT, Check, Place, iterations, local, look, micro
+from fsdp_testing.suites.checkpointing import plan
+from fsdp_testing.trace.job import trace_case
+
+_NEEDS = frozenset({"unit_trace"})
+_SHARDED = ("full_shard", "shard_grad_op")
+_PAPER = "PyTorch FSDP, VLDB 2023, section 3"
+
+
+def run_traced(name: str, case: Case, observe_all: bool) -> RankObservation | Failed:
+    """Runs the case and records what this rank does; one that is observed everywhere is run without a record.
+
+    Collectives: those of the implementation; every rank of the world runs the same call.
+    """
+    if observe_all:
+        return jobs.run_case(name, case, observe_all)
+    traced = trace_case(name, case)
+    if isinstance(traced, Failed):
+        return Failed(traced.value.observation)
+    module = build_model(case)
+    shapes = {fqn: tuple(p.shape) for fqn, p in module.named_parameters()}
+    known = {name for name, _ in module.named_modules(remove_duplicate=False)}
+    events = tuple(_named_as_before(event, known) for event in traced.events)
+    seen = traced.observation
+    return TracedObservation(seen.rank, seen.results, seen.snapshots, None, seen.seconds, events, traced.units, shapes)
+
+
+def _named_as_before(event: Event, known: set[str]) -> Event:
+    """The event under the module's name before wrapping: a wrapper's own prefix, whatever it is, is dropped."""
+    if not isinstance(event, AutogradEvent) or event.module in known:
+        return event
+    parts = event.module.split(".")
+    return replace(event, module=next(n for i in range(len(parts) + 1) if (n := ".".join(parts[i:])) in known))
+
+
+def _review(rules: Sequence[Rule], case: Case, ranks: Sequence[RankObservation], _seen: Expectation) -> Finding | None:
+    return trace_rules.review(rules, case, ranks)
+
+
+def _by(*rules: Rule) -> Special:
+    return Special(run_traced, review=partial(_review, rules))
+
+
+def _trained(place: Place) -> Iterable[Case]:
+    for model in ("mlp", "deep_nest"):
+        yield place.case(model, *iterations(2))
+
+
+def _scheduled(place: Place) -> Iterable[Case]:
+    yield place.case("mlp", local(0), micro(1), Step(), look(2, "no_grad"), local(3), micro(4))
+    yield place.case("deep_nest", *iterations(1), local(1), micro(2))
+
+
+def _single_units(place: Place) -> Iterable[Case]:
+    yield place.case("mlp", *iterations(3))
+    yield place.case("deep_nest", *iterations(2), wrapping=WrappingPlan(("inner",)))
+
+
+def _accumulated(place: Place) -> Iterable[Case]:
+    yield place.case("mlp", local(0), local(1), micro(2), Step())
+
+
+def _recomputed(place: Place) -> Iterable[Case]:
+    for outside in (False, True):
+        yield place.case("mlp", *iterations(2), wrapping=plan("mlp", outside=outside))
+
+
+CHECKS = (
+    Check(
+        "trace.same_collectives",
+        "Every rank issues the same collectives in the same order.",
+        "torch.distributed: collectives of a group match in order",
+        _scheduled,
+        _NEEDS | {"no_sync", "forward_only"},
+        special=_by(trace_rules.same_collectives),
+    ),
+    Check(
+        "trace.gathered_and_freed",
+        "Each unit is gathered and freed in turn, and after the last backward none is gathered.",
+        _PAPER,
+        _trained,
+        _NEEDS,
+        special=_by(trace_rules.gathered_once, trace_rules.all_freed),
+        strategies=_SHARDED,
+    ),
+    Check(
+        "trace.held_while_used",
+        "No module runs while the full parameters of its unit are freed.",
+        _PAPER,
+        _trained,
+        _NEEDS,
+        special=_by(trace_rules.held_while_used),
+        strategies=_SHARDED,
+    ),
+    Check(
+        "trace.gathers_needed",
+        "No unit is gathered more often than the strategy needs, nor more bytes than parameters and padding.",
+        _PAPER,
+        _trained,
+        _NEEDS,
+        special=_by(trace_rules.gathers_needed),
+        strategies=FLAT,
+    ),
+    Check(
+        "trace.reductions_needed",
+        "Gradients are reduced once for every unit and synchronised backward, and not in no_sync.",
+        _PAPER,
+        _accumulated,
+        _NEEDS | {"no_sync"},
+        special=_by(trace_rules.reductions_needed),
+    ),
+    Check(
+        "trace.recomputed",
+        "Recomputing activations reduces nothing twice.",
+        "pytorch PR 89781",
+        _recomputed,
+        _NEEDS | {"activation_checkpointing"},
+        special=_by(trace_rules.reductions_needed),
+    ),
+    Check(
+        "trace.memory_bound",
+        "Never more full parameters are held than the unit that runs, those around it, and one ahead.",
+        _PAPER,
+        _trained,
+        _NEEDS,
+        special=_by(trace_rules.within_memory),
+        strategies=_SHARDED,
+    ),
+    Check(
+        "trace.order",
+        "Units are gathered in the order in which they run, and for backward in the reverse of it.",
+        "PyTorch FSDP, VLDB 2023, section 3.3.2; B009",
+        _single_units,
+        _NEEDS,
+        special=_by(trace_rules.in_order),
+        strategies=_SHARDED,
+    ),
+)
