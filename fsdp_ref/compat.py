@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase  # no public name covers every batch norm
+from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "BatchNormBase",
@@ -19,6 +20,7 @@ __all__ = [
     "apply_function",
     "detailed_debug",
     "graph_task_id",
+    "hook_first",
     "in_backward",
     "queue_backward_callback",
     "reduce_scatter_flat",
@@ -55,6 +57,17 @@ def in_backward() -> bool:
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Run ``callback`` once when the backward pass that runs now has finished; not when it fails."""
     Variable._execution_engine.queue_callback(callback)
+
+
+def hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """Register a hook for the gradient of ``tensor`` that runs before those that are there."""
+    handle = cast("RemovableHandle", tensor.register_hook(hook))
+    hooks: dict[int, Any] = tensor._backward_hooks  # type: ignore[assignment]  # made by register_hook
+    others = {key: other for key, other in hooks.items() if key != handle.id}
+    for key in others:
+        del hooks[key]
+    hooks.update(others)
+    return handle
 
 
 def saved_tensor_hooks_active() -> bool:

@@ -22,6 +22,7 @@ from fsdp_ref.handle.param_hooks import run_after_accumulation, run_tensor_hooks
 from fsdp_ref.handle.writeback import absorb_params, check_unchanged
 from fsdp_ref.runtime import prefetch
 from fsdp_ref.runtime.events import UnitEventKind
+from fsdp_ref.runtime.graph_ties import InputsWatch, OutputHook
 from fsdp_ref.runtime.root import Root
 from fsdp_ref.runtime.unit import Unit
 from fsdp_ref.states import HandleTrainingState, ShardState, TrainingState
@@ -34,10 +35,11 @@ def hook_outputs(unit: Unit, output: Any) -> Any:
     """Register the pre-backward hook on every output tensor that requires grad."""
     if not torch.is_grad_enabled():
         return output
+    waiting = OutputHook(unit.tie, unit.record, pre_backward)
 
     def hook(tensor: Tensor) -> Tensor:
         if tensor.requires_grad:
-            tensor.register_hook(lambda grad: pre_backward(unit))
+            tensor.register_hook(waiting)
             unit.expect_backward()
         return tensor
 
@@ -99,10 +101,10 @@ def _enter(root: Root, unit: Unit, task: int) -> None:
 def reshard_with_inputs(unit: Unit, inputs: Any) -> None:
     """For a unit that trains nothing: give parameters up once the gradients of its inputs are there.
 
-    It has no node in the graph that could tell. Inputs that backward does not reach count as done.
+    It has no node in the graph that could tell. When backward does not reach all of them, its end is what tells.
     """
-    handle = unit.handle
-    if handle is None or not torch.is_grad_enabled() or any(handle.originals.trainable()):
+    handle, record = unit.handle, unit.record
+    if handle is None or record is None or not torch.is_grad_enabled() or any(handle.originals.trainable()):
         return
     tensors: list[Tensor] = []
 
@@ -113,7 +115,7 @@ def reshard_with_inputs(unit: Unit, inputs: Any) -> None:
 
     map_tensors(inputs, collect)
     if tensors:
-        torch.autograd.graph.register_multi_grad_hook(tensors, lambda grads: _frozen_done(unit))
+        record.watch = InputsWatch(unit.tie, tensors, _frozen_done)
 
 
 def _frozen_done(unit: Unit) -> None:

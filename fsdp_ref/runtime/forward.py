@@ -23,6 +23,7 @@ from fsdp_ref.errors import UnshardConflictError, explain
 from fsdp_ref.handle.writeback import absorb_params
 from fsdp_ref.runtime import backward, prefetch
 from fsdp_ref.runtime.events import UnitEventKind
+from fsdp_ref.runtime.graph_ties import PassRecord
 from fsdp_ref.runtime.order_check import check_order
 from fsdp_ref.runtime.root import Root
 from fsdp_ref.runtime.tracked import TrackedParams
@@ -42,6 +43,7 @@ class Frame:
         outermost: the first open call of the tree, outside of backward.
         cast_back: the dtype that outputs are cast back to, for units that compute in full precision by exception.
         context: what is undone when the call ends.
+        record: the unit's forward pass; held here until the outputs' hooks hold it.
     """
 
     unit: Unit
@@ -49,6 +51,7 @@ class Frame:
     outermost: bool = False
     cast_back: torch.dtype | None = None
     context: ExitStack = field(default_factory=ExitStack)
+    record: PassRecord | None = None
 
 
 def lazy_init(unit: Unit) -> Root:
@@ -88,7 +91,7 @@ def enter_forward(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             root.begin_forward()
             frame.context.enter_context(root.watch_saved_tensors())
         args, kwargs = _inputs(unit, frame, args, kwargs)
-        _gather(unit, root, replay=replay)
+        _gather(unit, root, frame, replay=replay)
         if not replay:
             backward.reshard_with_inputs(unit, (args, kwargs))
     except BaseException:
@@ -97,7 +100,7 @@ def enter_forward(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return frame, args, kwargs
 
 
-def _gather(unit: Unit, root: Root, *, replay: bool) -> None:
+def _gather(unit: Unit, root: Root, frame: Frame, *, replay: bool) -> None:
     """Have full parameters and show tracked views of them."""
     unit.begin_forward()
     unit.note(UnitEventKind.PRE_FORWARD)
@@ -116,7 +119,10 @@ def _gather(unit: Unit, root: Root, *, replay: bool) -> None:
     root.owned(unit)
     if not replay:
         prefetch.in_forward(root, unit)
-    handle.originals.show_computing(tracked_views(unit, root))
+    frame.record = tracked_views(unit, root)
+    if not replay:
+        root.keep_open(frame.record)
+    handle.originals.show_computing(frame.record.views)
 
 
 def _set_precision(unit: Unit) -> None:
@@ -131,19 +137,21 @@ def _set_precision(unit: Unit) -> None:
         unit.buffers.lower()
 
 
-def tracked_views(unit: Unit, root: Root) -> list[Tensor]:
-    """Return the views that this forward pass computes with: one set per pass, also when the unit runs repeatedly."""
+def tracked_views(unit: Unit, root: Root) -> PassRecord:
+    """Return this forward pass with its views: one set per pass, so that backward completes once however often it runs."""
     handle = unit.handle
     assert handle is not None  # only units with parameters have views
     tracked = torch.is_grad_enabled() and any(handle.originals.trainable())
-    if unit.views is not None and unit.views_round == root.round and unit.views_tracked == tracked:
-        return unit.views
+    known = unit.record
+    if known is not None and known.round == root.round and known.tracked == tracked:
+        return known
     if tracked:
         views = list(compat.apply_function(TrackedParams, root.anchor, unit, backward.on_gradients))
     else:
         views = [alias(view) for view in handle.compute_views()]
-    unit.keep_views(views, root.round, tracked=tracked)
-    return views
+    record = PassRecord(views, root.round, tracked=tracked)
+    unit.remember(record)
+    return record
 
 
 def _inputs(unit: Unit, frame: Frame, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -231,10 +239,11 @@ def _give_up(unit: Unit) -> None:
     handle = unit.handle
     if handle is None:
         return
-    training = torch.is_grad_enabled()
-    free = not training or (unit.config.reshards_after_forward and not unit.is_root)
+    # Where no output can be differentiated no backward will come that frees (one that enters elsewhere gathers anew).
+    for_good = not torch.is_grad_enabled() or not unit.needs_pre_backward
+    free = for_good or (unit.config.reshards_after_forward and not unit.is_root)
     unit.reshard(free=free and handle.needs_buffer and not _kept(unit))
-    keeps_full = handle.unsharded and handle.needs_buffer and not unit.config.reshards_after_forward
+    keeps_full = handle.unsharded and handle.sharded and not unit.config.reshards_after_forward
     # Shown in full only while no gradient of the shard is there: an optimizer step must find matching shapes.
     if keeps_full and unit.config.use_orig_params and all(param.grad is None for param in handle.originals.params):
         handle.originals.show_full()

@@ -5,8 +5,9 @@ What changes while passes run, apart from what a unit is (``unit``). Every attri
 
 from __future__ import annotations
 
-from torch import Tensor
+import weakref
 
+from fsdp_ref.runtime.graph_ties import PassRecord
 from fsdp_ref.states import HandleTrainingState, TrainingState
 
 
@@ -17,9 +18,6 @@ class UnitPasses:
         training_state: what the unit is busy with.
         phase: which phase of a pass it is in.
         depth: forward calls that are open now (a module may call itself).
-        views: tracked views of this iteration's forward passes; one set per round, so that backward completes once.
-        views_round: the round they belong to, -1 for none.
-        views_tracked: whether they were made for a pass that is differentiated.
         entered_backward: the unit's backward has begun and not ended.
         backward_task: the backward pass it began in, -1 for none.
         needs_pre_backward: an output of the latest forward may be differentiated.
@@ -32,9 +30,7 @@ class UnitPasses:
         self.training_state = TrainingState.IDLE
         self.phase = HandleTrainingState.IDLE
         self.depth = 0
-        self.views: list[Tensor] | None = None
-        self.views_round = -1
-        self.views_tracked = False
+        self._record: weakref.ref[PassRecord] | None = None
         self.entered_backward = False
         self.backward_task = -1
         self.needs_pre_backward = False
@@ -91,16 +87,18 @@ class UnitPasses:
         """The user started the gather."""
         self.early = True
 
-    def keep_views(self, views: list[Tensor], of_round: int, *, tracked: bool) -> None:
-        """Remember the views of a forward pass: the unit may run again in it, and backward may run it again."""
-        self.views = views
-        self.views_round = of_round
-        self.views_tracked = tracked
+    @property
+    def record(self) -> PassRecord | None:
+        """The latest forward pass, while its graph lives: the unit may run again in it, and backward may run it again."""
+        return None if self._record is None else self._record()
+
+    def remember(self, record: PassRecord) -> None:
+        """Know a forward pass for as long as somebody else (an open call, the graph) holds its record."""
+        self._record = weakref.ref(record)
 
     def forget_views(self) -> None:
-        """Let go of the views and of the graph that they hold; the next forward tracks new ones."""
-        self.views = None
-        self.views_round = -1
+        """Compute with other views from now on."""
+        self._record = None
 
     def begin_summon(self) -> None:
         """A user takes hold of the full parameters."""

@@ -12,6 +12,7 @@ A parameter that no rank has used keeps its gradient as it is; one that some ran
 
 from __future__ import annotations
 
+import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -123,7 +124,7 @@ class Replica:
             # Thawed parameters are noticed here: a hook cannot be put on a frozen one.
             if param.requires_grad and param not in self._hooked:
                 self._hooked.add(param)
-                param.register_post_accumulate_grad_hook(lambda _: self._reduce_after_backward())
+                param.register_post_accumulate_grad_hook(self._told())
 
     def post_forward(self, module: nn.Module, args: object, output: object) -> None:
         """Watch the output, so that a rank whose backward reaches no parameter still joins the reduction."""
@@ -131,7 +132,18 @@ class Replica:
         if torch.is_grad_enabled():
             for tensor in _tensors_in(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(lambda _: self._reduce_after_backward())
+                    tensor.register_hook(self._told())
+
+    def _told(self) -> Callable[[Tensor], None]:
+        """Return a hook that does not keep the module alive: the collector sees no cycle that autograd is part of."""
+        me = weakref.ref(self)
+
+        def hook(_: Tensor) -> None:
+            replica = me()
+            if replica is not None:
+                replica._reduce_after_backward()
+
+        return hook
 
     def _reduce_after_backward(self) -> None:
         task = graph_task_id()

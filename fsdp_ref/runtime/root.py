@@ -19,6 +19,7 @@ from fsdp_ref.errors import FsdpAssertionError, FsdpValueError, explain, listing
 from fsdp_ref.naming import clean_tensor_name
 from fsdp_ref.runtime.execution_order import ExecutionOrder
 from fsdp_ref.runtime.grad_sync import GradSync
+from fsdp_ref.runtime.graph_ties import GraphTie, PassRecord
 from fsdp_ref.runtime.tracked import pack_with, unpack_with
 from fsdp_ref.runtime.unit import Unit
 from fsdp_ref.runtime.user_changes import settle
@@ -31,9 +32,15 @@ class _PassEnd:
     def __init__(self, root: Root, task: int) -> None:
         self._root = root
         self._task = task
+        self._ended = False
 
     def __call__(self) -> None:
+        self._ended = True
         self._root.leave_backward(self._task)
+
+    def __del__(self) -> None:
+        if not self._ended:
+            self._root.backward_failed(self._task)
 
 
 class Root:
@@ -69,6 +76,8 @@ class Root:
         self._end_backward = end_backward
         self._passes: dict[int, weakref.ref[_PassEnd]] = {}
         self._dirty = False
+        self._ties: dict[GraphTie, None] = {}
+        self._open_records: list[PassRecord] = []
         self._storages: dict[int, Unit] = {}
         self._pack = pack_with(self._storages)
         self._unpack = unpack_with(demand)
@@ -149,7 +158,8 @@ class Root:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def end_forward(self) -> None:
-        """The outermost forward call ended: free gathers that nobody used."""
+        """The outermost forward call ended: free gathers that nobody used. What the graph needs it holds by now."""
+        self._open_records.clear()
         for unit in self.units:
             if unit.handle is not None and unit.handle.state is ShardState.UNSHARDING and not unit.early:
                 unit.drop()
@@ -175,9 +185,43 @@ class Root:
     def leave_backward(self, task: int) -> None:
         """A backward pass ended; the outermost one (that touched units) ends backward for the tree."""
         self._passes.pop(task, None)
-        if not self._live_passes():
+        if self._live_passes():
+            return
+        try:
             self._end_backward(self)
-            self._dirty = False
+        except BaseException:
+            self.backward_failed(task)
+            raise
+        self._dirty = False
+        self._loosen()
+
+    def backward_failed(self, task: int) -> None:
+        """A backward pass died of an exception: users see parameters, and the gradients that were complete, at once.
+
+        Whatever waits for other ranks is left to :meth:`recover`, so that the exception is not held up here.
+        """
+        self._passes.pop(task, None)
+        if self._live_passes():
+            return
+        for unit in self.units:
+            unit.show_again()
+        for unit in self.in_pass:
+            if unit.handle is not None:
+                unit.handle.grads.publish()
+        self._loosen()
+
+    def went_through(self, tie: GraphTie) -> None:
+        """A backward pass goes through the graph that ``tie`` belongs to."""
+        self._ties[tie] = None
+
+    def _loosen(self) -> None:
+        for tie in self._ties:
+            tie.loosen()
+        self._ties.clear()
+
+    def keep_open(self, record: PassRecord) -> None:
+        """Hold the record of a unit's forward until the forward of the whole tree ends; later the graph holds it."""
+        self._open_records.append(record)
 
     def recover(self) -> None:
         """Clean up after a backward pass that failed: its end was never reached."""

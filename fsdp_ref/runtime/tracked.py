@@ -40,7 +40,7 @@ class TrackedParams(torch.autograd.Function):
         handle = unit.handle
         assert handle is not None  # only units with parameters are tracked
         ctx.set_materialize_grads(False)
-        ctx.unit = unit
+        ctx.tie = unit.tie
         ctx.on_gradients = on_gradients
         # Independent tensors, not views: in-place edits by a user's module must not trip over autograd's view rules.
         views = tuple(alias(view) for view in handle.compute_views())
@@ -51,23 +51,24 @@ class TrackedParams(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
         """Hand the complete gradients to the runtime."""
+        unit = ctx.tie.unit()
         if torch.is_grad_enabled():
             raise FsdpRuntimeError(
                 "FSDP does not support gradients of gradients: expected backward without create_graph=True for the "
-                f"parameters of {ctx.unit.name or 'the root'!r}. Use create_graph only for gradients of inputs."
+                f"parameters of {unit.name or 'the root'!r}. Use create_graph only for gradients of inputs."
             )
-        ctx.on_gradients(ctx.unit, grads)
+        ctx.on_gradients(unit, grads)
         return None, None, None
 
 
 class SavedView:
     """A view of a unit's full parameter that autograd saved, without its memory."""
 
-    __slots__ = ("dtype", "full_precision", "offset", "size", "stride", "unit")
+    __slots__ = ("dtype", "full_precision", "offset", "size", "stride", "tie")
 
     def __init__(self, unit: Unit, view: Tensor) -> None:
         assert unit.handle is not None  # its storage was found among the units' buffers
-        self.unit = unit
+        self.tie = unit.tie
         self.dtype = view.dtype
         self.size = view.size()
         self.stride = view.stride()
@@ -76,13 +77,14 @@ class SavedView:
 
     def restore(self, demand: Callable[[Unit], None]) -> Tensor:
         """Return the view, after ``demand(unit)`` made its memory valid if it was not."""
-        handle = self.unit.handle
+        unit = self.tie.unit()
+        handle = unit.handle
         assert handle is not None  # see __init__
         if self.full_precision != handle.full_precision:
             handle.set_full_precision(self.full_precision)
         outside = not compat.in_backward()
         if not handle.unsharded:
-            demand(self.unit)
+            demand(unit)
         view = torch.empty(0, dtype=self.dtype, device=handle.config.device)
         view.set_(handle.full_F().untyped_storage(), self.offset, self.size, self.stride)
         # With create_graph the new graph keeps what it reads, and nothing would gather it again: give it its own copy.
@@ -99,7 +101,8 @@ def pack_with(units_by_storage: dict[int, Unit]) -> Callable[[Tensor], Any]:
         unit = units_by_storage.get(key)
         if unit is not None and unit.handle is not None and compat.storage_key(unit.handle.full_F()) == key:
             return SavedView(unit, tensor)
-        return tensor, tensor._version
+        # Without its node: an operation that saves its own output would otherwise hold itself, and never be freed.
+        return tensor if tensor.is_leaf else tensor.detach(), tensor._version
 
     return pack
 

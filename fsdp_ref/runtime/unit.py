@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fsdp_ref.comm.groups import DataParallelGroups
 from fsdp_ref.config import (
@@ -28,6 +28,7 @@ from fsdp_ref.errors import FsdpRuntimeError, FsdpTypeError
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.originals import Shown
 from fsdp_ref.runtime.events import OBSERVERS, UnitEvent, UnitEventKind, emit
+from fsdp_ref.runtime.graph_ties import GraphTie
 from fsdp_ref.runtime.passes import UnitPasses
 from fsdp_ref.states import TrainingState
 from fsdp_ref.storage.precision import BufferCaster
@@ -111,6 +112,7 @@ class Unit(UnitPasses):
         self.root: Root | None = None
         self.is_root: bool | None = None
         self.sync_gradients = True
+        self._tie: GraphTie | None = None
         # The composable API was called on this very module (its inputs are cast like a root's).
         self.applied_here = False
         self.comm_hook: Callable[..., Any] | None = None
@@ -194,6 +196,18 @@ class Unit(UnitPasses):
             if self.handle.originals.shown is not Shown.SUMMONED:
                 self.handle.originals.show_sharded()
 
+    def show_again(self) -> None:
+        """A backward pass failed: show what users see outside of passes. Waits for nothing; see ``drop`` for the rest."""
+        self.forget_views()
+        self.be_idle()
+        handle = self.handle
+        if handle is not None:
+            if handle.unsharded:
+                handle.reshard()
+                self.keep_unsharded = False
+            if handle.originals.shown is not Shown.SUMMONED:
+                handle.originals.show_sharded()
+
     # ------------------------------------------------------------------ settings that change
 
     def mark_applied(self) -> None:
@@ -212,11 +226,24 @@ class Unit(UnitPasses):
 
     # ------------------------------------------------------------------ views
 
-    def show_views(self, views: list[Tensor] | None = None) -> None:
+    def show_views(self) -> None:
         """Put views of the full parameter on the modules."""
         if self.handle is not None:
-            shown = views or self.views or [alias(view) for view in self.handle.compute_views()]
+            record = self.record
+            shown = [alias(view) for view in self.handle.compute_views()] if record is None else record.views
             self.handle.originals.show_computing(shown)
+
+    @property
+    def tie(self) -> GraphTie:
+        """What the graph of the present forward pass holds of this unit."""
+        if self._tie is None or not self._tie.fast:
+            self._tie = GraphTie(self)
+        return self._tie
+
+    def new_round(self) -> None:
+        """A new forward of the whole tree begins: it makes a graph of its own."""
+        super().new_round()
+        self._tie = None
 
     def originals(self) -> Sequence[nn.Parameter]:
         """Return the user's parameters that this unit holds."""
@@ -233,6 +260,7 @@ class Unit(UnitPasses):
         memo[id(self)] = copied
         vars(copied).update(vars(self))
         UnitPasses.__init__(copied)
+        copied._tie = None
         own = {
             name: copy.deepcopy(vars(self)[name], memo)
             for name in ("module", "holder", "modules", "buffers", "ignored")

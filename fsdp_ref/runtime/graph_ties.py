@@ -1,0 +1,136 @@
+"""How do a unit and the autograd graph know of each other without keeping each other alive for ever?
+
+The collector does not see references that go through autograd's nodes, so a cycle through one is never freed. Hence:
+units hold nothing that leads to a graph (views are remembered weakly; the graph's own hooks hold them), and a graph
+holds its units only until backward has gone through it (:class:`GraphTie`): a model may be dropped before backward,
+and a module may store a tensor with its graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from fsdp_ref import compat
+from fsdp_ref.errors import FsdpRuntimeError
+
+if TYPE_CHECKING:
+    from fsdp_ref.runtime.unit import Unit
+
+
+class GraphTie:
+    """What the graph of one forward pass holds of one unit."""
+
+    __slots__ = ("_held", "_unit")
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = weakref.ref(unit)
+        self._held: Unit | None = unit
+
+    @property
+    def fast(self) -> bool:
+        """Whether the tie keeps its unit alive."""
+        return self._held is not None
+
+    def loosen(self) -> None:
+        """A backward pass went through the graph: do not keep the unit alive any longer."""
+        self._held = None
+
+    def unit(self) -> Unit:
+        """Return the unit, for a backward pass that runs now; the pass loosens the tie when it ends.
+
+        Raises:
+            FsdpRuntimeError: the model is gone.
+        """
+        unit = self._unit()
+        if unit is None:
+            raise FsdpRuntimeError(
+                "backward through a sharded module: expected the model to be alive, got one that was deleted after an "
+                "earlier backward pass through the same graph. Keep a reference to the model."
+            )
+        if unit.root is not None:
+            unit.root.went_through(self)
+        return unit
+
+
+class PassRecord:
+    """What one unit needs of one forward pass for as long as the graph of it lives; hooks on its outputs hold it.
+
+    Attributes:
+        views: the views of the full parameters that the pass computed with.
+        round: the forward pass of the whole tree.
+        tracked: whether autograd tracks the views.
+        watch: tells when the gradients of the inputs are there, for units that train nothing.
+    """
+
+    __slots__ = ("__weakref__", "round", "tracked", "views", "watch")
+
+    def __init__(self, views: list[Tensor], of_round: int, *, tracked: bool) -> None:
+        self.views = views
+        self.round = of_round
+        self.tracked = tracked
+        self.watch: InputsWatch | None = None
+
+
+class OutputHook:
+    """Runs when the gradient of an output is there."""
+
+    __slots__ = ("_pre_backward", "_record", "_tie")
+
+    def __init__(self, tie: GraphTie, record: PassRecord | None, pre_backward: Callable[[Unit], None]) -> None:
+        self._tie = tie
+        self._record = record
+        self._pre_backward = pre_backward
+
+    def __call__(self, grad: Tensor) -> None:
+        self._pre_backward(self._tie.unit())
+
+
+class InputsWatch:
+    """Tells once per backward pass when the gradients of all inputs of a unit have arrived.
+
+    The hooks on the inputs hold the watch weakly, and they go with it: an input may outlive the graph (a prompt that
+    is trained in front of a frozen model is the same tensor in every step). They run before whatever else waits for
+    the same gradients, which may need memory that this unit gives back.
+
+    Args:
+        tie: the unit.
+        tensors: its inputs that require grad.
+        done: what to do then.
+    """
+
+    def __init__(self, tie: GraphTie, tensors: list[Tensor], done: Callable[[Unit], None]) -> None:
+        self._tie = tie
+        self._done = done
+        distinct = list({id(tensor): tensor for tensor in tensors}.values())
+        self._all = frozenset(range(len(distinct)))
+        self._missing = set(self._all)
+        self._task = -1
+        me = weakref.ref(self)
+        self._handles = [
+            compat.hook_first(tensor, functools.partial(_tell, me, index)) for index, tensor in enumerate(distinct)
+        ]
+
+    def arrived(self, index: int) -> None:
+        """The gradient of input ``index`` is there."""
+        task = compat.graph_task_id()
+        if task != self._task:
+            self._task = task
+            self._missing = set(self._all)
+        self._missing.discard(index)
+        if not self._missing:
+            self._done(self._tie.unit())
+
+    def __del__(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _tell(watch: weakref.ref[InputsWatch], index: int, grad: Tensor) -> None:
+    found = watch()
+    if found is not None:
+        found.arrived(index)
