@@ -6,6 +6,7 @@ torchrun's agent ends the others, which may wait for it in a collective.
 
 from __future__ import annotations
 
+import atexit
 import json
 from collections.abc import Callable
 from datetime import timedelta
@@ -131,5 +132,15 @@ def _joined(launch: Launch, name: str) -> world_place.World:
     if not dist.is_initialized():
         # The agent's own store, as torchrun means it to be used.
         dist.init_process_group(backend.torch_backend, init_method="env://")
+        # A gloo thread that is alive when the interpreter ends can abort the process (pytorch #179291, #190489), and torchrun
+        # would call that a failure. Only of a group made here: what the user made is the user's to end.
+        atexit.register(_leave)
     device = backend.device_type if backend.device_type == "cpu" else f"{backend.device_type}:{index}"
     return world_place.World(launch.rank, launch.world_size, name, device)
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
