@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from fsdp_testing.checkers.divergence import Divergence
 from fsdp_testing.records import Case, Finding, OperationText, RaisedError
 
@@ -49,20 +51,27 @@ def raised_finding(case: Case, errors: dict[int, RaisedError]) -> Finding:
     """
     _, error = min(errors.items(), key=lambda item: (item[1].index, item[0]))
     lines = error.message.strip().splitlines() or [""]
-    if error.not_supported:
-        lines = [f"{lines[0]}; it claims {_claims(case, error.index)}, which needs this"]
     who = "every rank" if len(errors) == case.world.size else _ranks(tuple(sorted(errors)))
     text = operation_text(case, error.index)
+    told = f"{who} raised {error.type_name}: {lines[0]}"
+    if error.not_supported:
+        told = f"it claims {_claims(case, error.index)}, but {told}, at {_place(error.traceback)}"
     return Finding(
         kind="raised",
         quantity=error.type_name,
         operation=error.index,
         operation_text=text,
         ranks=tuple(sorted(errors)),
-        explanation=f"in {text}: {who} raised {error.type_name}: {lines[0]}",
+        explanation=f"in {text}: {told}",
         case=case,
         detail="\n".join(f"--- rank {number}\n{item.traceback}" for number, item in sorted(errors.items())),
     )
+
+
+def _place(account: str) -> str:
+    """File and line of the innermost frame of a traceback."""
+    frames = re.findall(r'^  File "([^"]+)", line (\d+)', account, re.MULTILINE)
+    return f"{frames[-1][0]}:{frames[-1][1]}" if frames else "an unknown place"
 
 
 def _claims(case: Case, index: int) -> str:

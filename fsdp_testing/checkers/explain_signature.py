@@ -86,7 +86,7 @@ def operation_words(operation: Operation) -> str:
 def _sort_and_fqn(finding: Finding) -> tuple[str, str]:
     if finding.kind == "raised":
         lines = finding.explanation.partition(" raised ")[2].splitlines()
-        return _without_numbers(lines[0] if lines else finding.quantity), ""
+        return _without_numbers(re.sub(r", at \S+:\d+$", "", lines[0]) if lines else finding.quantity), ""
     if finding.kind in ("died", "hung", "uncoordinated"):
         return finding.quantity, ""
     text = re.sub(r" on rank \d+$", "", finding.quantity)

@@ -23,7 +23,7 @@ def tell(finding: Finding, like: Likeness | None, held: Held) -> str:
     schedule = _schedule(case.program[: finding.operation + 1])
     after = f"After {schedule}" if schedule else "While building and wrapping the model"
     if finding.kind == "raised":
-        return f"{after}: {_who(finding)} raised {finding.explanation.partition(' raised ')[2]}"
+        return f"{after}: {finding.explanation.removeprefix(f'in {finding.operation_text}: ')}"
     told = f"{after}: {_what_is_wrong(finding)}"
     if like is None:
         return f"{told}."
@@ -35,10 +35,6 @@ def _schedule(program: Sequence[Operation]) -> str:
     if len(words) < 2:
         return "".join(words)
     return f"{', '.join(words[:-1])} then {words[-1]}"
-
-
-def _who(finding: Finding) -> str:
-    return "every rank" if len(finding.ranks) == finding.case.world.size else ranks_text(finding.ranks)
 
 
 def _what_is_wrong(finding: Finding) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -69,7 +70,8 @@ def test_an_exception_is_reduced_too() -> None:
     findings = explained("faults_state:NOT_IMPLEMENTED", "clipping.norm_2")
     explanation = the_explanation(findings)
     assert "clip(" in explanation.schedule[-1]
-    assert "raised NotImplementedError" in explanation.sentence
+    assert "it claims clip_grad_norm, but every rank raised NotImplementedError: clipping is" in explanation.sentence
+    assert re.search(r", at \S+toy\.py:\d+$|, at \S+faults_state\.py:\d+$", explanation.sentence)
 
 
 def test_nothing_is_changed_without_time_and_no_verdict_ever() -> None:
