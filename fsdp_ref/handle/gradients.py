@@ -57,6 +57,8 @@ class GradientStore:
         for view, grad in zip(flat_views(self.local_F, handle.layout), grads):
             if grad is not None:
                 view.add_(dense(grad))
+        # Written by us: zeros that a rank without rows adds are not a user's zero_grad.
+        self._local_version = self.local_F._version
 
     def take_local(self) -> Tensor | None:
         """Return the local part and forget it: it is about to be reduced."""
