@@ -35,7 +35,7 @@ def hook_outputs(unit: Unit, output: Any) -> Any:
     """Register the pre-backward hook on every output tensor that requires grad."""
     if not torch.is_grad_enabled():
         return output
-    waiting = OutputHook(unit.tie, unit.record, pre_backward)
+    waiting = OutputHook(unit.graph.tie(), unit.graph.record, pre_backward)
 
     def hook(tensor: Tensor) -> Tensor:
         if tensor.requires_grad:
@@ -103,7 +103,7 @@ def reshard_with_inputs(unit: Unit, inputs: Any) -> None:
 
     It has no node in the graph that could tell. When backward does not reach all of them, its end is what tells.
     """
-    handle, record = unit.handle, unit.record
+    handle, record = unit.handle, unit.graph.record
     if handle is None or record is None or not torch.is_grad_enabled() or any(handle.originals.trainable()):
         return
     tensors: list[Tensor] = []
@@ -115,7 +115,7 @@ def reshard_with_inputs(unit: Unit, inputs: Any) -> None:
 
     map_tensors(inputs, collect)
     if tensors:
-        record.watch = InputsWatch(unit.tie, tensors, _frozen_done)
+        record.watch = InputsWatch(unit.graph.tie(), tensors, _frozen_done)
 
 
 def _frozen_done(unit: Unit) -> None:

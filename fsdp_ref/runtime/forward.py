@@ -142,7 +142,7 @@ def tracked_views(unit: Unit, root: Root) -> PassRecord:
     handle = unit.handle
     assert handle is not None  # only units with parameters have views
     tracked = torch.is_grad_enabled() and any(handle.originals.trainable())
-    known = unit.record
+    known = unit.graph.record
     if known is not None and known.round == root.round and known.tracked == tracked:
         return known
     if tracked:
@@ -150,7 +150,7 @@ def tracked_views(unit: Unit, root: Root) -> PassRecord:
     else:
         views = [alias(view) for view in handle.compute_views()]
     record = PassRecord(views, root.round, tracked=tracked)
-    unit.remember(record)
+    unit.graph.remember(record)
     return record
 
 

@@ -76,6 +76,40 @@ class PassRecord:
         self.watch: InputsWatch | None = None
 
 
+class GraphSide:
+    """What a unit holds of autograd graphs: the tie of the present forward pass, and its record as long as that lives."""
+
+    __slots__ = ("_record", "_tie", "_unit")
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self._tie: GraphTie | None = None
+        self._record: weakref.ref[PassRecord] | None = None
+
+    def tie(self) -> GraphTie:
+        """Return what the graph of the present forward pass holds of the unit."""
+        if self._tie is None or not self._tie.fast:
+            self._tie = GraphTie(self._unit)
+        return self._tie
+
+    def new_round(self) -> None:
+        """A new forward of the whole tree begins: it makes a graph of its own."""
+        self._tie = None
+
+    @property
+    def record(self) -> PassRecord | None:
+        """The latest forward pass, while its graph lives: the unit may run again in it, and backward may run it again."""
+        return None if self._record is None else self._record()
+
+    def remember(self, record: PassRecord) -> None:
+        """Know a forward pass for as long as somebody else (an open call, the graph) holds its record."""
+        self._record = weakref.ref(record)
+
+    def forget(self) -> None:
+        """Compute with other views from now on."""
+        self._record = None
+
+
 class OutputHook:
     """Runs when the gradient of an output is there."""
 

@@ -5,9 +5,6 @@ What changes while passes run, apart from what a unit is (``unit``). Every attri
 
 from __future__ import annotations
 
-import weakref
-
-from fsdp_ref.runtime.graph_ties import PassRecord
 from fsdp_ref.states import HandleTrainingState, TrainingState
 
 
@@ -30,7 +27,6 @@ class UnitPasses:
         self.training_state = TrainingState.IDLE
         self.phase = HandleTrainingState.IDLE
         self.depth = 0
-        self._record: weakref.ref[PassRecord] | None = None
         self.entered_backward = False
         self.backward_task = -1
         self.needs_pre_backward = False
@@ -86,19 +82,6 @@ class UnitPasses:
     def mark_early(self) -> None:
         """The user started the gather."""
         self.early = True
-
-    @property
-    def record(self) -> PassRecord | None:
-        """The latest forward pass, while its graph lives: the unit may run again in it, and backward may run it again."""
-        return None if self._record is None else self._record()
-
-    def remember(self, record: PassRecord) -> None:
-        """Know a forward pass for as long as somebody else (an open call, the graph) holds its record."""
-        self._record = weakref.ref(record)
-
-    def forget_views(self) -> None:
-        """Compute with other views from now on."""
-        self._record = None
 
     def begin_summon(self) -> None:
         """A user takes hold of the full parameters."""

@@ -16,6 +16,7 @@ from fsdp_ref import compat
 from fsdp_ref.annotations import units_under
 from fsdp_ref.comm.streams import streams_for
 from fsdp_ref.errors import FsdpAssertionError, FsdpValueError, explain, listing
+from fsdp_ref.handle.originals import Shown
 from fsdp_ref.naming import clean_tensor_name
 from fsdp_ref.runtime.execution_order import ExecutionOrder
 from fsdp_ref.runtime.grad_sync import GradSync
@@ -143,6 +144,7 @@ class Root:
             if handle.state is not ShardState.SHARDED and not unit.keep_unsharded:
                 settle(unit)
             unit.new_round()
+            unit.graph.new_round()
         self.round += 1
         self.order.begin_forward()
         self.streams.gather_after_compute()
@@ -204,7 +206,7 @@ class Root:
         if self._live_passes():
             return
         for unit in self.units:
-            unit.show_again()
+            _show_again(unit)
         for unit in self.in_pass:
             if unit.handle is not None:
                 unit.handle.grads.publish()
@@ -238,6 +240,19 @@ class Root:
     def in_backward(self) -> bool:
         """Tell whether a backward pass of this tree is under way."""
         return bool(self._passes) and bool(self._live_passes())
+
+
+def _show_again(unit: Unit) -> None:
+    """Show what users see outside of passes, without waiting for anybody."""
+    unit.graph.forget()
+    unit.be_idle()
+    handle = unit.handle
+    if handle is not None:
+        if handle.unsharded:
+            handle.reshard()
+            unit.keep(False)
+        if handle.originals.shown is not Shown.SUMMONED:
+            handle.originals.show_sharded()
 
 
 def check_homogeneous(units: list[Unit]) -> None:

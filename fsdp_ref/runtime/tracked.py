@@ -40,7 +40,7 @@ class TrackedParams(torch.autograd.Function):
         handle = unit.handle
         assert handle is not None  # only units with parameters are tracked
         ctx.set_materialize_grads(False)
-        ctx.tie = unit.tie
+        ctx.tie = unit.graph.tie()
         ctx.on_gradients = on_gradients
         # Independent tensors, not views: in-place edits by a user's module must not trip over autograd's view rules.
         views = tuple(alias(view) for view in handle.compute_views())
@@ -68,7 +68,7 @@ class SavedView:
 
     def __init__(self, unit: Unit, view: Tensor) -> None:
         assert unit.handle is not None  # its storage was found among the units' buffers
-        self.tie = unit.tie
+        self.tie = unit.graph.tie()
         self.dtype = view.dtype
         self.size = view.size()
         self.stride = view.stride()

@@ -28,7 +28,7 @@ from fsdp_ref.errors import FsdpRuntimeError, FsdpTypeError
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.originals import Shown
 from fsdp_ref.runtime.events import OBSERVERS, UnitEvent, UnitEventKind, emit
-from fsdp_ref.runtime.graph_ties import GraphTie
+from fsdp_ref.runtime.graph_ties import GraphSide
 from fsdp_ref.runtime.passes import UnitPasses
 from fsdp_ref.states import TrainingState
 from fsdp_ref.storage.precision import BufferCaster
@@ -112,7 +112,7 @@ class Unit(UnitPasses):
         self.root: Root | None = None
         self.is_root: bool | None = None
         self.sync_gradients = True
-        self._tie: GraphTie | None = None
+        self.graph = GraphSide(self)
         # The composable API was called on this very module (its inputs are cast like a root's).
         self.applied_here = False
         self.comm_hook: Callable[..., Any] | None = None
@@ -190,23 +190,11 @@ class Unit(UnitPasses):
     def drop(self) -> None:
         """Free full parameters without a word: cleaning up after an unused gather or an aborted pass."""
         self.prefetched = self.keep_unsharded = self.early = False
-        self.forget_views()
+        self.graph.forget()
         if self.handle is not None:
             self.handle.reshard()
             if self.handle.originals.shown is not Shown.SUMMONED:
                 self.handle.originals.show_sharded()
-
-    def show_again(self) -> None:
-        """A backward pass failed: show what users see outside of passes. Waits for nothing; see ``drop`` for the rest."""
-        self.forget_views()
-        self.be_idle()
-        handle = self.handle
-        if handle is not None:
-            if handle.unsharded:
-                handle.reshard()
-                self.keep_unsharded = False
-            if handle.originals.shown is not Shown.SUMMONED:
-                handle.originals.show_sharded()
 
     # ------------------------------------------------------------------ settings that change
 
@@ -229,21 +217,9 @@ class Unit(UnitPasses):
     def show_views(self) -> None:
         """Put views of the full parameter on the modules."""
         if self.handle is not None:
-            record = self.record
+            record = self.graph.record
             shown = [alias(view) for view in self.handle.compute_views()] if record is None else record.views
             self.handle.originals.show_computing(shown)
-
-    @property
-    def tie(self) -> GraphTie:
-        """What the graph of the present forward pass holds of this unit."""
-        if self._tie is None or not self._tie.fast:
-            self._tie = GraphTie(self)
-        return self._tie
-
-    def new_round(self) -> None:
-        """A new forward of the whole tree begins: it makes a graph of its own."""
-        super().new_round()
-        self._tie = None
 
     def originals(self) -> Sequence[nn.Parameter]:
         """Return the user's parameters that this unit holds."""
@@ -260,13 +236,12 @@ class Unit(UnitPasses):
         memo[id(self)] = copied
         vars(copied).update(vars(self))
         UnitPasses.__init__(copied)
-        copied._tie = None
         own = {
             name: copy.deepcopy(vars(self)[name], memo)
             for name in ("module", "holder", "modules", "buffers", "ignored")
         }
         vars(copied).update(own)
-        vars(copied).update(handle=copy.deepcopy(self.handle, memo), root=None, is_root=None)
+        vars(copied).update(handle=copy.deepcopy(self.handle, memo), graph=GraphSide(copied), root=None, is_root=None)
         return copied
 
     def __reduce__(self) -> Any:
