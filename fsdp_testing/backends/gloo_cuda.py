@@ -6,29 +6,17 @@ how a machine with one GPU proves the CUDA path of an implementation (streams, e
 
 from __future__ import annotations
 
-from fsdp_testing.backends.registry import Backend, RankPlace
+from fsdp_testing.backends import cuda
+from fsdp_testing.backends.registry import Backend
 
 
 def _unavailable(size: int) -> str | None:
-    import torch
     import torch.distributed as dist
 
-    if not torch.cuda.is_available():
-        built = "this torch is a CPU build" if torch.version.cuda is None else "no CUDA device answers"
-        return f"{built}; gloo-cuda needs one CUDA device, which its ranks may share"
+    missing = cuda.without_devices()
+    if missing is not None:
+        return f"{missing}; gloo-cuda needs one CUDA device, which its ranks may share"
     return None if dist.is_gloo_available() else "this torch was built without gloo"
-
-
-def _prepare(place: RankPlace) -> None:
-    import torch
-
-    torch.cuda.set_device(place.device_index)
-
-
-def _device_count() -> int:
-    import torch
-
-    return torch.cuda.device_count()
 
 
 GLOO_CUDA = Backend(
@@ -36,6 +24,6 @@ GLOO_CUDA = Backend(
     device_type="cuda",
     unavailable=_unavailable,
     torch_backend="gloo",
-    prepare=_prepare,
-    device_count=_device_count,
+    prepare=cuda.select_device,
+    device_count=cuda.device_count,
 )
