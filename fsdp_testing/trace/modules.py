@@ -31,7 +31,8 @@ def watch_modules(recorder: TraceRecorder, names: Mapping[nn.Module, str]) -> It
             return
         recorder.autograd(names[module], "post_forward")
         told: list[bool] = []
-        for leaf in tree_leaves(output):
+        # Most modules give one tensor; walking a tree of one costs more than everything else here.
+        for leaf in (output,) if isinstance(output, torch.Tensor) else tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(lambda _grad, name=names[module]: _tell_once(recorder, name, told))
 

@@ -1,4 +1,7 @@
-"""How are the events of one rank collected? Every source calls one recorder, which numbers and times them."""
+"""How are the events of one rank collected? Every source calls one recorder, which numbers and times them.
+
+What happens while the rank trains costs it one time stamp and one tuple; events are made of them when somebody asks.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,8 @@ from fsdp_testing.records.event import (
 #: What an adapter's `trace_units` calls for each transition: unit FQN, transition, parameter FQNs.
 EmitUnit = Callable[[str, str, tuple[str, ...]], None]
 
+_Maker = Callable[..., Event]
+
 
 class TraceRecorder:
     """Events of one rank in the order they happened.
@@ -29,50 +34,59 @@ class TraceRecorder:
 
     def __init__(self, operation: Callable[[], int]) -> None:
         self._operation = operation
-        self._events: list[Event] = []
+        self._told: list[tuple[_Maker, float, int, tuple[Any, ...]]] = []
+        self._made: list[Event] = []
 
     @property
     def events(self) -> tuple[Event, ...]:
         """All events so far."""
-        return tuple(self._events)
+        for sequence, (make, moment, operation, facts) in enumerate(self._told[len(self._made) :], len(self._made)):
+            self._made.append(make(sequence, moment, operation, *facts))
+        return tuple(self._made)
+
+    def __len__(self) -> int:
+        """Number of events so far."""
+        return len(self._told)
 
     def collective(self, group: GroupIdentity, call: Call, site: str) -> None:
         """Record a collective; the ledger's listener."""
-        what: tuple[Any, ...] = (*call.what, None, None)
-        operation, detail, *rest = what
-        words = [str(word) for word in detail or ()]
-        root = next((int(word[5:]) for word in words if word.startswith("root=")), -1)
-        reduce_op = next((word for word in words if not word.startswith("root=")), "")
-        sizes = rest[1]
-        self._events.append(
-            CollectiveEvent(
-                *self._head(),
-                name=operation,
-                group=group.members,
-                dtype=str(rest[0] or ""),
-                numel=sum(sizes) if isinstance(sizes, tuple) else int(sizes or 0),
-                reduce_op=reduce_op,
-                root=root,
-                call_site=site,
-            )
-        )
+        self._told.append((_collective, time.monotonic(), self._operation(), (group, call, site)))
 
     def unit(self, unit: str, transition: str, parameters: tuple[str, ...] = ()) -> None:
         """Record a transition of a unit: `unshard`, `gather`, `reshard`, `free`."""
-        self._events.append(UnitEvent(*self._head(), unit=unit, transition=transition, parameters=parameters))
+        self._told.append((UnitEvent, time.monotonic(), self._operation(), (unit, transition, parameters)))
 
     def autograd(self, module: str, moment: str) -> None:
         """Record that a module's forward or backward begins or ends."""
-        self._events.append(AutogradEvent(*self._head(), module=module, moment=moment))
+        self._told.append((AutogradEvent, time.monotonic(), self._operation(), (module, moment)))
 
     def operation(self) -> None:
         """Record that an operation of the program begins."""
-        self._events.append(OperationEvent(*self._head()))
+        self._told.append((OperationEvent, time.monotonic(), self._operation(), ()))
 
     def waited(self, start: float, stop: float) -> None:
         """Record that this rank waited for a collective from `start` to `stop`."""
-        sequence, _, operation = self._head()
-        self._events.append(WaitEvent(sequence, start, operation, stop - start))
+        self._told.append((WaitEvent, start, self._operation(), (stop - start,)))
 
-    def _head(self) -> tuple[int, float, int]:
-        return len(self._events), time.monotonic(), self._operation()
+
+def _collective(
+    sequence: int, moment: float, operation: int, group: GroupIdentity, call: Call, site: str
+) -> CollectiveEvent:
+    what: tuple[Any, ...] = (*call.what, None, None)
+    name, detail, *rest = what
+    words = [str(word) for word in detail or ()]
+    root = next((int(word[5:]) for word in words if word.startswith("root=")), -1)
+    reduce_op = next((word for word in words if not word.startswith("root=")), "")
+    sizes = rest[1]
+    return CollectiveEvent(
+        sequence,
+        moment,
+        operation,
+        name=name,
+        group=group.members,
+        dtype=str(rest[0] or ""),
+        numel=sum(sizes) if isinstance(sizes, tuple) else int(sizes or 0),
+        reduce_op=reduce_op,
+        root=root,
+        call_site=site,
+    )

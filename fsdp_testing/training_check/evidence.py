@@ -62,7 +62,7 @@ class Witness:
         self._start_step()
 
     def _start_step(self) -> None:
-        self._first_event = len(self._events.events)
+        self._first_event = len(self._events)
         self._seed = torch.initial_seed()
         self._generator = ""
         self._dropout = ""

@@ -1,0 +1,115 @@
+"""What does recording a trace cost? Training steps with the recorder on and off, in turns, in the same ranks.
+
+Reported are medians over steps of the slowest rank, and their ratio; the goal is below 1.10.
+
+    python benchmarks/trace.py
+    python benchmarks/trace.py --ranks 4 --width 64 --steps 100 --json out.json
+
+The narrower the layers the larger the share of the recorder: at --width 16 nothing but overhead is left. Only run it on an
+otherwise idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_testing import run_ranks
+from fsdp_testing.implementations import naming, registry
+from fsdp_testing.implementations.protocol import Setup
+from fsdp_testing.ledger import interception
+from fsdp_testing.pool.world import current_world
+from fsdp_testing.trace.modules import watch_modules
+from fsdp_testing.trace.recorder import TraceRecorder
+from fsdp_testing.trace.waits import watch_waits
+
+NAMES = ("torch-fsdp1", "torch-fsdp2", "fsdp_ref-wrapper", "fsdp_ref-composable")
+UNITS = 8
+WARMUP = 4
+
+
+class Block(nn.Module):
+    """Two linear layers with a residual."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+def measure(name: str, width: int, batch: int, steps: int) -> dict[str, Any]:
+    """Seconds of every step with the recorder off and on, and how many events a step has; runs in each rank."""
+    world = current_world()
+    torch.manual_seed(0)
+    adapter = registry.load(name)
+    module = nn.Sequential(*(Block(width) for _ in range(UNITS)))
+    units = tuple(str(index) for index in range(UNITS))
+    setup = Setup(world.rank, world.size, world.device, group=world.group, mesh=world.mesh, units=units)
+    model = adapter.wrap(module, setup)
+    optimizer = torch.optim.SGD([parameter for _, parameter in adapter.named_parameters(model)], lr=1e-3)
+    inputs = torch.randn(batch, width)
+    names = {inner: naming.original(fqn) for fqn, inner in model.named_modules()}
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    events = 0
+    for step in range(2 * (steps + WARMUP)):
+        recorder = TraceRecorder(lambda: 0)
+        on = step % 2 == 1
+        with ExitStack() as stack:
+            if on:
+                stack.enter_context(interception.listen(recorder.collective))
+                stack.enter_context(adapter.trace_units(model, recorder.unit))
+                stack.enter_context(watch_modules(recorder, names))
+                stack.enter_context(watch_waits(recorder))
+            world.barrier()
+            start = time.perf_counter()
+            model(inputs).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step >= 2 * WARMUP:
+                seconds[on].append(time.perf_counter() - start)
+        events = max(events, len(recorder.events))
+    adapter.finish(model)
+    return {"off": seconds[False], "on": seconds[True], "events": events}
+
+
+def report(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    ranks = run_ranks(measure, name, options.width, options.batch, options.steps, size=options.ranks)
+    off = max(statistics.median(rank["off"]) for rank in ranks)
+    on = max(statistics.median(rank["on"]) for rank in ranks)
+    return {"implementation": name, "off_ms": 1000 * off, "on_ms": 1000 * on, "events": ranks[0]["events"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--names", nargs="+", default=NAMES)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    found = []
+    print(f"{UNITS} units of width {options.width}, {options.ranks} ranks, medians of {options.steps} steps")
+    for name in options.names:
+        row = report(name, options)
+        found.append(row)
+        ratio = row["on_ms"] / row["off_ms"]
+        print(
+            f"{name:20} off {row['off_ms']:8.2f} ms  on {row['on_ms']:8.2f} ms  ratio {ratio:.3f}  {row['events']} events"
+        )
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
