@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParse
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    command.add_argument("name", metavar="NAME", help="implementation")
+    command.add_argument("name", metavar="NAME", nargs="?", help="implementation")
     limit = command.add_argument_group("how long")
     limit.add_argument("--seconds", type=_positive, metavar="N", help="end after N seconds (default 60)")
     limit.add_argument("--examples", type=_count, metavar="N", help="end after N cases were drawn")
@@ -52,9 +53,17 @@ def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParse
         "--known", type=Path, action="append", default=[], metavar="FILE", help="more known failures (JSON)"
     )
     what.add_argument("--no-known", action="store_true", help="meet the known failures that ship with fsdp-testing too")
+    what.add_argument(
+        "--exhibits",
+        type=_count,
+        metavar="N",
+        help="instead of NAME: hunt N exhibits of the museum, chosen by --seed, each for at most --seconds",
+    )
     where = command.add_argument_group("where")
     where.add_argument("--state", type=Path, metavar="DIR", help="default: .fsdp-fuzz/NAME in the current directory")
-    where.add_argument("--lanes", type=_count, default=2, metavar="N", help="batches under way at a time (default 2)")
+    where.add_argument(
+        "--lanes", type=_count, metavar="N", help="batches under way at a time (default: half the cores)"
+    )
     where.add_argument("--deadline", type=_positive, default=30.0, metavar="SECONDS", help="for one case (default 30)")
     where.add_argument("--no-scripts", action="store_true", help="do not run the scripts of findings at the end")
     return command
@@ -79,7 +88,14 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Run a campaign: 0 if nothing was found, 1 if something was, 3 if nothing could be judged."""
+    """Run a campaign: 0 if nothing was found, 1 if something was, 3 if nothing could be judged.
+
+    With --exhibits something is there to be found: 0 if every exhibit was met, 1 if not.
+    """
+    if (options.name is None) == (options.exhibits is None):
+        raise InvalidArgument("fuzz: expected NAME or --exhibits N, got both or neither. Say what is to be fuzzed.")
+    if options.exhibits is not None:
+        return _hunt_exhibits(options)
     from fsdp_testing.fuzz.campaign import Campaign
     from fsdp_testing.implementations import registry
     from fsdp_testing.pool import default_pool
@@ -107,6 +123,28 @@ def execute(options: argparse.Namespace) -> int:
     return 0 if tally.statuses["passed"] + tally.statuses["leaked"] else 3
 
 
+def _hunt_exhibits(options: argparse.Namespace) -> int:
+    """Hunts exhibits of the museum one after the other; tells of each how many random cases it took."""
+    from rich.text import Text
+
+    from fsdp_testing.museum.hunt import RANDOM_CASES, drawn_exhibits, hunt
+    from fsdp_testing.report.terminal import open_console
+
+    console = open_console()
+    unmet = 0
+    for exhibit in drawn_exhibits(options.exhibits, options.seed):
+        limit = options.examples or RANDOM_CASES
+        ended = hunt(exhibit, options.seed, limit=limit, seconds=options.seconds or 60.0)
+        unmet += ended.cases is None
+        word = ("NOT MET", "bold red") if ended.cases is None else ("met    ", "green")
+        told = f" {exhibit.id}  {exhibit.title}: {ended.run} random cases, {ended.seconds:.1f} s"
+        console.print(Text.assemble(word, told), soft_wrap=True)
+        if ended.sentence:
+            console.print(Text(f"         {ended.sentence}", style="dim"), soft_wrap=True)
+    console.print(f"{options.exhibits - unmet} of {options.exhibits} exhibits were met")
+    return 1 if unmet else 0
+
+
 def _plan(options: argparse.Namespace, adapter: Adapter) -> Plan:
     from fsdp_testing.fuzz.campaign import Plan
     from fsdp_testing.fuzz.known import joined, read_known, shipped_known
@@ -127,7 +165,7 @@ def _plan(options: argparse.Namespace, adapter: Adapter) -> Plan:
         seconds=seconds,
         examples=options.examples,
         seed=options.seed,
-        lanes=options.lanes,
+        lanes=options.lanes or max(2, (os.cpu_count() or 2) // 2),
         deadline=options.deadline,
         known=joined(known),
         sources=sources_of(adapter),

@@ -23,6 +23,7 @@ class Exhibit:
         path: Which of the reference's two ways in is used: "wrapper" or "composable".
         world_sizes: World sizes on which it shows.
         silent: Whether it gives wrong numbers without an error.
+        fuzzed: Whether random cases can show it; False for what no operation of theirs does.
     """
 
     id: str
@@ -34,6 +35,7 @@ class Exhibit:
     path: str = "wrapper"
     world_sizes: tuple[int, ...] = (2,)
     silent: bool = True
+    fuzzed: bool = True
 
     @property
     def target(self) -> str:

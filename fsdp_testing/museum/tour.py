@@ -10,14 +10,12 @@ from fsdp_testing.conformance import run_conformance
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.museum.collection import PATHS, exhibits
 from fsdp_testing.museum.exhibit import Exhibit
+from fsdp_testing.museum.hunt import RANDOM_CASES, Hunt
 from fsdp_testing.programs.runner import CaseRunner
 from fsdp_testing.records import CheckResult, Verdict
 
-#: `(implementation, seed, limit) -> number of random cases until the bug was seen`, None when it was not.
-CountCases = Callable[[str, int, int], int | None]
-
-
-RANDOM_CASES = 500
+#: `(exhibit, seed, limit of random cases) -> what became of the hunt`.
+Hunter = Callable[[Exhibit, int, int], Hunt]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +26,14 @@ class Visit:
         exhibit: It.
         results: Results of its checks on the reference with the bug.
         sound: Results of the same checks on the reference without it.
-        random_cases: Random cases the fuzzer needed; None when it did not find the bug, or was not asked.
+        hunt: What the fuzzer made of it; None when it was not asked, or no random case can show the bug.
         seconds: For the whole visit.
     """
 
     exhibit: Exhibit
     results: tuple[CheckResult, ...]
     sound: tuple[CheckResult, ...]
-    random_cases: int | None
+    hunt: Hunt | None
     seconds: float
 
     @property
@@ -72,7 +70,7 @@ def tour(
     selection: Iterable[Exhibit],
     *,
     runner: CaseRunner | None = None,
-    count: CountCases | None = None,
+    hunter: Hunter | None = None,
     seed: int = 0,
 ) -> Iterator[Visit]:
     """Visit each exhibit in turn; the sound reference is judged once per check and world size."""
@@ -85,8 +83,8 @@ def tour(
         if any(key not in sound for key in keys):
             for result in _judge(judge, PATHS[exhibit.path], exhibit):
                 sound[PATHS[exhibit.path], result.check, exhibit.world_sizes] = result
-        cases = count(exhibit.target, seed, RANDOM_CASES) if count is not None else None
-        yield Visit(exhibit, results, tuple(sound[key] for key in keys), cases, time.monotonic() - started)
+        met = hunter(exhibit, seed, RANDOM_CASES) if hunter is not None and exhibit.fuzzed else None
+        yield Visit(exhibit, results, tuple(sound[key] for key in keys), met, time.monotonic() - started)
 
 
 def _judge(runner: CaseRunner, name: str, exhibit: Exhibit) -> tuple[CheckResult, ...]:

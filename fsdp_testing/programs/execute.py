@@ -157,12 +157,15 @@ class RankProgram:
 
 
 def _raised_by_harness(raised: Exception) -> bool:
-    """Whether the innermost frame is the harness's own: its ledger or an adapter of ours. Zoo models are user code."""
+    """Whether the innermost frame is the harness's own: its ledger or an adapter of ours.
+
+    Models of the zoo are user code, and what the museum plants is the implementation's.
+    """
     frames = traceback.extract_tb(raised.__traceback__)
     if not frames:
         return False
     innermost = Path(frames[-1].filename)
-    return _HOME in innermost.parents and _HOME / "zoo" not in innermost.parents
+    return _HOME in innermost.parents and not {_HOME / "zoo", _HOME / "museum"} & set(innermost.parents)
 
 
 class _Inside:

@@ -110,11 +110,36 @@ def process_wait(process: subprocess.Popen[bytes], seconds: float) -> None:
         (["torch-ddp", "--known", "none.json"], "readable file"),
         (["torch-ddp", "--seconds", "-1"], "above 0"),
         (["torch-ddp", "--world-size", "0"], "at least 1"),
+        ([], "NAME or --exhibits"),
+        (["torch-ddp", "--exhibits", "2"], "NAME or --exhibits"),
+        (["--exhibits", "1000"], "expected 1 to"),
     ],
 )
 def test_bad_usage_ends_with_2(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]):
     assert fuzz(*arguments) == 2
     assert told in capsys.readouterr().err
+
+
+def test_exhibits_are_hunted_and_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    from fsdp_testing.museum import hunt as hunting
+    from fsdp_testing.museum.exhibit import Exhibit
+    from fsdp_testing.museum.hunt import Hunt
+
+    asked: list[tuple[str, int, float | None]] = []
+
+    def pretended(exhibit: Exhibit, seed: int, *, limit: int, seconds: float | None) -> Hunt:
+        asked.append((exhibit.id, seed, seconds))
+        return Hunt(exhibit, None if len(asked) == 2 else 24, 48, 1.5, "the first fact")
+
+    monkeypatch.setattr(hunting, "hunt", pretended)
+    assert fuzz("--exhibits", "3", "--seed", "7", "--seconds", "9") == 1
+    told = capsys.readouterr().out
+    assert [name for name, _, _ in asked] == [exhibit.id for exhibit in hunting.drawn_exhibits(3, 7)]
+    assert {(seed, seconds) for _, seed, seconds in asked} == {(7, 9.0)}
+    assert "2 of 3 exhibits were met" in told
+    assert f"NOT MET {asked[1][0]}" in told
+    asked.clear()
+    assert fuzz("--exhibits", "1", "--seed", "7") == 0
 
 
 def test_a_state_of_another_implementation_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -8,7 +8,7 @@ import pytest
 from fuzz_cases import case, micro
 
 from fsdp_testing.errors import InvalidRecord
-from fsdp_testing.fuzz.known import KnownFailures, Rule, joined, read_known, shipped_known
+from fsdp_testing.fuzz.known import SHIPPED, KnownFailures, Rule, joined, read_known, shipped_known
 from fsdp_testing.fuzz.signature import Signature
 from fsdp_testing.fuzz.tags import tokens
 from fsdp_testing.implementations import registry
@@ -78,7 +78,7 @@ def test_a_bad_file_is_refused(change: dict[str, object], told: str):
         read_known(document, "here")
 
 
-@pytest.mark.parametrize("name", ["torch-ddp", "torch-fsdp1", "torch-fsdp2"])
+@pytest.mark.parametrize("name", [path.stem for path in sorted(SHIPPED.glob("*.json")) if path.stem != "single-process"])
 def test_shipped_examples_are_legal_claimed_and_hit_by_their_rule(name: str):
     claimed = registry.load(name).capabilities
     examples = shipped_known(name).examples()

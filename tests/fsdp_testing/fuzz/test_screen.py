@@ -188,3 +188,34 @@ def test_replicas_that_differ_in_the_last_bit_are_not_cleared():
     piece.value[0] = torch.nextafter(piece.value[0], torch.tensor(9e9, dtype=piece.value.dtype))
     assert screen.cleared(points, ranks) < 0
     assert any(divergence.kind == "disagreed" for divergence in judged(case, ranks))
+
+
+def zeros_for_none(snapshot: Snapshot, fill: float) -> tuple[Snapshot, int]:
+    """A snapshot with numbers in the place of every gradient that is None."""
+    held = {}
+    changed = 0
+    for name, seen in snapshot.parameters.items():
+        if seen.grad_pieces is None:
+            pieces = tuple(replace(piece, value=torch.full_like(piece.value, fill)) for piece in seen.pieces)
+            changed += sum(piece.stop > piece.start for piece in pieces)
+            seen = replace(seen, grad_pieces=pieces, grad_dtype=seen.dtype)
+        held[name] = seen
+    return replace(snapshot, parameters=held), changed
+
+
+@pytest.mark.parametrize("none_is_zero", [False, True])
+def test_zeros_stand_for_none_only_where_that_is_asked(none_is_zero: bool):
+    asked = parity.Comparison(none_is_zero=none_is_zero)
+    tried = 0
+    for case in drawn(60):
+        points = Replay(case).run()
+        ranks = observed(points, case.world.size, shard=True)
+        held = ranks[0].snapshots[-1]
+        for fill in (0.0, 1e-30):
+            snapshot, changed = zeros_for_none(held, fill)
+            if points[-1].pending or not changed:
+                continue
+            other = [replace(ranks[0], snapshots=(*ranks[0].snapshots[:-1], snapshot)), *ranks[1:]]
+            assert (screen.cleared(points, other, asked) > 0) is (none_is_zero and fill == 0.0)
+            tried += 1
+    assert tried > 10

@@ -1,0 +1,112 @@
+"""How many random cases does the fuzzer need until it meets an exhibit, and is what it met the exhibit's own bug?"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.fuzz.batch import Watch
+from fsdp_testing.fuzz.campaign import Campaign, Plan
+from fsdp_testing.fuzz.discovery import Discovery
+from fsdp_testing.fuzz.known import KnownFailures, Rule, joined, shipped_known
+from fsdp_testing.fuzz.lane import Lane
+from fsdp_testing.implementations import registry
+from fsdp_testing.museum.collection import PATHS, exhibits
+from fsdp_testing.museum.exhibit import Exhibit
+from fsdp_testing.pool import Pool, default_pool
+from fsdp_testing.records import Case
+from fsdp_testing.strategies import Scope
+
+RANDOM_CASES = 500
+"""Within so many random cases an exhibit must be met."""
+
+_SHRINK_SECONDS = 5.0
+_NO_LEAKS = KnownFailures((Rule("models that stay in memory", "not what is hunted", signature=("leaked",)),))
+
+
+@dataclass(frozen=True, slots=True)
+class Hunt:
+    """What became of one hunt.
+
+    Attributes:
+        exhibit: What was hunted.
+        cases: Random cases run until it was met, its batch included; None if it was not.
+        run: Random cases run in all.
+        seconds: Wall time, confirming and shrinking included.
+        sentence: What was met, or why that does not count.
+        case: The simplest case that shows it; None if it was not met.
+    """
+
+    exhibit: Exhibit
+    cases: int | None
+    run: int
+    seconds: float
+    sentence: str = ""
+    case: Case | None = None
+
+
+def drawn_exhibits(count: int, seed: int) -> list[Exhibit]:
+    """Chooses `count` exhibits at random, equally for equal seeds, out of those that random cases can show.
+
+    Raises:
+        InvalidArgument: There are not so many.
+    """
+    able = [exhibit for exhibit in exhibits().values() if exhibit.fuzzed]
+    if not 1 <= count <= len(able):
+        raise InvalidArgument(
+            f"exhibits: expected 1 to {len(able)} of them, got {count}. So many can be met by random cases."
+        )
+    return random.Random(seed).sample(able, count)
+
+
+def hunt(
+    exhibit: Exhibit, seed: int, *, limit: int = RANDOM_CASES, seconds: float | None = None, pool: Pool | None = None
+) -> Hunt:
+    """Runs random cases on the reference with the bug until one fails that passes without it.
+
+    Args:
+        exhibit: The bug.
+        seed: From which all choices follow.
+        limit: Random cases at most.
+        seconds: Time at most; None for no limit.
+        pool: Where worlds come from; the process's own by default.
+    """
+    worlds = pool or default_pool()
+    sizes = dict.fromkeys((*exhibit.world_sizes, 2))
+    scope = Scope(registry.load(exhibit.target).capabilities, tuple(sizes))
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="fsdp-hunt-") as folder:
+        plan = Plan(
+            exhibit.target,
+            scope,
+            Path(folder),
+            seconds=seconds,
+            examples=limit,
+            seed=seed,
+            shrink_seconds=_SHRINK_SECONDS,
+            known=joined([shipped_known(PATHS[exhibit.path]), _NO_LEAKS]),
+            stop_at_first=True,
+        )
+        tally = Campaign(plan, worlds, lambda _: None, lambda *_: None).run()
+    met = [found for found in tally.discovered if found.confirmed]
+    own = own_bugs(met, PATHS[exhibit.path], worlds)
+    told = own[0].sentence() if own else "; ".join(f"the sound reference fails this too: {f.sentence()}" for f in met)
+    return Hunt(
+        exhibit,
+        min(tally.run, limit) if own else None,
+        tally.run,
+        time.monotonic() - started,
+        told,
+        own[0].case if own else None,
+    )
+
+
+def own_bugs(met: Iterable[Discovery], sound: str, worlds: Pool) -> list[Discovery]:
+    """Returns those whose case implementation `sound`, which has no bug planted, passes."""
+    lane = Lane(worlds, sound)
+    return [found for found in met if lane.run([found.case], Watch(operations=True))[0].note.status == "passed"]

@@ -1,0 +1,63 @@
+"""A hunt meets an exhibit's bug, counts what it took, and takes nothing for it that the sound reference fails too."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.fuzz.discovery import Discovery
+from fsdp_testing.fuzz.signature import Signature
+from fsdp_testing.museum.collection import PATHS, exhibits
+from fsdp_testing.museum.exhibit import Exhibit
+from fsdp_testing.museum.hunt import RANDOM_CASES, drawn_exhibits, hunt, own_bugs
+from fsdp_testing.pool import default_pool
+from fsdp_testing.records import Batch, Case, Clip, ForwardBackward, ModelSpec, WorldSpec
+
+EVERYDAY = ("B147",)
+
+
+def test_the_seed_chooses_the_exhibits():
+    first = [exhibit.id for exhibit in drawn_exhibits(10, 7)]
+    assert first == [exhibit.id for exhibit in drawn_exhibits(10, 7)]
+    assert len(set(first)) == 10
+    assert first != [exhibit.id for exhibit in drawn_exhibits(10, 8)]
+    assert all(exhibits()[name].fuzzed for name in first)
+
+
+@pytest.mark.parametrize("count", [0, 1000])
+def test_no_more_than_there_are(count: int):
+    with pytest.raises(InvalidArgument, match="expected 1 to"):
+        drawn_exhibits(count, 0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *EVERYDAY,
+        *(pytest.param(n, marks=pytest.mark.slow) for n, e in exhibits().items() if e.fuzzed and n not in EVERYDAY),
+    ],
+)
+def test_an_exhibit_is_met(name: str):
+    ended = hunt(exhibits()[name], 1)
+    assert ended.cases is not None, f"{ended.run} random cases; {ended.sentence}"
+    assert ended.cases <= RANDOM_CASES
+    assert ended.case is not None
+
+
+def test_nothing_is_met_where_no_bug_is_planted(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Exhibit, "target", property(lambda _: "fsdp_ref-wrapper"))
+    ended = hunt(exhibits()["B147"], 1, limit=48)
+    assert ended.cases is None, ended.sentence
+    assert ended.run >= 40
+
+
+def test_what_the_sound_reference_fails_too_is_not_the_bug():
+    case = Case(
+        model=ModelSpec("tree", tree={"width": 4, "nodes": [{"kind": "linear", "name": "a"}]}),
+        world=WorldSpec(2),
+        program=(ForwardBackward(Batch(1)), Clip(0.1)),
+    )
+    bug = exhibits()["B147"]
+    found = Discovery(bug.target, Signature("diverged", "gradient", "clip"), case, case, "clipped by too little")
+    assert own_bugs([found], PATHS[bug.path], default_pool()) == [found]
+    assert own_bugs([found], bug.target, default_pool()) == []
