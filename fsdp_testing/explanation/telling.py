@@ -64,9 +64,8 @@ def _cause(case: Case, like: Likeness, held: Held) -> str:
     if like.kinds == {"result"} and isinstance(operation, (Step, EditFullParameters)):
         if held:
             holders = sorted({rank for ranks in held.values() for rank in ranks})
-            noun, verb = ("unit", "holds") if len(held) == 1 else ("units", "hold")
-            units = units_text(tuple(held))
-            return f"{noun} {units} still {verb} the weights from before {name}, on {ranks_text(tuple(holders))}"
+            verb = "holds" if len(held) == 1 else "hold"
+            return f"{units_text(tuple(held))} still {verb} the weights from before {name}, on {ranks_text(tuple(holders))}"
         return f"the weights from before {name}, are still in use"
     if like.kinds == {"gradient"} and isinstance(operation, ForwardBackward):
         return f"the gradient of {name}, is missing"
@@ -85,7 +84,10 @@ def _equal_to(case: Case, like: Likeness) -> str:
 
 def units_text(units: tuple[str, ...]) -> str:
     """Returns units in words; the root has no name."""
-    return _list([f"`{unit}`" if unit else "(root)" for unit in units])
+    if units == ("",):
+        return "the root unit"
+    noun = "unit" if len(units) == 1 else "units"
+    return f"{noun} {_list([f'`{unit}`' if unit else '(root)' for unit in units])}"
 
 
 def ranks_text(ranks: tuple[int, ...]) -> str:
