@@ -13,7 +13,7 @@ from fsdp_testing import compat
 from fsdp_testing.pool.hygiene_probe import Probe, Setting, settings_probe
 
 _DEVICES = ("cpu", "cuda")
-_TINIEST = torch.tensor(5e-324, dtype=torch.float64)
+_TINIEST = 5e-324
 
 
 def _attribute(label: str, holder: Any, name: str) -> Setting:
@@ -71,7 +71,7 @@ DEFAULTS = settings_probe(
         _attribute("cudnn.deterministic", torch.backends.cudnn, "deterministic"),
         Setting(
             "flush denormals",
-            lambda: bool(_TINIEST + 0.0 == 0.0),
+            lambda: _TINIEST + 0.0 == 0.0,
             torch.set_flush_denormal,
         ),
         Setting("tensor sharing strategy", torch.multiprocessing.get_sharing_strategy, None),
