@@ -9,10 +9,27 @@ import pytest
 
 from fsdp_testing.checkers.parity import Comparison
 from fsdp_testing.conformance import run_conformance
+from fsdp_testing.errors import PoolBroken, WorldFailed
 from fsdp_testing.explanation.holding import held_before
 from fsdp_testing.explanation.run import How, explain_results
-from fsdp_testing.programs.runner import CaseRunner
-from fsdp_testing.records import CheckResult, Explanation, Finding, History, UnitEvent, Verdict
+from fsdp_testing.programs.runner import CaseRunner, Judgement
+from fsdp_testing.records import (
+    Batch,
+    Case,
+    CaseOutcome,
+    CheckResult,
+    Clip,
+    Explanation,
+    Finding,
+    Forward,
+    History,
+    ModelSpec,
+    Step,
+    UnitEvent,
+    Verdict,
+    WorldSpec,
+    ZeroGrad,
+)
 
 GENEROUS = 300.0
 
@@ -104,3 +121,53 @@ def test_what_is_held_when_an_operation_begins() -> None:
     assert held_before(history, 2) == {"b": (0, 1), "a": (1,)}
     assert held_before(history, 3) == {"a": (1,), "b": (1,)}
     assert held_before(history, 0) == {}
+
+
+class TwoDefects:
+    """Stands in for a runner: outputs are wrong after two looks around a step on one strategy, or right after a clip."""
+
+    def __init__(self) -> None:
+        self.judged: list[Case] = []
+
+    def judge(self, name: str, case: Case, comparison: Comparison, **_how: object) -> Judgement:
+        self.judged.append(case)
+        kinds = " ".join(operation.kind for operation in case.program)
+        stale = case.strategy == "full_shard" and re.search(r"forward.* step.* forward$", kinds)
+        found = wrong_output(case) if stale or kinds.endswith("clip forward") else None
+        return Judgement(CaseOutcome(case.identity, Verdict.PASS, 2, case.strategy), found)
+
+    def on_ranks(self, function: object, *arguments: object, size: int) -> list[object]:
+        raise WorldFailed("nothing can be traced here")
+
+    def observe(self, name: str, case: Case, *, observe_all: bool) -> tuple[object, ...]:
+        raise PoolBroken("nothing can be observed here")
+
+
+def wrong_output(case: Case) -> Finding:
+    last = len(case.program) - 1
+    text = f"after operation {last}: loss on rank 0 is off by 1 (bound 1e-9)"
+    return Finding("diverged", "loss on rank 0", last, f"operation {last}", (0,), text, case, 1.0, 1e-9)
+
+
+def a_result(name: str, *findings: Finding) -> CheckResult:
+    return CheckResult("torch-fsdp1", name, "a claim", (), Verdict.FAIL, findings=findings)
+
+
+def test_failures_that_look_alike_are_put_together_only_if_one_schedule_shows_both() -> None:
+    look = Forward(Batch(1), "eval")
+    base = Case(ModelSpec("mlp"), WorldSpec(2), (look, Step(), ZeroGrad(), look))
+    again = replace(base, model=ModelSpec("deep_nest"), program=(ZeroGrad(), look, ZeroGrad(), Step(), look))
+    other = replace(base, strategy="no_shard", program=(look, Step(), Clip(1.0), look))
+    results = (
+        a_result("a.b", wrong_output(base)),
+        a_result("c.d", wrong_output(other)),
+        a_result("e.f", wrong_output(again)),
+    )
+    runner = TwoDefects()
+    done = explain_results(results, lambda check: How(Comparison()), runner, GENEROUS)  # type: ignore[arg-type]
+    first, second, third = (result.findings[0] for result in done)
+    assert first.cause == third.cause != second.cause
+    assert [finding.shortest is not None for finding in (first, second, third)] == [True, True, False]
+    assert second.shortest is not None
+    assert [line.partition("(")[0] for line in second.shortest.schedule] == ["0 clip", "1 forward"]
+    assert len(runner.judged) < 30
