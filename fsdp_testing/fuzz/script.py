@@ -42,7 +42,7 @@ def script_for(found: Discovery) -> str | None:
     family = FAMILIES.get(found.implementation)
     if family is None or case.model.tree is None or case.wrapping.policy is not None or case.wrapping.ignored:
         return None
-    if any(type(operation) not in _WRITERS for operation in case.program):
+    if any(type(o) not in _WRITERS or (isinstance(o, Move) and o.dtype) for o in case.program):
         return None
     if not _can_reload(case):
         return None

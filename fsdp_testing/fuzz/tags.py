@@ -12,6 +12,7 @@ from fsdp_testing.records import (
     Forward,
     ForwardBackward,
     Interrupt,
+    Move,
     Operation,
     Reload,
     ZeroGrad,
@@ -38,7 +39,10 @@ def token(operation: Operation) -> str:
         plan = "" if operation.units is None else ",plan"
         return f"{kind}[{'optimizer,' if operation.optimizer else ''}{operation.form}{plan}]"
     if isinstance(operation, Interrupt):
-        return f"{kind}[{'backward' if operation.backward else 'forward'}]"
+        where = "" if operation.where == "step" else f",{operation.where}"
+        return f"{kind}[{'backward' if operation.backward else 'forward'}{where}]"
+    if isinstance(operation, Move):
+        return f"{kind}[{operation.dtype}]" if operation.dtype else kind
     return kind
 
 

@@ -82,6 +82,7 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
     "op.edit": ("summon_writeback",),
     "op.observe": (),
     "op.move": (),
+    "op.cast": ("dtype_cast", "late_optimizer"),
     "op.several_forwards": ("several_forwards", "accumulate_without_no_sync"),
     "op.reload": ("full_state_dict",),
     "op.reload_optimizer": ("full_state_dict", "optim_state"),
@@ -114,10 +115,27 @@ _TOGETHER: Mapping[str, tuple[str, ...]] = {
     "precision.param": ("precision.reduce",),
     "precision.reduce": ("precision.param",),
     "precision.buffer": ("tree.buffer",),
+    "op.interrupt": ("op.no_sync", "op.edit"),
 }
 
+# What defects of the field have in common; every third case has all of one theme. A defect that needs five features at
+# once is met by independent draws about once in a thousand cases.
+_THEMES: tuple[tuple[str, ...], ...] = (
+    ("batch.usage", "tree.branch", "tree.group", "op.zero_grad", "op.step"),
+    ("batch.usage", "tree.branch", "tree.group", "op.no_sync", "wrap.nested"),
+    ("tree.calls", "tree.group", "wrap.nested", "op.several_forwards"),
+    ("tree.tied", "tree.alias", "tree.group", "wrap.nested", "op.edit", "op.reload"),
+    ("tree.container", "tree.view", "tree.keeps", "tree.dropped", "tree.group", "wrap.nested"),
+    ("op.freeze", "tree.frozen", "op.forward", "op.eval", "op.step"),
+    ("batch.empty", "batch.uneven", "op.no_sync", "op.zero_grad_zeros", "op.several_forwards"),
+    ("op.forward", "op.eval", "op.no_grad", "op.step", "op.clip", "strategy.shard_grad_op"),
+)
+_THEME_ONE_IN = 3
+
 # Features that make most of the others unreachable or slow, and that are therefore switched on less often.
-_RARE = frozenset({"model.zoo", "tree.large", "precision.param", "precision.reduce", "precision.buffer", "offload"})
+_RARE = frozenset(
+    {"model.zoo", "tree.large", "precision.param", "precision.reduce", "precision.buffer", "offload", "op.cast"}
+)
 _RARELY = 12
 
 
@@ -185,6 +203,7 @@ class SwarmDrawer:
         self._base = [name for name in available if name in _COMMON]
         self._usual = [name for name in available if name not in _RARE and name not in _COMMON]
         self._rare = [name for name in available if name in _RARE]
+        self._themes = [kept for theme in _THEMES if len(kept := [n for n in theme if n in self._available]) > 1]
 
     def draw(self, choices: Choices) -> Swarm:
         """Draws a subset: about a quarter or a half of the usual features, each rare one once in twelve times."""
@@ -192,6 +211,8 @@ class SwarmDrawer:
         on = [name for place, name in enumerate(self._usual) if mask >> place & 1]
         on += [name for name in self._base if not choices.chance(4)]
         on += [name for name in self._rare if choices.chance(_RARELY)]
+        if self._themes and choices.chance(_THEME_ONE_IN):
+            on += choices.pick(self._themes)
         for name in [name for name in on if name in _TOGETHER]:
             if choices.chance(2):
                 on += [other for other in _TOGETHER[name] if other in self._available]

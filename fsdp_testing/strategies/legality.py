@@ -13,14 +13,17 @@ from typing import Any
 
 from fsdp_testing.records import (
     AssignData,
+    BuildOptimizer,
     Case,
     Clip,
     EditFullParameters,
     Freeze,
     Interrupt,
+    Move,
     Operation,
     OptimizerSpec,
     Reload,
+    Step,
     Thaw,
     UnshardFirst,
     WorldSpec,
@@ -31,6 +34,7 @@ from fsdp_testing.zoo.tree import needs_of, unit_names, unit_of
 from fsdp_testing.zoo.tree_legality import ParameterSpec, every, get, legal_tree, parameters, walk
 
 _CLASSES = ("TreeGroup", "TreeLinear")
+_WIDE = ("float32", "float64")
 
 
 def legal_case(case: Case, capabilities: frozenset[str] | None = None) -> Case:
@@ -48,7 +52,7 @@ def legal_case(case: Case, capabilities: frozenset[str] | None = None) -> Case:
         case = replace(case, model=replace(case.model, tree=tree))
         wrapping = _legal_wrapping(case.wrapping, tree)
         case = replace(case, wrapping=wrapping, program=_legal_program(case.program, tree, wrapping))
-    if any(isinstance(operation, (Reload, Interrupt, UnshardFirst)) for operation in case.program):
+    if any(isinstance(operation, (Reload, Interrupt, UnshardFirst, Move)) for operation in case.program):
         case = replace(case, program=_legal_state_operations(case))
     case = replace(case, world=_legal_world(case))
     if case.mixed_precision is not None and case.mixed_precision.buffer_dtype:
@@ -150,6 +154,8 @@ def _legal_state_operations(case: Case) -> tuple[Operation, ...]:
     """Leaves out what nothing could be said of: saved state that the ranks would have to agree about, and do not."""
     kept: list[Operation] = []
     for operation in case.program:
+        if isinstance(operation, Move) and operation.dtype and (kept or not _may_be_cast(case, operation.dtype)):
+            operation = Move()
         if isinstance(operation, Reload) and (_has_buffers_of_ranks(case) or case.mixed_precision is not None):
             continue
         if isinstance(operation, UnshardFirst):
@@ -160,6 +166,17 @@ def _legal_state_operations(case: Case) -> tuple[Operation, ...]:
             operation = replace(operation, batch=replace(operation.batch, usage=operation.batch.usage[:1]))
         kept.append(operation)
     return tuple(kept)
+
+
+def _may_be_cast(case: Case, dtype: str) -> bool:
+    """Whether a cast of the whole model to `dtype`, as the first thing done with it, has one meaning for everyone."""
+    if case.mixed_precision is not None or case.model.tree is None or dtype not in _WIDE:
+        return False
+    if any(spec.dtype for spec in parameters(case.model.tree)) or any(isinstance(o, Reload) for o in case.program):
+        return False
+    # Whatever is built with the parameters that were there before would go on with those.
+    built = next((place for place, o in enumerate(case.program) if isinstance(o, BuildOptimizer)), None)
+    return built is not None and not any(isinstance(o, Step) for o in case.program[:built])
 
 
 def _has_buffers_of_ranks(case: Case) -> bool:

@@ -94,6 +94,9 @@ class OperationDrawer:
             drawn.append(self.operation())
         if not any(isinstance(operation, (ForwardBackward, Forward)) for operation in drawn):
             drawn[self._choices.integer(0, len(drawn) - 1)] = self.forward_backward()
+        if "op.cast" in self._swarm:
+            # Where alone it has a meaning: before gradients, and before the optimizer holds the old parameters.
+            drawn = [Move(self._choices.pick(("float32", "float64"))), BuildOptimizer(), *drawn[: longest - 2]]
         return tuple(drawn)
 
     def operation(self) -> Operation:
@@ -138,7 +141,9 @@ class OperationDrawer:
         return Reload("full", optimizer, tuple(u for u in self._units if choices.chance(2)) if another else None)
 
     def _interrupt(self) -> Interrupt:
-        return Interrupt(self.batch(), self._choices.integer(0, 5), self._choices.chance(2))
+        choices = self._choices
+        places = ["step", *(p for p, f in (("no_sync", "op.no_sync"), ("summon", "op.edit")) if f in self._swarm)]
+        return Interrupt(self.batch(), choices.integer(0, 5), choices.chance(2), choices.pick(places))
 
     def _unshard_first(self) -> UnshardFirst:
         units = ("", *(unit for unit in self._units if self._choices.chance(3)))

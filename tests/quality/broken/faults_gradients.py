@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from fault import fault
 from torch import nn
 from toy import Toy
+
+from fsdp_testing.implementations.protocol import Setup
 
 
 @fault("training.gradients_are_means")
@@ -185,10 +189,20 @@ class TiedGradientDropped(Toy):
 
 @fault("shared.module_called_twice")
 class FirstCallOnly(Toy):
-    """A unit called twice is given half of its gradient (B036)."""
+    """A module called twice in a forward is given half of its gradient (B036)."""
+
+    def __init__(self, module: nn.Module, setup: Setup) -> None:
+        super().__init__(module, setup)
+        self.calls = calls = Counter[str]()
+        for name, inner in module.named_modules():
+            inner.register_forward_hook(lambda *_, name=name: calls.update([name]))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls.clear()
+        return super().forward(*args, **kwargs)
 
     def contribution(self, fqn: str) -> torch.Tensor:
-        return super().contribution(fqn) / (2 if fqn.startswith("again") else 1)
+        return super().contribution(fqn) / (2 if self.calls[fqn.rpartition(".")[0]] > 1 else 1)
 
 
 @fault("frozen.unit_in_the_middle")
