@@ -2,8 +2,8 @@
 
 What can only be the adapter's fault ends the run here: names, spans, methods that are promised and missing. What the
 implementation may do as well, such as changing values, buffers or flags while wrapping, is a check's business
-(`construction.keeps_numbers`, `buffers.kept`) and has a verdict. One case of the former looks like the latter: spans
-shown at the wrong place. It is told apart where the adapter shows the right values by another way.
+(`construction.keeps_numbers`, `construction.keeps_buffers`) and has a verdict. One case of the former looks like the
+latter, values shown at the wrong place: it is told apart where the adapter shows the right ones by another way.
 
 Two looks. `check_claims` reads the adapter alone. `examine_on_rank` runs on every rank of a small world: it wraps the
 simplest models and looks at what comes back, before any gradient is computed. `validate` does both and raises

@@ -16,6 +16,10 @@ def _unchanged(place: Place) -> Iterable[Case]:
         yield place.case(model)
 
 
+def _buffers(place: Place) -> Iterable[Case]:
+    yield place.case("buffers")
+
+
 def _first_forward(place: Place) -> Iterable[Case]:
     for model in ("mlp", "deep_nest", "keywords", "bare_root"):
         yield place.case(model, look(0, "train"), look(1, "no_grad"))
@@ -60,9 +64,16 @@ def _ignored_trained(place: Place) -> Iterable[Case]:
 CHECKS = (
     Check(
         "construction.keeps_numbers",
-        "Wrapping keeps every value, dtype, requires_grad flag and buffer.",
+        "Wrapping keeps every value, dtype and requires_grad flag.",
         _WRAP_SOURCE,
         _unchanged,
+    ),
+    Check(
+        "construction.keeps_buffers",
+        "Wrapping keeps every buffer.",
+        _WRAP_SOURCE,
+        _buffers,
+        frozenset({"buffers"}),
     ),
     Check(
         "construction.first_forward",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 
 from fsdp_testing.checkers import trace_rules
@@ -13,7 +12,7 @@ from fsdp_testing.pool import Failed
 from fsdp_testing.programs import jobs
 from fsdp_testing.programs.models import build_model
 from fsdp_testing.programs.runner import Special
-from fsdp_testing.records import AutogradEvent, Case, Event, Finding, RankObservation, Step, WrappingPlan
+from fsdp_testing.records import Case, Finding, RankObservation, Step, WrappingPlan
 from fsdp_testing.suites.check import FLAT, Check, Place, iterations, local, look, micro
 from fsdp_testing.suites.checkpointing import plan
 from fsdp_testing.trace.job import trace_case
@@ -33,20 +32,11 @@ def run_traced(name: str, case: Case, observe_all: bool) -> RankObservation | Fa
     traced = trace_case(name, case)
     if isinstance(traced, Failed):
         return Failed(traced.value.observation)
-    module = build_model(case)
-    shapes = {fqn: tuple(p.shape) for fqn, p in module.named_parameters()}
-    known = {name for name, _ in module.named_modules(remove_duplicate=False)}
-    events = tuple(_named_as_before(event, known) for event in traced.events)
+    shapes = {fqn: tuple(p.shape) for fqn, p in build_model(case).named_parameters()}
     seen = traced.observation
-    return TracedObservation(seen.rank, seen.results, seen.snapshots, None, seen.seconds, events, traced.units, shapes)
-
-
-def _named_as_before(event: Event, known: set[str]) -> Event:
-    """The event under the module's name before wrapping: a wrapper's own prefix, whatever it is, is dropped."""
-    if not isinstance(event, AutogradEvent) or event.module in known:
-        return event
-    parts = event.module.split(".")
-    return replace(event, module=next(n for i in range(len(parts) + 1) if (n := ".".join(parts[i:])) in known))
+    return TracedObservation(
+        seen.rank, seen.results, seen.snapshots, None, seen.seconds, traced.events, traced.units, shapes
+    )
 
 
 def _review(rules: Sequence[Rule], case: Case, ranks: Sequence[RankObservation], _seen: Expectation) -> Finding | None:

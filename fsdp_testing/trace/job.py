@@ -90,10 +90,12 @@ def _watching_after_wrap(adapter: Adapter, recorder: TraceRecorder, stack: ExitS
     original: Callable[..., nn.Module] = adapter.wrap
 
     def wrap(module: nn.Module, setup: Any) -> nn.Module:
+        # By identity where a module was there before: a wrapper's prefix may look like a name of the model.
+        before = {inner: fqn for fqn, inner in module.named_modules()}
         model = original(module, setup)
         units.extend((unit, tuple(fqns)) for unit, fqns in adapter.units(model))
         stack.enter_context(adapter.trace_units(model, recorder.unit))
-        names = {inner: naming.original(fqn) for fqn, inner in model.named_modules()}
+        names = {inner: before.get(inner, naming.original(fqn)) for fqn, inner in model.named_modules()}
         stack.enter_context(watch_modules(recorder, names))
         return model
 

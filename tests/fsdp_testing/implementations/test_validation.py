@@ -108,7 +108,7 @@ FAULTS = {
     ),
     "changes_a_buffer": (
         "def wrap(m, s):\n    for b in m.buffers(): b.zero_()\n    return m\nIT = style(wrap)",
-        "buffers.kept",
+        "construction.keeps_buffers",
         "buffer first.offset on rank 0 is off by",
     ),
     "freezes": (
