@@ -94,8 +94,10 @@ def ticks(stop: float, count: int = 8) -> Iterator[float]:
 
 def bytes_text(count: float) -> str:
     """Bytes as people write them."""
-    power = min(int(math.log(count, 1024)), 4) if count >= 1024 else 0
-    return f"{count / 1024**power:.4g} {['B', 'KiB', 'MiB', 'GiB', 'TiB'][power]}"
+    if count < 1024:
+        return f"{count:g} B"
+    power = min(int(math.log(count, 1024)), 4)
+    return f"{count / 1024**power:.3g} {['B', 'KiB', 'MiB', 'GiB', 'TiB'][power]}"
 
 
 def time_axis(drawing: Drawing, left: float, width: float, seconds: float, span: tuple[float, float]) -> None:
