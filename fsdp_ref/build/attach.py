@@ -7,6 +7,7 @@ broadcast, flatten children first.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -33,6 +34,7 @@ from fsdp_ref.env import read_switches
 from fsdp_ref.errors import ConfigError, ConfigTypeError, FsdpRuntimeError, listing
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.flatten import HandleConfig
+from fsdp_ref.naming import clean_tensor_name
 from fsdp_ref.runtime.unit import Unit, UnitConfig
 from fsdp_ref.storage.param_sites import ManagedParam
 from fsdp_ref.storage.views import is_flattened
@@ -123,7 +125,8 @@ def attach(application: Application) -> Unit:
     targets = choose_targets(
         module, policy, kwargs, ignored, mixed_precision=precision, may_hold_units=application.may_hold_units
     )
-    plan = make_plan(module, targets, kwargs, ignored, is_managed=is_flattened)
+    held_by = functools.partial(_held_by, module)
+    plan = make_plan(module, targets, kwargs, ignored, is_managed=is_flattened, held_by=held_by)
     if targets.by_object:
         check_frozen(plan, use_orig_params=options.use_orig_params)
     parsed = {planned.module: UnitOptions.of(planned.options) for planned in plan.units}
@@ -136,6 +139,16 @@ def attach(application: Application) -> Unit:
     if not options.use_orig_params:
         _refuse_unflattened(module, plan.ignored)
     return root
+
+
+def _held_by(module: nn.Module, param: nn.Parameter) -> str:
+    """Name the unit below ``module`` that holds ``param``, and what it calls it."""
+    for name, _, unit in units_under(module):
+        if unit.handle is not None:
+            for original, fqn in zip(unit.handle.originals.params, unit.handle.fqns):
+                if original is param:
+                    return f"{fqn} of unit {clean_tensor_name(name)!r}, which was made before"
+    return "a unit that was made before"
 
 
 def _groups_of(options: UnitOptions, *, automatic: bool = False) -> tuple[DataParallelGroups, ShardingStrategy]:

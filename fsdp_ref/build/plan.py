@@ -5,7 +5,9 @@ it will flatten. Reads a module tree and decides; it moves no tensor and changes
 
 [Note: ownership] A parameter belongs to the nearest unit at or above the module that holds it. One that is held in
 several places belongs to the lowest unit that contains them all: the last common element of the chains of units that
-lead from the root to each place. It is flattened there once, and each place is one of its sites.
+lead from the root to each place. It is flattened there once, and each place is one of its sites. That holds for the
+units of one call. A unit that an earlier call made keeps what it flattened: optimizers, other ranks and the user hold
+its shard by now, so a parameter that it would have to share is refused, with both units named.
 """
 
 from __future__ import annotations
@@ -97,7 +99,7 @@ class _Walk:
     places: dict[nn.Parameter, list[_Place]] = field(default_factory=dict)
     modules: dict[nn.Module, list[nn.Module]] = field(default_factory=dict)
     paths: dict[nn.Module, str] = field(default_factory=dict)
-    taken: list[str] = field(default_factory=list)
+    taken: list[tuple[str, str, nn.Parameter]] = field(default_factory=list)
 
 
 def make_plan(
@@ -107,6 +109,7 @@ def make_plan(
     ignored: Ignored,
     *,
     is_managed: Callable[[nn.Parameter], bool] = lambda param: False,
+    held_by: Callable[[nn.Parameter], str] = lambda param: "a unit that was made before",
 ) -> WrapPlan:
     """Assign every parameter below ``root`` to a unit.
 
@@ -116,6 +119,7 @@ def make_plan(
         options: the root's keyword arguments.
         ignored: what to leave alone, nested units' included.
         is_managed: tells whether a unit already holds the parameter.
+        held_by: names that unit and what it calls the parameter, for the message.
 
     Raises:
         FsdpValueError: a parameter outside the units below ``root`` is already held by one: it is tied across units
@@ -124,9 +128,10 @@ def make_plan(
     walk = _walk(root, frozenset(targets.options), ignored, is_managed)
     if walk.taken:
         raise FsdpValueError(
-            f"{type(root).__name__}: expected parameters that no unit holds yet, got {listing(walk.taken)}, shared "
-            "with a unit that was made before. Make both units in one call with a policy, so that the lowest common "
-            "unit owns the shared parameter, or keep all modules that share it in one unit."
+            f"{type(root).__name__}: expected parameters that no unit holds yet, got "
+            f"{listing(f'{name} (for {owner}, shared with {held_by(param)})' for name, owner, param in walk.taken)}. "
+            "Make both units in one call with a policy, so that the lowest common unit owns the shared parameter, or "
+            "keep all modules that share it in one unit."
         )
     owned: dict[nn.Module, list[ManagedParam]] = {}
     for param, places in walk.places.items():
@@ -180,7 +185,8 @@ def _walk(
             if param in ignored.params:
                 continue
             if is_managed(param):
-                walk.taken.append(join_fqn(path, name))
+                owner = clean_tensor_name(chain[-1][1])
+                walk.taken.append((join_fqn(path, name), f"unit {owner!r}" if owner else "the root unit", param))
                 continue
             walk.places.setdefault(param, []).append(_Place(path, name, module, chain))
     return walk

@@ -127,7 +127,7 @@ def test_a_tie_with_a_unit_made_before_is_refused_by_name():
     root.b.weight = root.c.weight = root.a.weight
     held = root.a.weight
     set_unit(root.a, object())
-    with pytest.raises(FsdpValueError, match=r"b\.weight, c\.weight"):
+    with pytest.raises(FsdpValueError, match=r"b\.weight \(for the root unit, .*\), c\.weight \(for"):
         plan_for(root, is_managed=lambda param: param is held)
 
 
