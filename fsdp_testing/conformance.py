@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import platform
 import sys
 import time
@@ -258,6 +259,6 @@ def environment() -> dict[str, str]:
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "processors": str(torch.get_num_threads()),
+        "processors": str(len(os.sched_getaffinity(0))),
         "executable": sys.executable,
     }
