@@ -81,6 +81,7 @@ class Tally:
         discarded: Cases of which a known failure left nothing.
         new: Coverage keys and arcs seen for the first time.
         drawing_seconds: Time spent on drawing.
+        investigating_seconds: Time that lanes spent on suspects instead of new cases, added up over lanes.
         seconds: Wall time.
         worlds_lost: Worlds that had to be replaced.
     """
@@ -97,6 +98,7 @@ class Tally:
     discarded: int = 0
     new: int = 0
     drawing_seconds: float = 0.0
+    investigating_seconds: float = 0.0
     seconds: float = 0.0
     worlds_lost: int = 0
 
@@ -205,14 +207,19 @@ class Campaign:
     ) -> Callable[[Lane], list[CaseResult] | Discovery | None] | None:
         if suspects:
             suspect = suspects.pop(0)
-            return lambda lane: investigate(
-                lane, self._plan.name, suspect, self._drawer.shape, self._fair, self._plan.shrink_seconds
-            )
+            return lambda lane: self._investigate(lane, suspect)
         if self._over():
             return None
         batch = next(batches)
         watch = Watch(models=self._watch_models, arcs=self._traced(batch), sources=self._plan.sources)
         return lambda lane: lane.run(batch, watch)
+
+    def _investigate(self, lane: Lane, suspect: CaseResult) -> Discovery | None:
+        start = time.monotonic()
+        plan = self._plan
+        found = investigate(lane, plan.name, suspect, self._drawer.shape, self._fair, plan.shrink_seconds)
+        self.tally.investigating_seconds += time.monotonic() - start
+        return found
 
     def _over(self) -> bool:
         plan = self._plan
