@@ -80,12 +80,16 @@ def resource(name: str) -> str:
 
 def _page(report: RunReport) -> dict[str, Any]:
     anchors = {id(result): f"r{index}" for index, result in enumerate(report.results)}
+    found = causes(report)
     troubles = [(verdict, summary.attention(report, verdict)) for verdict in summary.ATTENTION]
     return {
         "matrix": summary.matrix(report),
         "tallies": summary.tallies(report),
         "troubles": [(verdict, results) for verdict, results in troubles if results],
-        "causes": _by_implementation(causes(report)),
+        "causes": _by_implementation(found),
+        "causes_of": lambda result: [
+            (f"c{index}", cause) for index, cause in enumerate(found) if any(r is result for r in cause.results)
+        ],
         "portraits": _portraits(report.portraits),
         "not_claimed": _not_claimed(report),
         "anchor": lambda result: anchors[id(result)],

@@ -103,6 +103,15 @@ def test_options_reach_the_judge(verify: Callable[..., Any], judge: Callable[...
     }
 
 
+def test_explanations_can_be_switched_off_and_drawings_are_asked_for(
+    verify: Callable[..., Any], judge: Callable[..., Judge], tmp_path: Path
+) -> None:
+    asked = judge(Verdict.PASS)
+    verify("run", "torch-ddp", "--explain", "0", "--html", str(tmp_path))
+    assert asked.asked["explain"] == 0.0
+    assert asked.asked["portraits"] is True
+
+
 def test_all_is_every_registered_name(verify: Callable[..., Any], judge: Callable[..., Judge]) -> None:
     asked = judge(Verdict.PASS)
     verify("run", "--all")
@@ -175,6 +184,8 @@ def test_a_bad_list_of_expected_failures_is_refused(
     ("arguments", "said"),
     [
         ((), "got none"),
+        (("torch-ddp", "--explain", "-1"), "expected a positive number of seconds, got '-1'"),
+        (("torch-ddp", "--explain", "soon"), "expected a positive number of seconds, got 'soon'"),
         (("--all", "torch-ddp"), "got both"),
         (("no-such-name",), "'no-such-name'"),
         (("absent_module:attribute",), "absent_module"),

@@ -111,6 +111,7 @@ def test_the_page_shows_each_cause_once_with_its_drawing(portrait: Portrait, mak
     results = tuple(make.result("one", name, Verdict.FAIL, findings=findings) for name in ("a.b", "c.d"))
     page = html_text(RunReport(results))
     assert page.count("<h4>It is stale.</h4>") == 1
+    assert page.count('Root cause: <a href="#c0">It is stale.</a>') == 2
     assert "Breaks 2 checks" in page
     assert page.count("<svg viewBox") == 3
 
