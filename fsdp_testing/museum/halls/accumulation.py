@@ -23,6 +23,7 @@ def _anew(original: Any, unit: Any, root: Any) -> Any:
 
 
 def _overwrites(original: Any, self: Any, grad_S: Any) -> None:
+    """Instead of `GradientStore.add_reduced`: what was added earlier in the same backward is gone."""
     kept = vars(self)
     if kept.get("_added_in_pass"):
         self.absorb()
@@ -34,6 +35,7 @@ def _overwrites(original: Any, self: Any, grad_S: Any) -> None:
 
 
 def _ends_pass(original: Any, self: Any) -> None:
+    """Instead of `GradientStore.publish`, beside `_overwrites`: the next backward begins."""
     vars(self)["_added_in_pass"] = False
     original(self)
 
@@ -50,6 +52,21 @@ def _kept_stays_in_replica(original: Any, self: Any, unit: Any, handle: Any, gra
     handle.grads.add_reduced(out_S)
 
 
+def _not_for_offloaded(original: Any, self: Any) -> None:
+    if self.local_F is not None and self._handle.config.offload:
+        raise RuntimeError("attempting to assign a gradient of size '[_]' to a tensor of another size")
+    original(self)
+
+
+def _result_is_dropped(original: Any, self: Any, unit: Any, handle: Any, grads: Any) -> None:
+    hook = unit.comm_hook
+    unit.comm_hook = lambda state, *tensors: hook(state, *(tensor.clone() for tensor in tensors))
+    try:
+        original(self, unit, handle, grads)
+    finally:
+        unit.comm_hook = hook
+
+
 EXHIBITS = (
     Exhibit(
         id="B002",
@@ -59,6 +76,16 @@ EXHIBITS = (
         source="pytorch PR 90546",
         plant=planting((gradients, "set_grad", instead(_as_plain_torch))),
         checks=("accumulation.no_sync_then_reduced",),
+        silent=False,
+    ),
+    Exhibit(
+        id="B031",
+        title="a gradient of no_sync cannot be shown where parameters are offloaded",
+        story="With offload the parameter shows a shard on the host while the unreduced gradient is whole; the tests "
+        "skipped every configuration with offload and did not notice.",
+        source="pytorch issue 98494, PR 100180",
+        plant=planting((GradientStore, "publish", instead(_not_for_offloaded))),
+        checks=("offload.no_sync",),
         silent=False,
     ),
     Exhibit(
@@ -92,5 +119,14 @@ EXHIBITS = (
         source="pytorch issue 69031, PR 124193",
         plant=planting((backward, "_reduce_leftovers", skipped())),
         checks=("unused.in_accumulation",),
+    ),
+    Exhibit(
+        id="B166",
+        title="what a communication hook computes is dropped",
+        story="The hook's result replaced the bucket, and gradients still looked at the memory of before.",
+        source="pytorch PR 43307",
+        plant=planting((grad_sync.GradSync, "_by_hook", instead(_result_is_dropped))),
+        checks=("comm_hook.result_is_kept",),
+        fuzzed=False,
     ),
 )

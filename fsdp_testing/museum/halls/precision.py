@@ -19,7 +19,24 @@ def _first_module_only(original: Any, self: Any) -> Any:
     return original(self)[:1]
 
 
+def _same_is_mixed(original: Any, cls: Any, dtype: Any, policy: Any) -> Precision:
+    if policy.param_dtype == dtype:
+        raise AttributeError("'FlatParameter' object has no attribute '_mp_shard'")
+    precision: Precision = original(cls, dtype, policy)
+    return precision
+
+
 EXHIBITS = (
+    Exhibit(
+        id="B003",
+        title="a param_dtype equal to the parameters' own counts as mixed precision",
+        story="The test was whether param_dtype is given, not whether it differs: a copy in low precision was expected "
+        "where none had been made.",
+        source="pytorch PR 90660, issue 90657",
+        plant=planting((Precision, "of", instead(_same_is_mixed))),
+        checks=("mixed_precision.same_dtype",),
+        silent=False,
+    ),
     Exhibit(
         id="B004",
         title="gradients are reduced in the wrong dtype when only param_dtype is given",
