@@ -18,6 +18,8 @@ def test_the_two_halves_of_the_aligned_example():
     assert shard_metadata(shards, 0).param_offsets == ((0, 20), (0, 18))
     assert shard_metadata(shards, 1).param_offsets == ((19, 34), (0, 24))
     assert shard_metadata(shards, 1).param_names == ("2.weight", "4.weight")
+    assert shard_metadata(shards, 1).param_strides == ((1,), (1,))
+    assert shard_metadata(shards, 1).param_contiguities == (True, True)
     assert shard_metadata(shards, 0)._fields == (
         "param_names",
         "param_shapes",

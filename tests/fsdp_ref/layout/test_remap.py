@@ -37,6 +37,17 @@ def test_partial_plans_leave_out_what_one_side_lacks():
     assert {copy.fqn for rank in range(2) for copy in plan.sends(rank)} == {"b"}
 
 
+def test_what_one_side_lacks_hides_nothing_behind_it():
+    source, target = shards(1, ("a", (4,)), ("b", (4,))), shards(1, ("c", (4,)), ("b", (4,)))
+    plan = Remap(source, target, partial=True)
+    assert list(plan.receives(0)) == list(plan.sends(0)) == [Copy("b", 0, 4, 0, 4, 4)]
+
+
+def test_the_way_back_leaves_out_the_same():
+    back = Remap(shards(1, ("a", (4,)), ("b", (4,))), shards(2, ("b", (4,)), ("c", (4,))), partial=True).inverse()
+    assert list(back.receives(0)) == [Copy("b", 0, 0, 0, 4, 4)]
+
+
 def test_a_tied_parameter_is_found_under_any_of_its_names():
     source = ShardMap(FlatLayout.build([ParamSpec.of("head", (4,), aliases=["embed"])]), 2)
     target = ShardMap(FlatLayout.build([ParamSpec.of("embed", (4,))]), 4)
