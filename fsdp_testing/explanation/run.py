@@ -7,6 +7,7 @@ on its own model and strategy. What is never run is never said to be the same.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from fsdp_testing.checkers.explain_signature import (
 )
 from fsdp_testing.checkers.parity import Comparison
 from fsdp_testing.checkers.quantities import Expectation
-from fsdp_testing.errors import HarnessError, PoolBroken, WorldFailed
+from fsdp_testing.errors import HarnessError, WorldFailed
 from fsdp_testing.explanation.budget import Budget
 from fsdp_testing.explanation.holding import held_before
 from fsdp_testing.explanation.likeness import Likeness, WrongNumbers
@@ -93,11 +94,16 @@ def explain_results(
     changed: dict[tuple[int, int], Finding] = {}
     for name in dict.fromkeys(result.implementation for result in results):
         explainer = _Explainer(runner, name, Budget(seconds, runs=10**9), draw=draw)
-        with suppress(PoolBroken):  # an explanation that cannot be had changes no verdict
-            for cause in explainer.causes(_places(results, name, how_of)):
-                for number, place in enumerate(cause.members):
-                    shortest = cause.explanation if number == 0 else None
-                    changed[place.result, place.number] = replace(place.finding, cause=cause.label, shortest=shortest)
+        try:
+            found = explainer.causes(_places(results, name, how_of))
+        except Exception as error:  # noqa: BLE001 - a run of an hour must not be lost over how its failures are told
+            told = f"{name}: failures are not explained: {type(error).__name__}: {error}"
+            warnings.warn(told, RuntimeWarning, stacklevel=2)
+            continue
+        for cause in found:
+            for number, place in enumerate(cause.members):
+                shortest = cause.explanation if number == 0 else None
+                changed[place.result, place.number] = replace(place.finding, cause=cause.label, shortest=shortest)
     return tuple(
         replace(
             result,

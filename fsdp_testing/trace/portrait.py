@@ -71,8 +71,9 @@ def take(name: str, case: Case, on_ranks: OnRanks) -> Portrait:
     try:
         trace_on(on_ranks, name, case)
         return portrait_of(trace_on(on_ranks, name, case))
-    except HarnessError as error:
-        return Portrait(name, case, remark=str(error).splitlines()[0])
+    except Exception as error:  # noqa: BLE001 - what cannot be drawn is said in the picture's place; no verdict hangs on it
+        kind = "" if isinstance(error, HarnessError) else f"{type(error).__name__}: "
+        return Portrait(name, case, remark=f"{kind}{next(iter(str(error).splitlines()), 'no picture')}")
 
 
 def portrait_of(traced: Trace) -> Portrait:

@@ -34,7 +34,7 @@ class Scripted(CaseRunner):
     def on_ranks(self, function, *args, size):
         return CaseRunner().on_ranks(function, *args, size=size)  # adapters are examined on real ranks
 
-    def judge(self, name, case, comparison=None):
+    def judge(self, name, case, comparison=None, **_how):
         self.judged.append((name, case))
         verdict = self.verdicts.get(case.model.name, Verdict.PASS)
         if isinstance(verdict, Exception):
@@ -46,7 +46,15 @@ class Scripted(CaseRunner):
 
 def run(verdicts, *checks, **options):
     runner = Scripted(verdicts)
-    return run_conformance("torch-ddp", checks=checks, runner=runner, **options), runner
+    return run_conformance("torch-ddp", checks=checks, runner=runner, **{"explain": 0.0, **options}), runner
+
+
+def test_a_failure_that_cannot_be_explained_keeps_its_verdict_and_says_so():
+    with pytest.warns(RuntimeWarning, match="torch-ddp: failures are not explained: AttributeError"):
+        report, _ = run({"mlp": Verdict.FAIL}, "training.sgd_momentum", explain=60.0)
+    (result,) = report.results
+    assert result.verdict is Verdict.FAIL
+    assert all(finding.shortest is None for finding in result.findings)
 
 
 def test_a_real_run_of_two_implementations():
@@ -195,12 +203,12 @@ def test_a_finding_is_run_again_from_its_document():
 
 def test_after_a_hang_the_other_cases_of_the_check_are_not_run():
     class Hanging(Scripted):
-        def judge(self, name, case, comparison=None):
+        def judge(self, name, case, comparison=None, **_how):
             judgement = super().judge(name, case)
             return Judgement(judgement.outcome, Finding("hung", "the run", -1, "", (1,), "rank 1 hung", case))
 
     runner = Hanging({"mlp": Verdict.FAIL})
     (result,) = run_conformance("torch-ddp", checks=("training.sgd_momentum",), runner=runner).results
     assert result.verdict is Verdict.FAIL
-    assert len(runner.judged) == 1
+    assert len(runner.judged) == 1, "neither does an explanation run what hangs"
     assert result.not_run == {"an earlier case of the check hung": 3}
