@@ -35,7 +35,8 @@ from fsdp_ref.training import clip
 from fsdp_ref.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 from fsdp_testing.implementations import naming, ref_pieces
 from fsdp_testing.implementations.adapter import TorchStyle
-from fsdp_testing.implementations.protocol import Division, Precision, Setup, WrapPolicy
+from fsdp_testing.implementations.fsdp_options import Words
+from fsdp_testing.implementations.protocol import Division, Setup, WrapPolicy
 from fsdp_testing.implementations.sites import innermost_first, replace_module
 from fsdp_testing.implementations.torch_checkpointing import checkpoint_modules
 from fsdp_testing.records.capabilities import CAPABILITIES
@@ -55,51 +56,21 @@ _NOT_CLAIMED = frozenset(
     }
 )
 
-_STRATEGIES = {
-    "full_shard": ShardingStrategy.FULL_SHARD,
-    "shard_grad_op": ShardingStrategy.SHARD_GRAD_OP,
-    "no_shard": ShardingStrategy.NO_SHARD,
-    "hybrid_shard": ShardingStrategy.HYBRID_SHARD,
-    "hybrid_shard_zero2": ShardingStrategy._HYBRID_SHARD_ZERO2,
-}
-_PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
-
-
-def _options(setup: Setup, name: str) -> dict[str, Any]:
-    """What both paths are told about one unit."""
-    strategy = setup.unit_strategies.get(name, setup.strategy)
-    on_mesh = strategy.startswith("hybrid")
-    return {
-        "device_mesh": setup.mesh if on_mesh else None,
-        "process_group": None if on_mesh else setup.group,
-        "mixed_precision": _mixed_precision(setup.unit_precisions.get(name, setup.precision)),
-        "cpu_offload": CPUOffload(offload_params=True) if setup.cpu_offload else None,
-        "sync_module_states": setup.sync_module_states,
-        "forward_prefetch": setup.forward_prefetch,
-        "device_id": setup.device,
-    }
-
-
-def _mixed_precision(precision: Precision) -> MixedPrecision | None:
-    if precision == Precision():
-        return None
-    return MixedPrecision(
-        param_dtype=precision.param_dtype,
-        reduce_dtype=precision.reduce_dtype,
-        buffer_dtype=precision.buffer_dtype,
-        keep_low_precision_grads=precision.keep_low_precision_grads,
-        cast_forward_inputs=precision.cast_unit_inputs,
-        cast_root_forward_inputs=precision.cast_inputs,
-    )
-
-
-def _policy(module: nn.Module, policy: WrapPolicy) -> Any:
-    if policy.classes:
-        return ModuleWrapPolicy(set(policy.classes))
-    if policy.min_numel is not None:
-        return partial(size_based_auto_wrap_policy, min_num_params=policy.min_numel)
-    chosen = {id(module.get_submodule(name)) for name in policy.names}
-    return CustomPolicy(lambda candidate: id(candidate) in chosen)
+_WORDS = Words(
+    strategies={
+        "full_shard": ShardingStrategy.FULL_SHARD,
+        "shard_grad_op": ShardingStrategy.SHARD_GRAD_OP,
+        "no_shard": ShardingStrategy.NO_SHARD,
+        "hybrid_shard": ShardingStrategy.HYBRID_SHARD,
+        "hybrid_shard_zero2": ShardingStrategy._HYBRID_SHARD_ZERO2,
+    },
+    prefetch={"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None},
+    mixed_precision=MixedPrecision,
+    cpu_offload=CPUOffload,
+    module_policy=ModuleWrapPolicy,
+    size_policy=size_based_auto_wrap_policy,
+    custom_policy=CustomPolicy,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,26 +111,26 @@ def _wrap(apply: Apply, module: nn.Module, setup: Setup) -> nn.Module:
             setup = replace(setup, units=(), policy=WrapPolicy(names=setup.units))
         for name, unit in innermost_first(module, setup.units):
             inside = {id(inner) for inner in unit.modules()}
-            options = _options(setup, name) | {"ignored_modules": [m for m in ignored if id(m) in inside]}
+            options = _WORDS.options(setup, name) | {"ignored_modules": [m for m in ignored if id(m) in inside]}
             sharded = apply(unit, setup, name, options)
             if sharded is not unit:
                 replace_module(module, unit, sharded)
         if not setup.wrap_root:
             return module
-        options = _options(setup, "") | {"ignored_modules": ignored}
+        options = _WORDS.options(setup, "") | {"ignored_modules": ignored}
         if setup.policy is not None:
-            options["auto_wrap_policy"] = _policy(module, setup.policy)
+            options["auto_wrap_policy"] = _WORDS.policy(module, setup.policy)
         return apply(module, setup, "", options)
 
 
 def _as_wrapper(
     use_orig_params: bool, module: nn.Module, setup: Setup, name: str, options: dict[str, Any]
 ) -> nn.Module:
-    strategy = _STRATEGIES[setup.unit_strategies.get(name, setup.strategy)]
+    strategy = _WORDS.strategy(setup, name)
     return FullyShardedDataParallel(
         module,
         sharding_strategy=strategy,
-        backward_prefetch=_PREFETCH[setup.backward_prefetch],
+        backward_prefetch=_WORDS.prefetch[setup.backward_prefetch],
         use_orig_params=use_orig_params,
         **options,
     )
@@ -169,7 +140,7 @@ def _as_composable(module: nn.Module, setup: Setup, name: str, options: dict[str
     policy = options.pop("auto_wrap_policy", None)
     if policy is not None and not hasattr(policy, "_run_policy"):
         policy = _ByFunction(policy)
-    strategy = _STRATEGIES[setup.unit_strategies.get(name, setup.strategy)]
+    strategy = _WORDS.strategy(setup, name)
     return fully_shard(module, strategy=strategy, policy=policy, **options)
 
 

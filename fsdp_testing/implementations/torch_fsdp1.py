@@ -29,7 +29,8 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_bas
 
 from fsdp_testing.implementations import naming, torch_flat, torch_state, torch_unit_trace
 from fsdp_testing.implementations.adapter import TorchStyle
-from fsdp_testing.implementations.protocol import Division, Precision, Setup, WrapPolicy
+from fsdp_testing.implementations.fsdp_options import Words
+from fsdp_testing.implementations.protocol import Division, Setup
 from fsdp_testing.implementations.sites import innermost_first, replace_module
 from fsdp_testing.implementations.torch_checkpointing import checkpoint_modules
 
@@ -78,17 +79,24 @@ _SHARED_CLAIMS = frozenset(
 #: Only with original parameters: one unit may mix frozen and trainable ones, and flags may change.
 _ORIGINAL_CLAIMS = frozenset({"frozen_mixed_unit", "thawed_parameters"})
 
-#: Only with flat parameters: torch refuses the local form with original ones.
+#: Only with flat parameters: with original ones torch saves the local form and cannot load it again.
 _FLAT_CLAIMS = frozenset({"local_state_dict"})
 
-_STRATEGIES = {
-    "full_shard": ShardingStrategy.FULL_SHARD,
-    "shard_grad_op": ShardingStrategy.SHARD_GRAD_OP,
-    "no_shard": ShardingStrategy.NO_SHARD,
-    "hybrid_shard": ShardingStrategy.HYBRID_SHARD,
-    "hybrid_shard_zero2": ShardingStrategy._HYBRID_SHARD_ZERO2,
-}
-_PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
+_WORDS = Words(
+    strategies={
+        "full_shard": ShardingStrategy.FULL_SHARD,
+        "shard_grad_op": ShardingStrategy.SHARD_GRAD_OP,
+        "no_shard": ShardingStrategy.NO_SHARD,
+        "hybrid_shard": ShardingStrategy.HYBRID_SHARD,
+        "hybrid_shard_zero2": ShardingStrategy._HYBRID_SHARD_ZERO2,
+    },
+    prefetch={"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None},
+    mixed_precision=MixedPrecision,
+    cpu_offload=CPUOffload,
+    module_policy=ModuleWrapPolicy,
+    size_policy=size_based_auto_wrap_policy,
+    custom_policy=CustomPolicy,
+)
 
 
 def wrap(module: nn.Module, setup: Setup, *, use_orig_params: bool) -> nn.Module:
@@ -108,47 +116,16 @@ def wrap(module: nn.Module, setup: Setup, *, use_orig_params: bool) -> nn.Module
             replace_module(module, unit, FullyShardedDataParallel(unit, **options))
         options = _options(setup, "", use_orig_params) | {"ignored_modules": ignored}
         if setup.policy is not None:
-            options["auto_wrap_policy"] = _policy(module, setup.policy)
+            options["auto_wrap_policy"] = _WORDS.policy(module, setup.policy)
         return FullyShardedDataParallel(module, **options) if setup.wrap_root else module
 
 
 def _options(setup: Setup, name: str, use_orig_params: bool) -> dict[str, Any]:
-    strategy = setup.unit_strategies.get(name, setup.strategy)
-    on_mesh = strategy.startswith("hybrid")
-    return {
-        "device_mesh": setup.mesh if on_mesh else None,
-        "process_group": None if on_mesh else setup.group,
-        "sharding_strategy": _STRATEGIES[strategy],
-        "mixed_precision": _mixed_precision(setup.unit_precisions.get(name, setup.precision)),
-        "cpu_offload": CPUOffload(offload_params=True) if setup.cpu_offload else None,
-        "sync_module_states": setup.sync_module_states,
-        "backward_prefetch": _PREFETCH[setup.backward_prefetch],
-        "forward_prefetch": setup.forward_prefetch,
+    return _WORDS.options(setup, name) | {
+        "sharding_strategy": _WORDS.strategy(setup, name),
+        "backward_prefetch": _WORDS.prefetch[setup.backward_prefetch],
         "use_orig_params": use_orig_params,
-        "device_id": setup.device,
     }
-
-
-def _mixed_precision(precision: Precision) -> MixedPrecision | None:
-    if precision == Precision():
-        return None
-    return MixedPrecision(
-        param_dtype=precision.param_dtype,
-        reduce_dtype=precision.reduce_dtype,
-        buffer_dtype=precision.buffer_dtype,
-        keep_low_precision_grads=precision.keep_low_precision_grads,
-        cast_forward_inputs=precision.cast_unit_inputs,
-        cast_root_forward_inputs=precision.cast_inputs,
-    )
-
-
-def _policy(module: nn.Module, policy: WrapPolicy) -> Any:
-    if policy.classes:
-        return ModuleWrapPolicy(set(policy.classes))
-    if policy.min_numel is not None:
-        return partial(size_based_auto_wrap_policy, min_num_params=policy.min_numel)
-    chosen = {id(module.get_submodule(name)) for name in policy.names}
-    return CustomPolicy(lambda candidate: id(candidate) in chosen)
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[Any]:

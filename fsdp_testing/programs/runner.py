@@ -32,6 +32,7 @@ from fsdp_testing.records import (
 from fsdp_testing.run import raise_unless_ok
 
 _ORACLE_CACHE = 512
+_KEPT = 16
 
 LOCATABLE = ("diverged", "disagreed", "missing")
 """Kinds of findings whose first operation an observation after every operation may show."""
@@ -58,6 +59,7 @@ class Special:
         expect_arguments: More arguments of `expect`.
         seen_as: The case as the oracle sees it, where that is another one.
         review: Looks at what the ranks report once the numbers agree.
+        kept: A case that ran to its end is not run again for the next check that looks at the same.
     """
 
     job: Callable[..., Any] = jobs.run_case
@@ -66,6 +68,7 @@ class Special:
     expect_arguments: tuple[Any, ...] = ()
     seen_as: Callable[[Case], Case] = field(default=lambda case: case)
     review: Review | None = None
+    kept: bool = False
 
 
 ORDINARY = Special()
@@ -116,6 +119,7 @@ class CaseRunner:
         self._pool = pool or default_pool()
         self._timeout = timeout
         self._expectations: OrderedDict[str, Expectation] = OrderedDict()
+        self._kept: OrderedDict[Any, WorldOutcome] = OrderedDict()
 
     @property
     def pool(self) -> Pool:
@@ -176,7 +180,13 @@ class CaseRunner:
     def _attempt(self, asked: _Question, *, observe_all: bool) -> Answer:
         case, special = asked.case, asked.special
         arguments = (asked.name, case, observe_all, *special.arguments)
-        outcome = self._execute(case.world, special.job, arguments, f"{asked.name} {case.identity}")
+        key = (asked.name, case.identity, special.job, observe_all)
+        outcome = self._kept.get(key) if special.kept else None
+        if outcome is None:
+            outcome = self._execute(case.world, special.job, arguments, f"{asked.name} {case.identity}")
+        if special.kept and outcome.ok:
+            self._kept[key] = outcome
+            self._kept.popitem(last=False) if len(self._kept) > _KEPT else None
         found = _observations(outcome)
         errors = {rank: seen.error for rank, seen in found.items() if seen.error is not None}
         innocent = [error for error in errors.values() if error.innocent]

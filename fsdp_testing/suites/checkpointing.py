@@ -29,7 +29,7 @@ def plan(model: str, *, reentrant: bool = False, outside: bool = False) -> Wrapp
 
 def _trained(*, reentrant: bool = False, outside: bool = False) -> Builder:
     def build(place: Place) -> Iterable[Case]:
-        for model in ("mlp", "embedding"):
+        for model in ("mlp",) if outside else ("mlp", "embedding"):
             wrapping = plan(model, reentrant=reentrant, outside=outside)
             yield place.case(model, *iterations(2), micro(2), wrapping=wrapping, optimizer=ADAMW)
 

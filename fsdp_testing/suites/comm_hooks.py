@@ -160,7 +160,7 @@ def _as_reduced_in(wire: str, case: Case) -> Case:
 
 def _never_stepping(place: Place) -> Iterable[Case]:
     # No step: gradients are a function of the initial values, so the rank's own are known without the other ranks.
-    for model in ("mlp", "uneven", "deep_nest"):
+    for model in ("uneven", "deep_nest"):
         yield place.case(model, micro(0), ZeroGrad(), micro(1), Observe(), optimizer=PLAIN_SGD)
 
 
@@ -170,13 +170,11 @@ def _accumulating(place: Place) -> Iterable[Case]:
 
 
 def _trained(place: Place) -> Iterable[Case]:
-    for model in ("mlp", "uneven"):
-        yield place.case(model, *iterations(3))
+    yield place.case("uneven", *iterations(3))
 
 
 def _compressed(place: Place) -> Iterable[Case]:
-    for model in ("mlp", "uneven"):
-        yield place.case(model, micro(0), Observe(), Step(), ZeroGrad(), micro(1), dtype="float32", optimizer=PLAIN_SGD)
+    yield place.case("uneven", micro(0), Observe(), Step(), ZeroGrad(), micro(1), dtype="float32", optimizer=PLAIN_SGD)
 
 
 # ----------------------------------------------------------------------------------------------- in the oracle

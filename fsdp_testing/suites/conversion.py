@@ -100,8 +100,7 @@ def _cast_buffers(place: Place) -> Iterable[Case]:
 
 
 def _moved(place: Place) -> Iterable[Case]:
-    for model in ("mlp", "uneven"):
-        yield place.case(model, Move(), *iterations(1), Move(), *iterations(1, first=1), look(5), optimizer=ADAMW)
+    yield place.case("uneven", Move(), *iterations(1), Move(), *iterations(1, first=1), look(5), optimizer=ADAMW)
 
 
 CHECKS = (
