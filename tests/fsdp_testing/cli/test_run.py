@@ -227,3 +227,13 @@ def test_for_real(verify: Callable[..., Any], tmp_path: Path) -> None:
     assert report.implementations == ("torch-ddp",)
     assert {found.verdict for found in report.results} == {Verdict.PASS}
     assert all(case.comparisons > 0 for found in report.results for case in found.cases)
+
+
+def test_the_page_of_a_real_run_draws_what_was_traced(verify: Callable[..., Any], tmp_path: Path) -> None:
+    ended = verify("run", "torch-fsdp2", "--check", "training.same_batch_twice", "--html", str(tmp_path))
+    assert ended.code == 0, ended.out + ended.err
+    page = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert page.count('<details class="portrait"') == 2, "one for each strategy that it claims"
+    for kind in ("forward", "backward", "collective", "operation", "gathered", "shard0"):
+        assert f'<rect class="{kind}"' in page, kind
+    assert "within the bound of" in page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from pathlib import Path
@@ -91,3 +92,16 @@ def test_a_damaged_report_is_refused(text: str, tmp_path: Path) -> None:
 def test_a_missing_report_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRecord, match=r"none\.json: expected a report"):
         read_json(tmp_path / "none.json")
+
+
+def test_a_report_of_the_first_version_is_still_read(good: RunReport, mixed: RunReport, tmp_path: Path) -> None:
+    for report in (good, mixed):
+        document = json.loads(report.to_json())
+        document["version"] = 1
+        del document["portraits"]
+        for result in document["results"]:
+            for finding in result["findings"]:
+                del finding["cause"], finding["shortest"]
+        path = tmp_path / "old.json"
+        path.write_text(json.dumps(document), encoding="utf-8")
+        assert read_json(path).to_json() == report.to_json()
