@@ -18,7 +18,13 @@ if TYPE_CHECKING:
 S = TypeVar("S", bound=Enum)
 
 
-class TrainingState(Enum):
+class _State(Enum):
+    """An enum of states. Members are looked up in tables several times per unit and step, and Enum's own hash is slow."""
+
+    __hash__ = object.__hash__
+
+
+class TrainingState(_State):
     """What one unit is busy with."""
 
     IDLE = auto()
@@ -29,7 +35,7 @@ class TrainingState(Enum):
     """A user holds the full parameters."""
 
 
-class HandleTrainingState(Enum):
+class HandleTrainingState(_State):
     """Which phase one flat parameter is in."""
 
     IDLE = auto()
@@ -44,7 +50,7 @@ class HandleTrainingState(Enum):
     """A user holds the full parameters."""
 
 
-class ShardState(Enum):
+class ShardState(_State):
     """Which copy of one flat parameter is live, hence who owns memory."""
 
     SHARDED = auto()

@@ -296,6 +296,12 @@ class _Holders:
     def __init__(self, root: FullyShardedDataParallel, module: nn.Module) -> None:
         self._root = root
         self._module = module
+        # Found once: wrapping a module changes what its parents show, not where its own children hang.
+        self._places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+        for parent in module.modules():
+            for name, child in parent._modules.items():
+                if child is not None:
+                    self._places.setdefault(child, []).append((parent, name))
 
     def hold(self, planned: PlannedUnit) -> nn.Module:
         """Return the wrapper of a planned module."""
@@ -303,8 +309,6 @@ class _Holders:
             self._root._hold(planned.module)
             return self._root
         wrapper = type(self._root)._around(planned.module)
-        for parent in list(self._module.modules()):
-            for name, child in list(parent._modules.items()):
-                if child is planned.module and parent is not wrapper:
-                    setattr(parent, name, wrapper)
+        for parent, name in self._places.get(planned.module, ()):
+            setattr(parent, name, wrapper)
         return wrapper

@@ -132,23 +132,42 @@ class Collectives:
         return Started(dist.broadcast(tensor, group=group, group_src=group_src, async_op=True))
 
 
+class _ThenAdd:
+    """The second half of a reduce-scatter between two ranks: add the chunk that was not exchanged.
+
+    The order of two addends does not matter.
+
+    Args:
+        work: the exchange.
+        out: the other rank's chunk, to become the sum.
+        own: this rank's chunk.
+    """
+
+    def __init__(self, work: dist.Work, out: Tensor, own: Tensor) -> None:
+        self._work: dist.Work | None = work
+        self._out = out
+        self._own = own
+
+    def wait(self) -> None:
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+            self._out.add_(self._own)
+
+
 class _ExchangeAndSum:
     """The second half of a reduce-scatter by exchange: add the chunks in rank order.
 
     Args:
         work: the exchange.
-        received: chunks from other ranks (and this one's own, unless ``own`` is given).
-        own: this rank's own chunk, when it was not exchanged.
+        received: chunks from all ranks.
         out: where the sum goes.
         scratch: takes ``received`` back.
     """
 
-    def __init__(
-        self, work: dist.Work, received: Tensor, own: Tensor | None, out: Tensor, scratch: ScratchPool
-    ) -> None:
+    def __init__(self, work: dist.Work, received: Tensor, out: Tensor, scratch: ScratchPool) -> None:
         self._work: dist.Work | None = work
         self._received = received
-        self._own = own
         self._out = out
         self._scratch = scratch
 
@@ -157,13 +176,10 @@ class _ExchangeAndSum:
         if work is None:
             return
         work.wait()
-        chunks = list(self._received.view(-1, self._out.numel()).unbind(0))
-        if self._own is not None:
-            chunks.append(self._own)  # two ranks: the order of two addends does not matter
+        chunks = self._received.view(-1, self._out.numel()).unbind(0)
         torch.add(chunks[0], chunks[1], out=self._out)
         for chunk in chunks[2:]:
             self._out.add_(chunk)
-        self._own = None
         self._scratch.give(self._received)
 
 
@@ -189,19 +205,16 @@ class GlooCollectives(Collectives):
         received = self._scratch.take(full.numel(), full.dtype, full.device)
         work = dist.all_to_all_single(as_bytes(received), as_bytes(full), group=group, async_op=True)
         assert work is not None  # async_op=True in a group that this rank belongs to
-        return _ExchangeAndSum(work, received, None, out, self._scratch)
+        return _ExchangeAndSum(work, received, out, self._scratch)
 
     def _sum_with_other(self, out: Tensor, full: Tensor, group: dist.ProcessGroup) -> Pending:
-        """Of two ranks each sends the other's chunk; its own never moves."""
+        """Of two ranks each sends the other's chunk, straight to where the sum will be; its own never moves."""
         mine, other = group.rank(), 1 - group.rank()
         chunks = full.chunk(2)
-        received = self._scratch.take(out.numel(), full.dtype, full.device)
-        sizes = [received.nbytes if rank == other else 0 for rank in range(2)]
-        work = dist.all_to_all_single(
-            as_bytes(received), as_bytes(chunks[other]), sizes, sizes, group=group, async_op=True
-        )
+        sizes = [out.nbytes if rank == other else 0 for rank in range(2)]
+        work = dist.all_to_all_single(as_bytes(out), as_bytes(chunks[other]), sizes, sizes, group=group, async_op=True)
         assert work is not None  # async_op=True in a group that this rank belongs to
-        return _ExchangeAndSum(work, received, chunks[mine], out, self._scratch)
+        return _ThenAdd(work, out, chunks[mine])
 
     def _all_gather(self, out: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Pending:
         size = group.size()

@@ -53,6 +53,7 @@ class UnitConfig:
         use_orig_params: what users see.
         full_precision_module: made because mixed precision leaves its class alone: inputs are cast up, outputs back.
         switches: environment switches.
+        reshards_after_forward: whether the strategy frees full parameters between forward and backward.
     """
 
     strategy: ShardingStrategy
@@ -65,11 +66,11 @@ class UnitConfig:
     use_orig_params: bool = False
     full_precision_module: bool = False
     switches: Switches = field(default_factory=Switches)
+    reshards_after_forward: bool = field(init=False)
 
-    @property
-    def reshards_after_forward(self) -> bool:
-        """Whether the strategy frees full parameters between forward and backward."""
-        return self.strategy not in NO_RESHARD_AFTER_FORWARD_STRATEGIES | {ShardingStrategy.NO_SHARD}
+    def __post_init__(self) -> None:
+        keeps = self.strategy in NO_RESHARD_AFTER_FORWARD_STRATEGIES or self.strategy is ShardingStrategy.NO_SHARD
+        object.__setattr__(self, "reshards_after_forward", not keeps)
 
     @property
     def hybrid(self) -> bool:
