@@ -21,7 +21,7 @@ from fsdp_testing.checkers.explain_signature import (
 )
 from fsdp_testing.checkers.parity import Comparison
 from fsdp_testing.checkers.quantities import Expectation
-from fsdp_testing.errors import HarnessError, WorldFailed
+from fsdp_testing.errors import HarnessError
 from fsdp_testing.explanation.budget import Budget
 from fsdp_testing.explanation.holding import held_before
 from fsdp_testing.explanation.likeness import Likeness, WrongNumbers
@@ -213,7 +213,7 @@ class _Explainer:
         claimed = "unit_trace" in registry.load(self._name).capabilities
         if not claimed or finding.kind == "raised" or finding.case.world.backend != "gloo":
             return None
-        with suppress(WorldFailed):
+        with suppress(HarnessError):  # what cannot be traced is told without it
             traced = trace_on(self._runner.on_ranks, self._name, finding.case)
             # The first run of a schedule connects and allocates; nobody wants that drawn.
             return trace_on(self._runner.on_ranks, self._name, finding.case) if self._draw else traced

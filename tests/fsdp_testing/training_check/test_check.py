@@ -264,3 +264,24 @@ def test_a_rank_that_raises_is_accounted_for():
 def test_no_world_size_at_all():
     with pytest.raises(InvalidArgument, match="at least one world size"):
         check_training(right, world_sizes=())
+
+
+class Odd(torch.optim.Optimizer):
+    """An optimizer whose parameters are not what a witness expects."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self, closure=None):
+        return None
+
+
+def with_an_odd_optimizer(world):
+    optimizer = Odd([torch.ones(2, requires_grad=True)])
+    optimizer.param_groups[0]["params"] = [object()]
+    optimizer.step()
+    return {"x": torch.ones(1)}
+
+
+def test_what_cannot_be_seen_does_not_end_the_loop():
+    check_training(with_an_odd_optimizer, world_sizes=(1, 2))
