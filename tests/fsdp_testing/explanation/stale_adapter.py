@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 from toy import Toy, ToyAdapter
 
 
@@ -26,5 +28,63 @@ class TwoFaults(KeepsOldWeights):
             super().accumulate(fqn, gradient)
 
 
+class KeepsOneUnit(Toy):
+    """One unit of the plain stack stays gathered after a forward without backward, and is used as it is by the next."""
+
+    UNITS = ("layers.0", "layers.1", "layers.2")
+
+    def __init__(self, module, setup) -> None:
+        super().__init__(module, setup)
+        self.emit = lambda *_: None
+        self.held: set[str] = set()
+
+    def unshard(self) -> None:
+        kept = {} if self.training or "layers.1" not in self.held else self.full
+        stale = {fqn: parameter.data.clone() for fqn, parameter in kept.items() if fqn.startswith("layers.1.")}
+        super().unshard()
+        for fqn, data in stale.items():
+            self.full[fqn].data = data
+        self.hold(*self.UNITS)
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        if not self.training:
+            self.drop("layers.0", "layers.2")
+        return output
+
+    def finish_backward(self) -> None:
+        super().finish_backward()
+        self.drop(*self.UNITS)
+
+    def hold(self, *units) -> None:
+        for unit in units:
+            if unit not in self.held:
+                self.emit(unit, "gather", ())
+        self.held |= set(units)
+
+    def drop(self, *units) -> None:
+        for unit in units:
+            if unit in self.held:
+                self.emit(unit, "free", ())
+        self.held -= set(units)
+
+
+class TracedAdapter(ToyAdapter):
+    """Tells of the units."""
+
+    def __init__(self, toy, name) -> None:
+        super().__init__(toy, name)
+        self.capabilities |= {"unit_trace"}
+
+    def units(self, model):
+        return [(unit, tuple(fqn for fqn in model.shards if fqn.startswith(f"{unit}."))) for unit in model.UNITS]
+
+    @contextmanager
+    def trace_units(self, model, emit):
+        model.emit = emit
+        yield
+
+
+KEEPS_ONE_UNIT = TracedAdapter(KeepsOneUnit, name="KEEPS_ONE_UNIT")
 KEEPS_OLD_WEIGHTS = ToyAdapter(KeepsOldWeights, name="KEEPS_OLD_WEIGHTS")
 TWO_FAULTS = ToyAdapter(TwoFaults, name="TWO_FAULTS")

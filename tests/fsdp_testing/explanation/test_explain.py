@@ -59,12 +59,17 @@ def the_explanation(findings: list[Finding]) -> Explanation:
             "forward-backward in no_sync, is missing",
         ),
         ("stale_adapter:KEEPS_OLD_WEIGHTS", "forward_only.eval", "the weights from before operation"),
+        (
+            "stale_adapter:KEEPS_ONE_UNIT",
+            "forward_only.eval",
+            "unit `layers.1` still holds the weights from before operation 2, step, on ranks 0 and 1",
+        ),
     ],
 )
 def test_the_cause_is_named(name: str, check: str, told: str) -> None:
     findings = explained(name, check)
     explanation = the_explanation(findings)
-    assert told in explanation.sentence
+    assert told in explanation.sentence, explanation.sentence
     assert "bound" in explanation.sentence
     assert explanation.complete
     assert explanation.left_out > 0
