@@ -81,12 +81,7 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
         device_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            warnings.warn(
-                f"FSDP will not all-gather parameters for containers that do not implement forward: {module}",
-                UserWarning,
-                stacklevel=2,
-            )
+        _warn_of_container(module)
         options = UnitOptions(
             process_group=process_group,
             sharding_strategy=sharding_strategy,
@@ -101,15 +96,10 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
             use_orig_params=use_orig_params,
             device_mesh=device_mesh,
         )
-        holder = _Holders(self, module)
+        hold, policy = _Holders(self, module).hold, auto_wrap_policy
         attach(
             Application(
-                module,
-                options,
-                holder.hold,
-                policy=auto_wrap_policy,
-                ignored_modules=ignored_modules,
-                ignored_states=ignored_states,
+                module, options, hold, policy=policy, ignored_modules=ignored_modules, ignored_states=ignored_states
             )
         )
         install(self)
@@ -269,6 +259,15 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
         unit = unit_of(self)
         assert isinstance(unit, Unit)  # set while constructing
         return unit
+
+
+def _warn_of_container(module: nn.Module) -> None:
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        warnings.warn(
+            f"FSDP will not all-gather parameters for containers that do not implement forward: {module}",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _visit(module: nn.Module, fn: Callable[[nn.Module], None]) -> None:
