@@ -3,7 +3,6 @@
 Run with torch alone: python fsdp1-no-shard-prefetch-skipped-unit.py
 """
 
-import copy
 import tempfile
 
 import torch
@@ -22,6 +21,11 @@ class Skipping(nn.Module):
     def forward(self, x: torch.Tensor, *, use_branch: bool) -> torch.Tensor:
         x = self.trunk(x)
         return self.branch(x) if use_branch else x
+
+
+def fresh() -> Skipping:
+    torch.manual_seed(0)
+    return Skipping()
 
 
 def train(model: nn.Module) -> list[float]:
@@ -55,13 +59,11 @@ def wrapped(model: Skipping, strategy: ShardingStrategy, *, forward_prefetch: bo
 def main(rank: int, path: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
-    torch.manual_seed(0)
-    model = Skipping()
-    alone = train(copy.deepcopy(model))
+    alone = train(fresh())
     found = {}
     for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
         for prefetch in (False, True):
-            found[strategy.name, prefetch] = train(wrapped(copy.deepcopy(model), strategy, forward_prefetch=prefetch))
+            found[strategy.name, prefetch] = train(wrapped(fresh(), strategy, forward_prefetch=prefetch))
     if rank == 0:
         print(f"one process: {alone}")
         for (name, prefetch), seen in found.items():
