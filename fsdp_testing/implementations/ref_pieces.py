@@ -60,7 +60,7 @@ def local_pieces(model: nn.Module) -> Mapping[str, tuple[Piece, ...]]:
 def _pieces_of(handle: FlatHandle, original: FlatOriginal) -> tuple[Piece, ...]:
     value = _held(handle.shard_S.detach(), original)
     source = original.parameter if original.parameter is not None else handle.flat_param
-    local = handle.grads.local_F is not None
+    local = handle.grads.local_F is not None and not _forgotten(handle)
     reduced = handle.grads.reduced_S if local else None
     grad = None if local else _own_grad(handle, original)
     beside = _held(reduced, original) if reduced is not None else grad
@@ -71,6 +71,12 @@ def _pieces_of(handle: FlatHandle, original: FlatOriginal) -> tuple[Piece, ...]:
     whole = _own_grad(handle, original)
     own = flat_pieces.spans(original, 0, original.numel, whole, None, requires_grad=flag)
     return (*values, *(replace(piece, value=None, grad=piece.value, reduced=False) for piece in own))
+
+
+def _forgotten(handle: FlatHandle) -> bool:
+    """Whether the user has cleared every gradient since: the handle reads that before its next use, not at once."""
+    params = handle.originals.params if handle.originals.use_orig_params else [handle.flat_param]
+    return all(param.grad is None for param in params)
 
 
 def _held(flat_S: torch.Tensor, original: FlatOriginal) -> torch.Tensor:

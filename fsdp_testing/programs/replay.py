@@ -294,12 +294,10 @@ def _forward(replay: Replay, operation: Forward) -> Results:
     contexts = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
     values: Results = {}
     for rank, replica in enumerate(replay.replicas):
-        if operation.mode != "train":
-            replica.eval()
+        replica.train(operation.mode == "train")
         with contexts.get(operation.mode, nullcontext)():
             values |= _results(rank, replay.forward(rank, operation.batch))
-        if operation.mode != "train":
-            replica.train()
+        replica.train()
     return values
 
 

@@ -49,6 +49,8 @@ def legal_case(case: Case, capabilities: frozenset[str] | None = None) -> Case:
         if case.mixed_precision is not None:
             # Low precision is compared bit by bit, and a product of a transposed matrix may be rounded otherwise.
             tree = _without_strides(tree)
+            # Activations that pass through a module which nobody casts are of a dtype that the next one may refuse.
+            case = replace(case, wrapping=replace(case.wrapping, ignored=()))
         case = replace(case, model=replace(case.model, tree=tree))
         wrapping = _legal_wrapping(case.wrapping, tree)
         case = replace(case, wrapping=wrapping, program=_legal_program(case.program, tree, wrapping))
@@ -254,7 +256,9 @@ def _needs_of_zoo(case: Case) -> set[str]:
     if model is None:
         return set()
     needs = set(model.needs)
-    if set(model.units) <= set(case.wrapping.units):
+    plans = [case.wrapping.units]
+    plans += [o.units for o in case.program if isinstance(o, Reload) and o.units is not None]
+    if all(set(model.units) <= set(units) for units in plans):
         return needs
     # Parts that are units of their own in the plan that the zoo suggests may meet in one unit.
     needs |= {"mixed_dtype_units"} if "mixed_dtypes" in model.traits else set()

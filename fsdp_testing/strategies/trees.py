@@ -22,7 +22,7 @@ Node = dict[str, Any]
 def draw_tree(choices: Choices, swarm: Swarm) -> dict[str, Any]:
     """Draws a legal tree of one to about ten nodes."""
     drawer = _TreeDrawer(choices, swarm)
-    tree: dict[str, Any] = {"width": drawer.entering, "nodes": drawer.nodes(choices.integer(1, 4), 0)}
+    tree: dict[str, Any] = {"width": drawer.entering, "nodes": drawer.nodes(1, 4, 0)}
     if "tree.container" in swarm and choices.chance(2):
         tree["output"] = drawer.container()
     return legal_tree(tree)
@@ -53,11 +53,12 @@ class _TreeDrawer:
             return self._choices.pick(_WIDTHS if self._choices.chance(4) else _USUAL_WIDTHS)
         return self._usual
 
-    def nodes(self, count: int, depth: int) -> list[Node]:
+    def nodes(self, least: int, most: int, depth: int) -> list[Node]:
+        """Draws a list that goes on or ends after each node, so that what shrinks can leave any of them out."""
         made: list[Node] = []
-        for place in range(count):
+        while len(made) < least or (len(made) < most and self._choices.more(3)):
             node = self._node(made, depth)
-            node["name"] = _NAMES[place]
+            node["name"] = _NAMES[len(made)]
             made.append(node)
         return made
 
@@ -128,7 +129,7 @@ class _TreeDrawer:
         entering, before = self._current, self._forced
         fits = len(node) > 1
         self._forced = entering if fits else before
-        node["nodes"] = self.nodes(self._choices.integer(0 if depth else 1, 3), depth + 1)
+        node["nodes"] = self.nodes(0 if depth else 1, 3, depth + 1)
         self._forced = before
         self._current = entering if fits else self._current
 

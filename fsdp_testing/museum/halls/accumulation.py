@@ -10,7 +10,7 @@ from fsdp_ref.handle import gradients
 from fsdp_ref.handle.gradients import GradientStore
 from fsdp_ref.runtime import backward, forward, grad_sync
 from fsdp_testing.museum.exhibit import Exhibit
-from fsdp_testing.museum.planting import instead, planting, skipped
+from fsdp_testing.museum.planting import instead, planting, replaced, skipped
 
 
 def _as_plain_torch(_original: Any, param: Any, value: Any) -> None:
@@ -59,12 +59,12 @@ def _not_for_offloaded(original: Any, self: Any) -> None:
 
 
 def _result_is_dropped(original: Any, self: Any, unit: Any, handle: Any, grads: Any) -> None:
-    hook = unit.comm_hook
-    unit.comm_hook = lambda state, *tensors: hook(state, *(tensor.clone() for tensor in tensors))
-    try:
+    with replaced(unit, "comm_hook", _on_copies):
         original(self, unit, handle, grads)
-    finally:
-        unit.comm_hook = hook
+
+
+def _on_copies(hook: Any) -> Any:
+    return lambda state, *tensors: hook(state, *(tensor.clone() for tensor in tensors))
 
 
 EXHIBITS = (

@@ -78,7 +78,9 @@ def test_a_bad_file_is_refused(change: dict[str, object], told: str):
         read_known(document, "here")
 
 
-@pytest.mark.parametrize("name", [path.stem for path in sorted(SHIPPED.glob("*.json")) if path.stem != "single-process"])
+@pytest.mark.parametrize(
+    "name", [path.stem for path in sorted(SHIPPED.glob("*.json")) if path.stem != "single-process"]
+)
 def test_shipped_examples_are_legal_claimed_and_hit_by_their_rule(name: str):
     claimed = registry.load(name).capabilities
     examples = shipped_known(name).examples()
