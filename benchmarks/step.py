@@ -277,7 +277,7 @@ def settings(ranks: list[int], *, quick: bool) -> list[Setting]:
             chosen.append(Setting("blocks", size, strategy, 512, 8, 64, 8 if quick else 25))
             if not quick:
                 chosen.append(Setting("blocks", size, strategy, 720, 12, 64, 15))
-        chosen.append(Setting("overhead", size, "FULL_SHARD", 64, 60 if quick else 200, 8, 5 if quick else 10))
+            chosen.append(Setting("overhead", size, strategy, 64, 60 if quick else 200, 8, 5 if quick else 10))
     return chosen
 
 
