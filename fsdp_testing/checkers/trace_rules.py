@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fsdp_testing.checkers.explain import operation_text
 from fsdp_testing.checkers.lifecycle import check_lifecycle, still_gathered
 from fsdp_testing.checkers.order import ranks_agree
+from fsdp_testing.errors import HarnessError
 from fsdp_testing.records import (
     AutogradEvent,
     Case,
@@ -99,7 +100,10 @@ def all_freed(case: Case, ranks: Sequence[TracedObservation]) -> Broken | None:
 def held_while_used(_case: Case, ranks: Sequence[TracedObservation]) -> Broken | None:
     """A module runs forward only while its unit is gathered, and backward only after the unit was gathered again."""
     for rank in ranks:
-        for place, event, owner, gathered in _uses(rank):
+        uses = list(_uses(rank))
+        if not uses and any(event.transition == "free" for event in _units(rank)):
+            raise _unseen(rank, "a module with parameters of a unit that is freed")
+        for place, event, owner, gathered in uses:
             if owner in gathered:
                 continue
             if event.moment == "post_forward" or not _gathered_next(rank.events[place:], owner):
@@ -172,6 +176,8 @@ def in_order(case: Case, ranks: Sequence[TracedObservation]) -> Broken | None:
             forward, backward = _orders(rank, operation)
             named = {unit for unit, fqns in rank.units if fqns}
             got = [e.unit for e in _units(rank, operation) if e.transition == "gather" and e.unit in named]
+            if got and not forward:
+                raise _unseen(rank, "a unit that is gathered")
             first, then = got[: len(forward)], iter(backward)
             # Whether a unit is gathered again for backward is another rule's; here, in which order.
             if got and (first != forward or not all(unit in then for unit in got[len(forward) :])):
@@ -269,6 +275,14 @@ def _chain(sizes: Mapping[str, int]) -> int:
         return sum(size for other, size in sizes.items() if other in ("", unit) or unit.startswith(f"{other}."))
 
     return max((around(unit) for unit in sizes), default=0)
+
+
+def _unseen(rank: TracedObservation, what: str) -> HarnessError:
+    """Nothing can be said: the modules that ran are not known by the names that the units have."""
+    return HarnessError(
+        f"trace of rank {rank.rank}: expected to see {what} run, got modules of other names only. Let `units` give the "
+        "names of modules before wrapping, and wrap the modules themselves; or do not claim `unit_trace`."
+    )
 
 
 def _shown(name: str) -> str:

@@ -8,6 +8,7 @@ import pytest
 
 from fsdp_testing.checkers import trace_rules
 from fsdp_testing.checkers.trace_rules import TracedObservation
+from fsdp_testing.errors import HarnessError
 from fsdp_testing.records import (
     AutogradEvent,
     Batch,
@@ -166,6 +167,13 @@ def test_units_around_a_unit_count_as_its_own():
     shapes = {"w": (4, 4), "a.weight": (4, 4), "a.b.weight": (4, 4)}
     events = tuple(unit(name, "gather", 0) for name in ("", "a", "a.b"))
     assert trace_rules.within_memory(case(), [TracedObservation(0, events=events, units=nested, shapes=shapes)]) is None
+
+
+@pytest.mark.parametrize("rule", [trace_rules.held_while_used, trace_rules.in_order])
+def test_modules_that_nobody_recognises_are_no_verdict(rule):
+    seen = ranks(lambda events: [e for e in events if not isinstance(e, AutogradEvent)])
+    with pytest.raises(HarnessError, match="modules of other names only"):
+        rule(case(), seen)
 
 
 def test_nothing_is_said_of_ranks_that_were_not_traced():
