@@ -120,10 +120,15 @@ def tensors_of(ranks: list[RankObservation]) -> Iterator[tuple[RankObservation, 
                 yield from ((rank, piece.value) for pieces in state.tensors.values() for piece in pieces)
 
 
+def element(tensor: torch.Tensor, place: int) -> torch.Tensor:
+    """The first or last element, as a view: a transposed tensor has none that is flat."""
+    return tensor[(place,) * tensor.ndim]
+
+
 CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
-    "a thousandth": lambda t: t.reshape(-1)[0].add_(0.001 * (1 + abs(float(t.reshape(-1)[0])))),
-    "not a number": lambda t: t.reshape(-1)[-1].fill_(float("nan")),
-    "infinite": lambda t: t.reshape(-1)[0].fill_(float("inf")),
+    "a thousandth": lambda t: element(t, 0).add_(0.001 * (1 + abs(float(element(t, 0))))),
+    "not a number": lambda t: element(t, -1).fill_(float("nan")),
+    "infinite": lambda t: element(t, 0).fill_(float("inf")),
 }
 
 
