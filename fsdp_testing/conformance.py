@@ -141,12 +141,12 @@ def run_case(name: str, case: Case, *, runner: CaseRunner | None = None, **compa
         name: Implementation.
         case: The case.
         runner: Where it runs; by default on the process's own pool.
-        **comparison: Fields of `fsdp_testing.checkers.parity.Comparison`.
+        **comparison: Fields of `fsdp_testing.checkers.comparison.Comparison`.
 
     Raises:
         InvalidRecord: The case is not legal.
     """
-    from fsdp_testing.checkers.parity import Comparison
+    from fsdp_testing.checkers.comparison import Comparison
 
     check_case(case)
     load_all((name,))

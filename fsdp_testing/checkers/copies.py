@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fsdp_testing.checkers import parity
+from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.explain import finding_of
-from fsdp_testing.checkers.parity import Comparison
 from fsdp_testing.checkers.quantities import Expectation, ExpectedPoint
 from fsdp_testing.records import Case, Finding, OperationResult, RankObservation, Snapshot
 

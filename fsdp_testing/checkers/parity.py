@@ -7,37 +7,13 @@ follows is a consequence.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from fsdp_testing.checkers import state
+from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.divergence import Divergence, Tally
 from fsdp_testing.checkers.quantities import Expectation, ExpectedPoint
 from fsdp_testing.checkers.results import check_results
 from fsdp_testing.records import OperationResult, RankObservation, Snapshot
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """What a check asks of a comparison.
-
-    Attributes:
-        lockstep: The oracle starts each operation from the implementation's own state, and bounds are those of one
-            operation; else it runs freely.
-        none_is_zero: A gradient of zeros may stand for None and the other way round.
-        gradients: Compare gradients.
-        optimizer: Compare optimizer state, where the implementation shows it.
-        buffers: Compare buffers.
-        outputs: Compare losses, outputs and norms.
-        ignore: Parameters (fnmatch patterns) that are not compared, such as those outside the implementation.
-    """
-
-    lockstep: bool = False
-    none_is_zero: bool = False
-    gradients: bool = True
-    optimizer: bool = True
-    buffers: bool = True
-    outputs: bool = True
-    ignore: tuple[str, ...] = ()
 
 
 def compare(expectation: Expectation, ranks: Sequence[RankObservation], comparison: Comparison) -> Tally:

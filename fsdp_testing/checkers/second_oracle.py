@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_testing.checkers import adoption, parity
+from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.explain import finding_of
-from fsdp_testing.checkers.parity import Comparison
 from fsdp_testing.checkers.quantities import Expectation, Expected, ExpectedPoint, Quantity
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.records import Case, Finding, RankObservation

@@ -16,7 +16,7 @@ from fsdp_testing.checkers.tensors import difference
 from fsdp_testing.records import ParameterObservation, Piece, Snapshot
 
 if TYPE_CHECKING:
-    from fsdp_testing.checkers.parity import Comparison
+    from fsdp_testing.checkers.comparison import Comparison
 
 Shapes = Mapping[str, tuple[int, ...]]
 RankPieces = list[tuple[int, Sequence[Piece]]]

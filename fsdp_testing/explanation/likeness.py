@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_testing.checkers import parity
-from fsdp_testing.checkers.parity import Comparison
+from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.quantities import Expectation, Expected, ExpectedPoint, Quantity
 from fsdp_testing.records import Case, ForwardBackward, Freeze, Operation, RankObservation, Step
 

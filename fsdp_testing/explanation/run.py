@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.explain_signature import (
     FindingSignature,
     FineSignature,
@@ -19,7 +20,6 @@ from fsdp_testing.checkers.explain_signature import (
     schedule_shape,
     signature_of,
 )
-from fsdp_testing.checkers.parity import Comparison
 from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.explanation.budget import Budget

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from fsdp_testing.checkers import adoption, parity
+from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.divergence import Tally
-from fsdp_testing.checkers.parity import Comparison
 from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.fuzz import screen, stream
 from fsdp_testing.fuzz.batch import OUTLIVES, Watch

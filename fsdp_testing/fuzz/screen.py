@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fsdp_testing.checkers.parity import Comparison
+from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.quantities import Quantity
 from fsdp_testing.checkers.tensors import same_bits
 from fsdp_testing.programs.models import dtype_name

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fsdp_testing.checkers import adoption, parity
+from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.divergence import Tally
 from fsdp_testing.checkers.explain import finding_of, operation_text, raised_finding
-from fsdp_testing.checkers.parity import Comparison
 from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.errors import PoolBroken
 from fsdp_testing.pool import Fate, Pool, WorldOutcome, default_pool

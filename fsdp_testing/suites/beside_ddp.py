@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_testing.checkers.parity import Comparison
+from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.second_oracle import PairedObservation, review_pair
 from fsdp_testing.implementations import registry, torch_ddp
 from fsdp_testing.implementations.adapter import Adapter

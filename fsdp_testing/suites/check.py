@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from fsdp_testing.checkers.parity import Comparison
+from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.programs.runner import ORDINARY, CaseRunner, Judgement, Special
 from fsdp_testing.records import (
     STRATEGIES,

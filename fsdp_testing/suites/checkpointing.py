@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from fsdp_testing.checkers.parity import Comparison
+from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.records import Case, MixedPrecisionSpec, Observe, Step, WrappingPlan, ZeroGrad
 from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Builder, Check, Place, iterations, local, look, micro
 from fsdp_testing.zoo import MODELS

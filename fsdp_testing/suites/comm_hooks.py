@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_testing.checkers import hook_calls
+from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.hook_calls import HookCall, HookedObservation
-from fsdp_testing.checkers.parity import Comparison
 from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.protocol import Setup

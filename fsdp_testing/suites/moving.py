@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_testing.checkers.parity import Comparison
+from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fsdp_testing.checkers.parity import Comparison
+from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.records import Case, Observe, Step, WrappingPlan, ZeroGrad
 from fsdp_testing.suites.check import PLAIN_SGD, Check, Place, iterations, local, look, micro
 from fsdp_testing.zoo import MODELS

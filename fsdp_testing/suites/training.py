@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fsdp_testing.checkers.parity import Comparison
+from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.records import BuildOptimizer, Case, ForwardBackward, Observe, OptimizerSpec, SetLr, Step, ZeroGrad
 from fsdp_testing.suites.check import ADAMW, MOMENTUM, PLAIN_SGD, Check, Place, iterations, micro
 

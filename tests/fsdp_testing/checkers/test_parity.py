@@ -7,9 +7,10 @@ import dataclasses
 import pytest
 import torch
 
+from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.divergence import Divergence
 from fsdp_testing.checkers.explain import explain, finding_of, raised_finding
-from fsdp_testing.checkers.parity import Comparison, compare, first
+from fsdp_testing.checkers.parity import compare, first
 from fsdp_testing.checkers.quantities import Expectation, Expected, ExpectedPoint, Quantity
 from fsdp_testing.records import (
     Batch,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from fsdp_testing.checkers.parity import Comparison
+from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.conformance import run_conformance
 from fsdp_testing.errors import PoolBroken, WorldFailed
 from fsdp_testing.explanation.holding import held_before

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.divergence import Tally
-from fsdp_testing.checkers.parity import Comparison
 from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.pool import Pool
