@@ -97,7 +97,9 @@ def _fsdp2(case: Case) -> tuple[str, str, str]:
         options.append("reshard_after_forward=False")
     if case.mixed_precision is not None:
         spec = case.mixed_precision
-        dtypes = [f"{key}=torch.{getattr(spec, key)}" for key in ("param_dtype", "reduce_dtype") if getattr(spec, key)]
+        # Until torch 2.14 an unset `reduce_dtype` means `param_dtype`, from 2.15 on the parameter's own dtype.
+        given = {"param_dtype": spec.param_dtype, "reduce_dtype": spec.reduce_dtype or spec.param_dtype}
+        dtypes = [f"{key}=torch.{value}" for key, value in given.items() if value]
         options.append(f"mp_policy=MixedPrecisionPolicy({', '.join(dtypes)})")
         imports.append("MixedPrecisionPolicy")
     if case.cpu_offload:

@@ -114,7 +114,8 @@ def _options(setup: Setup, name: str, ignored: set[nn.Parameter]) -> dict[str, A
 def _precision_policy(precision: Precision) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(
         param_dtype=precision.param_dtype,
-        reduce_dtype=precision.reduce_dtype,
+        # Said, not left open: from torch 2.15 on, None means the parameter's own dtype, until then `param_dtype`.
+        reduce_dtype=precision.on_the_wire,
         cast_forward_inputs=precision.cast_inputs,
     )
 
