@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -69,33 +70,39 @@ def test_last():
 """
 
 
-def run(what: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Exit code of torchrun, and what each process wrote: of one pipe for both, lines would be torn."""
+
+    code: int
+    texts: tuple[str, ...]
+    agent: str
+
+
+def run(what: str, folder: Path, *options: str) -> Ended:
     (folder / "test_it.py").write_text(TESTS)
+    logs = folder / "logs"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    tests = [
-        "--no-python",
-        sys.executable,
-        "-m",
-        "pytest",
-        "-v",
-        "-p",
-        "no:cacheprovider",
-        *options,
-        "test_it.py",
-    ]
+    launcher += [f"--log-dir={logs}", "--redirects=3", "--no-python"]
+    tests = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *options, "test_it.py"]
     environment = {"WHAT": what, "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "HOME": str(folder)}
-    return subprocess.run(
+    done = subprocess.run(
         [*launcher, *tests], cwd=folder, env=environment, capture_output=True, text=True, timeout=200, check=False
     )
+    written = sorted(logs.glob("**/stdout.log"))
+    texts = tuple(path.read_text() + path.with_name("stderr.log").read_text() for path in written)
+    return Ended(done.returncode, texts, done.stdout + done.stderr)
 
 
 def test_its_processes_are_the_world(tmp_path: Path) -> None:
     done = run("nothing", tmp_path, "-rs")
-    assert done.returncode == 0, done.stdout + done.stderr
-    # Of each process: all but the size that these processes are not.
-    assert done.stdout.count("7 passed, 1 skipped") == 2, done.stdout
-    assert done.stdout.count("test_last PASSED") == 2
-    assert done.stdout.count("torchrun made 2 processes, the test asks for a world of 3") == 2
+    assert done.code == 0, done
+    assert len(done.texts) == 2
+    for text in done.texts:
+        # All but the size that these processes are not.
+        assert "7 passed, 1 skipped" in text
+        assert "torchrun made 2 processes, the test asks for a world of 3" in text
+        assert "test_last PASSED" in text
 
 
 @pytest.mark.parametrize(
@@ -109,14 +116,13 @@ def test_its_processes_are_the_world(tmp_path: Path) -> None:
 )
 def test_no_ending_leaves_a_peer_waiting(what: str, told: str, tmp_path: Path) -> None:
     done = run(what, tmp_path)
-    text = done.stdout + done.stderr
-    assert done.returncode == 1, text
-    assert told in text
-    assert "test_last PASSED" not in text
+    assert done.code == 1, done
+    assert any(told in text for text in done.texts), done
+    assert not any("test_last PASSED" in text for text in done.texts)
 
 
 @pytest.mark.slow
 def test_a_missing_size_fails_where_it_must(tmp_path: Path) -> None:
     done = run("nothing", tmp_path, "--require-backend")
-    assert done.returncode == 1
-    assert "torchrun made 2 processes, the test asks for a world of 3 (--require-backend)" in done.stdout
+    assert done.code == 1
+    assert all("torchrun made 2 processes, the test asks for a world of 3 (--require-backend)" in t for t in done.texts)

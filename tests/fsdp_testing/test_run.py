@@ -97,7 +97,8 @@ def test_arguments_of_the_wrong_kind() -> None:
         run_ranks(place, timeout=-1)
 
 
-TORCHRUN = """
+TORCHRUN = r"""
+import os
 import sys
 import torch, torch.distributed as dist
 from fsdp_testing import current_world, run_ranks
@@ -112,7 +113,7 @@ def fails():
 what = sys.argv[1]
 if what == "works":
     for _ in range(2):
-        print("got", run_ranks(total, 3.0, size=2), flush=True)
+        os.write(1, f"got {run_ranks(total, 3.0, size=2)}\n".encode())  # whole: two processes share the pipe
 elif what == "fails":
     run_ranks(fails, size=2)
 else:
