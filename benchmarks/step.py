@@ -14,6 +14,8 @@ Only run it on an otherwise idle machine; the figures are relative, and a ratio 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import json
 import os
 import statistics
@@ -157,7 +159,9 @@ class Runner:
 
 
 def resident_bytes() -> int:
-    """Return this process's resident set."""
+    """Return this process's resident set, without what the C library keeps of freed memory for later."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
@@ -191,11 +195,11 @@ def measure_memory(setting: Setting) -> dict[str, float]:
     from fsdp_ref.storage.flat_buffer import LEDGER
 
     runner = Runner(ours_wrapper, setting)
-    for _ in range(5):
+    for _ in range(20):
         runner.step()
     LEDGER.reset_peak()
     before = resident_bytes()
-    for _ in range(20):
+    for _ in range(20 if setting.steps < 10 else 200):
         runner.step()
     block = sum(param.numel() for param in Block(setting.width).parameters()) * 4
     return {"peak_units": LEDGER.peak_bytes / block, "resident_growth_bytes": resident_bytes() - before}
