@@ -63,6 +63,7 @@ def review_copies(case: Case, ranks: Sequence[RankObservation], expectation: Exp
     ]
     tally = parity.compare(replace(expectation, points=(result, state)), seen, Comparison(optimizer=False))
     if not tally.divergences:
+        parity.require_decided(tally)
         return None
     leading = parity.first(tally.divergences)
     found = finding_of(case, replace(leading, index=_copied_at(case)), len(tally.divergences) - 1)

@@ -1,10 +1,18 @@
-"""What does a checker say when it finds something? One divergence, with its size, its place and its ranks."""
+"""What does a checker say when it finds something? One divergence, with its size, its place and its ranks.
+
+A difference within its bound passes, unless it is nearly as large as the numbers compared: a program that amplifies
+roundings so much has a bound that would admit a sum for a mean, and a pass would claim what nobody saw.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fsdp_testing.checkers.quantities import Quantity
+from fsdp_testing.checkers.quantities import ExpectedPoint, Quantity
+from fsdp_testing.checkers.tensors import Difference
+
+DECISIVE = 1 / 16
+"""Part of the largest number of its kind that an admitted difference may be; a correct run stays far below it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +49,13 @@ class Tally:
         divergences: Found, in order.
         comparisons: Number of tensors compared.
         worst_ratio: Largest error in units of its bound, over what passed with a bound above zero.
+        undecided: What is within its bound, and yet too different for anybody to call it equal.
     """
 
     divergences: list[Divergence] = field(default_factory=list)
     comparisons: int = 0
     worst_ratio: float = 0.0
+    undecided: list[Divergence] = field(default_factory=list)
 
     def add(self, divergence: Divergence) -> None:
         """Notes a divergence."""
@@ -55,6 +65,16 @@ class Tally:
         """Counts one more tensor compared."""
         self.comparisons += 1
 
-    def passed(self, ratio: float) -> None:
-        """Notes how close a comparison came to its bound."""
-        self.worst_ratio = max(self.worst_ratio, ratio)
+    def within(self, point: ExpectedPoint, quantity: Quantity, ranks: tuple[int, ...], found: Difference) -> None:
+        """Notes a comparison within its bound: how close it came to it, and whether that decides anything."""
+        self.worst_ratio = max(self.worst_ratio, found.ratio)
+        if found.error == 0.0:
+            return
+        largest = point.largest(quantity)
+        if found.error > DECISIVE * largest:
+            sentence = (
+                f"is off by {found.error:.3g} where no number is larger than {largest:.3g}; "
+                f"roundings alone may do that here (bound {found.bound:.3g}), so nothing follows from it"
+            )
+            bound = found.bound
+            self.undecided.append(Divergence("undecided", quantity, point.index, ranks, sentence, found.error, bound))

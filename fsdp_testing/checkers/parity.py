@@ -13,6 +13,7 @@ from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.divergence import Divergence, Tally
 from fsdp_testing.checkers.quantities import Expectation, ExpectedPoint
 from fsdp_testing.checkers.results import check_results
+from fsdp_testing.errors import HarnessError
 from fsdp_testing.records import OperationResult, RankObservation, Snapshot
 
 
@@ -57,6 +58,17 @@ def _result(rank: RankObservation, index: int) -> OperationResult | None:
 
 def _snapshot(rank: RankObservation, index: int) -> Snapshot | None:
     return next((snapshot for snapshot in rank.snapshots if snapshot.index == index), None)
+
+
+def require_decided(tally: Tally) -> None:
+    """Demands that what passed was decided.
+
+    Raises:
+        HarnessError: Numbers are within their bound only because it admits nearly everything.
+    """
+    if tally.undecided:
+        one = tally.undecided[0]
+        raise HarnessError(f"{one.quantity}: {one.sentence}. Take fewer steps, or a smaller learning rate.")
 
 
 def first(divergences: Sequence[Divergence]) -> Divergence:

@@ -71,6 +71,15 @@ class ExpectedPoint:
     snapshot: bool = False
     pending: bool = False
 
+    def largest(self, like: Quantity) -> float:
+        """Returns the largest absolute number that is expected of any quantity of the same kind and part."""
+        values = [
+            expected.value
+            for quantity, expected in self.quantities.items()
+            if (quantity.kind, quantity.part) == (like.kind, like.part)
+        ]
+        return max((float(value.abs().max()) for value in values if value is not None and value.numel()), default=0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class Expectation:

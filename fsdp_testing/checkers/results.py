@@ -26,17 +26,19 @@ def check_results(tally: Tally, point: ExpectedPoint, results: Sequence[Operatio
         if actual is None:
             _missing(tally, point.index, quantity)
         elif expected.value is not None:
-            compare_tensor(tally, point.index, quantity, actual, expected)
+            compare_tensor(tally, point, quantity, actual, expected)
     _check_agreement(tally, point, results)
 
 
-def compare_tensor(tally: Tally, index: int, quantity: Quantity, actual: torch.Tensor, expected: Expected) -> None:
+def compare_tensor(
+    tally: Tally, point: ExpectedPoint, quantity: Quantity, actual: torch.Tensor, expected: Expected
+) -> None:
     """Compares one whole tensor that one rank reports."""
     wanted = expected.value
     if wanted is None:
         return
     tally.count()
-    ranks = (quantity.rank,)
+    ranks, index = (quantity.rank,), point.index
     if actual.shape != wanted.shape:
         sentence = f"has shape {tuple(actual.shape)}, expected {tuple(wanted.shape)}"
         tally.add(Divergence("diverged", quantity, index, ranks, sentence))
@@ -48,7 +50,7 @@ def compare_tensor(tally: Tally, index: int, quantity: Quantity, actual: torch.T
         return
     found = difference(actual, wanted, expected.bound)
     if not found.exceeded:
-        tally.passed(found.ratio)
+        tally.within(point, quantity, ranks, found)
         return
     sentence = f"is off by {found.error:.3g} (bound {found.bound:.3g}): {found.actual!r} for {found.expected!r}"
     tally.add(Divergence("diverged", quantity, index, ranks, sentence, found.error, found.bound, expected.derivation))

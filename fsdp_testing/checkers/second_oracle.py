@@ -49,6 +49,7 @@ def review_pair(case: Case, ranks: Sequence[RankObservation], expectation: Expec
             f"second oracle: expected something to compare in {case.identity}, got nothing. Observe more."
         )
     if not tally.divergences:
+        parity.require_decided(tally)
         return None
     found = finding_of(case, parity.first(tally.divergences), len(tally.divergences) - 1)
     return replace(found, explanation=f"compared with DDP on the same ranks: {found.explanation}")

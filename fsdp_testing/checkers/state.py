@@ -130,14 +130,14 @@ class _StateCheck:
             return
         for rank, number in scalars:
             actual = torch.tensor(number, dtype=expected.value.dtype).reshape(expected.value.shape)
-            compare_tensor(self._tally, self._point.index, quantity._replace(rank=rank), actual, expected)
+            compare_tensor(self._tally, self._point, quantity._replace(rank=rank), actual, expected)
 
     def _buffer(self, quantity: Quantity, expected: Expected) -> None:
         seen = self._snapshots[quantity.rank].buffers.get(quantity.name)
         if seen is None:
             self._report("missing", quantity, (quantity.rank,), "is gone")
         else:
-            compare_tensor(self._tally, self._point.index, quantity, seen.value, expected)
+            compare_tensor(self._tally, self._point, quantity, seen.value, expected)
 
     def _pieces(self, quantity: Quantity, held: RankPieces, expected: Expected) -> None:
         """Compares a tensor that the ranks hold together: nothing missing, replicas equal, numbers within the bound."""
@@ -159,7 +159,7 @@ class _StateCheck:
             return
         found = difference(whole.flat, expected.value, expected.bound)
         if not found.exceeded:
-            self._tally.passed(found.ratio)
+            self._tally.within(self._point, quantity, tuple(rank for rank, _ in held), found)
             return
         ranks = tuple(rank for rank, pieces in held if _diverges(pieces, expected))
         sentence = (

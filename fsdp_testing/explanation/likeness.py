@@ -139,7 +139,7 @@ class WrongNumbers:
             return False
         only = replace(self._truth, points=(replace(point, quantities=values),))
         tally = parity.compare(only, self._ranks, self._comparison)
-        return tally.comparisons > 0 and not tally.divergences
+        return tally.comparisons > 0 and not tally.divergences and not tally.undecided
 
 
 def _without_rows(operation: Operation, silent: int, size: int) -> Operation:

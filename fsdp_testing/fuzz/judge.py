@@ -231,4 +231,7 @@ def _compare(adapter: Adapter, case: Case, ranks: list[RankObservation], watch: 
         )
     if not tally.comparisons:
         return CaseNote(0, "unjudged", "nothing was compared")
+    if tally.undecided:
+        first = tally.undecided[0]
+        return CaseNote(0, "unjudged", f"{first.quantity} {first.sentence}", tally.comparisons)
     return CaseNote(0, "passed", comparisons=tally.comparisons)

@@ -15,7 +15,7 @@ from typing import Any
 from fsdp_testing.checkers import adoption, parity
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.divergence import Tally
-from fsdp_testing.checkers.explain import finding_of, operation_text, raised_finding
+from fsdp_testing.checkers.explain import explain, finding_of, operation_text, raised_finding
 from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.errors import PoolBroken
 from fsdp_testing.pool import Fate, Pool, WorldOutcome, default_pool
@@ -156,6 +156,8 @@ class CaseRunner:
             return Judgement(_outcome(case, Verdict.UNKNOWN, start, error=f"the pool was lost: {broken}"))
         if answer.finding is None and not answer.tally.comparisons:
             return Judgement(_outcome(case, Verdict.UNKNOWN, start, error="nothing was compared"))
+        if answer.finding is None and answer.tally.undecided:
+            return Judgement(_outcome(case, Verdict.UNKNOWN, start, error=explain(case, answer.tally.undecided[0], 0)))
         verdict = Verdict.PASS if answer.finding is None else Verdict.FAIL
         return Judgement(_outcome(case, verdict, start, tally=answer.tally), answer.finding, answer.ranks)
 

@@ -10,8 +10,9 @@ import torch
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.divergence import Divergence
 from fsdp_testing.checkers.explain import explain, finding_of, raised_finding
-from fsdp_testing.checkers.parity import compare, first
+from fsdp_testing.checkers.parity import compare, first, require_decided
 from fsdp_testing.checkers.quantities import Expectation, Expected, ExpectedPoint, Quantity
+from fsdp_testing.errors import HarnessError
 from fsdp_testing.records import (
     Batch,
     BufferObservation,
@@ -87,6 +88,29 @@ def test_what_agrees_is_counted_and_passes():
     tally = compare(expectation(), ranks(snapshot(0), snapshot(1)), Comparison())
     assert told(tally) == []
     assert tally.comparisons == 9  # two losses, gradient, value, momentum, two step counters, two buffers
+
+
+@pytest.mark.parametrize(("off", "undecided"), [(1.0 / 8, 1), (1.0 / 32, 0), (0.0, 0)])
+def test_a_bound_that_admits_nearly_everything_decides_nothing(off, undecided):
+    """A program may amplify roundings until its bound is larger than the numbers; what is equal there still is."""
+    seen = ranks(snapshot(0, grad_pieces=pieces(changed(G, 0, off), 0)), snapshot(1))
+    tally = compare(expectation(bound=50.0), seen, Comparison())
+    assert told(tally) == []
+    assert len(tally.undecided) == undecided
+    if undecided:
+        assert "gradient of w is off by 0.125 where no number is larger than 1" in (
+            f"{tally.undecided[0].quantity} {tally.undecided[0].sentence}"
+        )
+        with pytest.raises(HarnessError, match="nothing follows from it"):
+            require_decided(tally)
+    else:
+        require_decided(tally)
+
+
+def test_a_result_within_an_enormous_bound_is_not_decided_either():
+    tally = compare(expectation(bound=50.0), ranks(snapshot(0), snapshot(1), losses=(0.25, 1.0)), Comparison())
+    assert told(tally) == []
+    assert [str(one.quantity) for one in tally.undecided] == ["loss on rank 1"]
 
 
 def changed(whole, index, by):

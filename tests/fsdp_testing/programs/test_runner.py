@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fsdp_testing.checkers.comparison import Comparison
-from fsdp_testing.checkers.divergence import Tally
-from fsdp_testing.checkers.quantities import Expectation
+from fsdp_testing.checkers.divergence import Divergence, Tally
+from fsdp_testing.checkers.quantities import Expectation, Quantity
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.pool import Pool
 from fsdp_testing.programs.execute import HANDLERS, RankProgram
@@ -165,6 +165,15 @@ def test_nothing_compared_is_no_pass(monkeypatch):
     judgement = CaseRunner().judge("torch-ddp", case())
     assert judgement.outcome.verdict is Verdict.UNKNOWN
     assert judgement.outcome.error == "nothing was compared"
+
+
+def test_what_a_bound_of_the_size_of_the_numbers_admits_is_no_pass(monkeypatch):
+    blurred = Divergence("undecided", Quantity("gradient", "w"), 0, (0,), "is off by 3, so nothing follows from it")
+    tally = Tally(comparisons=3, undecided=[blurred])
+    monkeypatch.setattr(CaseRunner, "_attempt", lambda self, asked, observe_all: Answer(None, tally))
+    judgement = CaseRunner().judge("torch-ddp", case())
+    assert judgement.outcome.verdict is Verdict.UNKNOWN
+    assert judgement.outcome.error.endswith("gradient of w is off by 3, so nothing follows from it, on rank 0")
 
 
 def test_an_oracle_that_ends_early_is_no_pass(monkeypatch):
