@@ -16,7 +16,7 @@ from torch import nn
 
 from fsdp_ref.annotations import is_replicated, unit_of
 from fsdp_ref.build.attach import Application, UnitOptions, attach
-from fsdp_ref.build.contract import contract
+from fsdp_ref.build.contract import check_one_module, contract
 from fsdp_ref.build.plan import PlannedUnit
 from fsdp_ref.build.wrap_policy import PolicyObject
 from fsdp_ref.checkpoint.full_state import install
@@ -78,11 +78,13 @@ def fully_shard(
 
     Raises:
         ConfigError: ``policy`` is no policy object.
+        FsdpTypeError: ``module`` is not one module.
         AlreadyAppliedError: applied to this module before, or replicated.
 
     Collectives:
         With ``sync_module_states`` broadcasts; hybrid strategies without groups make groups. All ranks must call.
     """
+    check_one_module("fully_shard", module)
     if policy is not None and not isinstance(policy, PolicyObject):
         raise ConfigError(
             f"Expects an `_FSDPPolicy` but got {policy!r}: expected an object with _run_policy, got "

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_ref.annotations import is_replicated, registry_of, unit_of
-from fsdp_ref.build.contract import contract
+from fsdp_ref.build.contract import check_one_module, contract
 from fsdp_ref.comm.groups import default_group
 from fsdp_ref.errors import (
     ConfigError,
@@ -90,13 +90,14 @@ def replicate(
     Raises:
         FsdpRuntimeError: ``module`` is a unit of ``fully_shard``, or ``device_id`` has a wrong type.
         AlreadyAppliedError: ``replicate`` was applied to it before.
-        FsdpTypeError, UnsupportedError: unknown or refused options.
+        FsdpTypeError, UnsupportedError: ``module`` is not one module; unknown or refused options.
         FsdpValueError: ``module`` holds no parameter or a module list was given as ``ignored_modules`` wrongly.
 
     Collectives:
         None here; broadcasts at the first forward and one or more all-reduces per synchronizing backward, on the
         group, joined by all its ranks.
     """
+    check_one_module("replicate", module)
     if unit_of(module) is not None or "fully_shard" in (registry_of(module) or {}):
         raise FsdpRuntimeError(
             f"Cannot apply `replicate()` on a Module already managed by `fully_shard`: expected a plain module, got "

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_ref.annotations import unit_of, units_under
 from fsdp_ref.api.attributes import UnitAttributes
 from fsdp_ref.build.attach import Application, UnitOptions, attach
+from fsdp_ref.build.contract import check_one_module
 from fsdp_ref.build.plan import PlannedUnit
 from fsdp_ref.checkpoint.full_state import install
 from fsdp_ref.config import BackwardPrefetch
@@ -81,6 +82,7 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
         device_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
+        check_one_module("FullyShardedDataParallel", module)
         _warn_of_container(module)
         options = UnitOptions(
             process_group=process_group,

@@ -31,7 +31,7 @@ from fsdp_ref.config import (
     coerce_sharding_strategy,
 )
 from fsdp_ref.env import read_switches
-from fsdp_ref.errors import ConfigError, ConfigTypeError, FsdpRuntimeError, listing
+from fsdp_ref.errors import ConfigError, FsdpRuntimeError, listing
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.flatten import HandleConfig
 from fsdp_ref.naming import clean_tensor_name
@@ -109,8 +109,6 @@ def attach(application: Application) -> Unit:
         With ``sync_module_states`` broadcasts; hybrid strategies without groups make groups. All ranks must call.
     """
     module, options = application.module, application.options
-    if not isinstance(module, nn.Module):
-        raise ConfigTypeError(f"module: expected an nn.Module, got {type(module).__name__}. Pass a module.")
     ignored = resolve_ignored(module, application.ignored_modules, application.ignored_states).union(
         unit.ignored for _, _, unit in units_under(module)
     )

@@ -77,6 +77,18 @@ def contract(state_cls: Callable[[], Any] = ContractState) -> Callable[[Callable
     return decorate
 
 
+def check_one_module(api: str, module: object) -> None:
+    """Refuse anything but a single module; a list of modules would have to become one unit.
+
+    Raises:
+        FsdpTypeError: not a module.
+    """
+    if not isinstance(module, nn.Module):
+        raise FsdpTypeError(
+            f"{api}: expected one module, got a {type(module).__name__}. Apply it to each module, or to one that holds them."
+        )
+
+
 def _get_registry(module: nn.Module) -> Mapping[str, Any] | None:
     """Return the APIs applied to ``module``, name to state, in order of application; None without any."""
     return registry_of(module)

@@ -39,7 +39,9 @@ def hook_outputs(unit: Unit, output: Any) -> Any:
 
     def hook(tensor: Tensor) -> Tensor:
         if tensor.requires_grad:
-            tensor.register_hook(waiting)
+            # Before the hook of an inner unit that gave this very tensor, as if it had gone through a node of its own:
+            # on a rank without rows dropout gives its input back, and gathers must be in one order on all ranks.
+            compat.hook_first(tensor, waiting)
             unit.expect_backward()
         return tensor
 

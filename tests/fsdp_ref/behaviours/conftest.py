@@ -51,11 +51,40 @@ class Net(nn.Module):
         return self.out(x)
 
 
+class Unit(nn.Module):
+    """A unit in which another may be nested."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l1 = nn.Linear(4, 4)
+        self.seq = nn.Sequential(nn.ReLU(), nn.Linear(4, 4), nn.ReLU())
+        self.l2 = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.l2(self.seq(self.l1(x)))
+
+
+class Deep(nn.Module):
+    """Units in units: l1, u1, u2 with sub-units, l2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l1 = nn.Linear(3, 4)
+        self.u1, self.u2 = Unit(), Unit()
+        self.u2.seq[1] = Unit()
+        self.l2 = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.l2(self.u2(self.u1(self.l1(x))))
+
+
 class Lab:
     """What a test does again and again, for one rank's ``world``."""
 
     Block = Block
     Net = Net
+    Unit = Unit
+    Deep = Deep
     CLOSE = CLOSE
 
     def __init__(self, world: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_ref import FullyShardedDataParallel as FSDP
-from fsdp_ref import ShardingStrategy
+from fsdp_ref import MixedPrecision, ShardingStrategy
+from fsdp_ref.annotations import unit_of
+from fsdp_ref.runtime.no_sync import no_sync
 
 S = ShardingStrategy
 HYBRID = [S.HYBRID_SHARD, S._HYBRID_SHARD_ZERO2]
@@ -144,6 +146,55 @@ def test_one_reduction_of_each_kind_per_handle_and_none_inside_no_sync(lab):
         for step in range(2):
             lab.reference_step(reference, lab.batches(step))
         lab.assert_grads(model, reference)
+
+
+class Scaled(torch.nn.Module):
+    """Its gradient is the input: what a micro-batch contributes is chosen to the bit."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(5))
+
+    def forward(self, x):
+        return self.weight * x
+
+
+def bfloat16(value):
+    return float(torch.tensor(value).to(torch.bfloat16))
+
+
+@pytest.mark.world(4)
+@pytest.mark.covers("B116", "HYB-12", "MP-04", "ACC-06")
+@pytest.mark.parametrize("strategy", HYBRID, ids=lambda s: s.name)
+@pytest.mark.parametrize("schedule", ["ssss", "nnns", "nsns"])
+def test_partial_sums_of_micro_batches_are_wider_than_what_is_sent(lab, path, strategy, schedule):
+    """Gradients of 257, 2, 2 and 1 on each of 2x2 ranks, sent in bfloat16, which steps by 2 from 256 to 512.
+
+    Divided by two before and after the sum over four ranks, everything but the cast itself is exact here: what the sum
+    may lose is one rounding of each amount that is sent. Rounding what is held in between gives other numbers.
+    """
+    amounts = [257.0, 2.0, 2.0, 1.0]
+    want, waiting, low_sum, low_waiting = 0.0, 0.0, 0.0, 0.0
+    for kind, amount in zip(schedule, amounts, strict=True):
+        waiting += amount
+        low_waiting = bfloat16(low_waiting + amount)
+        if kind == "s":
+            want, waiting = want + bfloat16(waiting), 0.0
+            low_sum, low_waiting = bfloat16(low_sum + low_waiting), 0.0
+    assert want != low_sum
+    with mesh_of(2, 2) as mesh:
+        precision = MixedPrecision(reduce_dtype=torch.bfloat16)
+        options = {"sharding_strategy": strategy, "device_mesh": mesh, "mixed_precision": precision}
+        model = lab.shard(lab.make(Scaled, dtype=torch.float32), path, **options)
+        for kind, amount in zip(schedule, amounts, strict=True):
+            with no_sync(unit_of(model)) if kind == "n" else nullcontext():
+                model(torch.full((5,), amount)).sum().backward()
+        handle = lab.units(model)[0].handle
+        assert handle.grads.reduced_S.dtype == torch.float32
+        held = [piece for piece in handle.originals.pieces_of(handle.grads.reduced_S) if piece.numel()]
+        assert held
+        for piece in held:
+            torch.testing.assert_close(piece, torch.full_like(piece, want), rtol=0.0, atol=0.0)
 
 
 @pytest.mark.world(4)

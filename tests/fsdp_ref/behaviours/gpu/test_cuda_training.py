@@ -117,6 +117,7 @@ class OnDevices:
             param.data.add_(1.0)
         case.compare()
 
+    @pytest.mark.covers("B148")
     @pytest.mark.parametrize("offload", [False, True])
     def test_clipping(self, pair, api, strategy, offload) -> None:
         case = pair(api, strategy, cpu_offload=CPUOffload(offload))

@@ -1,0 +1,228 @@
+"""Graphs of every kind: views, losses from the middle, pieces, derivatives of derivatives, units used in part or again."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_ref import FullyShardedDataParallel as FSDP
+from fsdp_ref import ShardingStrategy
+from fsdp_ref.composable import fully_shard, replicate
+from fsdp_ref.states import TrainingState
+
+S = ShardingStrategy
+strategies = pytest.mark.parametrize("strategy", [S.FULL_SHARD, S.SHARD_GRAD_OP], ids=lambda s: s.name)
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("B047", "B132")
+@strategies
+def test_an_output_that_is_a_view_and_is_changed_in_place(lab, path, strategy):
+    class Views(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(3, 4)
+
+        def forward(self, x):
+            return self.lin(x).view(-1)
+
+    class Changes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.views, self.out = Views(), nn.Linear(4, 1)
+
+        def forward(self, x):
+            y = self.views(x)
+            y += 1.0
+            return self.out(y.view(-1, 4))
+
+    lab.parity(Changes, path, policy={Views}, sharding_strategy=strategy)
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("B048", "B131", "RUN-07")
+@strategies
+def test_a_loss_that_bypasses_the_outputs(lab, path, strategy):
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inp, self.out = nn.Linear(3, 4), nn.Linear(4, 4)
+            self.kept = []
+
+        def forward(self, x):
+            y = self.inp(x)
+            self.kept.append(y.tanh())
+            return self.out(y)
+
+    def loss(model, x):
+        inner = model if hasattr(model, "kept") and not isinstance(model, FSDP) else model.module
+        model(x)
+        return inner.kept.pop().square().mean()
+
+    lab.parity(Keeps, path, policy={nn.Linear}, sharding_strategy=strategy, loss=loss)
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("B123", "B134", "STRAT-06")
+def test_backward_through_pieces(lab, path):
+    reference = lab.make()
+    model = copy.deepcopy(reference)
+    first, second = model.blocks[0], model.blocks[1]
+    stages = [lab.shard(first, path), lab.shard(second, path)]
+    x = lab.batch(shape=(2, 4)).requires_grad_()
+    middle = stages[0](x)
+    cut = middle.detach().requires_grad_()
+    loss = stages[1](cut).square().mean()
+    (grad,) = torch.autograd.grad(loss, [cut], retain_graph=True)
+    loss.backward()
+    middle.backward(grad)
+    for rank in range(lab.world.size):
+        batch = lab.batch(rank=rank, shape=(2, 4))
+        (reference.blocks[1](reference.blocks[0](batch)).square().mean() / lab.world.size).backward()
+    for stage, block in zip(stages, reference.blocks, strict=False):
+        if path != "flat":
+            lab.assert_grads(stage, block)
+        torch.optim.SGD(stage.parameters(), lr=0.1).step()
+        torch.optim.SGD(block.parameters(), lr=0.1).step()
+        lab.assert_params(stage, block)
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("B137", "RED-05")
+def test_gradients_of_inputs_may_be_differentiated_or_are_refused(lab, path):
+    model = lab.shard(lab.make(), path, policy={lab.Block})
+    reference = lab.make()
+    x = lab.batch().requires_grad_()
+    try:
+        (grad,) = torch.autograd.grad(model(x).sum(), [x], create_graph=True)
+        grad.square().sum().backward()
+    except RuntimeError as error:
+        assert "gradients of gradients" in str(error) or "create_graph" in str(error)
+    else:
+        for rank in range(lab.world.size):
+            y = lab.batch(rank=rank).requires_grad_()
+            (grad,) = torch.autograd.grad(reference(y).sum(), [y], create_graph=True)
+            (grad.square().sum() / lab.world.size).backward()
+        if path != "flat":
+            for name, value in lab.grads(model).items():
+                want = reference.get_parameter(name).grad
+                if want is None:
+                    assert value is None or not value.any()
+                else:
+                    torch.testing.assert_close(value, want, **lab.CLOSE)
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("B138")
+def test_forward_mode_derivatives_are_right_or_refused(lab, path):
+    from torch.autograd import forward_ad
+
+    model, reference = lab.shard(lab.make(), path, policy={lab.Block}), lab.make()
+    x, tangent = lab.batch(), lab.batch(step=1)
+
+    def derivative(m):
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(m(forward_ad.make_dual(x, tangent))).tangent
+
+    try:
+        got = derivative(model)
+    except (RuntimeError, NotImplementedError):
+        pass
+    else:
+        torch.testing.assert_close(got, derivative(reference), **lab.CLOSE)
+    lab.loss(model, lab.batch()).backward()
+    units = lab.units(model)
+    assert {unit.training_state for unit in units} == {TrainingState.IDLE}
+    assert not any(unit.handle.unsharded for unit in units)
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("B121", "B122", "LIM-07")
+def test_reductions_in_flight_are_bounded(lab, path):
+    from fsdp_ref.runtime.events import observe
+
+    model = lab.shard(lab.make(lambda: lab.Net(blocks=8)), path, policy={lab.Block})
+    loss = lab.loss(model, lab.batch())
+    root = lab.units(model)[0].root
+    most = 0
+
+    def count(_):
+        nonlocal most
+        most = max(most, len(root.sync._open))
+
+    with observe(count):
+        loss.backward()
+    assert 1 <= most <= 2
+    assert len(root.sync._open) == 0
+
+
+# ---------------------------------------------------------------------------------------- units used in part or again
+
+
+class Pair(nn.Module):
+    """Two layers that one unit gathers together."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x, calls):
+        for call in calls:
+            x = getattr(self, call)(x).tanh()
+        return x
+
+
+class Caller(nn.Module):
+    """Calls a unit several times, and each time other layers of it in another order."""
+
+    calls: tuple[str, ...] = ()
+
+    def __init__(self):
+        super().__init__()
+        self.inp, self.pair, self.out = nn.Linear(3, 3), Pair(), nn.Linear(3, 1)
+
+    def forward(self, x):
+        x = self.inp(x)
+        for calls in self.calls:
+            x = self.pair(x, calls)
+        return self.out(x)
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("B136", "B036", "RUN-07")
+@pytest.mark.parametrize("root", ["shares", "between"])
+@strategies
+def test_modules_of_one_unit_reused_or_skipped(lab, path, strategy, root, monkeypatch):
+    """The multiset of calls changes from step to step: what one step leaves behind meets the next."""
+    programs = [("ab",), ("a",), ("aba",), ("b", "a"), (), ("ba", "ab"), ("", "a"), ("ab",)]
+    reference = lab.make(Caller)
+    model = copy.deepcopy(reference)
+    policy = {Pair} if root == "between" else None
+    model = lab.shard(model, path, policy=policy, sharding_strategy=strategy)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    reference_optim = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step, program in enumerate(programs):
+        monkeypatch.setattr(Caller, "calls", program)
+        lab.loss(model, lab.batch(step)).backward()
+        assert not any(unit.handle.unsharded for unit in lab.units(model))
+        optim.step()
+        optim.zero_grad()
+        lab.reference_step(reference, lab.batches(step), optim=reference_optim)
+        lab.assert_params(model, reference)
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("B136")
+def test_a_list_of_modules_is_no_unit(lab):
+    a, b = nn.Linear(3, 3), nn.Linear(3, 3)
+    with pytest.raises(TypeError, match="fully_shard: expected one module, got a list"):
+        fully_shard([a, b])
+    with pytest.raises(TypeError, match="replicate: expected one module, got a list"):
+        replicate([a, b])
+    with pytest.raises(TypeError, match="FullyShardedDataParallel: expected one module, got a list"):
+        FSDP([a, b])
+    fully_shard(a)  # what was refused left no mark
+    replicate(b)
