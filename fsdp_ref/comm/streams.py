@@ -44,7 +44,10 @@ class Streams(Protocol):
         """Make the post-backward stream wait for the current stream."""
 
     def compute_after_reduce(self) -> None:
-        """Make the current stream wait for the post-backward stream, and the host for copies to it."""
+        """Make the current stream wait for the post-backward stream."""
+
+    def host_after_reduce(self) -> None:
+        """Make the host wait for the post-backward stream, which copied gradients to it without blocking."""
 
     def used_by_compute(self, tensor: Tensor) -> None:
         """Record that the current stream reads ``tensor``, which is about to be freed."""
@@ -84,6 +87,9 @@ class NullStreams:
         """Nothing to wait for."""
 
     def compute_after_reduce(self) -> None:
+        """Nothing to wait for."""
+
+    def host_after_reduce(self) -> None:
         """Nothing to wait for."""
 
     def used_by_compute(self, tensor: Tensor) -> None:
@@ -143,7 +149,8 @@ class CudaStreams:
 
     def compute_after_reduce(self) -> None:
         torch.cuda.current_stream(self._device).wait_stream(self._post_backward)
-        # Gradients that were copied to the host without blocking are read by the host next.
+
+    def host_after_reduce(self) -> None:
         self._post_backward.synchronize()
 
     def used_by_compute(self, tensor: Tensor) -> None:

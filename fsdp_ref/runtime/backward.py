@@ -39,9 +39,7 @@ def hook_outputs(unit: Unit, output: Any) -> Any:
 
     def hook(tensor: Tensor) -> Tensor:
         if tensor.requires_grad:
-            # Before the hook of an inner unit that gave this very tensor, as if it had gone through a node of its own:
-            # on a rank without rows dropout gives its input back, and gathers must be in one order on all ranks.
-            compat.hook_first(tensor, waiting)
+            tensor.register_hook(waiting)
             unit.expect_backward()
         return tensor
 
@@ -207,6 +205,9 @@ def end_backward(root: Root) -> None:
     _reduce_leftovers(root)
     root.sync.finish()
     root.streams.compute_after_reduce()
+    if any(unit.config.cpu_offload.offload_params for unit in root.units):
+        # Nothing else stops the host, which may run ahead into the next step; offloaded gradients it reads itself.
+        root.streams.host_after_reduce()
     for unit in root.units:
         handle = unit.handle
         if handle is not None and handle.state is not ShardState.SHARDED and not unit.keep_unsharded:

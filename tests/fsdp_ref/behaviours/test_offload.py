@@ -71,7 +71,7 @@ class SlowCopies(NullStreams):
             target.copy_(source)
         self._late.clear()
 
-    def compute_after_reduce(self):
+    def host_after_reduce(self):
         self.waited += 1
         self.arrive()
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from fsdp_ref import CPUOffload, MixedPrecision
 from fsdp_ref import FullyShardedDataParallel as FSDP
-from fsdp_ref import MixedPrecision
 from fsdp_ref.annotations import units_under
 from fsdp_ref.comm.streams import NullStreams
 from fsdp_ref.runtime.no_sync import no_sync
@@ -57,6 +57,9 @@ class Recording(NullStreams):
 
     def compute_after_reduce(self):
         self.note("compute waits for reductions")
+
+    def host_after_reduce(self):
+        self.note("the host waits for reductions")
 
     def used_by_compute(self, tensor):
         self.note("compute reads", tensor)
@@ -122,6 +125,17 @@ def test_reductions_wait_and_kept_gradients_are_recorded(sharded):
         "reduction reads bfloat16[12] on post-backward",  # what no_sync kept
         "compute waits for reductions",
     ]
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_host_waits_only_for_gradients_that_it_reads_itself(world, offload):
+    model = FSDP(nn.Linear(3, 4), cpu_offload=CPUOffload(offload), use_orig_params=True)
+    model(torch.ones(1, 3))
+    (_, _, unit), *_ = units_under(model)
+    streams = unit.root.streams = unit.handle.streams = Recording()
+    model(torch.ones(1, 3)).sum().backward()
+    assert ("the host waits for reductions" in streams.calls) == offload
 
 
 def test_scratch_keeps_memory_of_the_host_only():
