@@ -29,6 +29,7 @@ from fsdp_testing.explanation.shortest import shorten, with_schedule
 from fsdp_testing.explanation.telling import tell
 from fsdp_testing.implementations import registry
 from fsdp_testing.programs import jobs
+from fsdp_testing.programs.fitting import as_observed
 from fsdp_testing.programs.runner import ORDINARY, CaseRunner, Special
 from fsdp_testing.records import Case, CheckResult, Explanation, Finding, Operation, OperationText, Verdict
 from fsdp_testing.trace.portrait import portrait_of
@@ -206,7 +207,8 @@ class _Explainer:
 
         with suppress(HarnessError):  # an oracle that cannot run a variant leaves the failure as it is told
             ranks = self._runner.observe(self._name, finding.case, observe_all=True)
-            return WrongNumbers(finding.case, ranks, how.comparison, self._oracle).like(held), traced
+            comparison = as_observed(how.comparison, registry.load(self._name))
+            return WrongNumbers(finding.case, ranks, comparison, self._oracle).like(held), traced
         return None, traced
 
     def _traced(self, finding: Finding) -> Trace | None:

@@ -19,11 +19,13 @@ from torch import nn
 from fsdp_testing.errors import InvalidImplementation
 from fsdp_testing.implementations import defaults
 from fsdp_testing.implementations.protocol import Division, Piece, Setup, StateEntry
+from fsdp_testing.records.case import DTYPES
 
 Model = nn.Module
 Optimizer = torch.optim.Optimizer
 State = Mapping[str, Any]
 EmitUnit = Callable[[str, str, tuple[str, ...]], None]
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,12 @@ class TorchStyle:
     units: Callable[[Model], Sequence[tuple[str, tuple[str, ...]]]] | None = None
     trace_units: Callable[[Model, EmitUnit], AbstractContextManager[Any]] | None = None
     finish: Callable[[Model], None] | None = None
+    build_optimizer: Callable[[Model, MakeOptimizer], Any] | None = None
+    backward: Callable[[Model, torch.Tensor], None] | None = None
+    step: Callable[[Model, Any], None] | None = None
+    zero_grad: Callable[[Model, Any, bool], None] | None = None
+    step_clears_gradients: bool = False
+    widest_dtype: str = "float64"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +116,12 @@ class Adapter:
     units: Callable[[Model], Sequence[tuple[str, tuple[str, ...]]]]
     trace_units: Callable[[Model, EmitUnit], AbstractContextManager[Any]]
     finish: Callable[[Model], None]
+    build_optimizer: Callable[[Model, MakeOptimizer], Any]
+    backward: Callable[[Model, torch.Tensor], None]
+    step: Callable[[Model, Any], None]
+    zero_grad: Callable[[Model, Any, bool], None]
+    step_clears_gradients: bool = False
+    widest_dtype: str = "float64"
 
     @classmethod
     def of(cls, implementation: object) -> Adapter:
@@ -129,8 +143,21 @@ class Adapter:
             observes_locally=locally,
             observes_gradients=locally,
             missing=frozenset(filled) - frozenset(given),
+            step_clears_gradients=bool(getattr(implementation, "step_clears_gradients", False)),
+            widest_dtype=_dtype(implementation),
             **(filled | given | {"wrap": defaults.checkpointing_outside(given["wrap"])}),
         )
+
+
+def _dtype(implementation: object) -> str:
+    """The widest dtype, which must be one that cases know."""
+    given: object = getattr(implementation, "widest_dtype", "float64")
+    if given not in DTYPES:
+        raise InvalidImplementation(
+            f"implementation {getattr(implementation, 'name', '?')!r}: expected `widest_dtype` among "
+            f"{', '.join(DTYPES)}, got {given!r}. Correct the adapter (docs/adapters.md)."
+        )
+    return str(given)
 
 
 def _require(implementation: object) -> None:

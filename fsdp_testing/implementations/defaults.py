@@ -44,6 +44,10 @@ def methods(implementation: object, given: _Given) -> dict[str, Callable[..., An
         "finish": lambda model: None,
         "units": lambda model: (),
         "trace_units": lambda model, emit: nullcontext(),
+        "build_optimizer": lambda model, make: make([parameter for _, parameter in named(model)]),
+        "backward": lambda model, loss: loss.backward(),
+        "step": lambda model, optimizer: optimizer.step(),
+        "zero_grad": _zero_grad,
     }
     for method in OPTIONAL_WITHOUT_DEFAULT:
         filled[method] = _missing(name, method)
@@ -63,6 +67,12 @@ OPTIONAL_WITHOUT_DEFAULT = (
     "unshard",
     "reshard",
 )
+
+
+def _zero_grad(model: nn.Module, optimizer: torch.optim.Optimizer | None, set_to_none: bool) -> None:
+    """Through the optimizer where there is one, as training loops do; it clears exactly the parameters it owns."""
+    owner: Any = model if optimizer is None else optimizer
+    owner.zero_grad(set_to_none=set_to_none)
 
 
 def checkpointing_outside(wrap: Callable[[nn.Module, Setup], nn.Module]) -> Callable[[nn.Module, Setup], nn.Module]:
@@ -120,15 +130,18 @@ def _missing(name: str, method: str) -> Callable[..., Any]:
 
 def _default_local_pieces(name: str, given: _Given) -> Callable[[nn.Module], Mapping[str, tuple[Piece, ...]]]:
     full_parameters = given.get("full_parameters")
+    named = given.get("named_parameters", naming.named_parameters)
     if full_parameters is not None:
 
         def through_gathering(model: nn.Module) -> Mapping[str, tuple[Piece, ...]]:
+            flags = {fqn: parameter.requires_grad for fqn, parameter in named(model)}
             with full_parameters(model, writeback=False) as full:
                 # Cloned: the complete tensors may be freed or overwritten as soon as the context is left.
-                return {fqn: (pieces.whole(tensor.detach().clone()),) for fqn, tensor in full.items()}
+                held = {fqn: tensor.detach().clone() for fqn, tensor in full.items()}
+                flags = {fqn: flags.get(fqn, tensor.requires_grad) for fqn, tensor in full.items()}
+            return {fqn: (pieces.whole(tensor.requires_grad_(flags[fqn])),) for fqn, tensor in held.items()}
 
         return through_gathering
-    named = given.get("named_parameters", naming.named_parameters)
 
     def in_place(model: nn.Module) -> Mapping[str, tuple[Piece, ...]]:
         return pieces.of_parameters(named(model))

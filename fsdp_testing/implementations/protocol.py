@@ -311,6 +311,40 @@ class Stateful(Protocol):
         ...
 
 
+class Drives(Protocol):
+    """For an engine that owns the backward, the step or the optimizer; each is optional, and absent it is torch's own.
+
+    Attributes:
+        step_clears_gradients: The engine's step clears gradients too. Every program then clears them after each step, so
+            that the oracle does too.
+        widest_dtype: Dtype in which the engine keeps what it trains, if that is narrower than float64: models of wider
+            ones are built in this one, and bounds are those of this one.
+    """
+
+    step_clears_gradients: bool
+    widest_dtype: str
+
+    def build_optimizer(self, model: nn.Module, make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]) -> Any:
+        """`make` gives the case's optimizer over parameters. Return what the other methods get, with `param_groups`.
+
+        Called after `wrap` and before the first training pass; a forward without backward may come first where
+        `late_optimizer` is claimed. Collectives: allowed; every rank calls.
+        """
+        ...
+
+    def backward(self, model: nn.Module, loss: torch.Tensor) -> None:
+        """Instead of `loss.backward()`; inside `no_sync` where the program says so."""
+        ...
+
+    def step(self, model: nn.Module, optimizer: Any) -> None:
+        """Instead of `optimizer.step()`."""
+        ...
+
+    def zero_grad(self, model: nn.Module, optimizer: Any, set_to_none: bool) -> None:
+        """Instead of `optimizer.zero_grad(set_to_none)`; `optimizer` is None if none is built."""
+        ...
+
+
 class Hookable(Protocol):
     """Gives the capability `comm_hook`."""
 

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -114,8 +115,18 @@ class RankProgram:
 
     def build_optimizer(self) -> None:
         """Builds the case's optimizer over the parameters that the implementation shows."""
-        parameters = [parameter for _, parameter in self.adapter.named_parameters(self.model)]
-        self.optimizer = models.build_optimizer(self.case, parameters)
+        # Of torch's own optimizer over what the adapter shows, a failure before the program says nothing.
+        with self._inside() if "build_optimizer" not in self.adapter.missing else nullcontext():
+            self.optimizer = self.adapter.build_optimizer(self.model, partial(models.build_optimizer, self.case))
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Runs backward as the implementation does; a loss that nothing trainable went into has none."""
+        if loss.requires_grad:
+            self.adapter.backward(self.model, loss)
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        """Clears gradients as the implementation does."""
+        self.adapter.zero_grad(self.model, self.optimizer, set_to_none)
 
     def call(self, batch: Any) -> models.Forwarded:
         """Runs the wrapped model forward on this rank's inputs."""
@@ -186,8 +197,7 @@ def _forward_backward(program: RankProgram, operation: ForwardBackward) -> Value
     with program.adapter.no_sync(program.model) if operation.no_sync else nullcontext():
         forwarded = program.call(operation.batch)
         values = forwarded.values()
-        if forwarded.loss.requires_grad:
-            forwarded.loss.backward()
+        program.backward(forwarded.loss)
     return values
 
 
@@ -202,14 +212,12 @@ def _forward(program: RankProgram, operation: Forward) -> Values:
 
 
 def _zero_grad(program: RankProgram, operation: ZeroGrad) -> None:
-    # Through the optimizer where there is one, as training loops do; it clears exactly the parameters it owns.
-    owner: Any = program.optimizer if program.optimizer is not None else program.model
-    owner.zero_grad(set_to_none=operation.set_to_none)
+    program.zero_grad(set_to_none=operation.set_to_none)
 
 
 def _step(program: RankProgram, _operation: Step) -> None:
     if program.optimizer is not None:
-        program.optimizer.step()
+        program.adapter.step(program.model, program.optimizer)
 
 
 def _build_optimizer(program: RankProgram, _operation: BuildOptimizer) -> None:

@@ -63,8 +63,7 @@ def _several_forwards(program: RankProgram, operation: SeveralForwards) -> Value
     done = [program.call(batch) for batch in operation.micro_batches]
     values = {name: value for place, one in enumerate(done) for name, value in _numbered(place, one).items()}
     for place in _order(operation):
-        if done[place].loss.requires_grad:
-            done[place].loss.backward()
+        program.backward(done[place].loss)
     return values
 
 
@@ -104,16 +103,13 @@ def _interrupt(program: RankProgram, operation: Interrupt) -> None:
                 raise Interruption("the user's own code raises")
         with program.adapter.no_sync(program.model) if operation.where == "no_sync" else nullcontext():
             _interrupted_pass(program, operation)
-    owner: Any = program.optimizer if program.optimizer is not None else program.model
-    owner.zero_grad(set_to_none=True)
+    program.zero_grad(set_to_none=True)
 
 
 def _interrupted_pass(program: RankProgram, operation: Interrupt) -> None:
     handle = _interrupt_at(program.model, operation)
     try:
-        loss = program.call(operation.batch).loss
-        if loss.requires_grad:
-            loss.backward()
+        program.backward(program.call(operation.batch).loss)
     finally:
         handle.remove()
 

@@ -18,8 +18,10 @@ from fsdp_testing.checkers.divergence import Tally
 from fsdp_testing.checkers.explain import explain, finding_of, operation_text, raised_finding
 from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.errors import PoolBroken
+from fsdp_testing.implementations import registry
 from fsdp_testing.pool import Fate, Pool, WorldOutcome, default_pool
 from fsdp_testing.programs import jobs
+from fsdp_testing.programs.fitting import as_observed, fitted
 from fsdp_testing.records import (
     Case,
     CaseOutcome,
@@ -143,7 +145,9 @@ class CaseRunner:
         """
         start = time.perf_counter()
         closely = closely or comparison.lockstep
-        asked = _Question(name, case, comparison, special)
+        adapter = registry.load(name)
+        case = fitted(case, adapter)
+        asked = _Question(name, case, as_observed(comparison, adapter), special)
         try:
             answer = self._attempt(asked, observe_all=closely)
             if answer.finding is not None and answer.finding.kind in LOCATABLE and not closely:

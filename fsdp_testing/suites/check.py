@@ -8,6 +8,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from fsdp_testing.checkers.comparison import Comparison
+from fsdp_testing.implementations.adapter import Adapter
+from fsdp_testing.programs.fitting import fitted
 from fsdp_testing.programs.runner import ORDINARY, CaseRunner, Judgement, Special
 from fsdp_testing.records import (
     STRATEGIES,
@@ -149,11 +151,11 @@ def needs_of(case: Case) -> frozenset[str]:
     return (case.required() | MODELS[case.model.name].needs) - {"nested_wrapping"}
 
 
-def adapt(case: Case, claimed: frozenset[str]) -> Case:
-    """Returns the case as an implementation with these claims runs it: without inner units if it knows none."""
-    if "nested_wrapping" in claimed or not case.wrapping.units:
-        return case
-    return replace(case, wrapping=replace(case.wrapping, units=()))
+def adapt(case: Case, adapter: Adapter) -> Case:
+    """Returns the case as this implementation runs it: fitted, and without inner units if it knows none."""
+    if "nested_wrapping" not in adapter.capabilities and case.wrapping.units:
+        case = replace(case, wrapping=replace(case.wrapping, units=()))
+    return fitted(case, adapter)
 
 
 def micro(seed: int, **batch: Any) -> ForwardBackward:

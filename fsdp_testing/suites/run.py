@@ -13,6 +13,8 @@ from fsdp_testing.programs.runner import CaseRunner, Judgement
 from fsdp_testing.records import STRATEGIES, Case, CheckResult, Verdict, merge
 from fsdp_testing.suites.check import Check, adapt, needs_of
 
+_NO_GRADIENTS = "shows no gradients (its adapter has no local_pieces), and this check judges each step by its gradients"
+
 
 @dataclass(frozen=True, slots=True)
 class Where:
@@ -39,6 +41,8 @@ def judge_check(runner: CaseRunner, name: str, adapter: Adapter, check: Check, w
     missing = sorted(check.needs - adapter.capabilities)
     if missing:
         return _result(name, check, Verdict.NOT_CLAIMED, f"does not claim {', '.join(missing)}", start)
+    if check.comparison.lockstep and not adapter.observes_gradients:
+        return _result(name, check, Verdict.NOT_CLAIMED, _NO_GRADIENTS, start)
     try:
         cases, skipped = _cases(adapter, check, where)
         judgements = _judge_all(runner, name, cases, check)
@@ -70,7 +74,7 @@ def _cases(adapter: Adapter, check: Check, where: Where) -> tuple[list[Case], Co
             if missing:
                 skipped[", ".join(sorted(missing))] += 1
             else:
-                cases.append(adapt(case, adapter.capabilities))
+                cases.append(adapt(case, adapter))
     return cases, skipped
 
 

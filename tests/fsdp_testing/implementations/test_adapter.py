@@ -116,3 +116,8 @@ def test_reduce_dtype_is_inferred_from_the_compute_dtype_only_where_it_is_left_o
     assert Precision(param_dtype=bf16).on_the_wire == bf16
     assert Precision(param_dtype=bf16, reduce_dtype=f32).on_the_wire == f32
     assert Precision(reduce_dtype=bf16).on_the_wire == bf16
+
+
+def test_a_dtype_that_no_case_knows_is_refused():
+    with pytest.raises(InvalidImplementation, match="expected `widest_dtype` among float64.*got 'fp32'"):
+        Adapter.of(torch_style(widest_dtype="fp32"))

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from fsdp_testing.records import CAPABILITIES, STRATEGIES, Case, ForwardBackward, check_case, void_operations
+from fsdp_testing.implementations.adapter import Adapter, TorchStyle
+from fsdp_testing.records import (
+    CAPABILITIES,
+    STRATEGIES,
+    Case,
+    ForwardBackward,
+    Step,
+    ZeroGrad,
+    check_case,
+    void_operations,
+)
 from fsdp_testing.suites import CHECKS
-from fsdp_testing.suites.check import FLAT, Check, Place, adapt, needs_of
+from fsdp_testing.suites.check import FLAT, Check, Place, adapt, micro, needs_of
 from fsdp_testing.zoo import MODELS
 
 EVERYTHING = frozenset(CAPABILITIES)
+
+
+def claiming(capabilities: frozenset[str]) -> Adapter:
+    return Adapter.of(TorchStyle(name="x", wrap=lambda module, setup: module, capabilities=capabilities))
 
 
 def cases_of(check: Check) -> list[tuple[Place, Case]]:
@@ -79,8 +95,21 @@ def test_a_place_for_each_claimed_strategy_only():
 
 def test_an_implementation_without_units_is_given_none():
     case = Place(2, "full_shard").case("mlp")
-    assert adapt(case, EVERYTHING) == case
-    assert adapt(case, frozenset()).wrapping.units == ()
+    assert adapt(case, claiming(EVERYTHING)) == case
+    assert adapt(case, claiming(frozenset())).wrapping.units == ()
+
+
+def test_an_engine_that_owns_its_step_is_asked_in_its_own_words():
+    """Gradients are cleared after each step, for the oracle too, and nothing is asked in a dtype it does not train in."""
+    place = Place(2, "full_shard")
+    asked = place.case("mlp", micro(0), Step(), micro(1), Step())
+    engine = replace(claiming(EVERYTHING), step_clears_gradients=True, widest_dtype="float32")
+    got = adapt(asked, engine)
+    assert got.program == (micro(0), Step(), ZeroGrad(), micro(1), Step(), ZeroGrad())
+    assert got.model.dtype == "float32"
+    assert adapt(got, engine) == got
+    low = place.case("mlp", micro(0), dtype="bfloat16")
+    assert adapt(low, engine).model.dtype == "bfloat16"
 
 
 def test_patterns_name_checks_and_suites():

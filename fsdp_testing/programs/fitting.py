@@ -1,0 +1,37 @@
+"""What is asked of this very implementation? The case in its own terms, and the comparison of what it can show.
+
+An engine that owns its step may clear gradients there, and may train in no dtype wider than float32: such a case is asked,
+of the engine and of the oracle alike, with gradients cleared after each step and in that dtype. Fitting twice is
+fitting once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from fsdp_testing.checkers.comparison import Comparison
+from fsdp_testing.implementations.adapter import Adapter
+from fsdp_testing.records import Case, Operation, Step, ZeroGrad
+
+_WIDEST = "float64"
+_CLEARED = ZeroGrad()
+
+
+def fitted(case: Case, adapter: Adapter) -> Case:
+    """Returns the case as the implementation is asked it."""
+    if case.model.dtype == _WIDEST and adapter.widest_dtype != _WIDEST:
+        case = replace(case, model=replace(case.model, dtype=adapter.widest_dtype))
+    return replace(case, program=tuple(_cleared(case.program))) if adapter.step_clears_gradients else case
+
+
+def _cleared(program: Sequence[Operation]) -> Iterator[Operation]:
+    for index, operation in enumerate(program):
+        yield operation
+        if isinstance(operation, Step) and program[index + 1 : index + 2] != (_CLEARED,):
+            yield _CLEARED
+
+
+def as_observed(comparison: Comparison, adapter: Adapter) -> Comparison:
+    """Returns the comparison without what the adapter cannot show: gradients, where it gathers whole parameters."""
+    return comparison if adapter.observes_gradients else replace(comparison, gradients=False)
