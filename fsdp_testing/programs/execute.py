@@ -22,7 +22,7 @@ import fsdp_testing
 from fsdp_testing.errors import CollectiveMismatch, HarnessError, InvalidImplementation
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.implementations.protocol import Setup
-from fsdp_testing.programs import models
+from fsdp_testing.programs import models, user_code
 from fsdp_testing.programs.observe import snapshot_of
 from fsdp_testing.records import (
     BuildOptimizer,
@@ -47,6 +47,7 @@ from fsdp_testing.records import (
 from fsdp_testing.records.legality import builds_late
 
 _HOME = Path(fsdp_testing.__file__).parent
+_HANDS_ON = _HOME / "ledger" / "interception.py"
 
 Values = dict[str, torch.Tensor]
 SetupMaker = Callable[[Case, nn.Module], Setup]
@@ -142,8 +143,7 @@ class RankProgram:
                 f"{self.adapter.name}.named_parameters: expected a parameter that matches {patterns}, got none. "
                 "Name parameters as the unwrapped module does, or do not claim `thawed_parameters`."
             )
-        for _, parameter in found:
-            parameter.requires_grad_(flag)
+        user_code.set_requires_grad([parameter for _, parameter in found], flag)
 
     def _inside(self) -> _Inside:
         return _Inside(self)
@@ -170,13 +170,17 @@ class RankProgram:
 def _raised_by_harness(raised: Exception) -> bool:
     """Whether the innermost frame is the harness's own: its ledger or an adapter of ours.
 
-    Models of the zoo are user code, and what the museum plants is the implementation's.
+    Models of the zoo and what a training loop does to parameters are user code, and what the museum plants is the
+    implementation's. So is a call of torch's C++ that the ledger only hands on.
     """
     frames = traceback.extract_tb(raised.__traceback__)
+    while frames and Path(frames[-1].filename) == _HANDS_ON and frames[-1].name == "call":
+        frames.pop()
     if not frames:
         return False
     innermost = Path(frames[-1].filename)
-    return _HOME in innermost.parents and not {_HOME / "zoo", _HOME / "museum"} & set(innermost.parents)
+    foreign = {_HOME / "zoo", _HOME / "museum", _HOME / "programs" / "user_code.py"}
+    return _HOME in innermost.parents and not foreign & {innermost, *innermost.parents}
 
 
 class _Inside:
@@ -243,9 +247,10 @@ def _clip(program: RankProgram, operation: Clip) -> Values:
 
 
 def _edit(program: RankProgram, operation: EditFullParameters) -> None:
-    with program.adapter.full_parameters(program.model, writeback=operation.writeback) as full, torch.no_grad():
-        for _, parameter in models.matching(full.items(), operation.patterns):
-            parameter.mul_(operation.factor)
+    with program.adapter.full_parameters(program.model, writeback=operation.writeback) as full:
+        user_code.scale(
+            [parameter for _, parameter in models.matching(full.items(), operation.patterns)], operation.factor
+        )
 
 
 def _observe(_program: RankProgram, _operation: Observe) -> None:

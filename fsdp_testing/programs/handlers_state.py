@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_testing.checkers.quantities import Quantity
-from fsdp_testing.programs import execute, models
+from fsdp_testing.programs import execute, models, user_code
 from fsdp_testing.programs import replay as replays
 from fsdp_testing.programs.execute import RankProgram, Values
 from fsdp_testing.programs.replay import Replay, Results
@@ -123,8 +123,8 @@ def _unshard_first(program: RankProgram, operation: UnshardFirst) -> Values | No
 
 
 def _assign_data(program: RankProgram, operation: AssignData) -> Values:
-    for _, parameter in models.matching(program.adapter.named_parameters(program.model), operation.patterns):
-        parameter.data = parameter.data * operation.factor
+    found = models.matching(program.adapter.named_parameters(program.model), operation.patterns)
+    user_code.give_storage([parameter for _, parameter in found], operation.factor)
     with torch.no_grad():
         return program.call(operation.batch).values()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ from fsdp_testing.programs.randomness import derive
 from fsdp_testing.records import Batch, Case
 from fsdp_testing.zoo import MODELS, Inputs, ZooModel, loss_of, tensors_in
 from fsdp_testing.zoo.tree import tree_model
+from fsdp_testing.zoo.tree_legality import get
 
 T = TypeVar("T")
 
@@ -68,6 +69,21 @@ def build_model(case: Case) -> nn.Module:
     for _, parameter in matching(module.named_parameters(), case.model.freeze):
         parameter.requires_grad_(False)
     return module.train()
+
+
+def most_uses(case: Case) -> int:
+    """Returns how often a forward pass of a drawn tree may use one part: by repeated calls and under several names."""
+    return _most_uses(case.model.tree["nodes"]) if case.model.tree is not None else 1
+
+
+def _most_uses(nodes: Iterable[Mapping[str, Any]]) -> int:
+    uses: dict[str, int] = {}
+    for node in nodes:
+        if node["kind"] == "again":
+            uses[get(node, "of")] = 2 * uses.get(get(node, "of"), 1)
+        else:
+            uses[node["name"]] = get(node, "calls") * _most_uses(get(node, "nodes")) if node["kind"] == "group" else 1
+    return max(uses.values(), default=1)
 
 
 def make_inputs(case: Case, batch: Batch, rank: int, dtype: torch.dtype | None = None) -> Inputs:

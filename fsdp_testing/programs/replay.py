@@ -132,7 +132,7 @@ class Replay:
                         module.register_buffer(
                             name, buffer.to(self.precision.buffer_dtype), name not in module._non_persistent_buffers_set
                         )
-        return replica
+        return self.disturbance.divided(replica, self.case.wrapping)
 
     def build_optimizer(self) -> None:
         """Builds the case's optimizer over the stored parameters."""
@@ -167,8 +167,8 @@ class Replay:
         return forwarded, {fqn: p.grad for fqn, p in self.compute.items() if p.grad is not None}
 
     def begin_micro_batch(self) -> None:
-        """Counts one more local addition if gradients await reduction."""
-        self.pending_roundings += any(self.pending)
+        """Counts the local additions to gradients that await reduction: one for each use of a part, or one for all."""
+        self.pending_roundings += models.most_uses(self.case) if any(self.pending) else 0
 
     def accumulate(self, rank: int, gradients: Tensors) -> None:
         """Adds gradients of `rank` to those that await reduction."""

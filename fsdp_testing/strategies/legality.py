@@ -54,6 +54,9 @@ def legal_case(case: Case, capabilities: frozenset[str] | None = None) -> Case:
         case = replace(case, model=replace(case.model, tree=tree))
         wrapping = _legal_wrapping(case.wrapping, tree)
         case = replace(case, wrapping=wrapping, program=_legal_program(case.program, tree, wrapping))
+        if _thaws_ignored(case, tree):
+            # Nobody averages the gradients of what is ignored: the ranks would train different models.
+            case = replace(case, wrapping=replace(wrapping, ignored=()))
     if any(isinstance(operation, (Reload, Interrupt, UnshardFirst, Move)) for operation in case.program):
         case = replace(case, program=_legal_state_operations(case))
     case = replace(case, world=_legal_world(case))
@@ -108,6 +111,16 @@ def _all_frozen(tree: Mapping[str, Any], module: str) -> bool:
     return bool(own) and all(spec.frozen and not spec.tie for spec in own)
 
 
+def _thaws_ignored(case: Case, tree: Mapping[str, Any]) -> bool:
+    """Whether an operation thaws a parameter that stays outside the implementation."""
+    thawed = [pattern for o in case.program if isinstance(o, Thaw) for pattern in o.patterns]
+    inside = tuple(f"{module}." for module in case.wrapping.ignored)
+    if not thawed or not inside:
+        return False
+    names = [spec.fqn for spec in parameters(tree) if f"{spec.fqn}.".startswith(inside)]
+    return any(fnmatchcase(name, pattern) for name in names for pattern in thawed)
+
+
 def _has_class(tree: Mapping[str, Any], name: str) -> bool:
     kind = {"TreeGroup": "group", "TreeLinear": "linear"}.get(name)
     return any(_node_at(tree, unit)["kind"] == kind for unit in unit_names(tree))
@@ -155,15 +168,17 @@ def _reload_units(units: tuple[str, ...], tree: Mapping[str, Any], wrapping: Wra
 def _legal_state_operations(case: Case) -> tuple[Operation, ...]:
     """Leaves out what nothing could be said of: saved state that the ranks would have to agree about, and do not."""
     kept: list[Operation] = []
+    # What a policy wraps is the implementation's affair; the root is a unit in any case.
+    units = {"", *case.wrapping.units}
     for operation in case.program:
         if isinstance(operation, Move) and operation.dtype and (kept or not _may_be_cast(case, operation.dtype)):
             operation = Move()
         if isinstance(operation, Reload) and (_has_buffers_of_ranks(case) or case.mixed_precision is not None):
             continue
+        if isinstance(operation, Reload) and operation.units is not None:
+            units = {"", *operation.units}
         if isinstance(operation, UnshardFirst):
-            # What a policy wraps is the implementation's affair; the root is a unit in any case.
-            known = {"", *case.wrapping.units}
-            operation = replace(operation, units=tuple(dict.fromkeys(u for u in operation.units if u in known)))
+            operation = replace(operation, units=tuple(dict.fromkeys(u for u in operation.units if u in units)))
         if isinstance(operation, Interrupt) and len(operation.batch.usage) > 1:
             operation = replace(operation, batch=replace(operation.batch, usage=operation.batch.usage[:1]))
         kept.append(operation)

@@ -1,0 +1,121 @@
+"""What campaigns on torch took for failures, and what was the fuzzer's own fault, stays mended."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from fuzz_cases import case, micro
+
+from fsdp_testing.fuzz.batch import Watch
+from fsdp_testing.fuzz.lane import Lane
+from fsdp_testing.implementations.protocol import Division
+from fsdp_testing.pool import default_pool
+from fsdp_testing.programs.oracle import expect_lockstep
+from fsdp_testing.records import (
+    Batch,
+    Case,
+    Clip,
+    Forward,
+    ForwardBackward,
+    Freeze,
+    MixedPrecisionSpec,
+    Reload,
+    Thaw,
+    UnshardFirst,
+    WrappingPlan,
+)
+from fsdp_testing.strategies import legal_case
+
+Node = dict[str, Any]
+
+
+def group(name: str, *nodes: Node, **fields: Any) -> Node:
+    return {"kind": "group", "name": name, "nodes": list(nodes), **fields}
+
+
+LAYER: Node = {"kind": "linear", "name": "b", "out": 3}
+
+# The output of the first layer is used three times: around both groups, and by the layer inside.
+RESIDUALS = (LAYER, group("c", group("a", group("a", LAYER, residual=True)), residual=True))
+
+
+def mixed(found: Case, *units: str, dtype: str | None = None) -> Case:
+    precision = MixedPrecisionSpec(param_dtype=dtype)
+    return replace(found, mixed_precision=precision, wrapping=WrappingPlan(units), strategy="full_shard")
+
+
+ADDED_TWICE = mixed(case(micro(1), nodes=RESIDUALS, dtype="float32"), "c.a")
+CALLED_THRICE = mixed(
+    replace(
+        case(ForwardBackward(Batch(1), no_sync=True), micro(1), nodes=(group("a", LAYER, calls=3),), dtype="float32"),
+        seed=52694,
+    ),
+    "a",
+    dtype="bfloat16",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("torch-fsdp2", ADDED_TWICE), ("torch-fsdp1", CALLED_THRICE)],
+    ids=["gradients added up where a unit begins", "local additions of a part called several times"],
+)
+def test_another_order_of_additions_is_no_failure(name: str, found: Case):
+    assert legal_case(found) == found
+    (result,) = Lane(default_pool(), name).run([found], Watch(operations=True))
+    assert result.note.status == "passed", result.note.reason
+    assert result.note.comparisons > 3
+
+
+def bound_of(found: Case) -> float:
+    """The largest bound of a gradient of the first layer when nothing of an implementation is adopted."""
+    points = expect_lockstep(found, Division(before=1, after=2), {}).points
+    bounds = [e.bound for p in points for q, e in p.quantities.items() if (q.kind, q.name) == ("gradient", "b.weight")]
+    assert bounds
+    return max(float(torch.as_tensor(bound).max()) for bound in bounds)
+
+
+def test_only_where_a_unit_parts_three_uses_the_bits_may_differ():
+    parted = bound_of(ADDED_TWICE)
+    assert 0 < parted < 1e-4
+    assert bound_of(replace(ADDED_TWICE, wrapping=WrappingPlan())) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("program", "operation"),
+    [
+        ((Forward(Batch(1), "inference"), Thaw(("*",))), "thaw"),
+        ((Forward(Batch(1), "train"), Freeze(("*",))), "freeze"),
+    ],
+)
+def test_what_torch_says_of_the_parameters_that_it_shows_is_a_failure_and_not_unjudged(program: Any, operation: str):
+    frozen = {"kind": "norm", "name": "a", "frozen": "weight"}
+    found = replace(case(*program, nodes=(frozen,)), strategy="shard_grad_op")
+    (result,) = Lane(default_pool(), "torch-fsdp1").run([found], Watch(operations=True))
+    assert result.note.status == "suspect", result.note.reason
+    assert result.note.signature is not None
+    assert (result.note.signature.kind, result.note.signature.operation) == ("raised", operation)
+
+
+def test_units_gathered_by_hand_are_those_of_the_plan_in_force():
+    nodes = (group("a", LAYER), group("c", LAYER))
+    by_hand = UnshardFirst(Batch(1), ("", "a", "c"), False)
+    found = replace(
+        case(by_hand, Reload("full", False, ("c",)), by_hand, nodes=nodes),
+        wrapping=WrappingPlan(("a",)),
+        strategy="full_shard",
+    )
+    first, _, last = legal_case(found).program
+    assert isinstance(first, UnshardFirst) and first.units == ("", "a")
+    assert isinstance(last, UnshardFirst) and last.units == ("", "c")
+
+
+def test_what_is_thawed_is_not_ignored():
+    frozen = {"kind": "scale", "name": "s", "frozen": "all"}
+    found = replace(case(Thaw(("s.*",)), micro(1), Clip(0.5, 2.0), nodes=(frozen, LAYER)), strategy="full_shard")
+    found = replace(found, wrapping=WrappingPlan((), None, ("s",)))
+    assert legal_case(found).wrapping.ignored == ()
+    assert legal_case(replace(found, program=(micro(1), Thaw(("b.*",))))).wrapping.ignored == ("s",)
