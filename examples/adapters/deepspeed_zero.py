@@ -95,7 +95,9 @@ def full_parameters(model, *, writeback):
     partitioned = [parameter for parameter in parameters.values() if hasattr(parameter, "ds_id")]
     gathered = deepspeed.zero.GatheredParameters(partitioned, modifier_rank=0 if writeback else None)
     with gathered if partitioned else nullcontext():
-        yield {name: parameter.data for name, parameter in parameters.items()}
+        # Stages 1 and 2 hold whole parameters all the time: what is only looked at is a copy of them.
+        whole = parameters if partitioned or writeback else {n: p.detach().clone() for n, p in parameters.items()}
+        yield {name: parameter.data for name, parameter in whole.items()}
     if writeback and model.engine is not None and not partitioned:
         model.engine.optimizer.refresh_fp32_params()
 

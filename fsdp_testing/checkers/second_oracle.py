@@ -22,9 +22,15 @@ TWICE = "twice the oracle's bound, since both are within it: "
 
 @dataclass(frozen=True, slots=True)
 class PairedObservation(RankObservation):
-    """What a rank reports that ran the case a second time, with DDP."""
+    """What a rank reports that ran the case a second time, with DDP.
+
+    Attributes:
+        other: What it reported then.
+        gradients: Whether the implementation shows gradients.
+    """
 
     other: RankObservation | None = None
+    gradients: bool = True
 
 
 def review_pair(case: Case, ranks: Sequence[RankObservation], expectation: Expectation) -> Finding | None:
@@ -43,7 +49,8 @@ def review_pair(case: Case, ranks: Sequence[RankObservation], expectation: Expec
     if expectation.notes.get("mode") == "lockstep":
         # Each bound is that of one operation, from the implementation's own state: DDP's is the same before the first.
         points = tuple(point for point in points if point.snapshot)[:1]
-    tally = parity.compare(replace(expectation, points=points), ranks, Comparison(outputs=False))
+    shown = all(rank.gradients for rank in ranks if isinstance(rank, PairedObservation))
+    tally = parity.compare(replace(expectation, points=points), ranks, Comparison(outputs=False, gradients=shown))
     if not tally.comparisons:
         raise HarnessError(
             f"second oracle: expected something to compare in {case.identity}, got nothing. Observe more."

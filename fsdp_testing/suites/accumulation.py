@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fsdp_testing.records import Case, Clip, Observe, Step, ZeroGrad
+from fsdp_testing.records import Batch, Case, Clip, Observe, Step, ZeroGrad
+from fsdp_testing.records.operations_state import SeveralForwards
 from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Check, Place, iterations, local, look, micro
 
 _NO_SYNC = frozenset({"no_sync"})
@@ -50,6 +51,14 @@ def _magnitudes(place: Place) -> Iterable[Case]:
 
 def _clipped(place: Place) -> Iterable[Case]:
     yield place.case("mlp", local(0), micro(1), Clip(0.5), Step(), ZeroGrad(), local(2), micro(3), dtype="float32")
+
+
+def _several_forwards(place: Place) -> Iterable[Case]:
+    for reverse in (False, True):
+        for model in ("mlp", "deep_nest"):
+            first = SeveralForwards((Batch(0), Batch(1)), reverse)
+            second = SeveralForwards((Batch(2), Batch(3), Batch(4)), reverse)
+            yield place.case(model, first, Observe(), Step(), ZeroGrad(), micro(5), second, Observe(), Step())
 
 
 def _stale_weights(place: Place) -> Iterable[Case]:
@@ -116,5 +125,12 @@ CHECKS = (
         "Zhao et al., PyTorch FSDP, section 3.3: communication and accumulation",
         _stale_weights,
         _NO_SYNC | {"forward_only"},
+    ),
+    Check(
+        "accumulation.several_forwards",
+        "Each of several forwards may have its backward later, in either order, and every gradient is reduced.",
+        "pytorch issue 47260, 106637, 136861",
+        _several_forwards,
+        _REDUCED | {"several_forwards"},
     ),
 )

@@ -101,7 +101,8 @@ def run_beside_ddp(name: str, case: Case, observe_all: bool) -> RankObservation 
             return Failed(seen)
         adapter.finish(program.model)
         other = RankProgram(plain, SECOND, world.rank, make_setup).run(observe_all=observe_all)
-    return PairedObservation(seen.rank, seen.results, seen.snapshots, None, seen.seconds, other)
+    shown = adapter.observes_gradients
+    return PairedObservation(seen.rank, seen.results, seen.snapshots, None, seen.seconds, other, shown)
 
 
 def _offloaded(place: Place) -> Iterable[Case]:

@@ -53,6 +53,23 @@ def _some_ranks_empty(place: Place) -> Iterable[Case]:
         yield place.case("one_element", micro(0), Clip(0.1, norm_type), Observe(), Step(), dtype="float32")
 
 
+def _unit_dtypes(place: Place) -> Iterable[Case]:
+    for norm_type in (1.0, 2.0, math.inf):
+        yield place.case("two_dtypes", micro(0), Clip(0.1, norm_type), Observe(), Step(), dtype="float32")
+
+
+def _no_gradient_on_some_rank(place: Place) -> Iterable[Case]:
+    # The last bias alone trains: the first ranks hold none of it where a unit is flattened; nor do the last of one element.
+    frozen = (
+        ("mlp", ("layers.0.*", "layers.1.*", "layers.2.weight")),
+        ("one_element", ("first.*", "second.linear.*", "second.linear")),
+    )
+    for model, patterns in frozen:
+        for norm_type in (2.0, math.inf) if model == "mlp" else (2.0,):
+            program = (micro(0), Clip(0.1, norm_type), Observe(), Step(), ZeroGrad(), *iterations(1, first=1))
+            yield place.case(model, *program, dtype="float32", freeze=patterns)
+
+
 CHECKS = (
     *(
         Check(
@@ -98,5 +115,19 @@ CHECKS = (
         _SOURCE,
         _clipped(2.0, "float64"),
         _NEEDS,
+    ),
+    Check(
+        "clipping.unit_dtypes",
+        "Units of different dtypes share one norm.",
+        "pytorch issue 171517, PR 173641",
+        _unit_dtypes,
+        _NEEDS | {"nested_wrapping"},
+    ),
+    Check(
+        "clipping.ranks_without_gradients",
+        "A rank that holds no trainable element takes part in the norm and in every reduction.",
+        "pytorch PR 88955; B060",
+        _no_gradient_on_some_rank,
+        _NEEDS | {"frozen_parameters", "frozen_mixed_unit", "uneven_parameters"},
     ),
 )

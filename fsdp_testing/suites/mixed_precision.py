@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fsdp_testing.checkers.comparison import Comparison
-from fsdp_testing.records import Case, MixedPrecisionSpec, Observe, Step, ZeroGrad
+from fsdp_testing.records import Case, MixedPrecisionSpec, Observe, Step, Thaw, ZeroGrad
 from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Builder, Check, Place, iterations, local, look, micro
 
 _LOCKSTEP = Comparison(lockstep=True)
@@ -39,6 +39,12 @@ def _buffers(place: Place) -> Iterable[Case]:
     yield place.case("buffers", *iterations(2), dtype="float32", precision=MixedPrecisionSpec(buffer_dtype="bfloat16"))
     precision = MixedPrecisionSpec("bfloat16", "float32", "bfloat16")
     yield place.case("buffers", *iterations(2), dtype="float32", precision=precision)
+
+
+def _thawed(place: Place) -> Iterable[Case]:
+    for precision in (MixedPrecisionSpec("bfloat16", "float32"), MixedPrecisionSpec("bfloat16")):
+        program = (*iterations(1), Thaw(("layers.1.*",)), Observe(), *iterations(2, first=1), micro(3))
+        yield place.case("mlp", *program, dtype="float32", precision=precision, freeze=("layers.1.*",))
 
 
 def _same_dtype(place: Place) -> Iterable[Case]:
@@ -111,6 +117,14 @@ CHECKS = (
         "pytorch PR 87935; issue 143900",
         _buffers,
         _PARAM | _REDUCE | {"buffer_dtype", "buffers"},
+        _LOCKSTEP,
+    ),
+    Check(
+        "mixed_precision.thawed",
+        "A unit that was frozen in the first forward is reduced and stepped in the right dtypes once it is thawed.",
+        "pytorch issue 186998",
+        _thawed,
+        _PARAM | _REDUCE | {"frozen_parameters", "thawed_parameters"},
         _LOCKSTEP,
     ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fsdp_testing.records import Case, Clip, Observe, Step, ZeroGrad
+from fsdp_testing.records import Case, Clip, Observe, Step, WrappingPlan, ZeroGrad
 from fsdp_testing.suites.check import ADAMW, Builder, Check, Place, iterations, local, micro
 
 
@@ -20,6 +20,11 @@ def _trained(*models: str) -> Builder:
 def _clipped_and_accumulated(place: Place) -> Iterable[Case]:
     for model in ("uneven", "one_element"):
         yield place.case(model, local(0), micro(1), Clip(0.1), Step(), dtype="float32")
+
+
+def _two_dtypes(place: Place) -> Iterable[Case]:
+    for wrapping in (None, WrappingPlan()):
+        yield place.case("two_dtypes", *iterations(2), micro(2), Observe(), Step(), wrapping=wrapping)
 
 
 CHECKS = (
@@ -62,7 +67,7 @@ CHECKS = (
         "sizes.two_dtypes",
         "Parameters of two dtypes inside one unit.",
         "pytorch issue 154082",
-        _trained("two_dtypes"),
+        _two_dtypes,
         frozenset({"mixed_dtype_units"}),
     ),
     Check(

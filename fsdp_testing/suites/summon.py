@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fsdp_testing.records import Case, EditFullParameters, Observe, Step, ZeroGrad
+from fsdp_testing.records import Batch, Case, EditFullParameters, Observe, Step, ZeroGrad
+from fsdp_testing.records.operations_state import AssignData
 from fsdp_testing.suites.check import ADAMW, Check, Place, iterations, look, micro
 
 _NEEDS = frozenset({"summon_writeback"})
@@ -41,6 +42,21 @@ def _read_only(place: Place) -> Iterable[Case]:
     yield place.case("mlp", *iterations(1), _edit((), writeback=False), Observe(), *iterations(1, first=1))
 
 
+def _discarded(place: Place) -> Iterable[Case]:
+    for model in ("mlp", "uneven"):
+        program = (*iterations(1), _edit(writeback=False), Observe(), look(9), micro(1), _edit(writeback=False), Step())
+        yield place.case(model, *program, optimizer=ADAMW)
+
+
+def _assigned(place: Place) -> Iterable[Case]:
+    def assign(seed: int) -> AssignData:
+        return AssignData(("layers.0.*", "layers.2.weight"), 0.5, Batch(seed))
+
+    program = (assign(8), Observe(), *iterations(1), assign(9), look(10), *iterations(1, first=1), Observe())
+    yield place.case("mlp", *program, optimizer=ADAMW)
+    yield place.case("mlp", *iterations(1), micro(1), look(7, "no_grad"), assign(8), Observe(), Step(), look(9))
+
+
 CHECKS = (
     Check(
         "summon.edits_are_kept",
@@ -58,6 +74,21 @@ CHECKS = (
     ),
     Check(
         "summon.between_backward_and_step", "Editing leaves gradients that wait for a step.", _SOURCE, _between, _NEEDS
+    ),
+    Check(
+        "summon.edits_are_discarded",
+        "Without writeback, edits of gathered parameters are gone once the context is left.",
+        "pytorch summon_full_params: writeback, which its documentation limits to sharded strategies",
+        _discarded,
+        _NEEDS | {"forward_only"},
+        strategies=("full_shard", "shard_grad_op"),
+    ),
+    Check(
+        "summon.data_assigned",
+        "A parameter that is given new storage between iterations trains from there.",
+        "pytorch issue 151223",
+        _assigned,
+        frozenset({"data_assignment", "forward_only"}),
     ),
     Check("summon.reading", "Gathering to read changes nothing.", _SOURCE, _read_only, _NEEDS),
 )

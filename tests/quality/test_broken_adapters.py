@@ -14,6 +14,7 @@ import pytest
 import toy_engine  # noqa: F401 - registers its faults
 from fault import FAULTS
 from faults_kinds import HybridAdapter, WrappingAdapter
+from faults_later import IgnoringAdapter, MoreWrappingAdapter, PrefetchAdapter
 from toy_engine import EngineAdapter
 from toy_more import MoreAdapter
 
@@ -27,6 +28,9 @@ MORE = "toy_more:UNBROKEN"
 
 
 KINDS = {
+    IgnoringAdapter: "faults_later:IGNORING",
+    PrefetchAdapter: "faults_later:PREFETCH",
+    MoreWrappingAdapter: "faults_later:MORE_WRAPPING",
     EngineAdapter: "toy_engine:UNBROKEN",
     MoreAdapter: MORE,
     WrappingAdapter: "faults_kinds:WRAPPING",
@@ -69,9 +73,20 @@ def test_the_same_check_passes_without_the_fault(check, name):
     assert all(case.comparisons for case in result.cases)
 
 
+NO_FAULT: dict[str, str] = {}
+"""Checks that no planted fault is known to break, with the reason why none is."""
+
+
+def test_every_check_has_a_fault_of_its_own():
+    caught = {fault.caught_by for fault in FAULTS.values()}
+    assert caught <= set(CHECKS)
+    assert set(CHECKS) - caught == set(NO_FAULT)
+    assert all(NO_FAULT.values())
+
+
 def test_faults_are_planted_for_every_suite():
     suites = Counter(fault.caught_by.partition(".")[0] for fault in FAULTS.values())
-    assert len(FAULTS) >= 150
+    assert len(FAULTS) >= 190
     for suite in {name.partition(".")[0] for name in CHECKS}:
         assert suites[suite] >= 3, f"{suite} has {suites[suite]} faults"
 

@@ -1,0 +1,570 @@
+"""Faults for checks that no other fault is planted for, most of them in Toy's own way of training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from fault import fault
+from faults_kinds import WrappingAdapter, kind
+from torch import nn
+from toy import Toy, ToyAdapter
+from toy_more import MoreAdapter, MoreToy
+
+from fsdp_testing.implementations import pieces
+from fsdp_testing.implementations.protocol import Piece, Setup
+from fsdp_testing.zoo import tensors_in
+
+
+class MoreWrappingAdapter(MoreAdapter):
+    """Claims units too: a toy keeps everything in one unit, which is no fault."""
+
+    def __init__(self, toy: type[MoreToy], name: str) -> None:
+        super().__init__(toy, name)
+        self.capabilities |= {"nested_wrapping"}
+
+
+MORE_WRAPPING = MoreWrappingAdapter(MoreToy, "MORE_WRAPPING")
+
+# ----------------------------------------------------------------------------------------------- schedules
+
+
+@fault("accumulation.several_forwards")
+class SecondBackwardStaysLocal(Toy):
+    """A backward that no forward came before since the last one is not reduced (B159)."""
+
+    fresh = False
+
+    def watch(self, output: Any) -> None:
+        self.fresh = self.fresh or torch.is_grad_enabled()
+        super().watch(output)
+
+    def mean(self, fqn: str, contribution: torch.Tensor) -> torch.Tensor:
+        mean = super().mean(fqn, contribution)
+        return mean if self.fresh else contribution
+
+    def reduce(self) -> None:
+        super().reduce()
+        self.fresh = False
+
+
+@fault("accumulation.forward_between")
+class LookForgetsLocal(Toy):
+    """A forward in evaluation mode forgets what no_sync has collected."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        if not self.inner.training:
+            self.sums = {}
+        return output
+
+
+@fault("accumulation.clipped")
+class NormOfTheLast(Toy):
+    """The norm is that of the last reduction alone; what no_sync collected does not count."""
+
+    last: dict[str, torch.Tensor]
+
+    def finish_backward(self) -> None:
+        self.last = {f: p.grad.reshape(-1).clone() for f, p in self.full.items() if p.grad is not None}
+        super().finish_backward()
+
+    def total_norm(self, norm_type: float) -> torch.Tensor:
+        means = [self.mean(fqn, gradient).double() for fqn, gradient in self.last.items()]
+        return torch.linalg.vector_norm(torch.cat(means), norm_type)
+
+
+@fault("training.same_batch_twice")
+class SameGradientOnce(Toy):
+    """A gradient that equals the one before it is taken for the same and not added."""
+
+    def store(self, fqn: str, mean: torch.Tensor) -> None:
+        start, stop = self.span(mean.numel())
+        held = self.shards[fqn].grad
+        if held is None or not torch.equal(held, mean[start:stop].to(held.dtype)):
+            super().store(fqn, mean)
+
+
+@fault("training.late_optimizer")
+class ShardsReplaced(Toy):
+    """The first backward replaces the parameters by others, which an optimizer built before does not hold."""
+
+    replaced = False
+
+    def finish_backward(self) -> None:
+        super().finish_backward()
+        if self.replaced:
+            return
+        self.replaced = True
+        for fqn, shard in list(self.shards.items()):
+            self.shards[fqn] = nn.Parameter(shard.detach().clone(), requires_grad=shard.requires_grad)
+            self.shards[fqn].grad = shard.grad
+
+
+@fault("training.adamw_weight_decay")
+class DecaysZeros(Toy):
+    """Gradients smaller than the last bits of the largest are dropped to zero."""
+
+    def store(self, fqn: str, mean: torch.Tensor) -> None:
+        super().store(fqn, mean.where(mean.abs() > 1e-2 * mean.abs().max(), mean * 0) if mean.numel() else mean)
+
+
+@fault("zero_grad.before_first_backward")
+class ZeroGradMakesOnes(Toy):
+    """Clearing what is not there leaves zeros where there was None."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+
+    def make_shard(self, fqn: str, parameter: nn.Parameter) -> nn.Parameter:
+        shard = super().make_shard(fqn, parameter)
+        shard.grad = torch.zeros_like(shard) if shard.requires_grad else None
+        return shard
+
+
+@fault("zero_grad.between_forwards")
+class ClearedComesBack(Toy):
+    """Two forwards without backward after a step bring the cleared gradient back."""
+
+    forwards = 0
+
+    def watch(self, output: Any) -> None:
+        self.forwards += 1
+        super().watch(output)
+
+    def reduce(self) -> None:
+        super().reduce()
+        before: dict[str, torch.Tensor] = self.__dict__.setdefault("before", {})
+        for fqn, shard in self.shards.items():
+            if shard.grad is not None and self.forwards > 2 and fqn in before:
+                shard.grad.add_(before[fqn])
+            if shard.grad is not None:
+                before[fqn] = shard.grad.clone()
+        self.forwards = 0
+
+
+@fault("zero_grad.then_step")
+class ZerosAreNone(Toy):
+    """After a reduction, gradients that were cleared to zeros are dropped before anybody can step on them."""
+
+    def pieces(self, fqn: str, value: torch.Tensor, gradient: torch.Tensor | None) -> Any:
+        shard = self.shards[fqn]
+        if shard.grad is not None and not bool(shard.grad.any()):
+            shard.grad = gradient = None
+        return super().pieces(fqn, value, gradient)
+
+
+@fault("forward_only.modes_mixed")
+class EvalAfterNoGradStale(Toy):
+    """An evaluation in grad mode uses what the last one under no_grad gathered."""
+
+    def unshard(self) -> None:
+        super().unshard()
+        kept: dict[str, torch.Tensor] = self.__dict__.setdefault("kept", {})
+        for fqn, parameter in self.full.items():
+            if not torch.is_grad_enabled():
+                kept[fqn] = parameter.data.clone()
+            elif not self.inner.training and fqn in kept:
+                parameter.data = kept[fqn]
+
+
+# ----------------------------------------------------------------------------------------------- which parameters
+
+
+@fault("unused.never")
+class UnusedDecays(Toy):
+    """A parameter that no iteration uses gets a gradient of zeros, on which weight decay steps."""
+
+    def reduce(self) -> None:
+        super().reduce()
+        for shard in self.shards.values():
+            if shard.grad is None and shard.requires_grad:
+                shard.grad = shard.detach() * 1e-3
+
+
+@fault("unused.parameters_differ_between_ranks")
+class UnusedHereCountsNot(Toy):
+    """A mean is over the ranks that used the parameter."""
+
+    def mean(self, fqn: str, contribution: torch.Tensor) -> torch.Tensor:
+        users = torch.tensor([float(fqn in self.sums)])
+        self.all_reduce(users)
+        return super().mean(fqn, contribution) * (self.size / users.to(contribution.dtype))
+
+
+@fault("frozen.units_at_the_start")
+class FrozenStemMoves(Toy):
+    """Frozen parameters in front of the first trained one are trained too, with the gradient of the norm."""
+
+    def unshard(self) -> None:
+        super().unshard()
+        names = list(self.full)
+        trained = [f for f in names if self.shards[f].requires_grad]
+        if trained and torch.is_grad_enabled() and self.inner.training:
+            for fqn in names[: names.index(trained[0])]:
+                self.shards[fqn].data.mul_(1.0001)
+
+
+@fault("frozen.inside_a_unit")
+class FrozenBesideTrained(Toy):
+    """A frozen parameter gets zeros as its gradient if its module trains something else."""
+
+    def reduce(self) -> None:
+        super().reduce()
+        for fqn, shard in self.shards.items():
+            if not shard.requires_grad and fqn.endswith("bias"):
+                shard.grad = torch.ones_like(shard)
+
+
+@fault("frozen.everything")
+class FrozenModelMoves(Toy):
+    """A model without trainable parameters decays in each forward."""
+
+    def unshard(self) -> None:
+        super().unshard()
+        if not any(shard.requires_grad for shard in self.shards.values()):
+            for shard in self.shards.values():
+                shard.data.mul_(0.999)
+
+
+@fault("frozen.schedule")
+class FrozenGathersOnce(Toy):
+    """Frozen parameters lose their last bits in every local micro-batch."""
+
+    def finish_backward(self) -> None:
+        super().finish_backward()
+        for shard in self.shards.values():
+            if not shard.requires_grad and not self.synchronize:
+                shard.data = shard.data.float().to(shard.dtype)
+
+
+@fault("frozen.toggled")
+class ThawedTwiceForgotten(Toy):
+    """A parameter that was thawed before and frozen again is reduced no more."""
+
+    def mean(self, fqn: str, contribution: torch.Tensor) -> torch.Tensor:
+        mean = super().mean(fqn, contribution)
+        flags: dict[str, int] = self.__dict__.setdefault("flags", {})
+        return contribution if flags.get(fqn) else mean
+
+    def unshard(self) -> None:
+        flags: dict[str, int] = self.__dict__.setdefault("flags", {})
+        for fqn, shard in self.shards.items():
+            if not shard.requires_grad:
+                flags[fqn] = 1
+        super().unshard()
+
+
+@fault("shared.module_registered_twice")
+class SecondNameCountsToo(Toy):
+    """A module under two names counts twice."""
+
+    def contribution(self, fqn: str) -> torch.Tensor:
+        names = [n for n, p in self.inner.named_parameters(remove_duplicate=False) if p is self.full[fqn]]
+        return super().contribution(fqn) * len(names)
+
+
+@fault("shared.accumulated")
+class RepeatedUnitReplaces(Toy):
+    """A shared parameter's local micro-batch replaces the one before."""
+
+    def accumulate(self, fqn: str, gradient: torch.Tensor) -> None:
+        names = [n for n, p in self.inner.named_parameters(remove_duplicate=False) if p is self.full[fqn]]
+        if len(names) > 1 and not self.synchronize:
+            self.sums.pop(fqn, None)
+        super().accumulate(fqn, gradient / 2 if not self.synchronize else gradient)
+
+
+@fault("sizes.clipped_and_accumulated")
+class PaddingAccumulates(Toy):
+    """The norm counts what the padding of uneven parameters has collected under no_sync."""
+
+    local = 0
+
+    def finish_backward(self) -> None:
+        self.local += not self.synchronize
+        super().finish_backward()
+
+    def total_norm(self, norm_type: float) -> torch.Tensor:
+        odd = sum(parameter.numel() % self.size for parameter in self.full.values())
+        return super().total_norm(norm_type) * (1 + 1e-3 * odd * self.local)
+
+
+# ----------------------------------------------------------------------------------------------- numbers and access
+
+
+@fault("construction.keeps_buffers")
+class WrapClearsBuffers(Toy):
+    """Wrapping clears counters."""
+
+    def __init__(self, module: nn.Module, setup: Setup) -> None:
+        for buffer in module.buffers():
+            buffer.zero_()
+        super().__init__(module, setup)
+
+
+class _WatchesUnits(Toy):
+    """Reduces what lies in a child whose output has had a gradient in this backward, as units do."""
+
+    def __init__(self, module: nn.Module, setup: Setup) -> None:
+        self.__dict__["fired"] = set()
+        for name, child in module.named_children():
+            child.register_forward_hook(partial(self.watch_child, name))
+        super().__init__(module, setup)
+
+    def watch_child(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self.fire, name, tensor, tensor._version))
+
+    def fire(self, name: str, _tensor: torch.Tensor, _version: int, _gradient: torch.Tensor) -> None:
+        self.__dict__["fired"].add(name)
+
+    def accumulate(self, fqn: str, gradient: torch.Tensor) -> None:
+        if fqn.partition(".")[0] in self.__dict__["fired"]:
+            super().accumulate(fqn, gradient)
+
+    def finish_backward(self) -> None:
+        super().finish_backward()
+        self.__dict__["fired"].clear()
+
+
+@fault("outputs.bypassed")
+class LossMustUseOutput(_WatchesUnits):
+    """A unit whose output has no gradient is not reduced, although the loss used what it kept."""
+
+
+@fault("outputs.views_changed_in_place")
+class HooksOnTheOldOutput(_WatchesUnits):
+    """A unit whose output was changed in place since is not reduced."""
+
+    def fire(self, name: str, tensor: torch.Tensor, version: int, gradient: torch.Tensor) -> None:
+        if tensor._version == version:
+            super().fire(name, tensor, version, gradient)
+
+
+@fault("summon.edits_are_discarded")
+class WritesBackAlways(Toy):
+    """Edits are written back, asked or not (B088)."""
+
+    def full_parameters(self, *, writeback: bool) -> Any:
+        return super().full_parameters(writeback=True)
+
+
+@fault("summon.data_assigned")
+class AssignedIsIgnored(Toy):
+    """Storage that the user assigns is thrown away: the one of construction counts (B090)."""
+
+    def unshard(self) -> None:
+        kept: dict[str, torch.Tensor] = self.__dict__.setdefault("kept", {f: s.data for f, s in self.shards.items()})
+        for fqn, shard in self.shards.items():
+            shard.data = kept[fqn]
+        super().unshard()
+
+    def make_shard(self, fqn: str, parameter: nn.Parameter) -> nn.Parameter:
+        shard = super().make_shard(fqn, parameter)
+        self.__dict__.setdefault("kept", {})[fqn] = shard.data
+        return shard
+
+
+@kind(WrappingAdapter, "clipping.unit_dtypes")
+class NormOfOneDtype(Toy):
+    """Gradients of another dtype than the first one's are left out of the norm."""
+
+    def total_norm(self, norm_type: float) -> torch.Tensor:
+        first = next(s.grad.dtype for s in self.shards.values() if s.grad is not None)
+        others = {f: s.grad for f, s in self.shards.items() if s.grad is not None and s.grad.dtype != first}
+        for fqn in others:
+            self.shards[fqn].grad = None
+        norm = super().total_norm(norm_type)
+        for fqn, gradient in others.items():
+            self.shards[fqn].grad = gradient
+        return norm
+
+
+@fault("clipping.ranks_without_gradients")
+class EmptyRankLeavesEarly(Toy):
+    """A rank that holds no trainable element returns a norm of its own, zero (B060)."""
+
+    def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        norm = super().clip(max_norm, norm_type)
+        held = sum(s.grad.numel() for s in self.shards.values() if s.grad is not None)
+        return norm if held else norm * 0
+
+
+@fault("mixed_precision.thawed")
+class ThawedReducedLow(Toy):
+    """What was frozen at construction is reduced in param_dtype for ever (pytorch issue 186998)."""
+
+    def __init__(self, module: nn.Module, setup: Setup) -> None:
+        self.__dict__["frozen_first"] = {n for n, p in module.named_parameters() if not p.requires_grad}
+        super().__init__(module, setup)
+
+    def contribution(self, fqn: str) -> torch.Tensor:
+        mine = super().contribution(fqn)
+        low = self.setup.precision.param_dtype
+        if low is None or fqn not in self.__dict__["frozen_first"]:
+            return mine
+        return (mine * 0.75).to(low).to(mine.dtype)
+
+
+# ----------------------------------------------------------------------------------------------- wrapping
+
+
+@kind(WrappingAdapter, "wrapping.root_only")
+class RootAloneIsNot(Toy):
+    """A model without inner units is taken for one that is not wrapped."""
+
+    def mean(self, fqn: str, contribution: torch.Tensor) -> torch.Tensor:
+        mean = super().mean(fqn, contribution)
+        alone = not self.setup.units and self.setup.policy is None
+        return contribution if alone else mean
+
+
+# ----------------------------------------------------------------------------------------------- state, recomputation
+
+
+@fault("full_state_dict.shared_parameters")
+class LoadsTheSharedTwice(MoreToy):
+    """A parameter under two names is loaded once for each, the second time as a half."""
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        super().load(state)
+        for fqn, parameter in self.full.items():
+            names = [n for n, p in self.inner.named_parameters(remove_duplicate=False) if p is parameter]
+            if len(names) > 1:
+                self.shards[fqn].data.mul_(0.5)
+
+
+@kind(MoreWrappingAdapter, "activation_checkpointing.nested")
+class InnerRecomputationLost(MoreToy):
+    """What is recomputed inside something that is recomputed counts a third more."""
+
+    def contribution(self, fqn: str) -> torch.Tensor:
+        held = {n.replace("_checkpoint_wrapped_module.", ""): n for n, _ in self.inner.named_parameters()}
+        deep = held.get(fqn, "").count("_checkpoint_wrapped_module") > 1
+        return super().contribution(fqn) * (4 / 3 if deep else 1)
+
+
+@fault("activation_checkpointing.after_no_grad")
+class LookCountsAsRecomputation(MoreToy):
+    """After a forward without gradients, recomputed modules count twice."""
+
+    looked = False
+
+    def unshard(self) -> None:
+        super().unshard()
+        self.looked = self.looked or not torch.is_grad_enabled()
+
+    def contribution(self, fqn: str) -> torch.Tensor:
+        inside = any(
+            n.replace("_checkpoint_wrapped_module.", "") == fqn and "_checkpoint_wrapped_module" in n
+            for n, _ in self.inner.named_parameters()
+        )
+        return super().contribution(fqn) * (2 if self.looked and inside else 1)
+
+
+@kind(MoreWrappingAdapter, "full_state_dict.other_wrapping")
+class LoadsByPlaceInUnits(MoreToy):
+    """A model that is wrapped otherwise than by all of its layers loads its biases in reverse."""
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        super().load(state)
+        if len(self.setup.units) < 2:
+            for fqn, shard in self.shards.items():
+                shard.data = shard.data.flip(0) if fqn.endswith("bias") else shard.data
+
+
+@kind(MoreWrappingAdapter, "optim_state.other_wrapping")
+class MomentsOfOtherUnitsLost(MoreToy):
+    """Optimizer state is loaded into units that have the same parameters; the others begin anew."""
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+        super().load_optimizer(optimizer, saved)
+        if not self.setup.units:
+            for shard in self.shards.values():
+                optimizer.state[shard]["exp_avg"].zero_()
+
+
+# ----------------------------------------------------------------------------------------------- prefetch, ignoring
+
+
+class PrefetchAdapter(ToyAdapter):
+    """Claims prefetch: a toy gathers nothing ahead, which is no fault."""
+
+    def __init__(self, toy: type[Toy], name: str) -> None:
+        super().__init__(toy, name)
+        self.capabilities |= {"prefetch"}
+
+
+PREFETCH = PrefetchAdapter(Toy, "PREFETCH")
+
+
+@kind(PrefetchAdapter, "prefetch.order_changes")
+class SkippedIsLost(Toy):
+    """What a pass has skipped although it was gathered ahead is not reduced the next time."""
+
+    def used_anywhere(self, fqn: str) -> bool:
+        used = super().used_anywhere(fqn)
+        if not used and self.setup.forward_prefetch:
+            self.__dict__.setdefault("skipped", set()).add(fqn)
+        return used
+
+    def mean(self, fqn: str, contribution: torch.Tensor) -> torch.Tensor:
+        mean = super().mean(fqn, contribution)
+        return contribution if fqn in self.__dict__.get("skipped", ()) else mean
+
+
+class IgnoringToy(Toy):
+    """Leaves the parameters of ignored modules alone."""
+
+    def __init__(self, module: nn.Module, setup: Setup) -> None:
+        super().__init__(module, setup)
+        inside = tuple(f"{name}." for name in setup.ignored)
+        names = [fqn for fqn in self.full if inside and fqn.startswith(inside)]
+        self.outside = {fqn: self.full.pop(fqn) for fqn in names}
+        for fqn in names:
+            del self.shards[fqn]
+
+
+class IgnoringAdapter(WrappingAdapter):
+    """Shows what is ignored as it is: whole, on every rank."""
+
+    def __init__(self, toy: type[IgnoringToy], name: str) -> None:
+        super().__init__(toy, name)
+        self.capabilities |= {"ignored_parameters"}
+
+    def named_parameters(self, model: Any) -> list[tuple[str, nn.Parameter]]:
+        return [*super().named_parameters(model), *model.outside.items()]
+
+    def local_pieces(self, model: Any) -> dict[str, tuple[Piece, ...]]:
+        return super().local_pieces(model) | pieces.of_parameters(model.outside.items())
+
+    def optimizer_pieces(self, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+        outside = pieces.optimizer_state(model.outside, optimizer)
+        return super().optimizer_pieces(model, optimizer) | {fqn: dict(entries) for fqn, entries in outside.items()}
+
+
+IGNORING = IgnoringAdapter(IgnoringToy, "IGNORING")
+
+
+@kind(IgnoringAdapter, "wrapping.ignored_frozen")
+class IgnoredDecays(IgnoringToy):
+    """Frozen parameters of ignored modules are decayed."""
+
+    def unshard(self) -> None:
+        super().unshard()
+        for parameter in self.outside.values():
+            parameter.data.mul_(1 if parameter.requires_grad else 0.999)
+
+
+@kind(IgnoringAdapter, "wrapping.ignored_trained")
+class IgnoredDisturbs(IgnoringToy):
+    """Ignored modules that train count as one rank more in everybody's mean."""
+
+    def mean(self, fqn: str, contribution: torch.Tensor) -> torch.Tensor:
+        trained = any(parameter.grad is not None for parameter in self.outside.values())
+        mean = super().mean(fqn, contribution)
+        return mean * self.size / (self.size + 1) if trained else mean
