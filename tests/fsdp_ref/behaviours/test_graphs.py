@@ -92,71 +92,40 @@ def test_backward_through_pieces(lab, path):
 
 @pytest.mark.world(2)
 @pytest.mark.covers("B137", "RED-05")
-def test_gradients_of_inputs_may_be_differentiated_or_are_refused(lab, path):
-    model = lab.shard(lab.make(), path, policy={lab.Block})
-    reference = lab.make()
-    x = lab.batch().requires_grad_()
-    try:
-        (grad,) = torch.autograd.grad(model(x).sum(), [x], create_graph=True)
-        grad.square().sum().backward()
-    except RuntimeError as error:
-        assert "gradients of gradients" in str(error) or "create_graph" in str(error)
-    else:
-        for rank in range(lab.world.size):
-            y = lab.batch(rank=rank).requires_grad_()
-            (grad,) = torch.autograd.grad(reference(y).sum(), [y], create_graph=True)
-            (grad.square().sum() / lab.world.size).backward()
-        if path != "flat":
-            for name, value in lab.grads(model).items():
-                want = reference.get_parameter(name).grad
-                if want is None:
-                    assert value is None or not value.any()
-                else:
-                    torch.testing.assert_close(value, want, **lab.CLOSE)
+@strategies
+def test_gradients_of_inputs_may_be_differentiated(lab, path, strategy):
+    """A penalty on the gradient of the input: its own backward reads parameters a second time."""
+
+    def penalty(m, x):
+        x = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(m(x).sum(), [x], create_graph=True)
+        return grad.square().sum()
+
+    lab.parity(path=path, policy={lab.Block}, sharding_strategy=strategy, loss=penalty, optim=torch.optim.SGD)
 
 
 @pytest.mark.world(2)
 @pytest.mark.covers("B138")
-def test_forward_mode_derivatives_are_right_or_refused(lab, path):
+@strategies
+def test_forward_mode_derivatives(lab, path, strategy):
     from torch.autograd import forward_ad
 
-    model, reference = lab.shard(lab.make(), path, policy={lab.Block}), lab.make()
+    reference = lab.make()
+    model = lab.shard(copy.deepcopy(reference), path, policy={lab.Block}, sharding_strategy=strategy)
     x, tangent = lab.batch(), lab.batch(step=1)
 
     def derivative(m):
         with forward_ad.dual_level():
             return forward_ad.unpack_dual(m(forward_ad.make_dual(x, tangent))).tangent
 
-    try:
-        got = derivative(model)
-    except (RuntimeError, NotImplementedError):
-        pass
-    else:
-        torch.testing.assert_close(got, derivative(reference), **lab.CLOSE)
+    torch.testing.assert_close(derivative(model), derivative(reference), **lab.CLOSE)
     lab.loss(model, lab.batch()).backward()
+    lab.reference_step(reference, lab.batches())
     units = lab.units(model)
     assert {unit.training_state for unit in units} == {TrainingState.IDLE}
     assert not any(unit.handle.unsharded for unit in units)
-
-
-@pytest.mark.world(2)
-@pytest.mark.covers("B121", "B122", "LIM-07")
-def test_reductions_in_flight_are_bounded(lab, path):
-    from fsdp_ref.runtime.events import observe
-
-    model = lab.shard(lab.make(lambda: lab.Net(blocks=8)), path, policy={lab.Block})
-    loss = lab.loss(model, lab.batch())
-    root = lab.units(model)[0].root
-    most = 0
-
-    def count(_):
-        nonlocal most
-        most = max(most, len(root.sync._open))
-
-    with observe(count):
-        loss.backward()
-    assert 1 <= most <= 2
-    assert len(root.sync._open) == 0
+    if path != "flat":
+        lab.assert_grads(model, reference)
 
 
 # ---------------------------------------------------------------------------------------- units used in part or again

@@ -74,7 +74,7 @@ def test_a_replicated_subtree_inside_a_sharded_module(lab):
     fully_shard(model.u2.seq[1])
     replicate(model.u2)
     fully_shard(model, policy=ModuleWrapPolicy({lab.Unit}))
-    assert [unit.name or "root" for unit in lab.units(model)] == ["root", "root"] or len(lab.units(model)) == 2
+    assert len(lab.units(model)) == 2  # the root and u1; the unit inside the replicated subtree is not reached
     held = {fqn for unit in lab.units(model) for fqn in unit.handle.fqns}
     assert not any("u2" in fqn for fqn in held)
     with lab.collectives() as seen:

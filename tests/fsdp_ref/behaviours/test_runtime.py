@@ -224,8 +224,9 @@ def test_an_exception_inside_no_sync(lab):
 
 @pytest.mark.world(2)
 @pytest.mark.covers("B022", "B076")
-def test_a_module_swapped_between_construction_and_use(lab):
-    model = lab.shard(lab.make(), policy={lab.Block})
+@pytest.mark.parametrize("path", ["wrapper", "flat"])
+def test_a_module_swapped_between_construction_and_use(lab, path):
+    model = lab.shard(lab.make(), path, policy={lab.Block})
     replacement = lab.make(lambda: lab.Block(4), seed=5)
     model.module.blocks[1] = replacement
     reference = lab.make()
@@ -247,10 +248,7 @@ def test_a_unit_added_after_the_first_forward_is_not_silently_unmanaged(lab):
     model.module.blocks.append(extra)
     reference = lab.make()
     reference.blocks.append(lab.make(lambda: lab.Block(4), seed=3))
-    try:
-        lab.loss(model, lab.batch()).backward()
-    except (AssertionError, RuntimeError, ValueError):
-        return
+    lab.loss(model, lab.batch()).backward()
     lab.reference_step(reference, lab.batches())
     lab.assert_grads(model, reference)
 

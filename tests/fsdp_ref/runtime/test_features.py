@@ -317,7 +317,7 @@ def test_at_most_two_full_units_beside_the_root(trial):
     assert LEDGER.live_bytes == before
 
 
-@pytest.mark.covers("B076", "ORIG-15")
+@pytest.mark.covers("ORIG-15")
 @pytest.mark.world(2)
 def test_inside_forward_parameters_have_their_shapes(trial, api, strategy):
     case = trial(api, strategy)
