@@ -176,3 +176,23 @@ def test_garbage_in_fresh_memory_reaches_no_result(lab, path, monkeypatch):
             assert not unit.handle.flat_param.grad.isnan().any()
     if path != "composable":
         assert model.clip_grad_norm_(1.0).isfinite()
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("B121", "B122", "LIM-07")
+def test_reductions_in_flight_are_bounded(lab, path):
+    from fsdp_ref.runtime.events import observe
+
+    model = lab.shard(lab.make(lambda: lab.Net(blocks=8)), path, policy={lab.Block})
+    loss = lab.loss(model, lab.batch())
+    root = lab.units(model)[0].root
+    most = 0
+
+    def count(_):
+        nonlocal most
+        most = max(most, len(root.sync._open))
+
+    with observe(count):
+        loss.backward()
+    assert 1 <= most <= 2
+    assert len(root.sync._open) == 0
