@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from fsdp_testing.checkers import adoption
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.explain_signature import (
     FindingSignature,
@@ -23,6 +24,7 @@ from fsdp_testing.checkers.explain_signature import (
 from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.explanation.budget import Budget
+from fsdp_testing.explanation.casts import OtherCast, other_cast
 from fsdp_testing.explanation.holding import held_before
 from fsdp_testing.explanation.likeness import Likeness, WrongNumbers
 from fsdp_testing.explanation.shortest import shorten, with_schedule
@@ -63,7 +65,7 @@ class _Place:
     result: int
     number: int
     finding: Finding
-    how: How
+    how: How | None
 
 
 @dataclass(slots=True)
@@ -118,9 +120,9 @@ def _places(results: Sequence[CheckResult], name: str, how_of: HowOf) -> list[_P
     """Findings that can be reduced, unexpected failures first and short programs before long ones."""
     found: list[tuple[bool, int, _Place]] = []
     for index, result in enumerate(results):
-        how = how_of(result.check) if result.implementation == name else None
-        if how is None:
+        if result.implementation != name:
             continue
+        how = how_of(result.check)
         for number, finding in enumerate(result.findings):
             if finding.kind in REDUCIBLE and finding.case.program:
                 expected = result.verdict is not Verdict.FAIL
@@ -164,6 +166,8 @@ class _Explainer:
 
     def _same(self, place: _Place, causes: Sequence[_Cause]) -> _Cause | None:
         """The cause whose schedule shows this failure too."""
+        if place.how is None:
+            return None
         for cause in causes:
             for case in with_schedule(place.finding.case, cause.explanation.case.program):
                 found = self._judge(place.how)(case)
@@ -172,13 +176,16 @@ class _Explainer:
         return None
 
     def _new(self, place: _Place, causes: list[_Cause]) -> _Cause:
+        if place.how is None:
+            return self._as_it_is(place.finding, causes)
         budget = self._budget.part()
         short = shorten(place.finding, self._judge(place.how), budget)
         case = short.finding.case
         like, traced = self._look(short.finding, place.how)
+        cast = self._cast(short.finding, place.how) if like is None else None
         held = held_before(traced.history, like.left_out) if traced is not None and like is not None else {}
         explanation = Explanation(
-            sentence=tell(short.finding, like, held),
+            sentence=tell(short.finding, like, held, cast),
             schedule=tuple(_lines(case.program)),
             case=case,
             left_out=len(place.finding.case.program) - len(case.program),
@@ -187,8 +194,18 @@ class _Explainer:
             complete=short.complete,
             portrait=portrait_of(traced) if traced is not None and self._draw else None,
         )
-        kind, sort, operation = signature_of(short.finding)
-        label = f"{kind}: {sort} in {operation} ({' > '.join(schedule_shape(case))})"
+        return self._cause(short.finding, explanation, causes)
+
+    def _as_it_is(self, finding: Finding, causes: list[_Cause]) -> _Cause:
+        """A failure of a check that judges in a way of its own: told, not reduced."""
+        sentence = f"{tell(finding, None, {})} The check judges several runs together, so that none is shortened."
+        schedule = tuple(_lines(finding.case.program))
+        told = Explanation(sentence, schedule, finding.case, left_out=0, runs=0, seconds=0.0, complete=False)
+        return self._cause(finding, told, causes)
+
+    def _cause(self, finding: Finding, explanation: Explanation, causes: list[_Cause]) -> _Cause:
+        kind, sort, operation = signature_of(finding)
+        label = f"{kind}: {sort} in {operation} ({' > '.join(schedule_shape(explanation.case))})"
         cause = _Cause(label if not causes else f"{label}, number {len(causes) + 1}", explanation)
         causes.append(cause)
         return cause
@@ -210,6 +227,22 @@ class _Explainer:
             comparison = as_observed(how.comparison, registry.load(self._name))
             return WrongNumbers(finding.case, ranks, comparison, self._oracle).like(held), traced
         return None, traced
+
+    def _cast(self, finding: Finding, how: How) -> OtherCast | None:
+        """In which dtype it was done instead, where a case in mixed precision has wrong numbers."""
+        numbers = finding.kind in ("diverged", "disagreed") and how.special == ORDINARY
+        if not (numbers and how.comparison.lockstep and finding.case.mixed_precision is not None):
+            return None
+        with suppress(HarnessError):  # an oracle that cannot run a variant leaves the failure as it is told
+            ranks = self._runner.observe(self._name, finding.case, observe_all=True)
+            adopted = adoption.states(ranks)
+
+            def oracle(case: Case) -> Expectation:
+                told: Expectation = self._runner.on_ranks(jobs.expect_lockstep, case, self._name, adopted, size=1)[0]
+                return told
+
+            return other_cast(finding.case, ranks, as_observed(how.comparison, registry.load(self._name)), oracle)
+        return None
 
     def _traced(self, finding: Finding) -> Trace | None:
         claimed = "unit_trace" in registry.load(self._name).capabilities

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fsdp_testing.checkers.explain_signature import operation_words
+from fsdp_testing.explanation.casts import OtherCast
 from fsdp_testing.explanation.likeness import Likeness
 from fsdp_testing.records import Case, EditFullParameters, Finding, ForwardBackward, Operation, OperationText, Step
 
 Held = Mapping[str, tuple[int, ...]]
 
 
-def tell(finding: Finding, like: Likeness | None, held: Held) -> str:
+def tell(finding: Finding, like: Likeness | None, held: Held, cast: OtherCast | None = None) -> str:
     """Returns the account of a finding on its shortest schedule.
 
     Args:
         finding: The finding; its case is the shortest one.
         like: What the wrong numbers are equal to.
         held: Units that were gathered when the operation without effect began, with the ranks that hold them.
+        cast: The cast that gives these numbers, in mixed precision.
     """
     case = finding.case
     schedule = _schedule(case.program[: finding.operation + 1])
@@ -25,6 +27,8 @@ def tell(finding: Finding, like: Likeness | None, held: Held) -> str:
     if finding.kind == "raised":
         return f"{after}: {finding.explanation.removeprefix(f'in {finding.operation_text}: ')}"
     told = f"{after}: {_what_is_wrong(finding)}"
+    if cast is not None:
+        return f"{after}: {cast.happened}; {_what_is_wrong(finding)}, and is what one process gives with that cast."
     if like is None:
         return f"{told}."
     return f"{after}: {_cause(case, like, held)}; {_what_is_wrong(finding)}, {_equal_to(case, like)}."

@@ -69,6 +69,8 @@ def _cause(name: str, members: list[tuple[CheckResult, Finding]]) -> Cause:
 def explanation_line(explanation: Explanation) -> str:
     """How the shortest schedule was found, in a line."""
     operations = len(explanation.schedule)
+    if not explanation.runs:
+        return f"{operations} operations, as the check ran them"
     noun = "operation remains" if operations == 1 else "operations remain"
     left = f"{operations} {noun}, {explanation.left_out} left out"
     certain = "each that remains is needed" if explanation.complete else "time was up before each was tried"

@@ -101,7 +101,7 @@ def test_nothing_is_changed_without_time_and_no_verdict_ever() -> None:
     (result,) = report.results
     assert all(finding.shortest is None and not finding.cause for finding in result.findings)
     runner = CaseRunner()
-    (unexplained,) = explain_results((result,), lambda check: None, runner, GENEROUS)
+    (unexplained,) = explain_results((result,), lambda check: How(Comparison()), runner, 0.0)
     assert unexplained == result
     (done,) = explain_results((result,), lambda check: How(Comparison()), runner, GENEROUS)
     stripped = tuple(replace(finding, cause="", shortest=None) for finding in done.findings)
@@ -176,3 +176,35 @@ def test_failures_that_look_alike_are_put_together_only_if_one_schedule_shows_bo
     assert second.shortest is not None
     assert [line.partition("(")[0] for line in second.shortest.schedule] == ["0 clip", "1 forward"]
     assert len(runner.judged) < 30
+
+
+@pytest.mark.parametrize(
+    ("name", "check", "told"),
+    [
+        ("faults_state:WrongReduceDtype", "mixed_precision.reduce_float32", "reduced in bfloat16 where float32 is due"),
+        (
+            "faults_state:ReduceInFullPrecision",
+            "mixed_precision.param_bfloat16",
+            "reduced in float32 where bfloat16 is due",
+        ),
+    ],
+)
+def test_the_cast_that_was_made_instead_is_named(name: str, check: str, told: str) -> None:
+    sentence = the_explanation(explained(name, check)).sentence
+    assert told in sentence
+    assert "equal bits were due" in sentence
+    assert sentence.endswith("and is what one process gives with that cast.")
+
+
+def test_of_other_casts_nothing_is_said_when_none_gives_the_numbers() -> None:
+    """A gradient that is a hundredth too large in recomputed modules is no cast at all."""
+    findings = explained("faults_around:RecomputesInFull", "activation_checkpointing.mixed_precision")
+    assert all("is due" not in f.shortest.sentence for f in findings if f.shortest is not None)
+
+
+def test_a_check_with_a_judge_of_its_own_is_told_and_not_reduced() -> None:
+    """What three worlds hand to one another cannot be cut down operation by operation; each cause still has a sentence."""
+    explanation = the_explanation(explained("faults_saving:CutForSavedWorld", "full_state_dict.other_world_size"))
+    assert explanation.sentence.startswith("After forward-backward")
+    assert explanation.left_out == explanation.runs == 0
+    assert explanation.case.program

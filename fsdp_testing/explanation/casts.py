@@ -1,0 +1,82 @@
+"""In which dtype was it done instead? Tried for a case in mixed precision whose numbers are not those of its casts.
+
+The oracle replays the same operations, each from the implementation's own state, with other casts: gradients reduced in
+another dtype, or nothing computed in a lower one. At two ranks equality is to the bit, so that what agrees is what
+happened. Where nothing agrees, nothing is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from fsdp_testing.checkers import parity
+from fsdp_testing.checkers.comparison import Comparison
+from fsdp_testing.checkers.quantities import Expectation, ExpectedPoint, Quantity
+from fsdp_testing.records import Case, MixedPrecisionSpec, RankObservation
+
+LockstepOracle = Callable[[Case], Expectation]
+"""Replays a case in one process, from the state that the implementation was in before each operation."""
+
+
+@dataclass(frozen=True, slots=True)
+class OtherCast:
+    """A cast that gives the wrong numbers.
+
+    Attributes:
+        happened: What is done, and what was asked, in words.
+    """
+
+    happened: str
+
+
+def other_cast(
+    case: Case, ranks: Sequence[RankObservation], comparison: Comparison, oracle: LockstepOracle
+) -> OtherCast | None:
+    """Returns the cast that gives the numbers of the first divergence, or None if none does.
+
+    Args:
+        case: A case in mixed precision that diverges.
+        ranks: What each rank reported, with a snapshot after every operation.
+        comparison: How the check compares.
+        oracle: Replays other casts.
+    """
+    truth = oracle(case)
+    divergences = parity.compare(truth, ranks, comparison).divergences
+    if not divergences or any(divergence.max_error is None for divergence in divergences):
+        return None
+    first = divergences[0]
+    wrong = {divergence.quantity for divergence in divergences if divergence.index == first.index}
+    for happened, precision in _others(case):
+        told = oracle(replace(case, mixed_precision=precision))
+        if _agrees(told, first.index, wrong, ranks, comparison):
+            return OtherCast(happened)
+    return None
+
+
+def _others(case: Case) -> Iterator[tuple[str, MixedPrecisionSpec]]:
+    asked, stored = case.mixed_precision, case.model.dtype
+    if asked is None:
+        return
+    wire = asked.reduce_dtype or asked.param_dtype or stored
+    for dtype in dict.fromkeys((asked.param_dtype, stored, "float32", "bfloat16", "float16")):
+        if dtype is not None and dtype != wire:
+            yield f"gradients are reduced in {dtype} where {wire} is due", replace(asked, reduce_dtype=dtype)
+    if asked.param_dtype is not None:
+        full = replace(asked, param_dtype=None, reduce_dtype=wire)
+        yield f"forward and backward run in {stored} where {asked.param_dtype} is due", full
+
+
+def _agrees(
+    told: Expectation, index: int, wrong: set[Quantity], ranks: Sequence[RankObservation], comparison: Comparison
+) -> bool:
+    points = [_only(point, wrong) for point in told.points if point.index == index]
+    found = {quantity for point in points for quantity in point.quantities}
+    if not points or not wrong <= found:
+        return False
+    tally = parity.compare(replace(told, points=tuple(points)), ranks, comparison)
+    return tally.comparisons > 0 and not tally.divergences and not tally.undecided
+
+
+def _only(point: ExpectedPoint, wrong: set[Quantity]) -> ExpectedPoint:
+    return replace(point, quantities={q: expected for q, expected in point.quantities.items() if q in wrong})
