@@ -107,7 +107,7 @@ class FlatHandle:
         mark_flattened(self.flat_param)
         describe(self.flat_param, self.shard_map, self.shard_rank, self.full_F())
         self.originals = Originals(self, params)
-        self.grads = GradientStore(self)
+        self.grads = GradientStore(self, self.originals)
         self.originals.take_over()
         ALL_HANDLES.add(self)
 
@@ -292,7 +292,9 @@ class FlatHandle:
         vars(copied).update(module=copy.deepcopy(self.module, memo))
         flat = like_flat(copy.deepcopy(self.flat_param, memo), self.flat_param)
         set_data(flat, copied.shard_S)
-        vars(copied).update(flat_param=flat, originals=self.originals.copied(copied, memo), grads=GradientStore(copied))
+        vars(copied)["flat_param"] = flat
+        originals = self.originals.copied(copied, memo)
+        vars(copied).update(originals=originals, grads=GradientStore(copied, originals))
         describe(flat, copied.shard_map, copied.shard_rank, copied.full_F())
         ALL_HANDLES.add(copied)
         return copied

@@ -11,16 +11,15 @@ those changes before the store is used again, so what users see is the truth.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fsdp_ref.errors import WritebackError, explain
+from fsdp_ref.handle.originals import Originals
+from fsdp_ref.handle.parts import FlatFacts
+from fsdp_ref.layout import FlatLayout
 from fsdp_ref.storage.views import flat_views, gap_views, set_grad
-
-if TYPE_CHECKING:
-    from fsdp_ref.handle.flat_handle import FlatHandle
 
 
 class GradientStore:
@@ -31,8 +30,9 @@ class GradientStore:
         local_F: local part, full-sized with all padding, in the dtype of computation; None without one.
     """
 
-    def __init__(self, handle: FlatHandle) -> None:
+    def __init__(self, handle: FlatFacts, originals: Originals) -> None:
         self._handle = handle
+        self._originals = originals
         self.reduced_S: Tensor | None = None
         self.local_F: Tensor | None = None
         # What users were given: the gradient object per tensor, and where its memory was.
@@ -50,7 +50,7 @@ class GradientStore:
             self.local_F = torch.empty(
                 handle.shard_map.padded_numel, dtype=handle.compute_dtype, device=handle.config.device
             )
-            fill_flat(self.local_F, handle, grads)
+            fill_flat(self.local_F, handle.layout, grads)
             return
         if self.local_F.dtype != handle.compute_dtype:
             self.local_F = self.local_F.to(handle.compute_dtype)
@@ -95,18 +95,18 @@ class GradientStore:
     def publish(self) -> None:
         """Give users the gradients: the local part while there is one, else the reduced part, else nothing."""
         handle = self._handle
-        if not handle.originals.use_orig_params:
+        if not self._originals.use_orig_params:
             local_F = self.local_F
             shown = self.reduced_S if local_F is None else local_F[: handle.layout.numel]
             self._give([handle.flat_param], [shown])
             return
-        params = handle.originals.params
+        params = self._originals.params
         if self.local_F is not None:
             values: list[Tensor | None] = [*flat_views(self.local_F, handle.layout)]
         elif self.reduced_S is not None:
             values = [
-                piece if handle.originals.present(index) else None
-                for index, piece in enumerate(handle.originals.pieces_of(self.reduced_S))
+                piece if self._originals.present(index) else None
+                for index, piece in enumerate(self._originals.pieces_of(self.reduced_S))
             ]
         else:
             values = [None] * len(params)
@@ -131,7 +131,7 @@ class GradientStore:
             WritebackError: a gradient was replaced by one of another shape.
         """
         handle = self._handle
-        params = handle.originals.params if handle.originals.use_orig_params else [handle.flat_param]
+        params = self._originals.params if self._originals.use_orig_params else [handle.flat_param]
         given = self._given or [None] * len(params)
         pointers = self._given_ptrs or [0] * len(params)
         changed = [
@@ -173,11 +173,11 @@ class GradientStore:
         if self.reduced_S is None:
             dtype = dtypes.pop() if len(dtypes) == 1 else handle.precision.original
             self.reduced_S = torch.zeros(handle.shard_map.shard_numel, dtype=dtype, device=handle.shard_S.device)
-        return handle.originals.pieces_of(self.reduced_S) if self._many else [self.reduced_S]
+        return self._originals.pieces_of(self.reduced_S) if self._many else [self.reduced_S]
 
     @property
     def _many(self) -> bool:
-        return self._handle.originals.use_orig_params
+        return self._originals.use_orig_params
 
     def _check(self, index: int, grad: Tensor, view: Tensor) -> None:
         if grad.shape == view.shape:
@@ -198,7 +198,7 @@ class GradientStore:
         if self.reduced_S is None and self.local_F is None:
             return
         handle = self._handle
-        params = handle.originals.params if handle.originals.use_orig_params else [handle.flat_param]
+        params = self._originals.params if self._originals.use_orig_params else [handle.flat_param]
         if self._given and all(param.grad is None for param in params):
             self.absorb()
 
@@ -214,13 +214,13 @@ def dense(grad: Tensor) -> Tensor:
     return grad if grad.layout is torch.strided else grad.to_dense()
 
 
-def fill_flat(flat_F: Tensor, handle: FlatHandle, grads: Sequence[Tensor | None], divisor: float = 1.0) -> None:
+def fill_flat(flat_F: Tensor, layout: FlatLayout, grads: Sequence[Tensor | None], divisor: float = 1.0) -> None:
     """Write gradients into a flat buffer, divided by ``divisor``; unused parameters and padding become zero.
 
     Dividing while copying saves a pass over the memory. Only where the dtype stays the same: casting first and
     dividing then is what low-precision reduction is specified to do, and the roundings differ.
     """
-    for view, grad in zip(flat_views(flat_F, handle.layout), grads):
+    for view, grad in zip(flat_views(flat_F, layout), grads):
         if grad is None:
             view.zero_()
         elif divisor == 1.0:
@@ -230,5 +230,5 @@ def fill_flat(flat_F: Tensor, handle: FlatHandle, grads: Sequence[Tensor | None]
             torch.mul(dense(grad), 1.0 / divisor, out=view)
         else:
             view.copy_(dense(grad)).div_(divisor)
-    for gap in gap_views(flat_F, handle.layout):
+    for gap in gap_views(flat_F, layout):
         gap.zero_()

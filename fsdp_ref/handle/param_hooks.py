@@ -8,16 +8,14 @@ under DDP; post-accumulate hooks, and optimizers that step in backward, once ``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsdp_ref.errors import FsdpRuntimeError
+from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.storage.views import set_grad
-
-if TYPE_CHECKING:
-    from fsdp_ref.handle.flat_handle import FlatHandle
 
 _IN_BACKWARD = "_in_backward_optimizers"
 

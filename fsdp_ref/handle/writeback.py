@@ -7,17 +7,13 @@ what users hold *is* the shard.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
 from fsdp_ref.errors import ParametersChangedError, SharedParameterError, WritebackError, explain, listing
+from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.originals import Shown
 from fsdp_ref.storage.views import mark_flattened
-
-if TYPE_CHECKING:
-    from fsdp_ref.handle.flat_handle import FlatHandle
 
 
 def absorb_params(handle: FlatHandle) -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -24,10 +23,8 @@ from fsdp_ref.comm.hooks import LOW_PRECISION_HOOKS
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.gradients import fill_flat
 from fsdp_ref.runtime.events import UnitEventKind
+from fsdp_ref.runtime.unit import Unit
 from fsdp_ref.storage.scratch import ScratchPool
-
-if TYPE_CHECKING:
-    from fsdp_ref.runtime.unit import Unit
 
 IN_FLIGHT = 2
 
@@ -184,7 +181,7 @@ def gather_local(handle: FlatHandle, grads: Sequence[Tensor | None], dtype: torc
         return kept_F.div_(divisor) if divisor != 1.0 else kept_F
     flat_F = SCRATCH.take(handle.shard_map.padded_numel, dtype, handle.config.device)
     if kept_F is None:
-        fill_flat(flat_F, handle, grads, divisor)
+        fill_flat(flat_F, handle.layout, grads, divisor)
     else:
         flat_F.copy_(kept_F)
         if divisor != 1.0:

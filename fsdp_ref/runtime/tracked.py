@@ -16,19 +16,17 @@ autograd itself would (it does not, once hooks are in force).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsdp_ref import compat
 from fsdp_ref.errors import FsdpRuntimeError
+from fsdp_ref.runtime.unit import Unit
 from fsdp_ref.storage.views import alias
 
-if TYPE_CHECKING:
-    from fsdp_ref.runtime.unit import Unit
-
-OnGradients = Callable[["Unit", tuple[Tensor | None, ...]], None]
+OnGradients = Callable[[Unit, tuple[Tensor | None, ...]], None]
 
 
 class TrackedParams(torch.autograd.Function):
