@@ -54,8 +54,8 @@ def legal_case(case: Case, capabilities: frozenset[str] | None = None) -> Case:
         case = replace(case, model=replace(case.model, tree=tree))
         wrapping = _legal_wrapping(case.wrapping, tree)
         case = replace(case, wrapping=wrapping, program=_legal_program(case.program, tree, wrapping))
-        if _thaws_ignored(case, tree):
-            # Nobody averages the gradients of what is ignored: the ranks would train different models.
+        if _changes_ignored(case, tree):
+            # Nobody averages gradients of what is ignored, or puts its numbers back after an edit.
             case = replace(case, wrapping=replace(wrapping, ignored=()))
     if any(isinstance(operation, (Reload, Interrupt, UnshardFirst, Move)) for operation in case.program):
         case = replace(case, program=_legal_state_operations(case))
@@ -111,14 +111,19 @@ def _all_frozen(tree: Mapping[str, Any], module: str) -> bool:
     return bool(own) and all(spec.frozen and not spec.tie for spec in own)
 
 
-def _thaws_ignored(case: Case, tree: Mapping[str, Any]) -> bool:
-    """Whether an operation thaws a parameter that stays outside the implementation."""
-    thawed = [pattern for o in case.program if isinstance(o, Thaw) for pattern in o.patterns]
+def _changes_ignored(case: Case, tree: Mapping[str, Any]) -> bool:
+    """Whether an operation thaws a parameter that stays outside the implementation, or edits it for a while."""
+    changing = [
+        pattern
+        for o in case.program
+        if isinstance(o, Thaw) or (isinstance(o, EditFullParameters) and not o.writeback)
+        for pattern in o.patterns
+    ]
     inside = tuple(f"{module}." for module in case.wrapping.ignored)
-    if not thawed or not inside:
+    if not changing or not inside:
         return False
     names = [spec.fqn for spec in parameters(tree) if f"{spec.fqn}.".startswith(inside)]
-    return any(fnmatchcase(name, pattern) for name in names for pattern in thawed)
+    return any(fnmatchcase(name, pattern) for name in names for pattern in changing)
 
 
 def _has_class(tree: Mapping[str, Any], name: str) -> bool:
@@ -230,7 +235,9 @@ def _leaves_unused(case: Case) -> bool:
     """Whether some parameter may get no gradient on any rank while another of its unit does."""
     if case.model.tree is None:
         model = MODELS.get(case.model.name)
-        return model is None or "unused_parameters" in model.needs or bool(model.traits & {"frozen", "unused"})
+        # A loss that goes past a unit's output leaves the unit's last part without a gradient.
+        leaving = {"unused_parameters", "loss_bypasses_output"}
+        return model is None or bool(leaving & model.needs) or bool(model.traits & {"frozen", "unused"})
     if any("unused_parameters" in operation.required() for operation in case.program):
         return True
     if any(isinstance(operation, (Freeze, Thaw)) for operation in case.program):

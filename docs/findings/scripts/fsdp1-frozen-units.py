@@ -3,11 +3,7 @@
 Run with torch alone: python fsdp1-frozen-units.py
 """
 
-import contextlib
-import io
 import tempfile
-import warnings
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -29,11 +25,10 @@ class Skipped(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, frozen: bool, prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE) -> None:
+    def __init__(self, frozen: bool, options: dict) -> None:
         super().__init__()
         self.first = nn.Linear(2, 2)
-        unit = Skipped().requires_grad_(not frozen)
-        self.unit = FSDP(unit, use_orig_params=True, backward_prefetch=prefetch, device_id=torch.device("cpu"))
+        self.unit = FSDP(Skipped().requires_grad_(not frozen), **options)
 
     def forward(self, x: torch.Tensor, used: bool = True, kept: bool = True) -> torch.Tensor:
         x = self.first(x)
@@ -41,66 +36,42 @@ class Model(nn.Module):
         return y if kept else x
 
 
-def wrap(frozen: bool, prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE) -> FSDP:
-    model = Model(frozen, prefetch)
-    return FSDP(model, use_orig_params=True, backward_prefetch=prefetch, device_id=torch.device("cpu"))
-
-
-def gives_its_input_back(frozen: bool, used: bool) -> None:
-    wrap(frozen)(torch.ones(2, 2), used=used).sum().backward()
-
-
-def is_not_in_the_loss(frozen: bool, prefetch: BackwardPrefetch | None) -> None:
-    wrap(frozen, prefetch)(torch.ones(2, 2), kept=False).sum().backward()
-
-
-def is_thawed(after: str) -> None:
-    model, x = wrap(frozen=True), torch.ones(2, 2)
-    if after == "a forward":
-        model(x)
-    elif after == "a forward under no_grad":
-        with torch.no_grad():
-            model(x)
-    elif after == "a step":
-        model(x).sum().backward()
-    for parameter in model.module.unit.parameters():
-        parameter.requires_grad_(True)
-    model(x).sum().backward()
-
-
-def outcome(attempt: Callable[[], None]) -> str:
+def outcome(frozen: bool = True, before: str = "", thaw: bool = False, prefetch: bool = True, **how: bool) -> str:
+    """What comes of a backward, maybe after a forward or a step and after thawing the unit."""
+    ahead = BackwardPrefetch.BACKWARD_PRE if prefetch else None
+    options = {"use_orig_params": True, "backward_prefetch": ahead, "device_id": torch.device("cpu")}
+    model, x = FSDP(Model(frozen, options), **options), torch.ones(2, 2)
+    if before:
+        with torch.set_grad_enabled(before != "no_grad"):
+            y = model(x)
+        if before == "step":
+            y.sum().backward()
+    model.module.unit.requires_grad_(thaw or not frozen)
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            attempt()
-    except Exception as error:  # noqa: BLE001 - what torch raises is what is shown
+        model(x, **how).sum().backward()
+    except (AssertionError, AttributeError, ValueError) as error:
         return type(error).__name__
     return "runs"
 
 
-PRE = BackwardPrefetch.BACKWARD_PRE
-ATTEMPTS = {
-    "a frozen unit that gives its input back": (lambda: gives_its_input_back(True, False), "ValueError"),
-    "a trainable one": (lambda: gives_its_input_back(False, False), "runs"),
-    "a frozen one that is used": (lambda: gives_its_input_back(True, True), "runs"),
-    "a frozen unit whose output is not in the loss": (lambda: is_not_in_the_loss(True, PRE), "AttributeError"),
-    "a trainable one ": (lambda: is_not_in_the_loss(False, PRE), "runs"),
-    "a frozen one without backward_prefetch": (lambda: is_not_in_the_loss(True, None), "runs"),
-    "a unit thawed after a forward without backward": (lambda: is_thawed("a forward"), "AssertionError"),
-    "after a forward under no_grad": (lambda: is_thawed("a forward under no_grad"), "runs"),
-    "after a whole step": (lambda: is_thawed("a step"), "runs"),
-}
-
-
 def main(rank: int, path: str) -> None:
-    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
-    for name, (attempt, expected) in ATTEMPTS.items():
-        got = outcome(attempt)
-        if rank == 0:
-            print(f"{name}: {got}")
-        assert got == expected, f"expected {expected} of torch 2.13"
-    dist.destroy_process_group()
+    outcomes = {
+        "a frozen unit that gives its input back": (outcome(used=False), "ValueError"),
+        "a trainable one": (outcome(frozen=False, used=False), "runs"),
+        "a frozen one that is used": (outcome(), "runs"),
+        "a frozen unit whose output is not in the loss": (outcome(kept=False), "AttributeError"),
+        "a trainable one, not in the loss": (outcome(frozen=False, kept=False), "runs"),
+        "a frozen one without backward_prefetch": (outcome(kept=False, prefetch=False), "runs"),
+        "a unit thawed after a forward without backward": (outcome(before="forward", thaw=True), "AssertionError"),
+        "after a forward under no_grad": (outcome(before="no_grad", thaw=True), "runs"),
+        "after a whole step": (outcome(before="step", thaw=True), "runs"),
+    }
+    for name, (got, expected) in outcomes.items():
+        assert got == expected, f"{name}: {got}, expected {expected} of torch 2.13"
+    if rank == 0:
+        print("\n".join(f"{name}: {got}" for name, (got, _) in outcomes.items()))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ Run with torch alone: python fsdp1-no-shard-unit-without-gradient.py
 """
 
 import tempfile
-import warnings
 
 import torch
 import torch.distributed as dist
@@ -58,7 +57,6 @@ def shown(strategy: ShardingStrategy, prefetch: BackwardPrefetch | None) -> tupl
 
 
 def main(rank: int, path: str) -> None:
-    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
     for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):

@@ -4,15 +4,13 @@ Run with torch alone: python gathered-weights-take-what-is-set.py
 """
 
 import tempfile
-import warnings
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, ShardingStrategy, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy, fully_shard
 
 X = torch.ones(2, 2)
 
@@ -25,68 +23,51 @@ def fsdp1(strategy: ShardingStrategy) -> nn.Module:
 
 
 def read_only_edit_stays(forward: bool) -> bool:
-    """Whether an edit with `writeback=False` changes what the model computes afterwards."""
     model = fsdp1(ShardingStrategy.FULL_SHARD)
     before = fsdp1(ShardingStrategy.FULL_SHARD)(X).detach()
-    if forward:
-        model(X)
+    _ = model(X) if forward else None
     with FSDP.summon_full_params(model, writeback=False), torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(-1)
+        [parameter.mul_(-1) for parameter in model.parameters()]
     return not torch.equal(model(X), before)
 
 
 def thawing_is_lost(forward: bool) -> bool:
-    """Whether a parameter stays frozen although `requires_grad` was set."""
     model = fsdp1(ShardingStrategy.SHARD_GRAD_OP)
-    if forward:
-        model(X)
-    for parameter in model.parameters():
-        parameter.requires_grad_(True)
+    _ = model(X) if forward else None
+    model.requires_grad_(True)
     model(X).sum().backward()
     return not all(parameter.requires_grad for parameter in model.parameters())
 
 
 def freezing_raises(forward: bool) -> bool:
-    """Whether `requires_grad_(False)` of `model.parameters()` raises."""
     model = fsdp1(ShardingStrategy.SHARD_GRAD_OP)
-    if forward:
-        model(X)
+    _ = model(X) if forward else None
     try:
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
-    except RuntimeError as error:
-        return "leaf" in str(error)
-    return False
+        return model.requires_grad_(False) is None
+    except RuntimeError:  # "you can only change requires_grad flags of leaf variables"
+        return True
 
 
 def clearing_is_lost(forward: bool) -> bool:
-    """Whether `model.zero_grad()` leaves the gradients of an FSDP2 model as they are."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2))
     fully_shard(model)
     model(X).sum().backward()
-    if forward:
-        model(X)
+    _ = model(X) if forward else None
     model.zero_grad(set_to_none=False)
-    assert isinstance(model, FSDPModule)
     model.reshard()
     return any(bool(parameter.grad.full_tensor().any()) for parameter in model.parameters())
 
 
-DEFECTS: list[tuple[str, Callable[[bool], bool]]] = [
-    ("FSDP1 FULL_SHARD, an edit with writeback=False stays", read_only_edit_stays),
-    ("FSDP1 SHARD_GRAD_OP, thawing is lost", thawing_is_lost),
-    ("FSDP1 SHARD_GRAD_OP, freezing raises", freezing_raises),
-    ("FSDP2, model.zero_grad() clears nothing", clearing_is_lost),
-]
-
-
 def main(rank: int, path: str) -> None:
-    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
-    for name, happens in DEFECTS:
+    defects = {
+        "FSDP1 FULL_SHARD, an edit with writeback=False stays": read_only_edit_stays,
+        "FSDP1 SHARD_GRAD_OP, thawing is lost": thawing_is_lost,
+        "FSDP1 SHARD_GRAD_OP, freezing raises": freezing_raises,
+        "FSDP2, model.zero_grad() clears nothing": clearing_is_lost,
+    }
+    for name, happens in defects.items():
         without, after = happens(False), happens(True)
         if rank == 0:
             print(f"{name}: {after} after a forward without backward, else {without}")

@@ -18,13 +18,18 @@ from fsdp_testing.records import (
     Batch,
     Case,
     Clip,
+    EditFullParameters,
     Forward,
     ForwardBackward,
     Freeze,
     MixedPrecisionSpec,
+    ModelSpec,
+    OptimizerSpec,
     Reload,
+    Step,
     Thaw,
     UnshardFirst,
+    WorldSpec,
     WrappingPlan,
 )
 from fsdp_testing.strategies import legal_case
@@ -113,9 +118,20 @@ def test_units_gathered_by_hand_are_those_of_the_plan_in_force():
     assert isinstance(last, UnshardFirst) and last.units == ("", "c")
 
 
-def test_what_is_thawed_is_not_ignored():
+def test_what_is_thawed_or_edited_for_a_while_is_not_ignored():
     frozen = {"kind": "scale", "name": "s", "frozen": "all"}
     found = replace(case(Thaw(("s.*",)), micro(1), Clip(0.5, 2.0), nodes=(frozen, LAYER)), strategy="full_shard")
     found = replace(found, wrapping=WrappingPlan((), None, ("s",)))
     assert legal_case(found).wrapping.ignored == ()
     assert legal_case(replace(found, program=(micro(1), Thaw(("b.*",))))).wrapping.ignored == ("s",)
+    edits = {flag: replace(found, program=(EditFullParameters(("*",), 0.5, flag), micro(1))) for flag in (True, False)}
+    assert legal_case(edits[False]).wrapping.ignored == ()
+    assert legal_case(edits[True]).wrapping.ignored == ("s",)
+
+
+def test_a_part_that_the_loss_goes_past_meets_plain_sgd_where_none_is_zero():
+    model = ModelSpec("cached_intermediate", arguments={"bypass": True})
+    decaying = OptimizerSpec("sgd", {"lr": 0.1, "weight_decay": 0.1})
+    found = Case(model, WorldSpec(2), (micro(1), Step()), optimizer=decaying)
+    assert legal_case(found, frozenset()).optimizer.arguments == {"lr": 0.1}
+    assert legal_case(found).optimizer == decaying
