@@ -28,6 +28,7 @@ from fsdp_testing.records import (
     UnshardFirst,
     WorldSpec,
     WrappingPlan,
+    void_operations,
 )
 from fsdp_testing.zoo import MODELS
 from fsdp_testing.zoo.tree import needs_of, unit_names, unit_of
@@ -175,12 +176,13 @@ def _legal_state_operations(case: Case) -> tuple[Operation, ...]:
     kept: list[Operation] = []
     # What a policy wraps is the implementation's affair; the root is a unit in any case.
     units = {"", *case.wrapping.units}
-    for operation in case.program:
+    void = void_operations(case)
+    for index, operation in enumerate(case.program):
         if isinstance(operation, Move) and operation.dtype and (kept or not _may_be_cast(case, operation.dtype)):
             operation = Move()
         if isinstance(operation, Reload) and (_has_buffers_of_ranks(case) or case.mixed_precision is not None):
             continue
-        if isinstance(operation, Reload) and operation.units is not None:
+        if isinstance(operation, Reload) and operation.units is not None and index not in void:
             units = {"", *operation.units}
         if isinstance(operation, UnshardFirst):
             operation = replace(operation, units=tuple(dict.fromkeys(u for u in operation.units if u in units)))

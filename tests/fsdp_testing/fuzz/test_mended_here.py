@@ -116,6 +116,10 @@ def test_units_gathered_by_hand_are_those_of_the_plan_in_force():
     first, _, last = legal_case(found).program
     assert isinstance(first, UnshardFirst) and first.units == ("", "a")
     assert isinstance(last, UnshardFirst) and last.units == ("", "c")
+    # A reload that waits for gradients to be reduced changes no plan.
+    waiting = replace(found, program=(ForwardBackward(Batch(1), no_sync=True), *found.program[1:]))
+    last = legal_case(waiting).program[-1]
+    assert isinstance(last, UnshardFirst) and last.units == ("", "a")
 
 
 def test_what_is_thawed_or_edited_for_a_while_is_not_ignored():
