@@ -38,7 +38,7 @@ class GradientStore:
         # What users were given: the gradient object per tensor, and where its memory was.
         self._given: list[Tensor | None] = []
         self._given_ptrs: list[int] = []
-        self._local_version = 0
+        self._seen_versions: list[int] = []
 
     # ------------------------------------------------------------------ adding
 
@@ -58,7 +58,7 @@ class GradientStore:
             if grad is not None:
                 view.add_(dense(grad))
         # Written by us: zeros that a rank without rows adds are not a user's zero_grad.
-        self._local_version = self.local_F._version
+        self._seen_versions = self._versions()
 
     def take_local(self) -> Tensor | None:
         """Return the local part and forget it: it is about to be reduced."""
@@ -122,7 +122,7 @@ class GradientStore:
             set_grad(param, value)
         self._given = [param.grad for param in params]
         self._given_ptrs = [0 if grad is None else grad.data_ptr() for grad in self._given]
-        self._local_version = 0 if self.local_F is None else self.local_F._version
+        self._seen_versions = self._versions()
 
     def absorb(self) -> None:
         """Read what users did to the gradients since they were published.
@@ -141,11 +141,24 @@ class GradientStore:
         ]
         if changed:
             self._absorb(params, given, changed)
-        elif self.local_F is not None and self.reduced_S is not None and self.local_F._version != self._local_version:
+        elif self.local_F is not None and self.reduced_S is not None and self._versions() != self._seen_versions:
             # Users saw the local part only. One that was zeroed in place means "forget the gradient", all of it.
-            self._local_version = self.local_F._version
+            self._seen_versions = self._versions()
             if not self.local_F.any():
                 self.local_F = self.reduced_S = None
+
+    def _versions(self) -> list[int]:
+        """Count the writes to the local part: by its own counter, and by those of gradients that have one of their own.
+
+        Where torch refuses a full gradient for a sharded parameter, what users hold shares the memory and nothing else.
+        """
+        if self.local_F is None:
+            return []
+        return [
+            tensor._version
+            for tensor in (self.local_F, *self._given)
+            if tensor is not None and not tensor.is_inference()
+        ]
 
     def _absorb(self, params: Sequence[Tensor], given: Sequence[Tensor | None], changed: list[int]) -> None:
         if all(param.grad is None for param in params):

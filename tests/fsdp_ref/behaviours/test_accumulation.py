@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from fsdp_ref import CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_ref.annotations import unit_of
+from fsdp_ref.runtime.no_sync import no_sync
 
 S = ShardingStrategy
 ALL = [S.FULL_SHARD, S.SHARD_GRAD_OP, S.NO_SHARD]
@@ -238,3 +240,28 @@ def test_dtypes_of_accumulated_gradients(lab, strategy, keep, orig):
     for step in (2, 3):
         lab.loss(model, lab.batch(step)).backward()
         assert dtypes() == {torch.bfloat16 if keep else torch.float32}
+
+
+@pytest.mark.world([2, 3])
+@pytest.mark.covers("ACC-07", "ORIG-07")
+@pytest.mark.parametrize("bias", [True, False])
+def test_zeroing_in_place_after_no_sync_clears_what_was_reduced_before(lab, path, bias):
+    """Users see the local part alone then; zeroed, it must not leave the reduced part behind.
+
+    Without biases no gradient has the shape of its sharded parameter, so that none can be put on it as it is.
+    """
+
+    def build():
+        return nn.Sequential(nn.Linear(3, 4, bias=bias), nn.Tanh(), nn.Linear(4, 2, bias=bias))
+
+    reference = lab.make(build)
+    model = lab.shard(copy.deepcopy(reference), path)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    lab.loss(model, lab.batch(0)).backward()
+    with no_sync(unit_of(model)):
+        lab.loss(model, lab.batch(1)).backward()
+    optim.zero_grad(set_to_none=False)
+    lab.loss(model, lab.batch(2)).backward()
+    optim.step()
+    lab.reference_step(reference, lab.batches(2), optim=torch.optim.SGD(reference.parameters(), lr=0.1))
+    lab.assert_params(model, reference)
