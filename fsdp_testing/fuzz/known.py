@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,19 @@ KNOWN_FORMAT = "fsdp_testing/known_failures"
 KNOWN_VERSION = 1
 SHIPPED = Path(__file__).parent / "known"
 _EDITS = 40
+
+
+class Portrayed:
+    """A case in words, found out once for however many rules ask: that takes longer than drawing the case."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        self.tokens = ("begin", *tokens(case))
+
+    @cached_property
+    def tags(self) -> frozenset[str]:
+        """What `tags` says of it."""
+        return tags(self._case)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +69,13 @@ class Rule:
 
     def applies(self, case: Case) -> bool:
         """Whether a legal case is one that this failure hits."""
+        return self.hits(Portrayed(case))
+
+    def hits(self, seen: Portrayed) -> bool:
+        """Whether a legal case, seen in words, is one that this failure hits."""
         if self.signature:
             return False
-        return _in_order(self.operations, ("begin", *tokens(case)), self.unless) and _all_held(self.tags, case)
+        return _in_order(self.operations, seen.tokens, self.unless) and _all_held(self.tags, seen)
 
     def edit(self, case: Case) -> Case | None:
         """Returns the case without what brings the failure about, or None if that leaves nothing to run."""
@@ -97,11 +115,11 @@ def _goes_on(wanted: Sequence[str], found: Sequence[str], unless: Sequence[str])
     return not wanted
 
 
-def _all_held(wanted: Sequence[str], case: Case) -> bool:
-    if not wanted:
-        return True
-    held = tags(case)
-    return all(any(_matches(pattern, tag) for tag in held) for pattern in wanted)
+def _all_held(wanted: Sequence[str], seen: Portrayed) -> bool:
+    return all(
+        any(tag.startswith(pattern[:-1]) for tag in seen.tags) if pattern.endswith("*") else pattern in seen.tags
+        for pattern in wanted
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +131,14 @@ class KnownFailures:
     def around(self, case: Case) -> tuple[Case | None, tuple[str, ...]]:
         """Returns the case edited around every known failure (None: nothing is left), and the rules that applied."""
         applied: list[str] = []
+        seen = Portrayed(case)
         for rule in self.rules:
-            if rule.applies(case):
+            if rule.hits(seen):
                 applied.append(rule.name)
                 edited = rule.edit(case)
                 if edited is None or not edited.program:
                     return None, tuple(applied)
-                case = edited
+                case, seen = edited, Portrayed(edited)
         return case, tuple(applied)
 
     def recognize(self, signature: Signature) -> Rule | None:
