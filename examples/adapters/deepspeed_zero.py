@@ -17,6 +17,7 @@ from contextlib import contextmanager, nullcontext
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed
+from deepspeed.utils import safe_set_full_fp32_param
 from torch import nn
 
 from fsdp_testing.implementations.adapter import TorchStyle
@@ -98,8 +99,13 @@ def full_parameters(model, *, writeback):
         # Stages 1 and 2 hold whole parameters all the time: what is only looked at is a copy of them.
         whole = parameters if partitioned or writeback else {n: p.detach().clone() for n, p in parameters.items()}
         yield {name: parameter.data for name, parameter in whole.items()}
+        edited = {n: p.data.clone() for n, p in whole.items()} if writeback else {}
     if writeback and model.engine is not None and not partitioned:
         model.engine.optimizer.refresh_fp32_params()
+    for name, value in edited.items() if partitioned and model.engine is not None else ():
+        # Stage 3 steps from copies of its own, which GatheredParameters does not reach.
+        if parameters[name].requires_grad:
+            safe_set_full_fp32_param(parameters[name], value)
 
 
 def zero_grad(model, optimizer, set_to_none):
