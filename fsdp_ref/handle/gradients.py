@@ -39,6 +39,7 @@ class GradientStore:
         self._given: list[Tensor | None] = []
         self._given_ptrs: list[int] = []
         self._seen_versions: list[int] = []
+        self._were_zero: list[bool] = []
 
     # ------------------------------------------------------------------ adding
 
@@ -58,7 +59,7 @@ class GradientStore:
             if grad is not None:
                 view.add_(dense(grad))
         # Written by us: zeros that a rank without rows adds are not a user's zero_grad.
-        self._seen_versions = self._versions()
+        self._look()
 
     def take_local(self) -> Tensor | None:
         """Return the local part and forget it: it is about to be reduced."""
@@ -122,7 +123,7 @@ class GradientStore:
             set_grad(param, value)
         self._given = [param.grad for param in params]
         self._given_ptrs = [0 if grad is None else grad.data_ptr() for grad in self._given]
-        self._seen_versions = self._versions()
+        self._look()
 
     def absorb(self) -> None:
         """Read what users did to the gradients since they were published.
@@ -142,10 +143,7 @@ class GradientStore:
         if changed:
             self._absorb(params, given, changed)
         elif self.local_F is not None and self.reduced_S is not None and self._versions() != self._seen_versions:
-            # Users saw the local part only. One that was zeroed in place means "forget the gradient", all of it.
-            self._seen_versions = self._versions()
-            if not self.local_F.any():
-                self.local_F = self.reduced_S = None
+            self._forget_zeroed(self.local_F, self.reduced_S)
 
     def _versions(self) -> list[int]:
         """Count the writes to the local part: by its own counter, and by those of gradients that have one of their own.
@@ -160,20 +158,45 @@ class GradientStore:
             if tensor is not None and not tensor.is_inference()
         ]
 
+    def _look(self) -> None:
+        """Remember how the local part looks now: later differences are the user's."""
+        self._seen_versions = self._versions()
+        self._were_zero = []
+        if self.local_F is not None and self.reduced_S is not None:
+            self._were_zero = [not view.any() for view in flat_views(self.local_F, self._handle.layout)]
+
+    def _forget_zeroed(self, local_F: Tensor, reduced_S: Tensor) -> None:
+        """Users saw the local part only. What they zeroed in place means "forget this gradient", the reduced part with it.
+
+        Of several originals one that was zero before is left alone: nobody can tell whether it was zeroed, or not used.
+        """
+        if not local_F.any():
+            self.local_F = self.reduced_S = None
+        elif self._many:
+            views, pieces = flat_views(local_F, self._handle.layout), self._originals.pieces_of(reduced_S)
+            for view, piece, was_zero in zip(views, pieces, self._were_zero):
+                if not was_zero and not view.any():
+                    piece.zero_()
+        self._look()
+
     def _absorb(self, params: Sequence[Tensor], given: Sequence[Tensor | None], changed: list[int]) -> None:
         if all(param.grad is None for param in params):
             self.forget()
             return
         target = self._target(params, changed)
+        pieces = self._originals.pieces_of(self.reduced_S) if self._many and self.reduced_S is not None else []
         for index in changed:
             grad, view = params[index].grad, target[index]
             if grad is None:
                 view.zero_()
+                if pieces:
+                    pieces[index].zero_()  # what users saw was the local part; they drop all of it
             elif grad.numel() or view.numel():
                 self._check(index, grad, view)
                 view.copy_(grad)
         self._given = [param.grad for param in params]
         self._given_ptrs = [0 if grad is None else grad.data_ptr() for grad in self._given]
+        self._look()
 
     def _target(self, params: Sequence[Tensor], changed: list[int]) -> list[Tensor]:
         """Return where replaced gradients are copied to, making a reduced part when there was no gradient."""

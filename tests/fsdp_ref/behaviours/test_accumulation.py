@@ -265,3 +265,24 @@ def test_zeroing_in_place_after_no_sync_clears_what_was_reduced_before(lab, path
     optim.step()
     lab.reference_step(reference, lab.batches(2), optim=torch.optim.SGD(reference.parameters(), lr=0.1))
     lab.assert_params(model, reference)
+
+
+@pytest.mark.world([2, 3])
+@pytest.mark.covers("ACC-07", "ORIG-07", "ORIG-08")
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_an_optimizer_over_some_parameters_clears_those_after_no_sync(lab, orig_path, set_to_none):
+    def build():
+        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+    reference = lab.make(build)
+    model = lab.shard(copy.deepcopy(reference), orig_path)
+    lab.loss(model, lab.batch(0)).backward()
+    with no_sync(unit_of(model)):
+        lab.loss(model, lab.batch(1)).backward()
+    torch.optim.SGD(list(model.parameters())[:2], lr=0.1).zero_grad(set_to_none)
+    lab.loss(model, lab.batch(2)).backward()
+    for step in range(2):
+        lab.reference_step(reference, lab.batches(step))
+    torch.optim.SGD(list(reference.parameters())[:2], lr=0.1).zero_grad(set_to_none)
+    lab.reference_step(reference, lab.batches(2))
+    lab.assert_grads(model, reference)

@@ -176,6 +176,33 @@ def test_zeroing_the_local_part_in_place_forgets_all_of_it(groups, kind, model):
     assert handle.grads.reduced_S is None
 
 
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("drop", [False, True])
+def test_clearing_one_local_gradient_forgets_that_one(groups, place, drop):
+    handle = make(groups, "orig")
+    handle.grads.add_reduced(reduced(handle, 7.0))
+    handle.grads.add_local(grads(1.0))
+    handle.grads.publish()
+    if drop:
+        handle.originals.params[place].grad = None
+    else:
+        shown(handle)[place].zero_()
+    local_F = handle.grads.take_local()
+    assert [view.unique().tolist() for view in handle.views_of(local_F)][place] == [0.0]
+    pieces = handle.originals.pieces_of(handle.grads.reduced_S)
+    assert [piece.unique().tolist() for piece in pieces[:2]] == [[0.0 if index == place else 7.0] for index in range(2)]
+
+
+def test_an_unused_gradient_keeps_its_reduced_part_when_another_is_changed(groups):
+    handle = make(groups, "orig")
+    handle.grads.add_reduced(reduced(handle, 7.0))
+    handle.grads.add_local(grads(1.0, without=(1,)))
+    handle.grads.publish()
+    shown(handle)[0].mul_(2.0)
+    handle.grads.absorb()
+    assert [piece.unique().tolist() for piece in handle.originals.pieces_of(handle.grads.reduced_S)[:2]] == [[7.0]] * 2
+
+
 def test_changing_the_local_part_in_place_keeps_the_reduced_one(groups):
     handle = make(groups, "orig")
     handle.grads.add_reduced(reduced(handle, 7.0))
