@@ -95,7 +95,7 @@ class FlatLayout:
                 explain(
                     "FlatLayout",
                     expected="aligned, ordered, disjoint parameters with minimal padding and distinct names",
-                    got=listing(problems, limit=10),
+                    got=listing(problems),
                     remedy="Build it with FlatLayout.build(...)",
                 )
             )

@@ -27,6 +27,7 @@ from fsdp_testing.ledger.recorder import Call, GroupIdentity
 from fsdp_testing.pool import Failed
 from fsdp_testing.pool.world import World, current_world
 from fsdp_testing.programs.execute import RankProgram
+from fsdp_testing.programs.fitting import fitted
 from fsdp_testing.programs.setup import setup_of
 from fsdp_testing.records import Case, RaisedError, RankObservation, WorldSpec
 
@@ -74,6 +75,7 @@ def run_batch(name: str, cases: Sequence[Case], directory: str, watch: Watch) ->
     """
     world = current_world()
     adapter = _adapter(name)
+    cases = [fitted(case, adapter) for case in cases]
     models: list[tuple[int, weakref.ref[nn.Module]]] = []
     with stream.path_of(directory, world.rank).open("ab") as file, _garbage_kept():
         for index, case in enumerate(cases):
@@ -161,6 +163,9 @@ def _digest(texts: list[str]) -> int:
 def _survivors(models: list[tuple[int, weakref.ref[nn.Module]]]) -> list[int]:
     """Collects garbage, and returns the cases whose model is still there although the case is over."""
     gc.collect()
+    if any(model() is not None for _, model in models):
+        # What a finalizer of the first round let go of, only a second one sees.
+        gc.collect()
     _done[0] += 1
     if _done[0] == _FREEZE_AFTER:
         # What is imported and cached by now stays for good; leaving it out makes each later collection cheap.

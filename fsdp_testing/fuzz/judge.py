@@ -27,6 +27,7 @@ from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.implementations.protocol import Division
 from fsdp_testing.programs import oracle
+from fsdp_testing.programs.fitting import fitted
 from fsdp_testing.programs.replay import Replay
 from fsdp_testing.programs.setup import setup_of
 from fsdp_testing.records import UNIT_ROUNDOFF, Case, RankObservation, WorldSpec, WrappingPlan
@@ -93,7 +94,7 @@ def judge_batch(name: str, cases: Sequence[Case], size: int, directory: str, wat
             known = by_index.get(record.index)
             by_index[record.index] = record if known is None else replace(known, leaks=known.leaks + record.leaks)
         told.append(by_index)
-    return [_judge(adapter, index, case, told, watch) for index, case in enumerate(cases)]
+    return [_judge(adapter, index, fitted(case, adapter), told, watch) for index, case in enumerate(cases)]
 
 
 @functools.cache

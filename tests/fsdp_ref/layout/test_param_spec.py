@@ -32,6 +32,12 @@ def test_elements_with_gaps_or_overlap_are_laid_out_row_major(tensor):
     assert spec.contiguous
 
 
+@pytest.mark.parametrize("question", [is_row_major, is_dense])
+def test_a_stride_too_few_is_no_answer(question):
+    with pytest.raises(ValueError, match="shorter"):
+        question((3, 2), (2,))
+
+
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1, 1), (2, 1, 3), (4,)])
 def test_order_agrees_with_torch(shape):
     tensor = torch.zeros(shape)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 from fuzz_cases import case, micro
+from torch import nn
 
+from fsdp_testing.fuzz import batch
 from fsdp_testing.fuzz.batch import Watch
 from fsdp_testing.fuzz.lane import Lane
 from fsdp_testing.pool import default_pool
-from fsdp_testing.records import Case, Clip, Step
+from fsdp_testing.records import Case, Clip, Observe, Step
 
 GOOD = case(micro(1), Step(), strategy="full_shard")
 BAD = case(micro(1), Clip(0.5), Step(), strategy="full_shard")
@@ -77,3 +81,25 @@ def test_the_first_operation_that_diverges_is_known_when_asked():
 def test_a_model_that_outlives_its_case_is_told():
     assert statuses("fuzz_faults:KEEPS_MODELS", GOOD, models=True) == [("leaked", "leaked")]
     assert statuses("toy:UNBROKEN", GOOD, models=True) == [("passed", "")]
+
+
+def test_what_a_finalizer_lets_go_of_is_no_model_that_stays():
+    class Keeper:
+        def __init__(self, kept):
+            self.kept, self.me = kept, self
+
+        def __del__(self):
+            self.kept.clear()
+
+    model = nn.Linear(1, 1)
+    model.itself = [model]  # only a collection frees it
+    kept, seen = [model], weakref.ref(model)
+    Keeper(kept)
+    del model
+    assert batch._survivors([(0, seen)]) == []
+
+
+def test_an_engine_is_asked_in_its_own_terms():
+    """Its step clears gradients and it trains in float32: as the case stands, both would be told as failures."""
+    program = (micro(1), Step(), micro(2), Observe(), Step())
+    assert statuses("toy_engine:UNBROKEN", case(*program, strategy="full_shard")) == [("passed", "")]
