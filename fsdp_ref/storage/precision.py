@@ -148,17 +148,20 @@ class BufferCaster:
         if self._dtype is None or self.lowered:
             return
         self.lowered = True
-        for module, name, buffer in self._floating():
-            self._originals.setdefault((id(module), name), buffer.dtype)
-            self._put(module, name, buffer.to(self._dtype))
+        # The first forward may be an evaluation in inference mode, and training changes buffers in place afterwards.
+        with torch.inference_mode(False), torch.no_grad():
+            for module, name, buffer in self._floating():
+                self._originals.setdefault((id(module), name), buffer.dtype)
+                self._put(module, name, buffer.to(self._dtype))
 
     def restore(self) -> None:
         """Cast back to the original dtypes (values keep the rounding they got)."""
         if not self.lowered:
             return
         self.lowered = False
-        for module, name, buffer in self._floating():
-            self._put(module, name, buffer.to(self._originals.get((id(module), name), buffer.dtype)))
+        with torch.inference_mode(False), torch.no_grad():
+            for module, name, buffer in self._floating():
+                self._put(module, name, buffer.to(self._originals.get((id(module), name), buffer.dtype)))
 
     def _floating(self) -> list[tuple[nn.Module, str, Tensor]]:
         return [

@@ -21,6 +21,7 @@ from fsdp_testing.records import (
     Operation,
     OptimizerSpec,
     Reload,
+    ReplaceParameters,
     SeveralForwards,
     Thaw,
     UnshardFirst,
@@ -162,6 +163,10 @@ def _simpler_state_operation(operation: Operation) -> Iterator[Operation]:
         yield UnshardFirst(Batch(operation.batch.seed, (2,)))
         yield replace(operation, units=("",))
         yield replace(operation, reshard=False)
+    if isinstance(operation, ReplaceParameters):
+        yield EditFullParameters(operation.patterns, operation.factor)
+        for name in operation.patterns if len(operation.patterns) > 1 else ():
+            yield replace(operation, patterns=(name,))
     if isinstance(operation, AssignData):
         yield AssignData(("*",), operation.factor, Batch(operation.batch.seed, (2,)))
         yield replace(operation, patterns=("*",))

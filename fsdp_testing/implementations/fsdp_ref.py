@@ -251,7 +251,7 @@ WRAPPER = _implementation("fsdp_ref-wrapper", partial(_as_wrapper, True))
 FLAT = _implementation(
     "fsdp_ref-flat",
     partial(_as_wrapper, False),
-    # One flat parameter has one gradient and one flag.
-    without=frozenset({"frozen_mixed_unit", "thawed_parameters", "unused_gradient_is_none"}),
+    # One flat parameter has one gradient and one flag, and the original ones are not there between iterations.
+    without=frozenset({"frozen_mixed_unit", "thawed_parameters", "unused_gradient_is_none", "data_assignment"}),
 )
 COMPOSABLE = _implementation("fsdp_ref-composable", _as_composable)

@@ -13,6 +13,7 @@ from torch import nn
 
 from fsdp_ref.annotations import units_under
 from fsdp_ref.handle.flat_handle import FlatHandle
+from fsdp_ref.handle.originals import Shown
 from fsdp_testing.implementations import flat_pieces, naming, pieces
 from fsdp_testing.implementations.flat_pieces import FlatOriginal
 from fsdp_testing.implementations.protocol import Piece, StateEntry
@@ -58,7 +59,7 @@ def local_pieces(model: nn.Module) -> Mapping[str, tuple[Piece, ...]]:
 
 
 def _pieces_of(handle: FlatHandle, original: FlatOriginal) -> tuple[Piece, ...]:
-    value = _held(handle.shard_S.detach(), original)
+    value = _value(handle, original)
     source = original.parameter if original.parameter is not None else handle.flat_param
     local = handle.grads.local_F is not None and not _forgotten(handle)
     reduced = handle.grads.reduced_S if local else None
@@ -71,6 +72,14 @@ def _pieces_of(handle: FlatHandle, original: FlatOriginal) -> tuple[Piece, ...]:
     whole = _own_grad(handle, original)
     own = flat_pieces.spans(original, 0, original.numel, whole, None, requires_grad=flag)
     return (*values, *(replace(piece, value=None, grad=piece.value, reduced=False) for piece in own))
+
+
+def _value(handle: FlatHandle, original: FlatOriginal) -> torch.Tensor:
+    """What users see. Storage that they gave a parameter (a cast does) becomes the shard's at its next use only."""
+    mine = original.parameter
+    if mine is None or handle.originals.shown is not Shown.SHARDED or mine.numel() != original.count:
+        return _held(handle.shard_S.detach(), original)
+    return _in_storage_order(mine.detach())
 
 
 def _forgotten(handle: FlatHandle) -> bool:

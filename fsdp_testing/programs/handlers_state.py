@@ -21,6 +21,7 @@ from fsdp_testing.records.operations_state import (
     Interrupt,
     Move,
     Reload,
+    ReplaceParameters,
     SeveralForwards,
     UnshardFirst,
 )
@@ -129,6 +130,12 @@ def _assign_data(program: RankProgram, operation: AssignData) -> Values:
         return program.call(operation.batch).values()
 
 
+def _replace_parameters(program: RankProgram, operation: ReplaceParameters) -> None:
+    with program.adapter.full_parameters(program.model, writeback=True) as full:
+        chosen = dict(models.matching(full.items(), operation.patterns))
+        user_code.replace_parameters(program.model, chosen, operation.factor)
+
+
 def _move(program: RankProgram, operation: Move) -> None:
     program.model.to(next(program.model.parameters()).device)
     if operation.dtype is not None:
@@ -201,6 +208,12 @@ def _replay_assign_data(replay: Replay, operation: AssignData) -> Results | None
     return replays.HANDLERS[Forward](replay, Forward(operation.batch))
 
 
+def _replay_replace_parameters(replay: Replay, operation: ReplaceParameters) -> None:
+    with torch.no_grad():
+        for _, parameter in models.matching(replay.parameters.items(), operation.patterns):
+            parameter.mul_(operation.factor)
+
+
 def _replay_move(replay: Replay, operation: Move) -> None:
     """Changes nothing, unless there is a dtype."""
     if operation.dtype is None:
@@ -223,6 +236,7 @@ ENGINE: dict[Any, Callable[[RankProgram, Any], Values | None]] = {
     Interrupt: _interrupt,
     UnshardFirst: _unshard_first,
     AssignData: _assign_data,
+    ReplaceParameters: _replace_parameters,
     Move: _move,
 }
 ORACLE: dict[Any, Callable[[Replay, Any], Results | None]] = {
@@ -231,6 +245,7 @@ ORACLE: dict[Any, Callable[[Replay, Any], Results | None]] = {
     Interrupt: _replay_interrupt,
     UnshardFirst: _replay_unshard_first,
     AssignData: _replay_assign_data,
+    ReplaceParameters: _replay_replace_parameters,
     Move: _replay_move,
 }
 

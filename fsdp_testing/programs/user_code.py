@@ -6,10 +6,12 @@ tensors that the implementation hands out; in any other file of the engine it wo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
+
+from fsdp_testing.errors import InvalidImplementation
 
 
 def set_requires_grad(parameters: Iterable[torch.Tensor], flag: bool) -> None:
@@ -29,3 +31,21 @@ def give_storage(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Gives parameters new storage with their numbers times `factor`."""
     for parameter in parameters:
         parameter.data = parameter.data * factor
+
+
+def replace_parameters(model: nn.Module, full: Mapping[str, torch.Tensor], factor: float) -> None:
+    """Puts new parameters with the numbers times `factor` on the modules that have these gathered tensors.
+
+    Raises:
+        InvalidImplementation: No module has a parameter where a gathered tensor lies.
+    """
+    wanted = {(tensor.data_ptr(), tensor.shape): fqn for fqn, tensor in full.items() if tensor.numel()}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if wanted.pop((parameter.data_ptr(), parameter.shape), None) is not None:
+                setattr(module, name, nn.Parameter(parameter.detach() * factor, parameter.requires_grad))
+    if wanted:
+        raise InvalidImplementation(
+            f"full_parameters: expected tensors that share memory with the modules' parameters, got copies of "
+            f"{', '.join(wanted.values())}. Yield the parameters' own data, or do not claim parameter_replacement."
+        )

@@ -55,6 +55,7 @@ from fsdp_testing.records.operations_state import (
     Interrupt,
     Move,
     Reload,
+    ReplaceParameters,
     SeveralForwards,
     UnshardFirst,
 )
@@ -75,6 +76,7 @@ __all__ = [
     "Interrupt",
     "Move",
     "Reload",
+    "ReplaceParameters",
     "SeveralForwards",
     "UnshardFirst",
     "CAPABILITIES",

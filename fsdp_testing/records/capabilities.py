@@ -60,6 +60,7 @@ CAPABILITIES: dict[str, str] = {
     "dtype_cast": "`module.to(dtype)` between wrapping and the first forward",
     "data_assignment": "a parameter may be given new storage by `p.data = ...` between iterations",
     "summon_writeback": "full parameters can be gathered, edited and written back",
+    "parameter_replacement": "while full parameters are gathered, a module may be given another parameter in place of one",
     "full_state_dict": "the model's whole state can be saved and loaded",
     "sharded_state_dict": "the model's state can be saved and loaded in shards",
     "local_state_dict": "each rank's raw shards can be saved and loaded",

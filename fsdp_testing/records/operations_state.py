@@ -144,6 +144,20 @@ class AssignData(Operation):
 
 
 @dataclass(frozen=True, slots=True)
+class ReplaceParameters(Operation):
+    """Gathers the full parameters, puts other ones with values multiplied by a factor in their place, and releases them.
+
+    Shared parameters are left out: replaced in one of their places only they would be two.
+    """
+
+    kind: ClassVar[str] = "replace_parameters"
+    needs: ClassVar[frozenset[str]] = frozenset({"summon_writeback", "parameter_replacement"})
+    waits_for_reduction: ClassVar[bool] = True
+    patterns: tuple[str, ...]
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
 class Move(Operation):
     """`module.to` the device where it is already, which touches every parameter and must change none.
 

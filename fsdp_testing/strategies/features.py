@@ -91,6 +91,7 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
     "op.interrupt": ("exception_recovery",),
     "op.unshard_first": ("explicit_unshard",),
     "op.assign_data": ("data_assignment",),
+    "op.replace": ("summon_writeback", "parameter_replacement"),
 }
 
 FEATURES: dict[str, frozenset[str]] = {name: frozenset(needs) for name, needs in _NEEDS.items()}

@@ -6,7 +6,7 @@ One function decides for generator, mutator and shrinker. It never adds anything
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -23,6 +23,7 @@ from fsdp_testing.records import (
     Operation,
     OptimizerSpec,
     Reload,
+    ReplaceParameters,
     Step,
     Thaw,
     UnshardFirst,
@@ -31,7 +32,7 @@ from fsdp_testing.records import (
     void_operations,
 )
 from fsdp_testing.zoo import MODELS
-from fsdp_testing.zoo.tree import needs_of, unit_names, unit_of
+from fsdp_testing.zoo.tree import has_alias, needs_of, unit_names, unit_of
 from fsdp_testing.zoo.tree_legality import ParameterSpec, every, get, legal_tree, parameters, walk
 
 _CLASSES = ("TreeGroup", "TreeLinear")
@@ -58,6 +59,9 @@ def legal_case(case: Case, capabilities: frozenset[str] | None = None) -> Case:
         if _changes_ignored(case, tree):
             # Nobody averages gradients of what is ignored, or puts its numbers back after an edit.
             case = replace(case, wrapping=replace(wrapping, ignored=()))
+    elif _may_share(case):
+        kept = tuple(operation for operation in case.program if not isinstance(operation, ReplaceParameters))
+        case = replace(case, program=kept)
     if any(isinstance(operation, (Reload, Interrupt, UnshardFirst, Move)) for operation in case.program):
         case = replace(case, program=_legal_state_operations(case))
     case = replace(case, world=_legal_world(case))
@@ -127,6 +131,12 @@ def _changes_ignored(case: Case, tree: Mapping[str, Any]) -> bool:
     return any(fnmatchcase(name, pattern) for name in names for pattern in changing)
 
 
+def _may_share(case: Case) -> bool:
+    """Whether a parameter of a zoo model may be that of several modules, so that nobody may replace it in one of them."""
+    model = MODELS.get(case.model.name)
+    return model is None or bool({"shared_parameters", "reused_modules"} & (model.needs | model.traits))
+
+
 def _has_class(tree: Mapping[str, Any], name: str) -> bool:
     kind = {"TreeGroup": "group", "TreeLinear": "linear"}.get(name)
     return any(_node_at(tree, unit)["kind"] == kind for unit in unit_names(tree))
@@ -158,10 +168,25 @@ def _legal_program(
             if isinstance(operation, AssignData):
                 # Every unit runs, since one that does not may notice its new storage later.
                 operation = replace(operation, batch=replace(operation.batch, usage=()))
+        elif isinstance(operation, ReplaceParameters):
+            patterns = tuple(_replaceable(operation.patterns, tree, wrapping.ignored))
+            if not patterns:
+                continue
+            operation = replace(operation, patterns=patterns)
         elif isinstance(operation, Reload) and operation.units is not None:
             operation = replace(operation, units=_reload_units(operation.units, tree, wrapping))
         kept.append(operation)
     return tuple(kept)
+
+
+def _replaceable(patterns: Iterable[str], tree: Mapping[str, Any], ignored: Iterable[str]) -> Iterator[str]:
+    """Names of parameters that one module alone has, and that the implementation shards."""
+    outside = tuple(f"{module}." for module in ignored)
+    aliased = has_alias(tree["nodes"])
+    for spec in parameters(tree):
+        alone = not spec.tie and not aliased and not f"{spec.fqn}.".startswith(outside)
+        if alone and any(fnmatchcase(spec.fqn, pattern) for pattern in patterns):
+            yield spec.fqn
 
 
 def _reload_units(units: tuple[str, ...], tree: Mapping[str, Any], wrapping: WrappingPlan) -> tuple[str, ...] | None:

@@ -19,6 +19,7 @@ from fsdp_testing.records import (
     Observe,
     Operation,
     Reload,
+    ReplaceParameters,
     SetLr,
     SeveralForwards,
     Step,
@@ -85,6 +86,7 @@ class OperationDrawer:
         makers += [self._interrupt] if "op.interrupt" in swarm else []
         makers += [self._unshard_first] if "op.unshard_first" in swarm else []
         makers += [self._assign_data] if "op.assign_data" in swarm else []
+        makers += [self._replace] if "op.replace" in swarm else []
         return makers
 
     def program(self, longest: int) -> tuple[Operation, ...]:
@@ -152,6 +154,9 @@ class OperationDrawer:
     def _assign_data(self) -> AssignData:
         factor = self._choices.pick((0.5, -1.0, 1.25))
         return AssignData((self._choices.pick(self._patterns),), factor, self.batch())
+
+    def _replace(self) -> ReplaceParameters:
+        return ReplaceParameters((self._choices.pick(self._patterns),), self._choices.pick((0.5, -1.0, 1.25)))
 
     def _zero_grad(self) -> ZeroGrad:
         kinds = [kind for name, kind in (("op.zero_grad", True), ("op.zero_grad_zeros", False)) if name in self._swarm]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fsdp_testing.records import Batch, Case, EditFullParameters, Observe, Step, ZeroGrad
-from fsdp_testing.records.operations_state import AssignData
+from fsdp_testing.records.operations_state import AssignData, ReplaceParameters
 from fsdp_testing.suites.check import ADAMW, Check, Place, iterations, look, micro
 
 _NEEDS = frozenset({"summon_writeback"})
@@ -57,6 +57,23 @@ def _assigned(place: Place) -> Iterable[Case]:
     yield place.case("mlp", *iterations(1), micro(1), look(7, "no_grad"), assign(8), Observe(), Step(), look(9))
 
 
+def _replaced(place: Place) -> Iterable[Case]:
+    some, other = ReplaceParameters(("*.weight",), 0.5), ReplaceParameters(("layers.2.*",), -1.0)
+    for model in ("mlp", "uneven"):
+        program = (
+            some,
+            look(8),
+            *iterations(1),
+            micro(1),
+            other,
+            Observe(),
+            Step(),
+            ZeroGrad(),
+            *iterations(1, first=2),
+        )
+        yield place.case(model, *program, optimizer=ADAMW)
+
+
 CHECKS = (
     Check(
         "summon.edits_are_kept",
@@ -89,6 +106,13 @@ CHECKS = (
         "pytorch issue 151223",
         _assigned,
         frozenset({"data_assignment", "forward_only"}),
+    ),
+    Check(
+        "summon.parameters_replaced",
+        "What is put in the place of a gathered parameter is its value from then on.",
+        _SOURCE,
+        _replaced,
+        _NEEDS | {"parameter_replacement", "forward_only"},
     ),
     Check("summon.reading", "Gathering to read changes nothing.", _SOURCE, _read_only, _NEEDS),
 )

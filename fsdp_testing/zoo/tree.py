@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -123,6 +123,10 @@ def needs_of(tree: Mapping[str, Any], units: tuple[str, ...]) -> frozenset[str]:
             tags.add("empty_parameters")
         if spec.strided:
             tags.add("strided_parameters")
+    for unit, spec in _shared_above(specs, units):
+        # Whose parameter it is then, one of its units' or that of the unit around them, is the implementation's affair.
+        dtypes.setdefault(unit, set()).add(spec.dtype)
+        flags.setdefault(unit, set()).add(spec.frozen)
     if any(len(held) > 1 for held in dtypes.values()):
         tags.add("mixed_dtype_units")
     if any(len(held) > 1 for held in flags.values()):
@@ -160,6 +164,18 @@ def _needs_of_ties(tree: Mapping[str, Any], specs: list[ParameterSpec], units: t
             tags |= {"shared_parameters"}
             tags |= {"shared_across_units"} if len({unit_of(module, units) for module in modules}) > 1 else set()
     return tags
+
+
+def _shared_above(specs: list[ParameterSpec], units: tuple[str, ...]) -> Iterator[tuple[str, ParameterSpec]]:
+    """Yields each parameter that several units share, with the lowest unit around all of its places."""
+    groups: dict[tuple[Any, ...], list[ParameterSpec]] = {}
+    for spec in specs:
+        if spec.tie:
+            groups.setdefault(spec.tie, []).append(spec)
+    for tied in groups.values():
+        if len({unit_of(spec.module, units) for spec in tied}) > 1:
+            around = [u for u in units if all(f"{spec.module}.".startswith(f"{u}.") for spec in tied)]
+            yield max(around, key=len, default=""), tied[0]
 
 
 def has_alias(nodes: list[dict[str, Any]]) -> bool:

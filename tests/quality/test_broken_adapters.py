@@ -14,7 +14,7 @@ import pytest
 import toy_engine  # noqa: F401 - registers its faults
 from fault import FAULTS
 from faults_kinds import HybridAdapter, WrappingAdapter
-from faults_later import IgnoringAdapter, MoreWrappingAdapter, PrefetchAdapter
+from faults_later import IgnoringAdapter, MoreWrappingAdapter, PrefetchAdapter, ReplacingAdapter
 from toy_engine import EngineAdapter
 from toy_more import MoreAdapter
 
@@ -30,6 +30,7 @@ MORE = "toy_more:UNBROKEN"
 KINDS = {
     IgnoringAdapter: "faults_later:IGNORING",
     PrefetchAdapter: "faults_later:PREFETCH",
+    ReplacingAdapter: "faults_later:REPLACING",
     MoreWrappingAdapter: "faults_later:MORE_WRAPPING",
     EngineAdapter: "toy_engine:UNBROKEN",
     MoreAdapter: MORE,

@@ -288,3 +288,27 @@ def test_a_state_dict_of_summoned_parameters_is_in_full_precision(lab, path):
     with lab.full(model, writeback=False):
         state = OrderedDict((name, p.detach().clone()) for name, p in model.named_parameters())
     assert {value.dtype for value in state.values()} == {F32}
+
+
+class Counting(nn.Module):
+    """Changes its buffer in place, as running statistics are."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(2, 2)
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x):
+        self.seen.add_(x.detach().sum(0))
+        return self.lin(x) + self.seen
+
+
+@pytest.mark.world(2)
+def test_a_first_forward_in_inference_mode_leaves_buffers_that_can_be_changed(lab, path):
+    model = lab.shard(Counting(), path, mixed_precision=MixedPrecision(buffer_dtype=BF16))
+    with torch.inference_mode():
+        model(torch.ones(1, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    (seen,) = model.buffers()
+    assert seen.dtype == BF16
+    assert torch.equal(seen, torch.full((2,), 2.0, dtype=BF16))

@@ -32,6 +32,7 @@ from fsdp_testing.records import (
     OptimizerSpec,
     PolicySpec,
     Reload,
+    ReplaceParameters,
     RunReport,
     SetLr,
     SeveralForwards,
@@ -62,6 +63,7 @@ EVERYTHING = (
     Interrupt(Batch(3), 2, backward=True),
     UnshardFirst(Batch(4), ("", "a"), reshard=True),
     AssignData(("a.*",), 0.5, Batch(5)),
+    ReplaceParameters(("a.*",), 0.5),
     Move(),
 )
 

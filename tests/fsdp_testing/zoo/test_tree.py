@@ -200,3 +200,14 @@ def test_every_kind_of_node_is_drawn():
 
     found = {kind for data in drawn_trees(400) for kind in kinds(data["nodes"])}
     assert found == set(SCHEMA)
+
+
+def test_who_owns_what_units_share_is_the_implementations_affair():
+    """Two units share a float64 weight: it may be theirs, or that of the root, whose other parameters are float32."""
+    tied = {"kind": "linear", "out": 2, "tie": "t"}
+    inner = {"kind": "group", "name": "b", "nodes": [tied | {"name": "a"}]}
+    tree = {"width": 2, "nodes": [inner, tied | {"name": "c"}, {"kind": "linear", "dtype": "float32", "name": "d"}]}
+    assert "mixed_dtype_units" in needs_of(tree, ("b", "c"))
+    assert "mixed_dtype_units" not in needs_of(tree, ("b", "c", "d"))
+    alone = {"width": 2, "nodes": [inner, {"kind": "linear", "dtype": "float32", "name": "d"}]}
+    assert "mixed_dtype_units" not in needs_of(alone, ("b",))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -367,6 +368,47 @@ class AssignedIsIgnored(Toy):
         shard = super().make_shard(fqn, parameter)
         self.__dict__.setdefault("kept", {})[fqn] = shard.data
         return shard
+
+
+class ReplacingAdapter(ToyAdapter):
+    """Claims that what is put in the place of a gathered parameter counts."""
+
+    def __init__(self, toy: type[Toy], name: str) -> None:
+        super().__init__(toy, name)
+        self.capabilities |= {"parameter_replacement"}
+
+
+class Replacing(Toy):
+    """Shows gathered parameters on the modules, and takes from the modules what is written back."""
+
+    @contextmanager
+    def full_parameters(self, *, writeback: bool) -> Iterator[Mapping[str, torch.Tensor]]:
+        with super().full_parameters(writeback=False) as whole:
+            for fqn, parameter in self.full.items():
+                parameter.data = whole[fqn]
+            yield {fqn: parameter.data for fqn, parameter in self.full.items()}
+        if writeback:
+            self.write_back(self.taken_back())
+        for fqn, parameter in self.full.items():
+            self.put(fqn, parameter)
+
+    def taken_back(self) -> dict[str, torch.Tensor]:
+        return {fqn: self.inner.get_parameter(fqn) for fqn in self.full}
+
+    def put(self, fqn: str, parameter: nn.Parameter) -> None:
+        path, _, name = fqn.rpartition(".")
+        setattr(self.inner.get_submodule(path), name, parameter)
+
+
+REPLACING = ReplacingAdapter(Replacing, "REPLACING")
+
+
+@kind(ReplacingAdapter, "summon.parameters_replaced")
+class ReplacedIsForgotten(Replacing):
+    """What was edited in place is written back, what was put in its place is not."""
+
+    def taken_back(self) -> dict[str, torch.Tensor]:
+        return {fqn: parameter.data for fqn, parameter in self.full.items()}
 
 
 @kind(WrappingAdapter, "clipping.unit_dtypes")

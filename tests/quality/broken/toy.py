@@ -23,7 +23,7 @@ NOT_CLAIMED = {
     "shard_grad_op", "hybrid", "nested_wrapping", "policy_wrapping", "ignored_parameters", "cpu_offload",
     "full_state_dict", "sharded_state_dict", "local_state_dict", "optim_state", "comm_hook",
     "activation_checkpointing", "reentrant_checkpointing", "meta_init", "dtype_cast",
-    "sync_module_states", "unit_trace", "explicit_unshard", "prefetch", "exception_recovery",
+    "sync_module_states", "unit_trace", "explicit_unshard", "prefetch", "exception_recovery", "parameter_replacement",
 }  # fmt: skip
 
 
