@@ -25,9 +25,17 @@ def absorb_params(handle: FlatHandle) -> bool:
     """
     if handle.config.switches.skip_writeback:
         return False
-    originals = handle.originals
-    if originals.shown not in {Shown.SHARDED, Shown.FULL}:
+    if handle.originals.shown not in {Shown.SHARDED, Shown.FULL}:
         return False
+    if torch.is_inference_mode_enabled():
+        # What becomes the shard now outlives this evaluation, and is trained.
+        with torch.inference_mode(False), torch.no_grad():
+            return _absorb(handle)
+    return _absorb(handle)
+
+
+def _absorb(handle: FlatHandle) -> bool:
+    originals = handle.originals
     if not originals.use_orig_params:
         changed = _absorb_flat(handle)
     else:

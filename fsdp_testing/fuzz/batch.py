@@ -36,6 +36,7 @@ _MESHES: dict[tuple[int, ...], DeviceMesh] = {}
 
 OUTLIVES = "the model outlives its case: something refers to it for good"
 _FREEZE_AFTER = 2
+_ROUNDS = 4
 _PATIENCE_SECONDS = 0.4
 _done = [0]
 
@@ -162,10 +163,11 @@ def _digest(texts: list[str]) -> int:
 
 def _survivors(models: list[tuple[int, weakref.ref[nn.Module]]]) -> list[int]:
     """Collects garbage, and returns the cases whose model is still there although the case is over."""
-    gc.collect()
-    if any(model() is not None for _, model in models):
-        # What a finalizer of the first round let go of, only a second one sees.
+    for _ in range(_ROUNDS):
+        # What a finalizer of one round let go of, only the next one sees.
         gc.collect()
+        if all(model() is None for _, model in models):
+            break
     _done[0] += 1
     if _done[0] == _FREEZE_AFTER:
         # What is imported and cached by now stays for good; leaving it out makes each later collection cheap.

@@ -49,6 +49,16 @@ CASES = {
         dtype="float32",
         mixed_precision=MixedPrecisionSpec(buffer_dtype="bfloat16"),
     ),
+    # What a cast made the shard in a first forward in inference mode could not be trained.
+    "a cast before inference": case(
+        Move("float64"),
+        BuildOptimizer(),
+        Forward(Batch(1), "inference"),
+        micro(2),
+        Step(),
+        nodes=({"kind": "linear", "name": "a"}, {"kind": "linear", "name": "b", "out": 2}),
+        dtype="float32",
+    ),
     # The harness looked at the shard where users see the parameters that `module.to` has given them.
     "a cast is seen at once": case(Move("float32"), BuildOptimizer(), strategy="full_shard"),
     # Other parameters in the place of gathered ones, with an optimizer that holds the first ones.
