@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fsdp_testing.errors import HarnessError
 from fsdp_testing.implementations.protocol import Division
 from fsdp_testing.programs.models import dtype_name
 from fsdp_testing.records import UNIT_ROUNDOFF
@@ -73,3 +74,14 @@ def _roundings(size: int, division: Division | None) -> tuple[int, str]:
     divisions = divisions or (0 if exact else 1)
     # Both sides round: one may be off upwards where the other is off downwards.
     return 2 * (additions + divisions), f"twice {additions} additions in any order and {divisions} divisions"
+
+
+def require_backward(*, unreduced: bool) -> None:
+    """Demands that there is a backward in which gradients of `no_sync` can be reduced.
+
+    Raises:
+        HarnessError: They are left from earlier micro-batches, and no rank's loss trains anything now: no implementation
+            is called, and each goes on with what its ranks hold.
+    """
+    if unreduced:
+        raise HarnessError("oracle: expected a backward after no_sync, got losses that train nothing. Thaw parameters.")

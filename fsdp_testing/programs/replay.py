@@ -24,7 +24,7 @@ from fsdp_testing.checkers.quantities import Quantity
 from fsdp_testing.implementations.protocol import Division
 from fsdp_testing.programs import models
 from fsdp_testing.programs.disturbance import NO_DISTURBANCE, Disturbance
-from fsdp_testing.programs.reduction import Reduced, reduce
+from fsdp_testing.programs.reduction import Reduced, reduce, require_backward
 from fsdp_testing.programs.replicas import replica_of
 from fsdp_testing.programs.setup import precision_of
 from fsdp_testing.records import (
@@ -85,6 +85,7 @@ class Replay:
         self.replicas = self._make_replicas()
         self.pending: list[Tensors] = [{} for _ in range(self.size)]
         self.pending_roundings = 0
+        self.unreduced = False
         self.optimizer: torch.optim.Optimizer | None = None
         self.slack: dict[Quantity, Slack] = {}
         self.points: list[ReplayPoint] = []
@@ -168,16 +169,19 @@ class Replay:
 
     def begin_micro_batch(self) -> None:
         """Counts the local additions to gradients that await reduction: one for each use of a part, or one for all."""
-        self.pending_roundings += models.most_uses(self.case) if any(self.pending) else 0
+        self.unreduced = any(self.pending)
+        self.pending_roundings += models.most_uses(self.case) if self.unreduced else 0
 
     def accumulate(self, rank: int, gradients: Tensors) -> None:
         """Adds gradients of `rank` to those that await reduction."""
         held = self.pending[rank]
         for fqn, gradient in gradients.items():
+            self.unreduced = False
             held[fqn] = held[fqn] + gradient if fqn in held else gradient.clone()
 
     def reduce_pending(self) -> None:
         """Turns the ranks' pending gradients into the stored gradient: the mean, added to what is there."""
+        require_backward(unreduced=self.unreduced)
         reduced: dict[str, tuple[Reduced, torch.dtype]] = {}
         for fqn, parameter in self.parameters.items():
             held = [gradients.get(fqn) for gradients in self.pending]
@@ -380,10 +384,6 @@ def _edit(replay: Replay, operation: EditFullParameters) -> None:
                 parameter.mul_(operation.factor)
 
 
-def _observe(_replay: Replay, _operation: Observe) -> None:
-    """The point is taken by the loop."""
-
-
 HANDLERS: dict[type[Operation], Callable[[Replay, Any], Results | None]] = {
     ForwardBackward: _forward_backward,
     Forward: _forward,
@@ -395,6 +395,6 @@ HANDLERS: dict[type[Operation], Callable[[Replay, Any], Results | None]] = {
     Thaw: _thaw,
     Clip: _clip,
     EditFullParameters: _edit,
-    Observe: _observe,
+    Observe: lambda replay, operation: None,  # the point is taken by the loop
 }
 """What each operation does to the oracle; the keys are those of the engine's table."""

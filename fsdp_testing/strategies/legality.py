@@ -53,6 +53,9 @@ def legal_case(case: Case, capabilities: frozenset[str] | None = None) -> Case:
             tree = _without_strides(tree)
             # Activations that pass through a module which nobody casts are of a dtype that the next one may refuse.
             case = replace(case, wrapping=replace(case.wrapping, ignored=()))
+            # Gathered parameters may be shown rounded, and what is made of them is then as rough.
+            kept = tuple(operation for operation in case.program if not isinstance(operation, AssignData))
+            case = replace(case, program=kept)
         case = replace(case, model=replace(case.model, tree=tree))
         wrapping = _legal_wrapping(case.wrapping, tree)
         case = replace(case, wrapping=wrapping, program=_legal_program(case.program, tree, wrapping))

@@ -7,6 +7,7 @@ import torch
 
 from fsdp_testing.checkers.adoption import AdoptedState
 from fsdp_testing.checkers.quantities import Quantity
+from fsdp_testing.errors import HarnessError
 from fsdp_testing.programs import models, oracle
 from fsdp_testing.programs.disturbance import Disturbance
 from fsdp_testing.programs.replay import HANDLERS, Replay
@@ -96,6 +97,16 @@ def test_pending_gradients_are_not_told():
     replay.run()
     assert [point.pending for point in replay.points if point.snapshot] == [True, False, False]
     assert not any(quantity.kind == "gradient" for quantity in replay.points[1].values)
+
+
+def test_gradients_that_no_backward_can_reduce_are_not_judged():
+    """The synchronising micro-batch uses frozen parameters alone, so it has no backward: what no_sync left stays."""
+    branch = {"kind": "group", "name": "b", "branch": 0, "nodes": [{"kind": "linear", "name": "c", "out": 2}]}
+    tree = {"width": 2, "nodes": [branch, {"kind": "linear", "name": "last", "out": 2}]}
+    program = (Freeze(("last.*",)), local(1), micro(2, usage=((False, False, False),)))
+    one = Case(ModelSpec("tree", dtype="float64", tree=tree), WorldSpec(2), program)
+    with pytest.raises(HarnessError, match="expected a backward after no_sync"):
+        Replay(one).run()
 
 
 def test_clipping_is_torchs_own_on_whole_gradients():
