@@ -7,14 +7,16 @@ from collections import Counter
 import faults_around  # noqa: F401 - registers its faults
 import faults_gradients  # noqa: F401 - registers its faults
 import faults_models  # noqa: F401 - registers its faults
+import faults_parameters  # noqa: F401 - registers its faults
 import faults_saving  # noqa: F401 - registers its faults
+import faults_schedules  # noqa: F401 - registers its faults
 import faults_state  # noqa: F401 - registers its faults
 import faults_trace  # noqa: F401 - registers its faults
 import pytest
 import toy_engine  # noqa: F401 - registers its faults
 from fault import FAULTS
+from faults_access import IgnoringAdapter, MoreWrappingAdapter, PrefetchAdapter, ReplacingAdapter
 from faults_kinds import HybridAdapter, WrappingAdapter
-from faults_later import IgnoringAdapter, MoreWrappingAdapter, PrefetchAdapter, ReplacingAdapter
 from toy_engine import EngineAdapter
 from toy_more import MoreAdapter
 
@@ -28,10 +30,10 @@ MORE = "toy_more:UNBROKEN"
 
 
 KINDS = {
-    IgnoringAdapter: "faults_later:IGNORING",
-    PrefetchAdapter: "faults_later:PREFETCH",
-    ReplacingAdapter: "faults_later:REPLACING",
-    MoreWrappingAdapter: "faults_later:MORE_WRAPPING",
+    IgnoringAdapter: "faults_access:IGNORING",
+    PrefetchAdapter: "faults_access:PREFETCH",
+    ReplacingAdapter: "faults_access:REPLACING",
+    MoreWrappingAdapter: "faults_access:MORE_WRAPPING",
     EngineAdapter: "toy_engine:UNBROKEN",
     MoreAdapter: MORE,
     WrappingAdapter: "faults_kinds:WRAPPING",
