@@ -7,6 +7,7 @@ import gc
 import hashlib
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -78,7 +79,8 @@ def run_batch(name: str, cases: Sequence[Case], directory: str, watch: Watch) ->
     adapter = _adapter(name)
     cases = [fitted(case, adapter) for case in cases]
     models: list[tuple[int, weakref.ref[nn.Module]]] = []
-    with stream.path_of(directory, world.rank).open("ab") as file, _garbage_kept():
+    with stream.path_of(directory, world.rank).open("ab") as file, _garbage_kept(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as for every program that is judged: whatever filters the caller has
         for index, case in enumerate(cases):
             tracer = arcs.Tracer(watch.sources) if index in watch.arcs and world.rank == 0 else None
             record, model = _run(adapter, case, world, index, watch, tracer)

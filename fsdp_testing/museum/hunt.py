@@ -77,32 +77,49 @@ def hunt(
         pool: Where worlds come from; the process's own by default.
     """
     worlds = pool or default_pool()
-    sizes = dict.fromkeys((*exhibit.world_sizes, 2))
-    scope = Scope(registry.load(exhibit.target).capabilities, tuple(sizes))
     started = time.monotonic()
+    known = joined([shipped_known(PATHS[exhibit.path]), _NO_LEAKS])
+    run, told = 0, ""
+    own: list[Discovery] = []
     with tempfile.TemporaryDirectory(prefix="fsdp-hunt-") as folder:
-        plan = Plan(
-            exhibit.target,
-            scope,
-            Path(folder),
-            seconds=seconds,
-            examples=limit,
-            seed=seed,
-            shrink_seconds=_SHRINK_SECONDS,
-            known=joined([shipped_known(PATHS[exhibit.path]), _NO_LEAKS]),
-            stop_at_first=True,
-        )
-        tally = Campaign(plan, worlds, lambda _: None, lambda *_: None).run()
-    met = [found for found in tally.discovered if found.confirmed]
-    own = own_bugs(met, PATHS[exhibit.path], worlds)
-    told = own[0].sentence() if own else "; ".join(f"the sound reference fails this too: {f.sentence()}" for f in met)
+        while not own and run < limit and (seconds is None or time.monotonic() - started < seconds):
+            left = None if seconds is None else seconds - (time.monotonic() - started)
+            plan = _plan(exhibit, seed, Path(folder), known, limit - run, left)
+            tally = Campaign(plan, worlds, lambda _: None, lambda *_: None).run()
+            run += tally.run
+            met = [found for found in tally.discovered if found.confirmed]
+            own = own_bugs(met, PATHS[exhibit.path], worlds)
+            if not own and (not met or not tally.run):
+                break
+            # What the sound reference fails too is not hunted: the hunt goes on past it.
+            told = "; ".join(f"the sound reference fails this too: {found.sentence()}" for found in met)
+            for found in met:
+                known = known.with_rule(found.rule())
     return Hunt(
         exhibit,
-        min(tally.run, limit) if own else None,
-        tally.run,
+        min(run, limit) if own else None,
+        run,
         time.monotonic() - started,
-        told,
+        own[0].sentence() if own else told,
         own[0].case if own else None,
+    )
+
+
+def _plan(
+    exhibit: Exhibit, seed: int, folder: Path, known: KnownFailures, examples: int, seconds: float | None
+) -> Plan:
+    """A campaign that ends with the first finding; a later one in the same folder goes on where it ended."""
+    sizes = dict.fromkeys((*exhibit.world_sizes, 2))
+    return Plan(
+        exhibit.target,
+        Scope(registry.load(exhibit.target).capabilities, tuple(sizes)),
+        folder,
+        seconds=seconds,
+        examples=examples,
+        seed=seed,
+        shrink_seconds=_SHRINK_SECONDS,
+        known=known,
+        stop_at_first=True,
     )
 
 

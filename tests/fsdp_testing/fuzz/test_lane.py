@@ -103,3 +103,7 @@ def test_an_engine_is_asked_in_its_own_terms():
     """Its step clears gradients and it trains in float32: as the case stands, both would be told as failures."""
     program = (micro(1), Step(), micro(2), Observe(), Step())
     assert statuses("toy_engine:UNBROKEN", case(*program, strategy="full_shard")) == [("passed", "")]
+
+
+def test_what_an_implementation_warns_of_decides_nothing():
+    assert statuses("fuzz_strict:WARNS", GOOD) == [("passed", "")]

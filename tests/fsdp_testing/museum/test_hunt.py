@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.fuzz.campaign import Plan
 from fsdp_testing.fuzz.discovery import Discovery
 from fsdp_testing.fuzz.signature import Signature
+from fsdp_testing.museum import hunt as hunts
 from fsdp_testing.museum.collection import PATHS, exhibits
 from fsdp_testing.museum.exhibit import Exhibit
 from fsdp_testing.museum.hunt import RANDOM_CASES, drawn_exhibits, hunt, own_bugs
@@ -61,3 +65,24 @@ def test_what_the_sound_reference_fails_too_is_not_the_bug():
     found = Discovery(bug.target, Signature("diverged", "gradient", "clip"), case, case, "clipped by too little")
     assert own_bugs([found], PATHS[bug.path], default_pool()) == [found]
     assert own_bugs([found], bug.target, default_pool()) == []
+
+
+def test_a_hunt_goes_on_past_what_the_sound_reference_fails_too(monkeypatch: pytest.MonkeyPatch):
+    case = Case(ModelSpec("mlp"), WorldSpec(2), (ForwardBackward(Batch(1)),))
+    both, bug = (Discovery("it", Signature("raised", name, "clip"), case, case, name) for name in ("both", "bug"))
+    plans: list[Plan] = []
+
+    class Staged:
+        def __init__(self, plan: Plan, *_: object) -> None:
+            plans.append(plan)
+
+        def run(self) -> SimpleNamespace:
+            return SimpleNamespace(run=24, discovered=[both if len(plans) == 1 else bug])
+
+    monkeypatch.setattr(hunts, "Campaign", Staged)
+    monkeypatch.setattr(hunts, "own_bugs", lambda met, sound, worlds: [found for found in met if found is bug])
+    ended = hunt(exhibits()["B147"], 1)
+    assert (ended.cases, ended.run, ended.case) == (48, 48, case)
+    assert ended.sentence == bug.sentence()
+    assert [plan.examples for plan in plans] == [RANDOM_CASES, RANDOM_CASES - 24]
+    assert both.rule().name in {rule.name for rule in plans[1].known.rules}
