@@ -78,6 +78,46 @@ class Deep(nn.Module):
         return self.l2(self.u2(self.u1(self.l1(x))))
 
 
+class Spy(nn.Module):
+    """Notes the dtypes that its forward meets."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.lin = nn.Linear(width, width)
+        self.register_buffer("offset", torch.zeros(width))
+        self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+        self.met: dict[str, torch.dtype] = {}
+
+    def forward(self, x: torch.Tensor, *, ids: torch.Tensor | None = None) -> torch.Tensor:
+        self.met = {"param": self.lin.weight.dtype, "input": x.dtype, "buffer": self.offset.dtype}
+        if ids is not None:
+            self.met["ids"] = ids.dtype
+        return self.lin(x) + self.offset.to(x.dtype)
+
+
+class Chain(nn.Module):
+    """Two of them, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Spy(), Spy()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+class Lin(nn.Module):
+    """One unit with two layers, so that each rank of two holds most of one and little of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(3, 4)
+        self.b = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x).tanh())
+
+
 class Lab:
     """What a test does again and again, for one rank's ``world``."""
 
@@ -85,6 +125,9 @@ class Lab:
     Net = Net
     Unit = Unit
     Deep = Deep
+    Spy = Spy
+    Chain = Chain
+    Lin = Lin
     CLOSE = CLOSE
 
     def __init__(self, world: Any) -> None:

@@ -12,32 +12,6 @@ from fsdp_ref import MixedPrecision
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 
 
-class Spy(nn.Module):
-    """Notes the dtypes that its forward meets."""
-
-    def __init__(self, width=4):
-        super().__init__()
-        self.lin = nn.Linear(width, width)
-        self.register_buffer("offset", torch.zeros(width))
-        self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
-        self.met = {}
-
-    def forward(self, x, *, ids=None):
-        self.met = {"param": self.lin.weight.dtype, "input": x.dtype, "buffer": self.offset.dtype}
-        if ids is not None:
-            self.met["ids"] = ids.dtype
-        return self.lin(x) + self.offset.to(x.dtype)
-
-
-class Chain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = Spy(), Spy()
-
-    def forward(self, x):
-        return self.second(self.first(x))
-
-
 def x_of(lab, dtype=F32):
     return lab.batch(shape=(2, 4)).to(dtype)
 
@@ -68,7 +42,9 @@ def test_floating_inputs_are_cast_however_they_come(lab, path):
 @pytest.mark.covers("MP-06", "B005")
 def test_casts_are_part_of_the_graph(lab, path):
     upstream = nn.Linear(4, 4)
-    model = lab.shard(lab.make(Chain, dtype=F32), path, policy={Spy}, mixed_precision=MixedPrecision(param_dtype=BF16))
+    model = lab.shard(
+        lab.make(lab.Chain, dtype=F32), path, policy={lab.Spy}, mixed_precision=MixedPrecision(param_dtype=BF16)
+    )
     x = x_of(lab).requires_grad_()
     model(upstream(x)).sum().backward()
     assert x.grad.dtype == F32
@@ -80,7 +56,7 @@ def test_casts_are_part_of_the_graph(lab, path):
 @pytest.mark.covers("MP-07")
 def test_without_casts_the_natural_error_appears(lab, path):
     precision = MixedPrecision(param_dtype=BF16, cast_root_forward_inputs=False)
-    model = lab.shard(lab.make(Chain, dtype=F32), path, policy={Spy}, mixed_precision=precision)
+    model = lab.shard(lab.make(lab.Chain, dtype=F32), path, policy={lab.Spy}, mixed_precision=precision)
     with pytest.raises(RuntimeError, match="must have the same dtype"):
         model(x_of(lab))
     # The model is not damaged by it.
@@ -94,7 +70,7 @@ def test_a_nested_unit_casts_its_own_inputs_only_when_asked(lab, cast):
     class External(nn.Module):
         def __init__(self):
             super().__init__()
-            self.high, self.low = Spy(), Spy()
+            self.high, self.low = lab.Spy(), lab.Spy()
 
         def forward(self, x):
             return self.low(self.high(x)).float()
@@ -116,7 +92,7 @@ def test_a_nested_unit_casts_its_own_inputs_only_when_asked(lab, cast):
 @pytest.mark.covers("MP-10", "MP-25")
 @pytest.mark.parametrize("how", ["nested low first", "ignored high inside low"])
 def test_mismatches_are_not_silently_repaired(lab, how):
-    model = lab.make(Chain, dtype=F32)
+    model = lab.make(lab.Chain, dtype=F32)
     if how == "nested low first":
         model.first = FSDP(model.first, mixed_precision=MixedPrecision(BF16, cast_forward_inputs=True))
         model = FSDP(model)
@@ -135,7 +111,7 @@ def test_the_table_of_input_casts(lab, root_owns, cast_root, cast_child):
     class Tree(nn.Module):
         def __init__(self):
             super().__init__()
-            self.c1, self.c2 = Spy(), Spy()
+            self.c1, self.c2 = lab.Spy(), lab.Spy()
             if root_owns:
                 self.own = nn.Linear(4, 4)
             self.met = None
@@ -161,7 +137,7 @@ def test_the_table_of_input_casts(lab, root_owns, cast_root, cast_child):
                 model(x_of(lab))
         return
     # Units by policy: c1 and c2 low; the root owns nothing and has the same settings.
-    lab.shard(model, "composable", policy={Spy}, mixed_precision=child)
+    lab.shard(model, "composable", policy={lab.Spy}, mixed_precision=child)
     if cast_root or cast_child:
         model(x_of(lab))
         assert (model.met, model.c1.met["input"], model.c2.met["input"]) == (low, low, low)

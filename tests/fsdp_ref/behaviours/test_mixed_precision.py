@@ -14,32 +14,6 @@ from fsdp_ref import MixedPrecision, ShardingStrategy
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 
 
-class Spy(nn.Module):
-    """Notes the dtypes that its forward meets."""
-
-    def __init__(self, width=4):
-        super().__init__()
-        self.lin = nn.Linear(width, width)
-        self.register_buffer("offset", torch.zeros(width))
-        self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
-        self.met = {}
-
-    def forward(self, x, *, ids=None):
-        self.met = {"param": self.lin.weight.dtype, "input": x.dtype, "buffer": self.offset.dtype}
-        if ids is not None:
-            self.met["ids"] = ids.dtype
-        return self.lin(x) + self.offset.to(x.dtype)
-
-
-class Chain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = Spy(), Spy()
-
-    def forward(self, x):
-        return self.second(self.first(x))
-
-
 def x_of(lab, dtype=F32):
     return lab.batch(shape=(2, 4)).to(dtype)
 
@@ -47,9 +21,9 @@ def x_of(lab, dtype=F32):
 @pytest.mark.world(2)
 @pytest.mark.covers("MP-03", "MP-24", "MP-05", "B003")
 def test_compute_low_keep_high(lab, path):
-    model = lab.make(Chain, dtype=F32)
+    model = lab.make(lab.Chain, dtype=F32)
     spies = [model.first, model.second]
-    model = lab.shard(model, path, policy={Spy}, mixed_precision=MixedPrecision(param_dtype=BF16))
+    model = lab.shard(model, path, policy={lab.Spy}, mixed_precision=MixedPrecision(param_dtype=BF16))
     loss = model(x_of(lab)).sum()
     assert loss.dtype == BF16
     loss.backward()
@@ -82,9 +56,9 @@ def test_the_original_dtype_as_param_dtype_is_off_bit_for_bit(lab, path):
 @pytest.mark.world(2)
 @pytest.mark.covers("MP-04")
 def test_reduce_dtype_alone_touches_communication_only(lab, path):
-    model = lab.make(Chain, dtype=F32)
+    model = lab.make(lab.Chain, dtype=F32)
     spy = model.first
-    model = lab.shard(model, path, policy={Spy}, mixed_precision=MixedPrecision(reduce_dtype=BF16))
+    model = lab.shard(model, path, policy={lab.Spy}, mixed_precision=MixedPrecision(reduce_dtype=BF16))
     with lab.collectives() as seen:
         model(x_of(lab)).sum().backward()
     assert spy.met == {"param": F32, "input": F32, "buffer": F32}
@@ -100,7 +74,7 @@ def test_buffers_are_cast_once_by_their_nearest_unit(lab, path):
     class Buffered(nn.Module):
         def __init__(self):
             super().__init__()
-            self.inner = Spy()
+            self.inner = lab.Spy()
             self.only = nn.Module()
             self.only.register_buffer("table", torch.ones(2))
             self.only.register_buffer("mask", torch.ones(2, dtype=torch.bool))
@@ -137,9 +111,9 @@ def test_buffers_are_cast_once_by_their_nearest_unit(lab, path):
 def test_summoned_parameters_are_full_precision_and_the_low_copy_is_dropped(lab, path):
     strategy = ShardingStrategy.SHARD_GRAD_OP
     precision = MixedPrecision(param_dtype=BF16, buffer_dtype=BF16)
-    model = lab.make(Chain, dtype=F32)
+    model = lab.make(lab.Chain, dtype=F32)
     spy = model.first
-    model = lab.shard(model, path, policy={Spy}, mixed_precision=precision, sharding_strategy=strategy)
+    model = lab.shard(model, path, policy={lab.Spy}, mixed_precision=precision, sharding_strategy=strategy)
     before = model(x_of(lab))
     with lab.full(model):
         assert {p.dtype for p in model.parameters()} == {F32}
@@ -149,7 +123,7 @@ def test_summoned_parameters_are_full_precision_and_the_low_copy_is_dropped(lab,
                 p.mul_(3)
     after = model(x_of(lab))
     assert not torch.equal(before, after)
-    reference = lab.make(Chain, dtype=F32)
+    reference = lab.make(lab.Chain, dtype=F32)
     with torch.no_grad():
         for p in reference.parameters():
             p.mul_(3)
@@ -159,7 +133,9 @@ def test_summoned_parameters_are_full_precision_and_the_low_copy_is_dropped(lab,
 @pytest.mark.world(2)
 @pytest.mark.covers("MP-18")
 def test_the_low_precision_copy_exists_only_around_computation(lab, path):
-    model = lab.shard(lab.make(Chain, dtype=F32), path, policy={Spy}, mixed_precision=MixedPrecision(param_dtype=BF16))
+    model = lab.shard(
+        lab.make(lab.Chain, dtype=F32), path, policy={lab.Spy}, mixed_precision=MixedPrecision(param_dtype=BF16)
+    )
     model(x_of(lab)).sum().backward()
     for unit in lab.units(model):
         if unit.handle:
@@ -175,9 +151,9 @@ def test_the_low_precision_copy_exists_only_around_computation(lab, path):
 def test_kept_low_precision_gradients(lab, path, strategy, reduce_dtype):
     precision = MixedPrecision(param_dtype=BF16, reduce_dtype=reduce_dtype, keep_grads_in_reduce_dtype=True)
     model = lab.shard(
-        lab.make(Chain, dtype=F32),
+        lab.make(lab.Chain, dtype=F32),
         path,
-        policy={Spy},
+        policy={lab.Spy},
         mixed_precision=precision,
         sharding_strategy=ShardingStrategy[strategy],
     )
@@ -193,13 +169,13 @@ def test_kept_low_precision_gradients(lab, path, strategy, reduce_dtype):
 @pytest.mark.parametrize("own", [True, False])
 def test_evaluation_in_full_precision_by_environment(lab, path, own, monkeypatch):
     monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
-    model = lab.make(Chain, dtype=F32)
+    model = lab.make(lab.Chain, dtype=F32)
     if own:
         model.extra = nn.Parameter(torch.ones(1))
     plain = copy.deepcopy(model)
     spies = [model.first, model.second]
     precision = MixedPrecision(param_dtype=BF16, buffer_dtype=BF16)
-    model = lab.shard(model, path, policy={Spy}, mixed_precision=precision)
+    model = lab.shard(model, path, policy={lab.Spy}, mixed_precision=precision)
     monkeypatch.delenv("FSDP_USE_FULL_PREC_IN_EVAL")
     for _ in range(2):
         model.train()
@@ -217,7 +193,7 @@ def test_batch_norms_compute_in_full_precision_and_return_what_came_in(lab, path
     class Normed(nn.Module):
         def __init__(self):
             super().__init__()
-            self.a, self.norm, self.b = Spy(), nn.BatchNorm1d(4), Spy()
+            self.a, self.norm, self.b = lab.Spy(), nn.BatchNorm1d(4), lab.Spy()
 
         def forward(self, x):
             return self.b(self.norm(self.a(x)))
@@ -227,7 +203,7 @@ def test_batch_norms_compute_in_full_precision_and_return_what_came_in(lab, path
     model.norm.register_forward_pre_hook(lambda m, args: met.append(args[0].dtype) or None)
     norm, last = model.norm, model.b
     with pytest.warns(UserWarning, match="These modules will be wrapped as separate FSDP"):
-        model = lab.shard(model, path, policy={Spy}, mixed_precision=MixedPrecision(BF16, buffer_dtype=BF16))
+        model = lab.shard(model, path, policy={lab.Spy}, mixed_precision=MixedPrecision(BF16, buffer_dtype=BF16))
     output = model(x_of(lab))
     assert output.dtype == BF16
     assert last.met["input"] == BF16
@@ -241,14 +217,14 @@ def test_batch_norms_compute_in_full_precision_and_return_what_came_in(lab, path
 def test_evaluation_sees_an_average_that_was_written_under_summon(lab, path):
     strategy = ShardingStrategy.SHARD_GRAD_OP
     model = lab.shard(
-        lab.make(Chain, dtype=F32),
+        lab.make(lab.Chain, dtype=F32),
         path,
-        policy={Spy},
+        policy={lab.Spy},
         mixed_precision=MixedPrecision(BF16),
         sharding_strategy=strategy,
         forward_prefetch=True,
     )
-    ema = lab.make(Chain, dtype=F32)
+    ema = lab.make(lab.Chain, dtype=F32)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         model(x_of(lab)).sum().backward()
@@ -268,9 +244,9 @@ def test_evaluation_sees_an_average_that_was_written_under_summon(lab, path):
 @pytest.mark.world(2)
 @pytest.mark.covers("B142", "FRZ-03")
 def test_thawing_a_unit_that_was_frozen_at_first_keeps_its_dtypes(lab, orig_path):
-    model = lab.make(Chain, dtype=F32)
+    model = lab.make(lab.Chain, dtype=F32)
     model.second.requires_grad_(False)
-    model = lab.shard(model, orig_path, policy={Spy}, mixed_precision=MixedPrecision(param_dtype=BF16))
+    model = lab.shard(model, orig_path, policy={lab.Spy}, mixed_precision=MixedPrecision(param_dtype=BF16))
     x = x_of(lab).requires_grad_()
     model(x).sum().backward()
     for p in model.parameters():
@@ -283,7 +259,7 @@ def test_thawing_a_unit_that_was_frozen_at_first_keeps_its_dtypes(lab, orig_path
 @pytest.mark.world(2)
 @pytest.mark.covers("MP-15", "B001", "SUM-19")
 def test_a_state_dict_of_summoned_parameters_is_in_full_precision(lab, path):
-    model = lab.shard(lab.make(Chain, dtype=F32), path, policy={Spy}, mixed_precision=MixedPrecision(BF16))
+    model = lab.shard(lab.make(lab.Chain, dtype=F32), path, policy={lab.Spy}, mixed_precision=MixedPrecision(BF16))
     model(x_of(lab)).sum().backward()
     with lab.full(model, writeback=False):
         state = OrderedDict((name, p.detach().clone()) for name, p in model.named_parameters())

@@ -9,18 +9,6 @@ import torch
 from torch import nn
 
 
-class Lin(nn.Module):
-    """One unit with two layers, so that each rank of two holds most of one and little of the other."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(3, 4)
-        self.b = nn.Linear(4, 1)
-
-    def forward(self, x):
-        return self.b(self.a(x).tanh())
-
-
 @pytest.mark.world(2)
 @pytest.mark.covers("ORIG-06")
 @pytest.mark.parametrize("foreach", [False, True])
@@ -54,7 +42,7 @@ def test_parameter_groups_inside_one_flat_parameter(lab, orig_path, foreach, set
 @pytest.mark.world(2)
 @pytest.mark.covers("ORIG-08")
 def test_adam_counts_steps_of_unused_parameters_as_one_process_does(lab, orig_path):
-    reference = lab.make(Lin)
+    reference = lab.make(lab.Lin)
     model = lab.shard(copy.deepcopy(reference), orig_path)
     optim = torch.optim.Adam(model.parameters(), lr=0.1)
     reference_optim = torch.optim.Adam(reference.parameters(), lr=0.1)
@@ -94,7 +82,7 @@ def test_a_thousand_empty_shards_and_a_foreach_optimizer(lab, orig_path):
 @pytest.mark.world(2)
 @pytest.mark.covers("B049", "B151")
 def test_hooks_of_parameters_fire(lab, orig_path):
-    reference = lab.make(Lin)
+    reference = lab.make(lab.Lin)
     model = copy.deepcopy(reference)
     counts = {"sharded": 0, "plain": 0}
     for m, key in ((model, "sharded"), (reference, "plain")):

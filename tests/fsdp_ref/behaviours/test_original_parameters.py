@@ -14,18 +14,6 @@ S = ShardingStrategy
 quiet = pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy:FutureWarning")
 
 
-class Lin(nn.Module):
-    """One unit with two layers, so that each rank of two holds most of one and little of the other."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(3, 4)
-        self.b = nn.Linear(4, 1)
-
-    def forward(self, x):
-        return self.b(self.a(x).tanh())
-
-
 @pytest.mark.world(2)
 @pytest.mark.covers("ORIG-01", "ORIG-02", "FLAT-01")
 def test_objects_names_and_shapes_outside_of_computation(lab, orig_path):
@@ -54,7 +42,7 @@ def test_objects_names_and_shapes_outside_of_computation(lab, orig_path):
 @pytest.mark.world(2)
 @pytest.mark.covers("ORIG-03")
 def test_replicated_parameters_keep_their_shapes(lab, orig_path):
-    model = lab.shard(lab.make(Lin), orig_path, sharding_strategy=S.NO_SHARD)
+    model = lab.shard(lab.make(lab.Lin), orig_path, sharding_strategy=S.NO_SHARD)
     shapes = [(4, 3), (4,), (1, 4), (1,)]
     for _ in range(2):
         assert [tuple(p.shape) for p in model.parameters()] == shapes
@@ -83,7 +71,7 @@ def test_what_originals_look_like_after_forward(lab, orig_path, strategy):
 @pytest.mark.world(2)
 @pytest.mark.covers("ORIG-05", "ORIG-09", "FRZ-06")
 def test_gradients_are_views_of_the_reduced_shard_or_none(lab, orig_path):
-    plain = lab.make(Lin)
+    plain = lab.make(lab.Lin)
     plain.a.bias.requires_grad_(False)
     model = lab.shard(plain, orig_path)
     lab.loss(model, lab.batch()).backward()
@@ -100,7 +88,7 @@ def test_gradients_are_views_of_the_reduced_shard_or_none(lab, orig_path):
 @pytest.mark.world(2)
 @pytest.mark.covers("ORIG-07", "ORIG-08", "ORIG-12")
 def test_clearing_all_or_some_gradients(lab, orig_path):
-    model = lab.shard(lab.make(Lin), orig_path)
+    model = lab.shard(lab.make(lab.Lin), orig_path)
     lab.loss(model, lab.batch()).backward()
     handle = lab.units(model)[0].handle
     params = dict(zip(handle.fqns, handle.originals.params, strict=True))
@@ -147,7 +135,7 @@ def test_an_unused_original_of_a_used_unit_gets_zeros(lab, orig_path):
 @pytest.mark.parametrize("when", ["before any forward", "after a forward", "after a step"])
 @pytest.mark.parametrize("strategy", [S.FULL_SHARD, S.SHARD_GRAD_OP], ids=lambda s: s.name)
 def test_replaced_parameters_are_written_back(lab, orig_path, how, when, strategy):
-    reference = lab.make(Lin)
+    reference = lab.make(lab.Lin)
     model = lab.shard(copy.deepcopy(reference), orig_path, sharding_strategy=strategy)
     inner = model if orig_path == "composable" else model.module
     if when == "after a forward":
@@ -174,7 +162,7 @@ def test_replaced_parameters_are_written_back(lab, orig_path, how, when, strateg
 @pytest.mark.world(2)
 @pytest.mark.covers("ORIG-11", "ORIG-12")
 def test_a_wrong_shape_is_refused_on_every_rank(lab, orig_path):
-    model = lab.shard(lab.make(Lin), orig_path)
+    model = lab.shard(lab.make(lab.Lin), orig_path)
     inner = model if orig_path == "composable" else model.module
     kept = inner.a.weight
     inner.a.weight = nn.Parameter(torch.zeros(kept.numel() + 1, dtype=torch.float64))
@@ -232,7 +220,7 @@ def test_changed_ties_are_refused(lab, orig_path):
 def test_inside_forward_places_show_full_tracked_tensors(lab, path):
     seen = []
 
-    class Looks(Lin):
+    class Looks(lab.Lin):
         def forward(self, x):
             for layer in (self.a, self.b):
                 for name in ("weight", "bias"):
@@ -272,7 +260,7 @@ def test_several_forwards_before_one_backward(lab, path, strategy, summon):
 @pytest.mark.world(2)
 @pytest.mark.covers("ORIG-20", "IGN-02")
 def test_partially_ignored_modules_train(lab):
-    reference = lab.make(Lin)
+    reference = lab.make(lab.Lin)
     plain = copy.deepcopy(reference)
     model = lab.shard(plain, ignored_states=[plain.a.weight])
     lab.loss(model, lab.batch()).backward()
@@ -280,7 +268,7 @@ def test_partially_ignored_modules_train(lab):
     names = {name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_parameters()}
     assert names == {name for name, _ in reference.named_parameters()}
     got = lab.grads(model)
-    local = lab.make(Lin)
+    local = lab.make(lab.Lin)
     lab.reference_step(local, [lab.batch()])
     want = {n: (local if n == "a.weight" else reference).get_parameter(n).grad for n in got}
     lab.assert_same(got, want)

@@ -15,6 +15,7 @@ from fsdp_testing.implementations.protocol import Division
 from fsdp_testing.pool import default_pool
 from fsdp_testing.programs.oracle import expect_lockstep
 from fsdp_testing.records import (
+    AssignData,
     Batch,
     Case,
     Clip,
@@ -139,3 +140,11 @@ def test_a_part_that_the_loss_goes_past_meets_plain_sgd_where_none_is_zero():
     found = Case(model, WorldSpec(2), (micro(1), Step()), optimizer=decaying)
     assert legal_case(found, frozenset()).optimizer.arguments == {"lr": 0.1}
     assert legal_case(found).optimizer == decaying
+
+
+def test_storage_is_not_assigned_from_parameters_that_may_be_shown_rounded():
+    """Gathered in low precision: what `p.data * factor` reads there is not what is stored."""
+    program = (micro(1), AssignData(("*",), 0.5, Batch(2)), micro(3))
+    low = case(*program, strategy="shard_grad_op", dtype="float32", mixed_precision=MixedPrecisionSpec("float16"))
+    assert [type(o) for o in legal_case(low).program] == [ForwardBackward, ForwardBackward]
+    assert legal_case(replace(low, mixed_precision=None)).program == program
