@@ -34,6 +34,8 @@ from fsdp_testing.records import Case, RaisedError, RankObservation, WorldSpec
 
 _MESHES: dict[tuple[int, ...], DeviceMesh] = {}
 """Two-dimensional meshes of this world: making one creates process groups, which costs more than a case."""
+LASTING = frozenset({"process group", "open file", "thread"})
+"""Kinds of state that a batch leaves changed: the groups of `_MESHES`, with their connections and threads."""
 
 OUTLIVES = "the model outlives its case: something refers to it for good"
 _FREEZE_AFTER = 2

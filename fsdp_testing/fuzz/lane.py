@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_testing.errors import PoolBroken
-from fsdp_testing.fuzz.batch import Watch, run_batch
+from fsdp_testing.fuzz.batch import LASTING, Watch, run_batch
 from fsdp_testing.fuzz.judge import CaseNote, judge_batch
 from fsdp_testing.fuzz.signature import Signature
 from fsdp_testing.pool import Fate, Pool, WorldOutcome
@@ -87,7 +87,7 @@ class Lane:
         try:
             timeout = self._deadline + SECONDS_PER_CASE * len(cases)
             arguments = (self._name, cases, directory, watch)
-            outcome = world.execute(run_batch, arguments, timeout=timeout, name="batch", hygiene=False)
+            outcome = world.execute(run_batch, arguments, timeout=timeout, name="batch", lasting=LASTING)
             self._batches += 1
             if self._batches % BATCHES_PER_WORLD == 0:
                 world.leave()  # what implementations keep in memory for good must not add up
@@ -100,7 +100,7 @@ class Lane:
         world = self._pool.world(1)
         try:
             arguments = (self._name, cases, cases[0].world.size, directory, watch)
-            outcome = world.execute(judge_batch, arguments, timeout=300.0, name="judge", hygiene=False)
+            outcome = world.execute(judge_batch, arguments, timeout=300.0, name="judge")
         finally:
             world.release()
         if not outcome.ok:

@@ -14,7 +14,7 @@ import torch
 
 from fsdp_testing.errors import InvalidArgument, InvalidRecord
 from fsdp_testing.fuzz import stream
-from fsdp_testing.fuzz.batch import Watch, run_batch
+from fsdp_testing.fuzz.batch import LASTING, Watch, run_batch
 from fsdp_testing.fuzz.discovery import FINDING_FORMAT, Discovery
 from fsdp_testing.fuzz.judge import CaseNote, judge_batch
 from fsdp_testing.fuzz.lane import lost_note
@@ -106,7 +106,7 @@ def replay(pool: Pool, name: str, case: Case, deadline: float = 30.0) -> Replaye
     world = pool.world(case.world.size, backend=case.world.backend, isolation="fresh")
     try:
         arguments: tuple[Any, ...] = (name, [case], directory, watch)
-        outcome = world.execute(run_batch, arguments, timeout=deadline, name="replay", hygiene=False)
+        outcome = world.execute(run_batch, arguments, timeout=deadline, name="replay", lasting=LASTING)
         digest = _digest(directory, case.world.size)
         note = _judged(pool, name, case, directory, watch)
         if note.status == "unfinished":
@@ -121,7 +121,7 @@ def _judged(pool: Pool, name: str, case: Case, directory: str, watch: Watch) -> 
     world = pool.world(1)
     try:
         arguments = (name, [case], case.world.size, directory, watch)
-        outcome = world.execute(judge_batch, arguments, timeout=120.0, name="judge", hygiene=False)
+        outcome = world.execute(judge_batch, arguments, timeout=120.0, name="judge")
     finally:
         world.release()
     if not outcome.ok:

@@ -41,6 +41,7 @@ class Place:
 class Job:
     """Call `target` with `arguments` (args and kwargs, serialised once for all ranks).
 
+    The state of the process is compared and put back, except the kinds in `lasting`; None: it is left alone.
     `sys_path`, `environment` (None removes a variable) and `directory` tell what changed in the controller since the last
     job, so that a kept rank sees what a new one would.
     """
@@ -49,7 +50,7 @@ class Job:
     name: str
     target: Target
     arguments: bytes
-    hygiene: bool = True
+    lasting: frozenset[str] | None = frozenset()
     sys_path: list[str] | None = None
     environment: dict[str, str | None] | None = None
     directory: str | None = None

@@ -195,7 +195,7 @@ class _Rank:
         if job.place is not None:
             self._move(job.place)
         self._recorder.start_job(job.number)
-        snapshot = self._hygiene.take_snapshot() if job.hygiene else None
+        snapshot = None if job.lasting is None else self._hygiene.take_snapshot(ignore=job.lasting)
         started = time.perf_counter()
         report = _call(job)
         if os.getpid() != self._pid:

@@ -140,6 +140,7 @@ class PooledWorld:
         timeout: float | None = 60.0,
         name: str = "",
         hygiene: bool = True,
+        lasting: frozenset[str] = frozenset(),
     ) -> WorldOutcome:
         """Call `target(*args, **kwargs)` on every rank and wait for the end of it, whatever that is.
 
@@ -150,6 +151,7 @@ class PooledWorld:
             timeout: seconds until a rank counts as hung, from the moment when all are in the world; None: no limit.
             name: shown in messages.
             hygiene: put process state back after the call and report what was dirty.
+            lasting: kinds of state (as in `hygiene.PROBES`) that the call may change for good.
 
         Returns:
             The account of every rank. When it is not `ok`, or something was left dirty, the world is not lent again.
@@ -168,7 +170,7 @@ class PooledWorld:
                 "Ask the pool for a world in each thread."
             )
         try:
-            return self._execute(reference, name or str(reference), arguments, timeout, hygiene=hygiene)
+            return self._execute(reference, name or str(reference), arguments, timeout, lasting if hygiene else None)
         finally:
             self._running.release()
 
@@ -182,13 +184,13 @@ class PooledWorld:
             raise PoolBroken("world.execute: expected an open world, got one that is closed. Ask the pool for another.")
 
     def _execute(
-        self, target: Target, name: str, arguments: bytes, timeout: float | None, *, hygiene: bool
+        self, target: Target, name: str, arguments: bytes, timeout: float | None, lasting: frozenset[str] | None
     ) -> WorldOutcome:
-        outcome = self._supervise(target, name, arguments, timeout, hygiene=hygiene)
+        outcome = self._supervise(target, name, arguments, timeout, lasting)
         if self._ended_before(outcome):
             # The ranks had gone before any of them began: nothing of the call has happened.
             self._replace_processes()
-            outcome = self._supervise(target, name, arguments, timeout, hygiene=hygiene)
+            outcome = self._supervise(target, name, arguments, timeout, lasting)
         self._before = name
         if not outcome.ok or any(rank.dirt for rank in outcome.ranks):
             self.trusted = False
@@ -198,12 +200,12 @@ class PooledWorld:
         return outcome
 
     def _supervise(
-        self, target: Target, name: str, arguments: bytes, timeout: float | None, *, hygiene: bool
+        self, target: Target, name: str, arguments: bytes, timeout: float | None, lasting: frozenset[str] | None
     ) -> WorldOutcome:
         supervision = Supervision(
             self._processes,
             self._ledger,
-            self._job(target, name, arguments, hygiene=hygiene),
+            self._job(target, name, arguments, lasting),
             self.key.size,
             self.key.backend,
             timeout,
@@ -254,7 +256,7 @@ class PooledWorld:
         finally:
             os.close(ledger_fd)
 
-    def _job(self, target: Target, name: str, arguments: bytes, *, hygiene: bool) -> Job:
+    def _job(self, target: Target, name: str, arguments: bytes, lasting: frozenset[str] | None) -> Job:
         self._jobs += 1
         sys_path = where = None
         if sys.path != self._sys_path:
@@ -262,7 +264,7 @@ class PooledWorld:
         if directory() != self._directory:
             where = self._directory = directory()
         environment = self._changed_environment()
-        return Job(self._jobs, name, target, arguments, hygiene, sys_path, environment, where, self._place)
+        return Job(self._jobs, name, target, arguments, lasting, sys_path, environment, where, self._place)
 
     def _changed_environment(self) -> dict[str, str | None] | None:
         now, before = env.encoded(), self._environment

@@ -68,7 +68,9 @@ class RankSession:
         started = rank_template.take(spec)
         self.config = started.config
         self.session = started.session
-        started.load_users_code()
+        self.filters = started.filters
+        with self.filters():
+            started.load_users_code()
         _remember_conftests(self.session)
         self.plugin = RankPlugin(self.config, RankTemporaryPaths(base))
         self.config.pluginmanager.register(rank_side, "fsdp_testing.rank_fixtures")
@@ -137,7 +139,8 @@ class RankSession:
         nextitem = self._stand_in(self._chain[:keep])
         self._chain = self._chain[:keep]
         try:
-            self.session._setupstate.teardown_exact(nextitem)
+            with self.filters():
+                self.session._setupstate.teardown_exact(nextitem)
         except Exception as error:
             return "".join(pytest.ExceptionInfo.from_exception(error).exconly())
         return ""
@@ -149,12 +152,13 @@ class RankSession:
     def finish(self) -> str:
         """End the session: remaining fixtures, then `pytest_sessionfinish` and `pytest_unconfigure`."""
         problem = self.tear_down(0)
-        try:
-            self.config.hook.pytest_sessionfinish(session=self.session, exitstatus=0)
-        except Exception as error:
-            problem = "\n".join(filter(None, [problem, f"pytest_sessionfinish: {type(error).__name__}: {error}"]))
-        finally:
-            self.config._ensure_unconfigure()
+        with self.filters():
+            try:
+                self.config.hook.pytest_sessionfinish(session=self.session, exitstatus=0)
+            except Exception as error:
+                problem = "\n".join(filter(None, [problem, f"pytest_sessionfinish: {type(error).__name__}: {error}"]))
+            finally:
+                self.config._ensure_unconfigure()
         return problem
 
 
@@ -274,11 +278,12 @@ def call_function(
     session = _here.session()
     if test_file and target.module not in sys.modules:
         session.item(ItemTask("", test_file, 0))
-    function = resolve(target)
-    args, kwargs = loads(arguments)
-    snapshot = take_snapshot()
-    try:
-        payload = dumps(function(*args, **kwargs))
-    finally:
-        dirt = snapshot.restore()
+    with session.filters():
+        function = resolve(target)
+        args, kwargs = loads(arguments)
+        snapshot = take_snapshot()
+        try:
+            payload = dumps(function(*args, **kwargs))
+        finally:
+            dirt = snapshot.restore()
     return payload, dirt

@@ -12,6 +12,9 @@ import base64
 import importlib
 import os
 import pickle
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -25,11 +28,25 @@ class Started:
 
     def __init__(self, spec: SessionSpec) -> None:
         self.spec = spec
-        self.config = _configured(spec)
-        self.session: Any = pytest.Session.from_config(self.config)
-        self.config._do_configure()
-        self.session.exitstatus = 0
-        self.config.hook.pytest_sessionstart(session=self.session)
+        with warnings.catch_warnings():
+            self.config = _configured(spec)
+            self.session: Any = pytest.Session.from_config(self.config)
+            self.config._do_configure()
+            self.session.exitstatus = 0
+            self.config.hook.pytest_sessionstart(session=self.session)
+            self._filters = list(warnings.filters)
+
+    @contextmanager
+    def filters(self) -> Iterator[None]:
+        """Have pytest's filters of warnings while its session works in this process.
+
+        pytest sets them once for the whole process; a rank also serves callers that know nothing of pytest, who get
+        the same filters on every rank, whoever had it before.
+        """
+        with warnings.catch_warnings():
+            warnings.simplefilter("default")  # the module notices changes made through its functions only
+            warnings.filters[:] = self._filters  # type: ignore[index]  # typeshed calls the list a Sequence
+            yield
 
     def load_users_code(self) -> None:
         """Import and register what the controller has: plugins, then the first conftest files."""

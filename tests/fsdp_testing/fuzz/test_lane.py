@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 
 import pytest
 from fuzz_cases import case, micro
 from torch import nn
 
+from fsdp_testing import run_ranks
 from fsdp_testing.fuzz import batch
 from fsdp_testing.fuzz.batch import Watch
 from fsdp_testing.fuzz.lane import Lane
@@ -107,3 +109,15 @@ def test_an_engine_is_asked_in_its_own_terms():
 
 def test_what_an_implementation_warns_of_decides_nothing():
     assert statuses("fuzz_strict:WARNS", GOOD) == [("passed", "")]
+
+
+def filters() -> list[str]:
+    return [str(entry[0]) for entry in warnings.filters]
+
+
+def test_what_a_batch_changes_in_its_ranks_does_not_outlive_it():
+    """The module of this implementation makes warnings errors for the whole process when it is imported."""
+    before = run_ranks(filters)
+    assert "error" not in before[0]
+    assert statuses("fuzz_strict:WARNS", GOOD) == [("passed", "")]
+    assert run_ranks(filters) == before
