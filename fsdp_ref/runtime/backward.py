@@ -210,7 +210,9 @@ def end_backward(root: Root) -> None:
         root.streams.host_after_reduce()
     for unit in root.units:
         handle = unit.handle
-        if handle is not None and handle.state is not ShardState.SHARDED and not unit.keep_unsharded:
+        # What a backward without synchronisation kept is freed by the next one with it, used there or not.
+        kept = unit.keep_unsharded and not unit.sync_gradients
+        if handle is not None and handle.state is not ShardState.SHARDED and not kept:
             _give_up(unit)
         unit.end_backward()
         unit.phase_is(HandleTrainingState.IDLE)

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_testing.compat import process_groups
 from fsdp_testing.fuzz import arcs, stream
+from fsdp_testing.fuzz.account import Accountant, AccountedProgram, accountant_for
 from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.implementations.protocol import Setup
@@ -137,24 +138,36 @@ def _run(
 ) -> tuple[stream.CaseRecord, weakref.ref[nn.Module]]:
     mesh = _mesh(world, case.world.mesh_shape)
     before = _fingerprint()
-    issued = _Issued()
-    program = RankProgram(case, adapter, world.rank, lambda c, module: _setup(world, mesh, c, module))
-    with listen(issued), tracer or nullcontext():
+    accountant = accountant_for(adapter)
+    issued = _Issued(accountant)
+
+    def make_setup(c: Case, module: nn.Module) -> Setup:
+        return _setup(world, mesh, c, module)
+
+    if accountant is None:
+        program = RankProgram(case, adapter, world.rank, make_setup)
+    else:
+        program = AccountedProgram(case, accountant, world.rank, make_setup)
+    with listen(issued), tracer or nullcontext(), accountant or nullcontext():
         observation = program.run(observe_all=watch.operations or case.mixed_precision is not None)
         adapter.finish(program.model)
     leaks = _differences(before, _fingerprint())
     taken = frozenset() if tracer is None else tracer.taken()
-    return stream.CaseRecord(index, observation, issued.summary(), leaks, taken), weakref.ref(program.model)
+    accounts = () if accountant is None else tuple(accountant.accounts)
+    return stream.CaseRecord(index, observation, issued.summary(), leaks, taken, accounts), weakref.ref(program.model)
 
 
 class _Issued:
     """Counts the collectives of one case and keeps a digest of what they were, group by group."""
 
-    def __init__(self) -> None:
+    def __init__(self, accountant: Accountant | None = None) -> None:
         self._texts: dict[int, list[str]] = {}
+        self._accountant = accountant
 
     def __call__(self, group: GroupIdentity, call: Call, _site: str) -> None:
         self._texts.setdefault(group.key, []).append(call.text)
+        if self._accountant is not None:
+            self._accountant.collective(call)
 
     def summary(self) -> dict[int, tuple[int, int]]:
         """Returns number and digest by group key."""

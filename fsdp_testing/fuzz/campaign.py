@@ -295,7 +295,7 @@ class Campaign:
         if new and note.status == "passed":
             self._corpus.append(result.case)
             self._state.add_to_corpus(result.case)
-        rule = self._known.recognize(note.signature) if note.signature is not None else None
+        rule = self._known.recognize(note.signature, result.case) if note.signature is not None else None
         if rule is not None:
             tally.rules[rule.name] += 1
             self._watch_models &= note.status != "leaked"

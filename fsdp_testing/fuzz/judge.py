@@ -15,14 +15,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fsdp_testing.checkers import adoption, parity
+from fsdp_testing.checkers import adoption, parity, promises
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.divergence import Tally
 from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.fuzz import screen, stream
 from fsdp_testing.fuzz.batch import OUTLIVES, Watch
-from fsdp_testing.fuzz.signature import Signature, of_divergence, of_error
+from fsdp_testing.fuzz.signature import Signature, of_divergence, of_error, operation_kind
 from fsdp_testing.fuzz.stream import CaseRecord
+from fsdp_testing.fuzz.theory import theory_of
 from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.implementations.protocol import Division
@@ -142,6 +143,11 @@ def _judge_records(adapter: Adapter, case: Case, records: list[CaseRecord], size
     if note.status == "passed" and _sequences_differ(records):
         what = "the ranks did not issue the same collectives"
         return CaseNote(0, "suspect", what, signature=Signature("desynchronised", "collectives"))
+    if note.status == "passed":
+        broken = promises.review(case, [record.accounts for record in records], theory_of(case))
+        if broken is not None:
+            signature = Signature(broken.kind, broken.quantity, operation_kind(case, broken.operation))
+            return replace(note, status="suspect", reason=broken.sentence, signature=signature)
     if note.status == "passed" and leaks:
         return replace(note, status="leaked", reason=leaks[0], signature=Signature("leaked", "model"))
     return note

@@ -52,8 +52,9 @@ class Rule:
         tags: Tags that the case has, all of them; a tag may end in `*`.
         drop: Operations with this token are left out, the last one first, until the rule no longer applies; empty
             discards the case.
-        signature: Kind and beginning of the quantity of a failure: one that looks so is counted as this one and not
-            looked into. For failures that no edit of a case avoids; then the rule edits nothing.
+        signature: Kind and beginning of the quantity of a failure: one that looks so, in a case that has the operations
+            and tags, is counted as this one and not looked into. For failures that no edit of a case avoids, or that
+            are not worth one; then the rule edits nothing.
         example: A case that fails because of it, to notice when it no longer does.
     """
 
@@ -73,8 +74,15 @@ class Rule:
 
     def hits(self, seen: Portrayed) -> bool:
         """Whether a legal case, seen in words, is one that this failure hits."""
-        if self.signature:
-            return False
+        return not self.signature and self._fits(seen)
+
+    def knows(self, signature: Signature, case: Case) -> bool:
+        """Whether a failure with this signature, met in this case, is this one by its looks."""
+        same_kind = bool(self.signature) and self.signature[0] == signature.kind
+        same = same_kind and all(signature.quantity.startswith(part) for part in self.signature[1:])
+        return same and self._fits(Portrayed(case))
+
+    def _fits(self, seen: Portrayed) -> bool:
         return _in_order(self.operations, seen.tokens, self.unless) and _all_held(self.tags, seen)
 
     def edit(self, case: Case) -> Case | None:
@@ -141,13 +149,9 @@ class KnownFailures:
                 case, seen = edited, Portrayed(edited)
         return case, tuple(applied)
 
-    def recognize(self, signature: Signature) -> Rule | None:
-        """Returns the rule that knows a failure by its looks."""
-        for rule in self.rules:
-            same_kind = bool(rule.signature) and rule.signature[0] == signature.kind
-            if same_kind and all(signature.quantity.startswith(part) for part in rule.signature[1:]):
-                return rule
-        return None
+    def recognize(self, signature: Signature, case: Case) -> Rule | None:
+        """Returns the rule that knows a failure, met in this case, by its looks."""
+        return next((rule for rule in self.rules if rule.knows(signature, case)), None)
 
     def with_rule(self, rule: Rule) -> KnownFailures:
         """Returns these rules and one more."""

@@ -20,6 +20,7 @@ import torch
 from fsdp_testing.pool.channel import loads
 from fsdp_testing.records import (
     BufferObservation,
+    OperationAccount,
     OperationResult,
     OptimizerObservation,
     ParameterObservation,
@@ -42,6 +43,7 @@ class CaseRecord:
             case, counted from the start of the batch.
         leaks: What the case left behind in the process.
         arcs: The way that the case took through the implementation's source, if it was recorded.
+        accounts: What operations put on the wire and left in memory, where the implementation tells of its units.
     """
 
     index: int
@@ -49,6 +51,7 @@ class CaseRecord:
     collectives: dict[int, tuple[int, int]]
     leaks: tuple[str, ...] = ()
     arcs: frozenset[int] = frozenset()
+    accounts: tuple[OperationAccount, ...] = ()
 
 
 def rebuild(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -77,6 +80,7 @@ _RECORDS = (
     BufferObservation,
     OptimizerObservation,
     OperationResult,
+    OperationAccount,
     Piece,
 )
 

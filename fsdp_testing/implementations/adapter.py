@@ -66,6 +66,7 @@ class TorchStyle:
     reshard: Callable[[Model, str], None] | None = None
     units: Callable[[Model], Sequence[tuple[str, tuple[str, ...]]]] | None = None
     trace_units: Callable[[Model, EmitUnit], AbstractContextManager[Any]] | None = None
+    gathered_bytes: Callable[[Model], Mapping[str, int]] | None = None
     finish: Callable[[Model], None] | None = None
     build_optimizer: Callable[[Model, MakeOptimizer], Any] | None = None
     backward: Callable[[Model, torch.Tensor], None] | None = None
@@ -115,6 +116,7 @@ class Adapter:
     reshard: Callable[[Model, str], None]
     units: Callable[[Model], Sequence[tuple[str, tuple[str, ...]]]]
     trace_units: Callable[[Model, EmitUnit], AbstractContextManager[Any]]
+    gathered_bytes: Callable[[Model], Mapping[str, int]]
     finish: Callable[[Model], None]
     build_optimizer: Callable[[Model, MakeOptimizer], Any]
     backward: Callable[[Model, torch.Tensor], None]

@@ -44,6 +44,7 @@ def methods(implementation: object, given: _Given) -> dict[str, Callable[..., An
         "finish": lambda model: None,
         "units": lambda model: (),
         "trace_units": lambda model, emit: nullcontext(),
+        "gathered_bytes": lambda model: {},
         "build_optimizer": lambda model, make: make([parameter for _, parameter in named(model)]),
         "backward": lambda model, loss: loss.backward(),
         "step": lambda model, optimizer: optimizer.step(),

@@ -219,6 +219,16 @@ def trace_units(model: nn.Module, emit: Callable[[str, str, tuple[str, ...]], No
     return observe(tell)
 
 
+def gathered_bytes(model: nn.Module) -> dict[str, int]:
+    """Memory of the full buffers that units have, of every dtype they computed in."""
+    found: dict[str, int] = {}
+    for name, handle in ref_pieces.handles(model):
+        size = sum(buffer.tensor.untyped_storage().size() for buffer in handle._buffers.values())
+        if size:
+            found[name] = found.get(name, 0) + size
+    return found
+
+
 _TRANSITIONS = {UnitEventKind.UNSHARD: "unshard", UnitEventKind.GATHER: "gather", UnitEventKind.RESHARD: "reshard"}
 
 
@@ -239,6 +249,7 @@ def _implementation(name: str, apply: Apply, without: frozenset[str] = frozenset
         load_full_state_dict=load_full_state_dict,
         units=units,
         trace_units=trace_units,
+        gathered_bytes=gathered_bytes,
     )
 
 

@@ -375,3 +375,12 @@ class Traceable(Protocol):
         released).
         """
         ...
+
+    def gathered_bytes(self, model: nn.Module) -> Mapping[str, int]:
+        """Bytes of gathered parameters that are allocated now, by unit FQN; units without any may be left out. Optional.
+
+        What a strategy promises to free is looked for here after every operation of the fuzzer, since a unit may be
+        told as free while its memory is not. Read the storages; the shards themselves do not count. Same rules as
+        `Observable.local_pieces`.
+        """
+        ...

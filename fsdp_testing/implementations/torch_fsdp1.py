@@ -193,6 +193,7 @@ def _implementation(name: str, *, use_orig_params: bool) -> TorchStyle:
         division=division,
         units=torch_unit_trace.fsdp1_units,
         trace_units=torch_unit_trace.fsdp1_trace,
+        gathered_bytes=torch_unit_trace.fsdp1_gathered_bytes,
         register_comm_hook=register_comm_hook,
         full_state_dict=torch_state.full_state_dict,
         load_full_state_dict=torch_state.load_full_state_dict,

@@ -189,6 +189,7 @@ IMPLEMENTATION = TorchStyle(
     division=division,
     units=torch_unit_trace.fsdp2_units,
     trace_units=torch_unit_trace.fsdp2_trace,
+    gathered_bytes=torch_unit_trace.fsdp2_gathered_bytes,
     unshard=unshard,
     reshard=reshard,
     full_state_dict=torch_state.full_state_dict,

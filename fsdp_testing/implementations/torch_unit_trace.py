@@ -96,16 +96,35 @@ def fsdp1_trace(model: nn.Module, emit: Emit) -> Iterator[None]:
         yield
 
 
+def fsdp1_gathered_bytes(model: nn.Module) -> dict[str, int]:
+    """Memory of FSDP1's full flat parameters, in compute and in full precision."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    found: dict[str, int] = {}
+    for fqn, unit in model.named_modules():
+        handle = unit._handle if isinstance(unit, FullyShardedDataParallel) else None
+        flat: Any = None if handle is None else handle.flat_param
+        whole = [getattr(flat, name, None) for name in ("_full_param_padded", "_full_prec_full_param_padded")]
+        size = sum(tensor.untyped_storage().size() for tensor in whole if tensor is not None)
+        if size:
+            found[naming.original(fqn)] = size
+    return found
+
+
 def _groups(model: nn.Module) -> list[tuple[nn.Module, Any]]:
     from torch.distributed.fsdp import FSDPModule
 
     found: list[Any] = []
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-            found.extend((module, group) for group in groups if group is not None)
+            found.extend((module, group) for group in _groups_of(module))
     return found
+
+
+def _groups_of(module: Any) -> list[Any]:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
 
 
 def fsdp2_units(model: nn.Module) -> Units:
@@ -116,6 +135,22 @@ def fsdp2_units(model: nn.Module) -> Units:
         (names[module], tuple(by_parameter.get(id(p.sharded_param), "?") for p in group.fsdp_params))
         for module, group in _groups(model)
     ]
+
+
+def fsdp2_gathered_bytes(model: nn.Module) -> dict[str, int]:
+    """Memory of FSDP2's gathered parameters, and of gathers that nobody has waited for."""
+    from torch.distributed.fsdp import FSDPModule
+
+    found: dict[str, int] = {}
+    for fqn, module in model.named_modules():
+        for group in _groups_of(module) if isinstance(module, FSDPModule) else ():
+            whole = [tensor for parameter in group.fsdp_params for tensor in parameter.all_gather_outputs]
+            if group._all_gather_result is not None and group._all_gather_result.all_gather_output is not None:
+                whole.append(group._all_gather_result.all_gather_output)
+            size = sum(tensor.untyped_storage().size() for tensor in whole)
+            if size:
+                found[naming.original(fqn)] = found.get(naming.original(fqn), 0) + size
+    return found
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Values that everything else speaks in: cases, observations, verdicts, findings, reports. Standard library only."""
 
+from fsdp_testing.records.account import OperationAccount
 from fsdp_testing.records.capabilities import CAPABILITIES, STRATEGIES, check_capabilities
 from fsdp_testing.records.case import (
     Case,
@@ -108,6 +109,7 @@ __all__ = [
     "ModelSpec",
     "Observe",
     "Operation",
+    "OperationAccount",
     "OperationEvent",
     "OperationResult",
     "OperationText",

@@ -19,6 +19,7 @@ from fsdp_testing.records import (
     ReplaceParameters,
     SeveralForwards,
     Step,
+    WrappingPlan,
     ZeroGrad,
 )
 
@@ -58,6 +59,17 @@ CASES = {
         Step(),
         nodes=({"kind": "linear", "name": "a"}, {"kind": "linear", "name": "b", "out": 2}),
         dtype="float32",
+    ),
+    # What no_sync had kept gathered stayed so through a synchronising backward that does not reach the unit.
+    "a unit that only no_sync kept is freed": case(
+        ForwardBackward(Batch(1), no_sync=True),
+        micro(2),
+        nodes=(
+            {"kind": "group", "name": "b", "dropped": True, "nodes": [{"kind": "linear", "name": "b"}]},
+            {"kind": "linear", "name": "last"},
+        ),
+        strategy="shard_grad_op",
+        wrapping=WrappingPlan(("b",)),
     ),
     # The harness looked at the shard where users see the parameters that `module.to` has given them.
     "a cast is seen at once": case(Move("float32"), BuildOptimizer(), strategy="full_shard"),

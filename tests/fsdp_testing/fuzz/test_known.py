@@ -51,9 +51,17 @@ def test_begin_stands_before_the_first_operation():
 
 def test_a_failure_is_recognized_by_its_looks():
     known = KnownFailures((Rule("leak", "why", signature=("leaked", "model")),))
-    assert known.recognize(Signature("leaked", "model")) is not None
-    assert known.recognize(Signature("diverged", "model")) is None
+    assert known.recognize(Signature("leaked", "model"), case(micro(1))) is not None
+    assert known.recognize(Signature("diverged", "model"), case(micro(1))) is None
     assert known.around(case(micro(1)))[1] == ()
+
+
+def test_looks_may_count_only_after_certain_operations():
+    rule = Rule("in vain", "why", operations=("forward[*", "forward_backward"), signature=("excess", "gathers"))
+    known, looks = KnownFailures((rule,)), Signature("excess", "gathers", "forward_backward")
+    assert known.recognize(looks, case(EVAL, micro(1))) is rule
+    assert known.recognize(looks, case(micro(1), EVAL)) is None
+    assert known.around(case(EVAL, micro(1)))[1] == ()
 
 
 def test_rules_survive_their_document_and_join_by_name():
