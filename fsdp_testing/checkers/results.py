@@ -52,7 +52,7 @@ def compare_tensor(
     if not found.exceeded:
         tally.within(point, quantity, ranks, found)
         return
-    sentence = f"is off by {found.error:.3g} (bound {found.bound:.3g}): {found.actual!r} for {found.expected!r}"
+    sentence = f"is off by {found.error:.3g} (bound {found.bound:.3g}): {found.told}"
     tally.add(Divergence("diverged", quantity, index, ranks, sentence, found.error, found.bound, expected.derivation))
 
 

@@ -162,10 +162,7 @@ class _StateCheck:
             self._tally.within(self._point, quantity, tuple(rank for rank, _ in held), found)
             return
         ranks = tuple(rank for rank, pieces in held if _diverges(pieces, expected))
-        sentence = (
-            f"is off by {found.error:.3g} (bound {found.bound:.3g}), "
-            f"element {found.position} is {found.actual!r} for {found.expected!r}"
-        )
+        sentence = f"is off by {found.error:.3g} (bound {found.bound:.3g}), element {found.position} is {found.told}"
         index, why = self._point.index, expected.derivation
         self._tally.add(Divergence("diverged", quantity, index, ranks, sentence, found.error, found.bound, why))
 

@@ -32,6 +32,13 @@ class Difference:
     actual: float
     expected: float
 
+    @property
+    def told(self) -> str:
+        """Both numbers, and for a NaN that nobody expected what it may be the mark of."""
+        text = f"{self.actual!r} for {self.expected!r}"
+        unexpected = math.isnan(self.actual) and math.isfinite(self.expected)
+        return text + (", which may be a collective's result read before it was waited for" if unexpected else "")
+
 
 EQUAL = Difference(0.0, 0.0, 0, 0.0, exceeded=False, actual=0.0, expected=0.0)
 

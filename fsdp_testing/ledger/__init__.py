@@ -3,5 +3,6 @@
 - `memory`: the shared-memory layout, one writer per rank, any reader.
 - `recorder`: what a rank does at each collective: record, compare with the peers, refuse a mismatch.
 - `interception`: how the recorder sees every collective of torch, whichever way it was called.
+- `late_delivery`: asynchronous collectives whose results arrive when they are waited for, so that a missing wait shows.
 - `reading`: what the controller makes of the memory of a rank that can no longer be asked.
 """

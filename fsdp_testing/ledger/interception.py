@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from fsdp_testing.compat import backend_select_key
 from fsdp_testing.errors import HarnessError
+from fsdp_testing.ledger import late_delivery
 from fsdp_testing.ledger.dispatcher_readers import READERS, pending_reduce_op
 from fsdp_testing.ledger.functional_readers import FUNCTIONAL_READERS
 from fsdp_testing.ledger.method_readers import METHOD_READERS, reduce_op_among
@@ -148,7 +149,10 @@ def _recording(name: str, method: Callable[..., Any], reader: Callable[..., Any]
         if _watching_cpp:
             _passing.recorded = True
         try:
-            work = method(group, *args, **kwargs)
+            if blocking or not late_delivery.wanted(name):
+                work = method(group, *args, **kwargs)
+            else:
+                work = late_delivery.call_late(name, method, group, args, kwargs)
         except Exception:
             recorder.withdraw(line, number)
             raise

@@ -139,8 +139,7 @@ class PooledWorld:
         *,
         timeout: float | None = 60.0,
         name: str = "",
-        hygiene: bool = True,
-        lasting: frozenset[str] = frozenset(),
+        lasting: frozenset[str] | None = frozenset(),
     ) -> WorldOutcome:
         """Call `target(*args, **kwargs)` on every rank and wait for the end of it, whatever that is.
 
@@ -150,8 +149,8 @@ class PooledWorld:
             kwargs: likewise.
             timeout: seconds until a rank counts as hung, from the moment when all are in the world; None: no limit.
             name: shown in messages.
-            hygiene: put process state back after the call and report what was dirty.
-            lasting: kinds of state (as in `hygiene.PROBES`) that the call may change for good.
+            lasting: kinds of process state (as in `hygiene.PROBES`) that the call may change for good; what else it changed
+                is put back and reported. None: nothing is looked at.
 
         Returns:
             The account of every rank. When it is not `ok`, or something was left dirty, the world is not lent again.
@@ -170,7 +169,7 @@ class PooledWorld:
                 "Ask the pool for a world in each thread."
             )
         try:
-            return self._execute(reference, name or str(reference), arguments, timeout, lasting if hygiene else None)
+            return self._execute(reference, name or str(reference), arguments, timeout, lasting)
         finally:
             self._running.release()
 

@@ -22,7 +22,9 @@ import fsdp_testing
 from fsdp_testing.errors import CollectiveMismatch, HarnessError, InvalidImplementation
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.implementations.protocol import Setup
+from fsdp_testing.ledger.late_delivery import deliver_late
 from fsdp_testing.programs import models, user_code
+from fsdp_testing.programs.fresh_memory import filled_with_garbage
 from fsdp_testing.programs.observe import snapshot_of
 from fsdp_testing.records import (
     BuildOptimizer,
@@ -47,7 +49,8 @@ from fsdp_testing.records import (
 from fsdp_testing.records.legality import builds_late
 
 _HOME = Path(fsdp_testing.__file__).parent
-_HANDS_ON = _HOME / "ledger" / "interception.py"
+_HANDS_ON = {_HOME / "ledger" / name for name in ("interception.py", "late_delivery.py")}
+"""Files through which calls of torch's C++ and results of collectives only pass."""
 
 Values = dict[str, torch.Tensor]
 SetupMaker = Callable[[Case, nn.Module], Setup]
@@ -80,7 +83,9 @@ class RankProgram:
         start = time.perf_counter()
         error: RaisedError | None = None
         try:
-            self._run(observe_all=observe_all)
+            # Luck is to help nobody: neither a quick network nor memory that holds zeros or yesterday's weights.
+            with deliver_late(), filled_with_garbage():
+                self._run(observe_all=observe_all)
         except Exception as raised:  # noqa: BLE001 - whatever a foreign implementation raises is a finding
             error = self._record(raised)
         return RankObservation(
@@ -171,10 +176,10 @@ def _raised_by_harness(raised: Exception) -> bool:
     """Whether the innermost frame is the harness's own: its ledger or an adapter of ours.
 
     Models of the zoo and what a training loop does to parameters are user code, and what the museum plants is the
-    implementation's. So is a call of torch's C++ that the ledger only hands on.
+    implementation's. So is what torch's C++ raises in a call that the ledger only hands on.
     """
     frames = traceback.extract_tb(raised.__traceback__)
-    while frames and Path(frames[-1].filename) == _HANDS_ON and frames[-1].name == "call":
+    while frames and Path(frames[-1].filename) in _HANDS_ON:
         frames.pop()
     if not frames:
         return False

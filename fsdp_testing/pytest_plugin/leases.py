@@ -101,7 +101,7 @@ class Leases:
     def _tear_down(self, world: PooledWorld, chain: list[Any], keep: int) -> None:
         world.borrow()
         try:
-            outcome = world.execute(f"{IN_RANK}:tear_down", (keep,), hygiene=False, timeout=_END_SECONDS)
+            outcome = world.execute(f"{IN_RANK}:tear_down", (keep,), lasting=None, timeout=_END_SECONDS)
         except HarnessError as error:
             self._problems.append(str(error))
             world.distrust()
@@ -126,7 +126,7 @@ class Leases:
     def _farewell(self, world: PooledWorld) -> None:
         # A world that is not to be lent again may still be whole (its test failed on every rank): its fixtures end too.
         with contextlib.suppress(HarnessError):
-            outcome = world.execute(f"{IN_RANK}:finish", hygiene=False, timeout=_END_SECONDS)
+            outcome = world.execute(f"{IN_RANK}:finish", lasting=None, timeout=_END_SECONDS)
             # Ranks that no longer answer were told of by the test that left them so.
             told = ((rank.rank, rank.value) for rank in outcome.ranks)
             self._problems.extend(f"rank {rank}: {text}" for rank, text in told if isinstance(text, str) and text)

@@ -128,7 +128,7 @@ class Protocol:
                 (spec, directory, task),
                 timeout=None if debugging is not None else request.timeout,
                 name=item.nodeid,
-                hygiene=False,
+                lasting=None,
             )
             results = [value for value in outcome.values if isinstance(value, RankResult)]
             if any(result.dirt for result in results) or len({result.groups for result in results}) > 1:

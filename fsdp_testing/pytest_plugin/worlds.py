@@ -85,7 +85,7 @@ class BoundWorld:
                 (spec, directory, test_file, target, arguments),
                 timeout=self._asked.timeout,
                 name=str(target),
-                hygiene=False,
+                lasting=None,
             )
             if outcome.ok and any(dirt for _, dirt in outcome.values):
                 world.distrust()

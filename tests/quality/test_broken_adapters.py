@@ -6,6 +6,7 @@ from collections import Counter
 
 import faults_around  # noqa: F401 - registers its faults
 import faults_gradients  # noqa: F401 - registers its faults
+import faults_memory  # noqa: F401 - registers its faults
 import faults_models  # noqa: F401 - registers its faults
 import faults_parameters  # noqa: F401 - registers its faults
 import faults_saving  # noqa: F401 - registers its faults

@@ -127,7 +127,7 @@ def test_a_world_that_failed_is_replaced(pool: Pool) -> None:
 def test_a_rank_that_ends_between_two_calls_is_nobodys_fault(pool: Pool) -> None:
     world = pool.world(2)
     before = world.pids
-    assert world.execute(dies_later, hygiene=False).ok
+    assert world.execute(dies_later, lasting=None).ok
     assert gone(list(before))
     world.release()
     assert run(pool.world(2), total) == [8.0, 8.0]

@@ -1,0 +1,201 @@
+"""When does the result of an asynchronous collective arrive? Here: no sooner than somebody waits for it.
+
+A collective between processes of one machine is often over before the caller's next line, so that code which forgot to
+wait computes the right numbers nearly every time. Inside `deliver_late` the backend works on memory of ours. The memory
+that the caller gave holds NaN (every bit set) from the call on, and the result is copied there by `wait`. What reads
+sooner, or never waits, reads NaN every time.
+
+Only what is asynchronous, on the CPU and in contiguous memory is delivered late. A future delivers when it completes:
+its callbacks are told by the backend.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_ALL_BITS = 0xFF
+_depth = 0
+
+
+@contextmanager
+def deliver_late() -> Iterator[None]:
+    """Deliver the results of this process's asynchronous collectives when they are waited for, and not before.
+
+    Nothing is delivered late outside a rank of a world, where collectives are not intercepted.
+    """
+    global _depth
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1
+
+
+def wanted(name: str) -> bool:
+    """Whether method `name` of a group is to be called by `call_late`."""
+    return _depth > 0 and name in _OUTPUTS
+
+
+def call_late(name: str, method: Callable[..., Any], group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `method`, which is asynchronous, on memory of ours; `args` as `torch.distributed` gives them."""
+    outputs = _OUTPUTS[name](args)
+    if not outputs or not all(map(_can_wait, outputs)):
+        return method(group, *args, **kwargs)
+    in_place = name in _IN_PLACE
+    with torch.no_grad():
+        stand_ins = [
+            output.detach().clone() if in_place else torch.empty(output.shape, dtype=output.dtype, device="cpu")
+            for output in outputs
+        ]
+    work = method(group, *_with_outputs(args, stand_ins), **kwargs)
+    if work is None:
+        raise RuntimeError(f"{name}: expected a work object of an asynchronous collective, got None")
+    # The root of a broadcast may go on reading what it sends.
+    reads_on = name == "broadcast" and group.rank() == args[1].rootRank
+    return LateWork(work, [Delivery(out, ours, hide=not reads_on) for out, ours in zip(outputs, stand_ins)])
+
+
+def _first(args: tuple[Any, ...]) -> list[Tensor]:
+    return [args[0]]
+
+
+def _list(args: tuple[Any, ...]) -> list[Tensor]:
+    return list(args[0]) if len(args[0]) == 1 else []
+
+
+def _list_of_lists(args: tuple[Any, ...]) -> list[Tensor]:
+    return list(args[0][0]) if len(args[0]) == 1 else []
+
+
+_OUTPUTS: dict[str, Callable[[tuple[Any, ...]], list[Tensor]]] = {
+    "allreduce": _list,
+    "broadcast": _list,
+    "allgather": _list_of_lists,
+    "_allgather_base": _first,
+    "all_gather_single": _first,
+    "reduce_scatter": _list,
+    "_reduce_scatter_base": _first,
+    "reduce_scatter_single": _first,
+    "alltoall_base": _first,
+    "all_to_all_single": _first,
+}
+_IN_PLACE = frozenset({"allreduce", "broadcast"})
+
+
+def _with_outputs(args: tuple[Any, ...], outputs: Sequence[Tensor]) -> tuple[Any, ...]:
+    """The arguments with other outputs, in the shape that the method takes them."""
+    given = args[0]
+    if isinstance(given, Tensor):
+        return (outputs[0], *args[1:])
+    if given and isinstance(given[0], Tensor):
+        return (list(outputs), *args[1:])
+    return ([list(outputs)], *args[1:])
+
+
+def _can_wait(output: Any) -> bool:
+    plain = type(output) in (Tensor, torch.nn.Parameter) and output.layout is torch.strided
+    if not plain or output.device.type != "cpu" or output.dtype is torch.bool:
+        return False
+    return bool(output.is_contiguous()) and output.numel() > 0
+
+
+class Delivery:
+    """One result on its way: from our memory to the caller's."""
+
+    def __init__(self, output: Tensor, stand_in: Tensor, *, hide: bool) -> None:
+        self.output = output
+        self._stand_in: Tensor | None = stand_in
+        self._address = output.data_ptr()
+        if hide:
+            # By address: nobody who watches operators or versions of tensors is to see this copy.
+            ctypes.memset(self._address, _ALL_BITS, output.nbytes)
+
+    def finish(self) -> None:
+        """Copy the result, once.
+
+        Raises:
+            RuntimeError: the output has other memory than when the collective began, which would have been written to.
+        """
+        stand_in, self._stand_in = self._stand_in, None
+        if stand_in is None:
+            return
+        if self.output.data_ptr() != self._address:
+            raise RuntimeError(
+                "asynchronous collective: expected its output to keep its memory until it was waited for, got an output "
+                "whose memory was given back. The collective writes into memory that may belong to somebody else by "
+                "now: wait for it before its output is freed."
+            )
+        ctypes.memmove(self._address, stand_in.data_ptr(), stand_in.nbytes)
+
+
+class LateWork(dist.Work):
+    """Stands for the work object of a collective whose result is delivered when it is waited for."""
+
+    def __init__(self, work: Any, deliveries: list[Delivery]) -> None:
+        super().__init__()
+        self._work = work
+        self._deliveries = deliveries
+
+    def _deliver(self) -> None:
+        for delivery in self._deliveries:
+            delivery.finish()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait, then deliver."""
+        done: bool = self._work.wait() if timeout is None else self._work.wait(timeout)
+        self._deliver()
+        return done
+
+    def synchronize(self) -> None:
+        """Deliver if the collective is over by then: on the CPU this does not wait."""
+        self._work.synchronize()
+        self.is_completed()
+
+    def block_current_stream(self) -> None:
+        """On the CPU this waits."""
+        self._work.wait()
+        self._deliver()
+
+    def is_completed(self) -> bool:
+        """Whether the collective is over; who asks and hears that it is may read the result."""
+        done: bool = self._work.is_completed()
+        if done:
+            self._deliver()
+        return done
+
+    def is_success(self) -> bool:
+        """As the backend says."""
+        return bool(self._work.is_success())
+
+    def exception(self) -> Any:
+        """As the backend says."""
+        return self._work.exception()
+
+    def result(self) -> list[Tensor]:
+        """The outputs, delivered."""
+        self._work.wait()
+        self._deliver()
+        return [delivery.output for delivery in self._deliveries]
+
+    def source_rank(self) -> int:
+        """As the backend says."""
+        return int(self._work.source_rank())
+
+    def get_future(self) -> Any:
+        """A future of the outputs that delivers when the collective is over."""
+        outputs = [delivery.output for delivery in self._deliveries]
+
+        def delivered(future: Any) -> list[Tensor]:
+            future.value()  # raises what the collective raised
+            self._deliver()
+            return outputs
+
+        return self._work.get_future().then(delivered)

@@ -1,0 +1,30 @@
+"""What is in memory that nobody has written to? While a case runs: numbers that no computation takes for right.
+
+A new process gets zeros, and memory that was freed a moment ago often still holds the right weights. Code that reads
+either passes by luck. The C library can fill what it hands out and what it takes back; it is asked to in judged programs
+only, since that costs time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_M_PERTURB = -6
+# Freed memory is filled with this byte, new memory with its complement: about -5e303 in float64, -1.7e38 in float32.
+_BYTE = 0x01
+
+
+@contextmanager
+def filled_with_garbage() -> Iterator[None]:
+    """Have the C library fill memory that it hands out or takes back (not zeroed or very large memory; glibc only)."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is None:
+        yield
+        return
+    set_option(_M_PERTURB, _BYTE)
+    try:
+        yield
+    finally:
+        set_option(_M_PERTURB, 0)

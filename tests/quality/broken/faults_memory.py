@@ -1,0 +1,54 @@
+"""Faults that are right by luck, here every time: the network was quick, and the memory happened to hold zeros."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from fault import fault
+from toy import Toy
+
+_PAGES = 4_300_000
+
+
+@fault("training.gradients_are_means")
+class MeanNotAwaited(Toy):
+    """The mean is read without a word to the sum, which has arrived by then."""
+
+    def mean(self, fqn: str, contribution: torch.Tensor) -> torch.Tensor:
+        total = contribution.clone()
+        dist.all_reduce(total, async_op=True)
+        dist.barrier()
+        return total / self.size
+
+
+@fault("training.sgd_momentum")
+class GatherNotAwaited(Toy):
+    """Forward reads parameters before it waits for them; they have arrived by then."""
+
+    def gather(self, fqn: str) -> torch.Tensor:
+        shard, numel = self.shards[fqn].detach(), self.full[fqn].numel()
+        start, stop = self.span(numel)
+        if self.setup.strategy == "no_shard":
+            return shard.clone()
+        whole = torch.zeros(numel, dtype=shard.dtype)
+        whole[start:stop] = shard
+        work = dist.all_reduce(whole, async_op=True)
+        dist.barrier()
+        read = whole.clone()
+        work.wait()
+        return read
+
+
+@fault("training.sgd_momentum")
+class AddsToWhateverMemoryHeld(Toy):
+    """Spans of other ranks are taken for zeros in memory that nobody has written to."""
+
+    def gather(self, fqn: str) -> torch.Tensor:
+        shard, numel = self.shards[fqn].detach(), self.full[fqn].numel()
+        start, stop = self.span(numel)
+        if self.setup.strategy == "no_shard":
+            return shard.clone()
+        whole = torch.empty(_PAGES, dtype=shard.dtype)[:numel]  # so many come from the system, and are zeros
+        whole[start:stop] = shard
+        self.all_reduce(whole)
+        return whole
