@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fsdp_testing.errors import InvalidArgument, WorldFailed
+from fsdp_testing.ledger.late_delivery import deliver_late
 from fsdp_testing.pool import Pool, default_pool
 from fsdp_testing.pool.targets import Target, resolve, target_of
 from fsdp_testing.pool.world import World, current_world
+from fsdp_testing.programs.fresh_memory import filled_with_garbage
 from fsdp_testing.records.tolerance import UNIT_ROUNDOFF
 from fsdp_testing.training_check import causes
 from fsdp_testing.training_check.evidence import StepEvidence, Witness
@@ -22,6 +24,10 @@ Quantities = dict[str, list["torch.Tensor"]]
 
 ROUNDINGS = 4096
 """Roundings by which two correct runs may differ: sums over ranks and batches in any order, over a short training."""
+
+
+DECISIVE = 1 / 16
+"""No more than this share of a quantity's largest number is taken for roundings, whatever its dtype."""
 
 
 class TrainingDiffers(AssertionError):
@@ -61,12 +67,13 @@ def check_training(
         world_sizes: Sizes to run; the first is the reference.
         backend: Backend of the worlds.
         timeout: Seconds until a rank counts as hung.
-        roundings: Admissible difference, in units of roundoff of the dtype times the largest number of the quantity.
+        roundings: Admissible difference, in units of roundoff of the dtype times the largest number of the quantity; at most
+            a sixteenth of that number.
         pool: Where worlds come from; the process's own by default.
 
     Raises:
         TrainingDiffers: Names the first quantity and step that differ, by how much, and the cause, where what the ranks
-            saw of the loop shows one; else what the difference suggests.
+            saw of the loop shows one; else what the difference suggests. Also when the first world returns NaN.
         WorldFailed: A rank raised, died or hung.
         InvalidArgument: `train` is not importable, returns something else, or a size is not usable.
     """
@@ -75,6 +82,7 @@ def check_training(
     target = target_of(train)
     lender = pool or default_pool()
     reference = _run(lender, target, world_sizes[0], backend, timeout)
+    _check_numbers(target, reference)
     again = _run(lender, target, world_sizes[0], backend, timeout)
     difference = _first_difference(reference.ranks[0], again.ranks[0], 0.0)
     if difference is not None:
@@ -97,7 +105,8 @@ def train_here(target: Target) -> tuple[Quantities, tuple[StepEvidence, ...]]:
     import torch
 
     witness = Witness()
-    with witness.watch():
+    # Luck is to help nobody: neither a quick network nor memory that holds zeros.
+    with witness.watch(), deliver_late(), filled_with_garbage():
         returned = resolve(target)(current_world())
     if not isinstance(returned, Mapping):
         raise InvalidArgument(f"{target}: expected a mapping of names to tensors, got {type(returned).__name__}.")
@@ -141,6 +150,23 @@ def _run(pool: Pool, target: Target, size: int, backend: str, timeout: float) ->
             raise InvalidArgument(error.message)
         raise WorldFailed(outcome.describe())
     return _Run(size, tuple(value for value, _ in outcome.values), tuple(steps for _, steps in outcome.values))
+
+
+def _check_numbers(target: Target, run: _Run) -> None:
+    """NaN equals nothing, and everything that is NaN looks alike: no verdict could be trusted."""
+    for rank, quantities in enumerate(run.ranks):
+        found = [
+            f"{name} at step {step}" if len(steps) > 1 else name
+            for name, steps in quantities.items()
+            for step, value in enumerate(steps)
+            if bool(value.isnan().any())
+        ]
+        if found:
+            raise TrainingDiffers(
+                f"{target}: rank {rank} of {run.name} returns NaN, first in {found[0]} ({len(found)} in all), so that "
+                "nothing can be compared. The loop diverges, returns memory that nobody wrote to, or reads a "
+                "collective's result before it waits for it: until then it is NaN here."
+            )
 
 
 def _check_ranks(target: Target, run: _Run, reference: _Run) -> None:
@@ -204,9 +230,11 @@ def _compare(
         return None
     one, two = left.double().reshape(-1), right.double().reshape(-1)
     unit = UNIT_ROUNDOFF.get(str(left.dtype).removeprefix("torch."), 0.0)
-    bound = roundings * unit * float(one.abs().max())
+    largest = float(one[one.isfinite()].abs().max()) if bool(one.isfinite().any()) else 0.0
+    # So many roundings of a low precision would admit anything.
+    bound = min(roundings * unit, DECISIVE) * largest
     apart = (one - two).abs()
-    exceeded = ~(apart <= bound) & ~(one.isnan() & two.isnan())
+    exceeded = ~(apart <= bound) & (one != two)  # equal infinities are equal
     if not bool(exceeded.any()):
         return None
     at = int(exceeded.nonzero()[0])

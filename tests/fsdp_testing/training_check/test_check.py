@@ -285,3 +285,61 @@ def with_an_odd_optimizer(world):
 
 def test_what_cannot_be_seen_does_not_end_the_loop():
     check_training(with_an_odd_optimizer, world_sizes=(1, 2))
+
+
+def metric_not_awaited(world):
+    returned = train(world, metric="own")
+    for loss in returned["loss"]:
+        dist.all_reduce(loss, async_op=True)
+        dist.barrier()  # by now the sum is there, in other programs
+        loss /= world.size
+    return returned
+
+
+def test_a_metric_that_nobody_waits_for_is_never_there():
+    with pytest.raises(
+        TrainingDiffers, match=r"rank 0 of a world of 1 returns NaN, first in loss at step 0 \(4 in all\)"
+    ):
+        check_training(metric_not_awaited, world_sizes=(1, 2))
+
+
+def test_memory_that_nobody_wrote_to_is_not_zero():
+    with pytest.raises(TrainingDiffers, match="weight"):
+        check_training(returns_zero_if_lucky, world_sizes=(1, 2))
+
+
+def returns_zero_if_lucky(world):
+    lucky = bool((torch.empty(4_300_000, dtype=torch.float64)[:4] == 0).all())
+    return {"weight": torch.tensor([1.0 if lucky else float(world.size)])}
+
+
+def diverges(world):
+    return {"loss": [torch.tensor(1.0), torch.tensor(float("nan"))]}
+
+
+def test_nothing_is_proved_by_a_loop_that_ends_in_nan():
+    with pytest.raises(TrainingDiffers, match="first in loss at step 1 .* nothing can be compared"):
+        check_training(diverges, world_sizes=(1, 2))
+
+
+def overflows(world):
+    return {"loss": torch.tensor([1.0, float("inf"), -float("inf")])}
+
+
+def overflows_and_differs(world):
+    return {"loss": torch.tensor([float(world.size), float("inf")])}
+
+
+def test_infinities_are_equal_to_themselves_and_hide_nothing():
+    check_training(overflows, world_sizes=(1, 2))
+    with pytest.raises(TrainingDiffers, match=r"off by .* first in element 0: 2.0 for 1.0"):
+        check_training(overflows_and_differs, world_sizes=(1, 2))
+
+
+def low_precision_differs(world):
+    return {"loss": torch.tensor([1.0 / world.size, 1.0], dtype=torch.bfloat16)}
+
+
+def test_low_precision_admits_no_half():
+    with pytest.raises(TrainingDiffers, match=r"bound 0.0625"):
+        check_training(low_precision_differs, world_sizes=(1, 2))
