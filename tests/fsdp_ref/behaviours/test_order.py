@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_ref import BackwardPrefetch, ShardingStrategy
+from fsdp_ref.runtime.events import UnitEventKind
 
 S = ShardingStrategy
 PRE, POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
@@ -175,6 +176,22 @@ class Swaps(Root):
     def forward(self, x):
         first, second = (self.b, self.a) if self.swap else (self.a, self.b)
         return self.c(second(first(self.inp(x))))
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("ORD-04", "ORD-08")
+def test_forward_prefetch_follows_the_first_iteration_for_good(lab, path):
+    """Also after later iterations ran in another order: what is gathered ahead is no guess from the latest one."""
+    plain = lab.make(Swaps)
+    model = lab.shard(plain, path, policy={Unit}, forward_prefetch=True)
+    ahead = []
+    for step in range(3):
+        plain.swap = step > 0
+        with lab.events() as events:
+            loss = model(lab.batch(step)).sum()
+        ahead.append([event.unit for event in events if event.prefetch and event.kind is UnitEventKind.UNSHARD])
+        loss.backward()
+    assert ahead == [[], ["a"], ["a"]]
 
 
 @pytest.fixture

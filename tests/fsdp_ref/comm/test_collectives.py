@@ -1,13 +1,26 @@
-"""Every way to communicate gives the same results: by exchange between hosts, and for devices by way of the host."""
+"""Every way to communicate gives the same results: the backend's own, by exchange between hosts, by way of the host."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from fsdp_ref.comm.collectives import GlooCollectives, HostCollectives, collectives_for
+from fsdp_ref.comm.collectives import (
+    SILENT,
+    Collectives,
+    Done,
+    GlooCollectives,
+    HostCollectives,
+    collectives_for,
+    intercept,
+)
 
-WAYS = {"exchange": GlooCollectives(), "by the host": HostCollectives(GlooCollectives())}
+WAYS = {
+    "the backend's": Collectives(),
+    "exchange": GlooCollectives(),
+    "by the host": HostCollectives(GlooCollectives()),
+}
+IN_ORDER = ["exchange", "by the host"]  # of ranks; the backend chooses its own order
 LARGE = GlooCollectives.EXCHANGE_BYTES // 8  # elements of float64 from which an all-gather is an exchange too
 
 
@@ -29,6 +42,20 @@ def test_all_gather(world, way, numel):
 
 
 @pytest.mark.world([2, 3, 4])
+def test_reduce_scatter(world, way):
+    full = torch.arange(2.0 * world.size) + 100 * world.rank
+    out = torch.full((2,), -1.0)
+    pending = way.reduce_scatter(out, full, world.group, "")
+    pending.wait()
+    first = 2 * world.rank * world.size + sum(100 * rank for rank in range(world.size))
+    assert out.tolist() == [first, first + world.size]
+    out.zero_()
+    pending.wait()
+    assert not out.any()
+
+
+@pytest.mark.world([2, 3, 4])
+@pytest.mark.parametrize("way", IN_ORDER, indirect=True)
 def test_reduce_scatter_sums_in_the_order_of_ranks(world, way):
     full = torch.tensor([1e16, 1.0, 1.0, -1e16], dtype=torch.float64)[: world.size][world.rank].repeat(2 * world.size)
     out = torch.full((2,), -1.0, dtype=torch.float64)
@@ -40,6 +67,7 @@ def test_reduce_scatter_sums_in_the_order_of_ranks(world, way):
 
 
 @pytest.mark.world(2)
+@pytest.mark.parametrize("way", IN_ORDER, indirect=True)
 def test_of_nothing(world, way):
     out = torch.empty(0)
     way.reduce_scatter(out, torch.empty(0), world.group, "").wait()
@@ -65,3 +93,60 @@ def test_broadcast(world, way):
 def test_the_way_follows_the_device(world):
     assert type(collectives_for(world.group, torch.device("cpu"))) is GlooCollectives
     assert type(collectives_for(world.group, torch.device("cuda", 0))) is HostCollectives
+
+
+def calls_of(way, group):
+    """One collective of each kind."""
+    return [
+        way.all_gather(torch.empty(2 * group.size()), torch.ones(2), group, "a: parameters"),
+        way.reduce_scatter(torch.empty(2), torch.ones(2 * group.size()), group, "b: gradients"),
+        way.all_reduce(torch.ones(3), group, "c: flags", op="max"),
+        way.broadcast(torch.ones(4), 0, group, "d: buffers"),
+    ]
+
+
+@pytest.mark.world(2)
+def test_interceptors_see_what_is_about_to_happen_and_decide_whether_it_does(world, way):
+    seen, inner = [], []
+    nothing = Done()
+
+    def outer(call, proceed):
+        assert call.group is world.group
+        seen.append((call.op, call.tensor.numel(), call.label))
+        return proceed()
+
+    def refuses(call, proceed):
+        inner.append(call.op)
+        return nothing
+
+    with intercept(outer):
+        for pending in calls_of(way, world.group):
+            pending.wait()
+        assert seen == [
+            ("all_gather", 2, "a: parameters"),
+            ("reduce_scatter", 4, "b: gradients"),
+            ("all_reduce", 3, "c: flags"),
+            ("broadcast", 4, "d: buffers"),
+        ]
+        with intercept(refuses):
+            assert [pending is nothing for pending in calls_of(way, world.group)] == [True] * 4
+        assert inner == ["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
+        assert len(seen) == 4  # the innermost is asked first, and the others hear of nothing
+    for pending in calls_of(way, world.group):
+        pending.wait()
+    assert (len(seen), len(inner)) == (4, 4)
+
+
+@pytest.mark.world(2)
+def test_without_communication_each_rank_takes_its_own_for_everybodys(world):
+    calls = calls_of(SILENT, world.group)
+    assert [type(pending) for pending in calls] == [Done] * 4
+    out, part = torch.zeros(4), torch.zeros(2)
+    SILENT.all_gather(out, torch.tensor([1.0, 2.0]), world.group, "").wait()
+    assert out.tolist() == [1.0, 2.0, 1.0, 2.0]
+    SILENT.reduce_scatter(part, torch.arange(4.0), world.group, "").wait()
+    assert part.tolist() == [2.0 * world.rank, 2.0 * world.rank + 1]
+    value = torch.tensor([float(world.rank)])
+    SILENT.all_reduce(value, world.group, "").wait()
+    SILENT.broadcast(value, 1, world.group, "").wait()
+    assert value.item() == world.rank
