@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable
 
 from fsdp_testing.fuzz.discovery import Discovery
+from fsdp_testing.fuzz.script_cost import Cost, cost_of
 from fsdp_testing.fuzz.script_families import FAMILIES
 from fsdp_testing.fuzz.script_template import TEMPLATE
 from fsdp_testing.fuzz.source import model_source
@@ -44,7 +45,8 @@ def script_for(found: Discovery) -> str | None:
         return None
     if any(type(o) not in _WRITERS or (isinstance(o, Move) and o.dtype) for o in case.program):
         return None
-    if not _can_reload(case):
+    cost = cost_of(found)
+    if cost is None or not _can_reload(case):
         return None
     imports, wrap, access = family(case)
     if "def full_parameters" not in access and any(isinstance(o, EditFullParameters) for o in case.program):
@@ -64,8 +66,8 @@ def script_for(found: Discovery) -> str | None:
         width=case.model.tree["width"],
         early=not late,
         optimizer=f"{kind}(self.model.parameters(), {arguments})",
-        access=access,
-        program=_program(case),
+        access=f"{access}\n\n\n{cost.source}" if cost.source else access,
+        program=_program(case, cost),
         tolerance=_tolerance(case),
         gradients=not pending,
     )
@@ -96,15 +98,16 @@ def _ends_pending(case: Case) -> bool:
     return pending
 
 
-def _program(case: Case) -> str:
-    lines: list[str] = []
+def _program(case: Case, cost: Cost) -> str:
+    lines: list[str] = [*cost.before, *cost.after] if cost.operation == -1 else []
     for planned in plan(case):
         operation = planned.operation
+        measured = planned.index == cost.operation
+        lines += cost.before if measured else ()
         if not planned.void:
-            lines += [
-                f"    {line}" for line in _WRITERS[type(operation)](f"{planned.index} {operation.kind}", operation)
-            ]
-    return "\n".join(lines)
+            lines += _WRITERS[type(operation)](f"{planned.index} {operation.kind}", operation)
+        lines += cost.after if measured else ()
+    return "\n".join(f"    {line}" for line in lines)
 
 
 def _batch(batch: Batch) -> str:

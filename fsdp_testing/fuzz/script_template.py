@@ -259,7 +259,7 @@ if __name__ == "__main__":
         processes = [spawn.Process(target=main, args=(rank, f"{folder}/store", queue), daemon=True) for rank in range(SIZE)]
         for process in processes:
             process.start()
-        processes[0].join(60)
+        processes[0].join(100)  # a busy machine takes long to import torch
         for process in processes[1:]:
             process.join(10)
         found = []

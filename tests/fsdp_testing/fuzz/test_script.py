@@ -19,7 +19,7 @@ from fsdp_testing.fuzz.source import model_source
 from fsdp_testing.fuzz.state import StateDirectory
 from fsdp_testing.fuzz.writing import try_script, write_discovery
 from fsdp_testing.implementations import registry
-from fsdp_testing.records import Batch, Case, Clip, EditFullParameters, Forward, Step
+from fsdp_testing.records import Batch, Case, Clip, EditFullParameters, Forward, Step, WrappingPlan
 from fsdp_testing.strategies import CaseDrawer, Scope, SeededChoices
 from fsdp_testing.zoo.tree import tree_model
 
@@ -104,3 +104,67 @@ def test_a_script_says_whether_it_reproduces(name: str, program: tuple[object, .
     tried = try_script(folder)
     assert tried.reproduces is reproduces, tried.said
     assert (folder / "script_output.txt").read_text().startswith("reproduces" if reproduces else "does not reproduce")
+
+
+def costly(name: str, found: Case, kind: str, quantity: str, operation: str, reason: str) -> str:
+    script = script_for(Discovery(name, Signature(kind, quantity, operation), found, found, reason))
+    assert script is not None
+    return script
+
+
+def run_script(script: str, folder: Path) -> tuple[bool | None, str]:
+    (folder / "reproduce.py").write_text(script)
+    tried = try_script(folder)
+    return tried.reproduces, tried.said
+
+
+TWO = ({"kind": "linear", "name": "a", "out": 2}, {"kind": "linear", "name": "b", "out": 2})
+IN_VAIN = case(
+    Forward(Batch(1)), micro(2), nodes=TWO, width=2, strategy="full_shard", wrapping=WrappingPlan(("a", "b"))
+)
+
+
+def test_a_gather_for_nothing_is_shown_without_us(tmp_path: Path):
+    reason = "unit b is gathered 3 times on rank 0, 2 would do"
+    reproduces, said = run_script(
+        costly("torch-fsdp2", IN_VAIN, "excess", "gathers", "forward_backward", reason), tmp_path
+    )
+    assert reproduces, said
+    assert "1 forward_backward, gathers beyond 4: 1.0, one process gives 0.0" in said
+
+
+HELD = (
+    "kept",
+    "full parameters",
+    "forward",
+    "full parameters are still held on rank 0: (root) (96 bytes), b (48 bytes)",
+)
+BYTES = ("excess", "gathers", "forward", "470 bytes are gathered on rank 0, 8 with all padding would do")
+REDUCED = ("excess", "reductions", "forward_backward", "3 reductions are issued on rank 0, {} would do")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "told", "limit", "shown"),
+    [
+        ("torch-fsdp1", HELD, 0, "full parameters that stay:"),
+        ("torch-fsdp2", HELD, 0, "full parameters that stay:"),
+        ("torch-fsdp1", BYTES, 0, "bytes gathered beyond 8:"),
+        ("torch-fsdp2", REDUCED, 0, "reductions beyond 0: 1.0"),
+        ("torch-fsdp1", REDUCED, 1, "agree"),
+    ],
+)
+def test_what_a_script_measures_is_there_and_no_more(name, told, limit, shown, tmp_path):
+    # A forward leaves the root gathered, and has gathered it; a micro-batch reduces once.
+    kind, quantity, operation, reason = told
+    asked = case(Forward(Batch(1)) if operation == "forward" else micro(1), nodes=TWO, width=2, strategy="full_shard")
+    reproduces, said = run_script(costly(name, asked, kind, quantity, operation, reason.format(limit)), tmp_path)
+    assert reproduces == (shown != "agree"), said
+    assert shown in said
+
+
+def test_a_cost_without_a_measure_gets_no_script():
+    told = Discovery("torch-ddp", Signature("kept", "full parameters", "forward"), IN_VAIN, IN_VAIN, "?")
+    assert script_for(told) is None
+    gone = Discovery("torch-fsdp2", Signature("excess", "gathers", "step"), IN_VAIN, IN_VAIN, "?")
+    assert script_for(gone) is None
