@@ -41,7 +41,7 @@ LASTING = frozenset({"process group", "open file", "thread"})
 OUTLIVES = "the model outlives its case: something refers to it for good"
 _FREEZE_AFTER = 2
 _ROUNDS = 4
-_PATIENCE_SECONDS = 0.4
+_PATIENCE_SECONDS = 0.1
 _done = [0]
 
 
@@ -111,7 +111,8 @@ def _garbage_kept() -> Iterator[None]:
 def _everyone_raised(directory: str, world: World, index: int, mine: RaisedError) -> bool:
     """Whether every other rank raised the same kind of exception in the same operation; waits a moment for them.
 
-    Asked through the files, since the ranks may no longer agree about their next collective.
+    Asked through the files, since the ranks may no longer agree about their next collective. The answer only decides
+    whether these ranks go on: the judge reads what every rank told, within the pool's grace period too.
     """
     limit = time.monotonic() + _PATIENCE_SECONDS
     missing = set(range(world.size)) - {world.rank}

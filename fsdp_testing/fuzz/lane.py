@@ -48,21 +48,42 @@ class Lane:
         self._batches = 0
         self.worlds_lost = 0
 
-    def run(self, cases: Sequence[Case], watch: Watch = Watch()) -> list[CaseResult]:
-        """Runs and judges cases that all need the same number of ranks; one result each, in order."""
+    def run(
+        self,
+        cases: Sequence[Case],
+        watch: Watch = Watch(),
+        *,
+        until: Signature | None = None,
+        deadline: float | None = None,
+    ) -> list[CaseResult]:
+        """Runs and judges cases that all need the same number of ranks.
+
+        Args:
+            cases: What to run.
+            watch: What is looked at.
+            until: Nothing is run any more on new ranks once a case has failed in this way.
+            deadline: As for the lane, if it is to be shorter this time.
+
+        Returns:
+            One result for each case, in order; up to the first one that failed as asked, if that was asked.
+        """
         results: list[CaseResult] = []
+        limit = self._deadline if deadline is None else min(deadline, self._deadline)
         while len(results) < len(cases):
-            results += self._attempt(cases, len(results), watch)
+            results += self._attempt(cases, len(results), watch, limit)
+            found = [place for place, one in enumerate(results) if until is not None and one.note.signature == until]
+            if found:
+                return results[: found[0] + 1]
         return results
 
-    def _attempt(self, cases: Sequence[Case], start: int, watch: Watch) -> list[CaseResult]:
+    def _attempt(self, cases: Sequence[Case], start: int, watch: Watch, deadline: float) -> list[CaseResult]:
         todo = cases[start:]
         shifted = Watch(
             watch.operations, watch.models, tuple(i - start for i in watch.arcs if i >= start), watch.sources
         )
         directory = tempfile.mkdtemp(prefix="fsdp-fuzz-", dir=self._scratch)
         try:
-            outcome = self._run(todo, directory, shifted)
+            outcome = self._run(todo, directory, shifted, deadline)
             notes = self._judge(todo, directory, shifted)
         finally:
             shutil.rmtree(directory, ignore_errors=True)
@@ -81,11 +102,11 @@ class Lane:
                 break
         return results
 
-    def _run(self, cases: Sequence[Case], directory: str, watch: Watch) -> WorldOutcome:
+    def _run(self, cases: Sequence[Case], directory: str, watch: Watch, deadline: float) -> WorldOutcome:
         first = cases[0].world
         world = self._pool.world(first.size, backend=first.backend)
         try:
-            timeout = self._deadline + SECONDS_PER_CASE * len(cases)
+            timeout = deadline + SECONDS_PER_CASE * len(cases)
             arguments = (self._name, cases, directory, watch)
             outcome = world.execute(run_batch, arguments, timeout=timeout, name="batch", lasting=LASTING)
             self._batches += 1

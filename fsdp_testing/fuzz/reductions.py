@@ -1,11 +1,11 @@
-"""In which ways can a case become simpler? Every way as a case; the boldest first, so that few attempts go far."""
+"""In which ways can a case become simpler by one part? Every way as a step; the boldest first, so that few attempts go far."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdp_testing.records import (
     AssignData,
@@ -17,7 +17,6 @@ from fsdp_testing.records import (
     ForwardBackward,
     Freeze,
     Interrupt,
-    ModelSpec,
     Operation,
     OptimizerSpec,
     Reload,
@@ -32,92 +31,102 @@ from fsdp_testing.zoo.tree_legality import SCHEMA, get
 
 Node = dict[str, Any]
 
-
-_SKELETONS: tuple[tuple[list[Node], tuple[str, ...]], ...] = (
-    ([{"kind": "linear", "name": "a", "out": 2}], ()),
-    ([{"kind": "linear", "name": "a", "out": 2}, {"kind": "linear", "name": "b", "out": 2}], ("a",)),
-    ([{"kind": "linear", "name": "a", "out": 2}, {"kind": "linear", "name": "b", "out": 2}], ("a", "b")),
-)
-"""Small models to which many failures do not mind being moved, with the units that are wrapped."""
+PLAIN_OPTIMIZER = OptimizerSpec("sgd", {"lr": 0.1})
+"""The simplest one."""
 
 
-def leaps(case: Case) -> Iterator[Case]:
-    """Yields the case on a very small model, and with all its settings at their simplest: most failures allow it."""
-    plain = _plain_settings(case)
-    for nodes, units in _SKELETONS:
-        model = ModelSpec("tree", dtype=case.model.dtype, tree={"width": 2, "nodes": [dict(node) for node in nodes]})
-        if case.model.tree is None or len(case.model.tree["nodes"]) > len(nodes) or case.wrapping.units != units:
-            small = replace(case, model=model, wrapping=WrappingPlan(units))
-            yield replace(_plain_settings(small), wrapping=WrappingPlan(units))
-            yield small
-    yield plain
+class Step(NamedTuple):
+    """A case with one part less, and which part that was.
+
+    Attributes:
+        key: Names the part within its kind of reduction; keys of one kind can be sorted, later places come later.
+        case: The simpler case.
+    """
+
+    key: tuple[Any, ...]
+    case: Case
 
 
-def _plain_settings(case: Case) -> Case:
-    return replace(
-        case,
-        model=replace(case.model, dtype="float64"),
-        world=WorldSpec(case.world.size, case.world.backend),
-        mixed_precision=None,
-        cpu_offload=False,
-        strategy="full_shard" if case.strategy != "no_shard" else "no_shard",
-        optimizer=OptimizerSpec("sgd", {"lr": 0.1}),
-    )
+Kind = Callable[[Case], Iterator[Step]]
 
 
-def programs(case: Case) -> Iterator[Case]:
-    """Yields the case with stretches of its program left out: halves, quarters, ..., single operations."""
+def joined(kind: Kind, case: Case, keys: Iterable[tuple[Any, ...]]) -> Case:
+    """Returns the case with several parts less.
+
+    Args:
+        kind: Gave the keys for this case.
+        case: Where to start.
+        keys: Which parts; one that is no longer there when its turn comes is passed over.
+    """
+    # What comes later goes first: the places before it stay where they are.
+    for key in sorted(keys, reverse=True):
+        case = next((step.case for step in kind(case) if step.key == key), case)
+    return case
+
+
+def deletions(case: Case) -> Iterator[Step]:
+    """Yields the case without one of its operations, the last one first."""
+    for place in reversed(range(len(case.program))):
+        yield Step((place,), case.without_operation(place))
+
+
+_FEW = 6
+
+
+def pairs(case: Case) -> Iterator[Step]:
+    """Yields the case without two of its operations: some are needed, or not, together only."""
     length = len(case.program)
-    size = length // 2 or 1
-    while size:
-        for start in range(length - size, -1, -size):
-            yield replace(case, program=case.program[:start] + case.program[start + size :])
-        size //= 2
+    for one in range(length if length > 2 else 0):
+        for other in range(one + 1, length if length <= _FEW else min(one + 2, length)):
+            yield Step((one, other), case.without_operation(other).without_operation(one))
 
 
-def settings(case: Case) -> Iterator[Case]:
+def settings(case: Case) -> Iterator[Step]:
     """Yields the case with one of its settings at its simplest."""
-    if case.mixed_precision is not None:
-        yield replace(case, mixed_precision=None, model=replace(case.model, dtype="float64"))
-        for item in fields(case.mixed_precision):
-            if getattr(case.mixed_precision, item.name) is not None:
-                yield replace(case, mixed_precision=replace(case.mixed_precision, **{item.name: None}))
+    mixed = case.mixed_precision
+    if mixed is not None:
+        yield Step(("precision",), replace(case, mixed_precision=None, model=replace(case.model, dtype="float64")))
+        for item in fields(mixed):
+            if getattr(mixed, item.name) is not None:
+                simpler = replace(mixed, **{item.name: None})
+                yield Step(("precision", item.name), replace(case, mixed_precision=simpler))
     elif case.model.dtype != "float64":
-        yield replace(case, model=replace(case.model, dtype="float64"))
+        yield Step(("dtype",), replace(case, model=replace(case.model, dtype="float64")))
     yield from _plans(case)
     if case.world.size > 2:
-        yield replace(case, world=WorldSpec(2, case.world.backend))
+        yield Step(("world",), replace(case, world=WorldSpec(2, case.world.backend)))
     if case.strategy != "full_shard":
-        simpler = "hybrid_shard" if case.strategy == "hybrid_shard_zero2" else "full_shard"
-        yield replace(case, strategy="full_shard", world=replace(case.world, mesh=()))
-        yield replace(case, strategy=simpler)
+        nearer = "hybrid_shard" if case.strategy == "hybrid_shard_zero2" else "full_shard"
+        yield Step(("strategy",), replace(case, strategy="full_shard", world=replace(case.world, mesh=())))
+        yield Step(("strategy", "nearer"), replace(case, strategy=nearer))
     if case.cpu_offload:
-        yield replace(case, cpu_offload=False)
-    plain = OptimizerSpec("sgd", {"lr": 0.1})
-    if case.optimizer != plain:
-        yield replace(case, optimizer=plain)
+        yield Step(("offload",), replace(case, cpu_offload=False))
+    if case.optimizer != PLAIN_OPTIMIZER:
+        yield Step(("optimizer",), replace(case, optimizer=PLAIN_OPTIMIZER))
     if case.model.freeze:
-        yield replace(case, model=replace(case.model, freeze=()))
+        yield Step(("freeze",), replace(case, model=replace(case.model, freeze=())))
     if case.seed:
-        yield replace(case, seed=0)
+        yield Step(("seed",), replace(case, seed=0))
 
 
-def _plans(case: Case) -> Iterator[Case]:
-    if case.wrapping != WrappingPlan():
-        yield replace(case, wrapping=WrappingPlan())
-        for place in range(len(case.wrapping.units)):
-            units = case.wrapping.units[:place] + case.wrapping.units[place + 1 :]
-            yield replace(case, wrapping=replace(case.wrapping, units=units))
-        if case.wrapping.ignored:
-            yield replace(case, wrapping=replace(case.wrapping, ignored=()))
+def _plans(case: Case) -> Iterator[Step]:
+    plan = case.wrapping
+    if plan != WrappingPlan():
+        yield Step(("wrapping",), replace(case, wrapping=WrappingPlan()))
+        for name in plan.units:
+            units = tuple(unit for unit in plan.units if unit != name)
+            yield Step(("wrapping", name), replace(case, wrapping=replace(plan, units=units)))
+        if plan.ignored:
+            yield Step(("wrapping", ".ignored"), replace(case, wrapping=replace(plan, ignored=())))
 
 
-def operations(case: Case) -> Iterator[Case]:
+def operations(case: Case) -> Iterator[Step]:
     """Yields the case with one operation simplified."""
     for place, operation in enumerate(case.program):
-        for simpler in _simpler(operation):
+        for number, simpler in enumerate(_simpler(operation)):
             if simpler != operation:
-                yield replace(case, program=(*case.program[:place], simpler, *case.program[place + 1 :]))
+                program = (*case.program[:place], simpler, *case.program[place + 1 :])
+                yield Step((place, number), replace(case, program=program))
 
 
 def _simpler(operation: Operation) -> Iterator[Operation]:
@@ -172,41 +181,52 @@ def _simpler_state_operation(operation: Operation) -> Iterator[Operation]:
         yield replace(operation, patterns=("*",))
 
 
-def trees(case: Case) -> Iterator[Case]:
-    """Yields the case with one part of its module tree left out or simplified."""
+def cuts(case: Case) -> Iterator[Step]:
+    """Yields the case with one part of its module tree left out."""
     tree = case.model.tree
-    if tree is None:
-        return
-    for smaller in _smaller_trees(tree):
-        yield replace(case, model=replace(case.model, tree=smaller))
+    for path in _paths(tree["nodes"]) if tree is not None else ():
+        smaller = _edited(tree, path, lambda nodes, i: nodes[:i] + nodes[i + 1 :])
+        yield Step(path, replace(case, model=replace(case.model, tree=smaller)))
 
 
-def _smaller_trees(tree: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for path in _paths(tree["nodes"]):
-        yield _edited(tree, path, lambda nodes, i: nodes[:i] + nodes[i + 1 :])
+def trees(case: Case) -> Iterator[Step]:
+    """Yields the case with one part of its module tree simplified."""
+    tree = case.model.tree
+    for key, smaller in _smaller_trees(tree) if tree is not None else ():
+        yield Step(key, replace(case, model=replace(case.model, tree=smaller)))
+
+
+_Smaller = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _smaller_trees(tree: dict[str, Any]) -> Iterator[_Smaller]:
     if tree.get("output", "tensor") != "tensor":
-        yield {**tree, "output": "tensor"}
+        yield ((), "output"), {**tree, "output": "tensor"}
     for path in _paths(tree["nodes"]):
-        yield from _simpler_nodes(tree, path)
+        for what, smaller in _simpler_nodes(tree, path):
+            yield (path, what), smaller
     widths = {tree["width"], *(n["out"] for n in _all(tree["nodes"]) if "out" in n)}
     if widths != {2}:
-        yield _with_width(tree, 2)
-        yield _with_width(tree, 3)
-        yield {**tree, "width": 2}
+        yield ((), "width 2"), with_width(tree, 2)
+        yield ((), "width 3"), with_width(tree, 3)
+        yield ((), "width of the input"), {**tree, "width": 2}
 
 
-def _simpler_nodes(tree: dict[str, Any], path: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+def _simpler_nodes(tree: dict[str, Any], path: tuple[int, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
     node = _at(tree["nodes"], path)
     if node["kind"] == "group":
-        yield _edited(tree, path, lambda nodes, i: nodes[:i] + _renamed(nodes, i) + nodes[i + 1 :])
+        yield "inline", _edited(tree, path, lambda nodes, i: nodes[:i] + _renamed(nodes, i) + nodes[i + 1 :])
     elif node["kind"] != "linear":
-        yield _edited(
-            tree, path, lambda nodes, i: [*nodes[:i], {"kind": "linear", "name": nodes[i]["name"]}, *nodes[i + 1 :]]
+        yield (
+            "linear",
+            _edited(
+                tree, path, lambda nodes, i: [*nodes[:i], {"kind": "linear", "name": nodes[i]["name"]}, *nodes[i + 1 :]]
+            ),
         )
     for name, default in SCHEMA[node["kind"]].items():
         if name in node and name != "nodes" and node[name] != default:
             without = {key: value for key, value in node.items() if key != name}
-            yield _edited(tree, path, lambda nodes, i, new=without: [*nodes[:i], new, *nodes[i + 1 :]])
+            yield name, _edited(tree, path, lambda nodes, i, new=without: [*nodes[:i], new, *nodes[i + 1 :]])
 
 
 def _renamed(nodes: list[Node], place: int) -> list[Node]:
@@ -222,7 +242,8 @@ def _renamed(nodes: list[Node], place: int) -> list[Node]:
     return inner
 
 
-def _with_width(tree: dict[str, Any], width: int) -> dict[str, Any]:
+def with_width(tree: dict[str, Any], width: int) -> dict[str, Any]:
+    """Returns the tree with `width` wherever a width is written down."""
     smaller = copy.deepcopy(tree)
     smaller["width"] = width
     for node in _all(smaller["nodes"]):

@@ -13,6 +13,7 @@ from fsdp_testing import run_ranks
 from fsdp_testing.fuzz import batch
 from fsdp_testing.fuzz.batch import Watch
 from fsdp_testing.fuzz.lane import Lane
+from fsdp_testing.fuzz.signature import Signature
 from fsdp_testing.pool import default_pool
 from fsdp_testing.records import Case, Clip, Observe, Step
 
@@ -64,6 +65,20 @@ def test_ranks_that_part_silently_are_told():
 def test_two_bad_cases_in_a_row():
     found = statuses("fuzz_faults:DIES_IN_CLIP", BAD, BAD, GOOD)
     assert found == [("suspect", "died"), ("suspect", "died"), ("passed", "")]
+
+
+def test_nothing_is_run_on_new_ranks_once_a_case_has_failed_as_asked():
+    lane = Lane(default_pool(), "fuzz_faults:ONE_RAISES_IN_CLIP")
+    (alone,) = lane.run([BAD])
+    results = lane.run([GOOD, BAD, GOOD, BAD], until=alone.note.signature)
+    assert [result.note.status for result in results] == ["passed", "suspect"]
+    assert lane.worlds_lost == 2
+    assert len(lane.run([GOOD, BAD, GOOD], until=Signature("died"))) == 3
+
+
+def test_a_case_may_be_given_less_time_than_the_lane_gives():
+    results = Lane(default_pool(), "fuzz_faults:HANGS_IN_CLIP", 3600.0).run([BAD], deadline=3.0)
+    assert [(one.note.signature or Signature("")).kind for one in results] == ["hung"]
 
 
 def test_what_the_implementation_refuses_is_counted_apart():
