@@ -64,6 +64,8 @@ def assert_alike(lab, wrapped, composed):
             for step in range(3):
                 lab.loss(model, lab.batch(step)).backward()
                 torch.optim.SGD(model.parameters(), lr=0.1).step()
+        held = {unit.name: tuple(unit.handle.fqns) for unit in lab.units(model) if unit.handle is not None}
+        assert all(event.fqns == held.get(event.unit, ()) for event in events)
         steps = [(e.kind, e.unit, e.fqns, e.prefetch, e.freed) for e in events]
         logs.append((steps, [(c.op, c.tensor.numel(), c.label) for c in calls]))
     assert described(lab, wrapped) == described(lab, composed)

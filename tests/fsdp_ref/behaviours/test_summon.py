@@ -196,6 +196,30 @@ def test_full_gradients(lab, orig_path, writeback):
 
 
 @pytest.mark.world(2)
+@pytest.mark.covers("SUM-08")
+@pytest.mark.parametrize("trained", [True, False])
+def test_full_gradients_that_are_replaced_dropped_and_made(lab, orig_path, trained):
+    model = lab.shard(lab.make(), orig_path, policy={lab.Block})
+    if trained:
+        lab.loss(model, lab.batch()).backward()
+    before = lab.grads(model)
+    with lab.full(model, with_grads=True):
+        named = {name.replace("_fsdp_wrapped_module.", ""): param for name, param in model.named_parameters()}
+        replaced, dropped = named["blocks.0.lin1.weight"], named["blocks.0.lin2.weight"]
+        replaced.grad = torch.full_like(replaced, 7.0)
+        dropped.grad = None
+    after = lab.grads(model)
+    assert after["blocks.0.lin1.weight"].unique().tolist() == [7.0]
+    assert after["blocks.0.lin2.weight"] is None or not after["blocks.0.lin2.weight"].any()
+    untouched = [name for name in before if not name.startswith("blocks.0.lin1.w") and name != "blocks.0.lin2.weight"]
+    for name in untouched:
+        if before[name] is None:
+            assert after[name] is None or not after[name].any()
+        else:
+            torch.testing.assert_close(after[name], before[name], **lab.CLOSE)
+
+
+@pytest.mark.world(2)
 @pytest.mark.covers("SUM-09")
 def test_missing_gradients(lab, orig_path):
     model = lab.shard(lab.make(), orig_path, policy={lab.Block})
@@ -223,6 +247,25 @@ def test_between_forward_and_backward(lab, path, strategy):
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     torch.optim.SGD(reference.parameters(), lr=0.1).step()
     lab.assert_params(model, reference)
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("SUM-11")
+@pytest.mark.parametrize("ran", [False, True])
+def test_in_the_backward_of_something_else(lab, path, ran):
+    """A backward that goes through no unit is none of the model's business."""
+    reference = lab.make()
+    model = lab.shard(copy.deepcopy(reference), path, policy={lab.Block})
+    if ran:
+        lab.loss(model, lab.batch()).backward()
+        model.zero_grad()
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    seen = []
+    y.register_hook(lambda grad: seen.append(lab.params(model)))
+    y.sum().backward()
+    (found,) = seen
+    assert all(torch.equal(found[name], param) for name, param in reference.named_parameters())
 
 
 @pytest.mark.world(2)

@@ -15,7 +15,7 @@ from fsdp_ref.comm.groups import DataParallelGroups
 from fsdp_ref.config import MixedPrecision, ShardingStrategy
 from fsdp_ref.errors import FlattenError, TransitionError
 from fsdp_ref.handle.flat_handle import FlatHandle
-from fsdp_ref.handle.flatten import HandleConfig
+from fsdp_ref.handle.flatten import HandleConfig, build_layout, flatten
 from fsdp_ref.states import ShardState
 from fsdp_ref.storage.param_sites import sites_below
 
@@ -125,3 +125,29 @@ def test_without_sharding_nothing_is_copied_or_freed():
         )
         handle.reshard()
         assert [tuple(param.shape) for param in handle.originals.params][:2] == [(7, 3), (7,)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_placeholders_have_shape_strides_and_dtype_of_what_they_stand_for(dtype):
+    model = nn.Sequential(nn.Linear(3, 7), nn.LayerNorm(7)).to(dtype)
+    model[0].weight.data = model[0].weight.data.t().contiguous().t()
+    want = {name: (p.shape, p.stride(), p.dtype) for name, p in model.named_parameters()}
+    with fake_world(2, 1) as groups:
+        config = HandleConfig(strategy=ShardingStrategy.FULL_SHARD, device=CPU, use_orig_params=False)
+        FlatHandle(sites_below(model, model.parameters()), model, config, groups)
+        shown = {
+            "0.weight": model[0].weight,
+            "0.bias": model[0].bias,
+            "1.weight": model[1].weight,
+            "1.bias": model[1].bias,
+        }
+        assert {name: (each.shape, each.stride(), each.dtype) for name, each in shown.items()} == want
+        assert all(each.is_meta for each in shown.values())
+
+
+def test_flattening_takes_one_tensor_for_each_place():
+    model = module()
+    config = HandleConfig(strategy=ShardingStrategy.FULL_SHARD, device=CPU)
+    layout = build_layout(sites_below(model, model.parameters()), config, 2).layout
+    with pytest.raises(FlattenError, match="flatten: expected 6 tensors, got 5. Pass one each"):
+        flatten(list(model.parameters())[:5], layout, CPU)

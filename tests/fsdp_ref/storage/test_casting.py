@@ -1,0 +1,37 @@
+"""Containers whose tensors are cast: their types stay, and what holds nothing to cast stays the same object."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from types import MappingProxyType
+
+import pytest
+import torch
+
+from fsdp_ref.storage.precision import cast_floating, move_to
+
+
+@pytest.mark.parametrize(
+    "container",
+    [dict, OrderedDict, MappingProxyType, lambda items: defaultdict(list, items)],
+    ids=["dict", "ordered", "view", "default"],
+)
+def test_mappings(container):
+    ids = torch.tensor([1])
+    value = container({"x": torch.ones(2), "ids": ids, "more": [torch.zeros(1), "text"]})
+    found = cast_floating(value, torch.float64)
+    assert type(found) is type(value)
+    assert list(found) == ["x", "ids", "more"]
+    assert (found["x"].dtype, found["more"][0].dtype) == (torch.float64, torch.float64)
+    assert found["ids"] is ids
+    assert found["more"][1] == "text"
+    assert value["x"].dtype is torch.float32
+    assert getattr(found, "default_factory", None) is getattr(value, "default_factory", None)
+    assert cast_floating(value, torch.float32) is value
+
+
+def test_moving_takes_every_tensor_whatever_its_dtype():
+    here, there = torch.ones(2), torch.ones(2, dtype=torch.int64, device="meta")
+    found = move_to({"here": here, "there": [there]}, torch.device("meta"))
+    assert (found["here"].device.type, found["there"][0].device.type) == ("meta", "meta")
+    assert found["there"][0] is there
