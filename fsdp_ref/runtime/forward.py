@@ -224,6 +224,9 @@ def abort_forward(frame: Frame) -> None:
         if frame.outermost:
             root = lazy_init(unit)
             root.end_forward()
+            for each in root.units:
+                # What the module stored on its way here holds the beginning of a graph that nobody will run backward.
+                each.graph.loosen()
 
 
 def _close(frame: Frame) -> None:

@@ -2,8 +2,8 @@
 
 The collector does not see references that go through autograd's nodes, so a cycle through one is never freed. Hence:
 units hold nothing that leads to a graph (views are remembered weakly; the graph's own hooks hold them), and a graph
-holds its units only until backward has gone through it (:class:`GraphTie`): a model may be dropped before backward,
-and a module may store a tensor with its graph.
+holds its units only until backward has gone through it, or the forward that made it has failed (:class:`GraphTie`): a
+model may be dropped before backward, and a module may store a tensor with its graph.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class GraphTie:
         if unit is None:
             raise FsdpRuntimeError(
                 "backward through a sharded module: expected the model to be alive, got one that was deleted after an "
-                "earlier backward pass through the same graph. Keep a reference to the model."
+                "earlier backward pass through the same graph, or after the forward pass that made it had failed. "
+                "Keep a reference to the model."
             )
         if unit.root is not None:
             unit.root.went_through(self)
@@ -91,6 +92,11 @@ class GraphSide:
         if self._tie is None or not self._tie.fast:
             self._tie = GraphTie(self._unit)
         return self._tie
+
+    def loosen(self) -> None:
+        """The forward pass was given up: what is left of its graph does not keep the unit alive."""
+        if self._tie is not None:
+            self._tie.loosen()
 
     def new_round(self) -> None:
         """A new forward of the whole tree begins: it makes a graph of its own."""

@@ -21,7 +21,7 @@ from fsdp_ref.naming import clean_tensor_name
 from fsdp_ref.runtime.execution_order import ExecutionOrder
 from fsdp_ref.runtime.grad_sync import GradSync
 from fsdp_ref.runtime.graph_ties import GraphTie, PassRecord
-from fsdp_ref.runtime.tracked import pack_with, unpack_with
+from fsdp_ref.runtime.tracked import UnitsByStorage, pack_with, unpack_with
 from fsdp_ref.runtime.unit import Unit
 from fsdp_ref.runtime.user_changes import settle
 from fsdp_ref.states import ShardState
@@ -79,7 +79,7 @@ class Root:
         self._dirty = False
         self._ties: dict[GraphTie, None] = {}
         self._open_records: list[PassRecord] = []
-        self._storages: dict[int, Unit] = {}
+        self._storages = UnitsByStorage()
         self._pack = pack_with(self._storages)
         self._unpack = unpack_with(demand)
         self._saved: AbstractContextManager[object] | None = None

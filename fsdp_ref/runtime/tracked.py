@@ -15,6 +15,7 @@ autograd itself would (it does not, once hooks are in force).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -89,14 +90,25 @@ class SavedView:
         return view.clone() if outside or torch.is_grad_enabled() else view
 
 
-def pack_with(units_by_storage: dict[int, Unit]) -> Callable[[Tensor], Any]:
-    """Return the pack hook of [Note: saved parameters] for the buffers in ``units_by_storage``."""
+class UnitsByStorage(dict[int, Unit]):
+    """Units by the storage of their buffer."""
+
+    __slots__ = ("__weakref__",)
+
+
+def pack_with(units_by_storage: UnitsByStorage) -> Callable[[Tensor], Any]:
+    """Return the pack hook of [Note: saved parameters] for the buffers in ``units_by_storage``.
+
+    It knows them weakly: autograd keeps the hook for as long as what it packed, which may be stored in the module.
+    """
+    known = weakref.ref(units_by_storage)
 
     def pack(tensor: Tensor) -> Any:
         if type(tensor) is not Tensor or tensor.layout is not torch.strided:
             return tensor, -1
         key = compat.storage_key(tensor)
-        unit = units_by_storage.get(key)
+        units = known()
+        unit = None if units is None else units.get(key)
         if unit is not None and unit.handle is not None and compat.storage_key(unit.handle.full_F()) == key:
             return SavedView(unit, tensor)
         # Without its node: an operation that saves its own output would otherwise hold itself, and never be freed.

@@ -165,6 +165,43 @@ def test_a_model_that_stores_its_outputs_is_freed_after_backward(trial, api):
     assert survivors(watched) == []
 
 
+class FailsAfterStoring(nn.Module):
+    """Stores what it computed, and raises before anybody could use it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.fails = True
+
+    def forward(self, x):
+        self.last = torch.relu(self.layer(x))
+        if self.fails:
+            raise ValueError("planted")
+        return self.last
+
+
+@pytest.mark.world(2, backend="fake")
+def test_a_model_that_stored_something_when_forward_failed_is_freed(trial, api):
+    case = trial(api, "FULL_SHARD", FailsAfterStoring)
+    with pytest.raises(ValueError, match="planted"):
+        forward(case)
+    watched = {"model": weakref.ref(case.model)}
+    del case
+    assert survivors(watched) == []
+
+
+@pytest.mark.world(2, backend="fake")
+def test_what_was_stored_when_forward_failed_can_be_differentiated_while_the_model_lives(trial, api):
+    case = trial(api, "FULL_SHARD", FailsAfterStoring)
+    with pytest.raises(ValueError, match="planted"):
+        forward(case)
+    inner = next(module for module in case.model.modules() if isinstance(module, FailsAfterStoring))
+    inner.last.sum().backward()
+    left = [parameter.grad for parameter in case.model.parameters() if parameter.numel()]
+    assert left
+    assert all(grad is not None for grad in left)
+
+
 @pytest.mark.world(2, backend="fake")
 def test_dropped_replicated_models_are_freed(world):
     watched = {}
