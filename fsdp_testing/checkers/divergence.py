@@ -6,6 +6,7 @@ roundings so much has a bound that would admit a sum for a mean, and a pass woul
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from fsdp_testing.checkers.quantities import ExpectedPoint, Quantity
@@ -68,13 +69,17 @@ class Tally:
     def within(self, point: ExpectedPoint, quantity: Quantity, ranks: tuple[int, ...], found: Difference) -> None:
         """Notes a comparison within its bound: how close it came to it, and whether that decides anything."""
         self.worst_ratio = max(self.worst_ratio, found.ratio)
-        if found.error == 0.0:
+        if found.error == 0.0 and not found.blank:
             return
         largest = point.largest(quantity)
-        if found.error > DECISIVE * largest:
+        if found.blank:
+            sentence = "holds NaN, as expected, which looks alike whatever it came from, so nothing follows from it"
+        elif found.error > DECISIVE * largest or not math.isfinite(largest):
             sentence = (
                 f"is off by {found.error:.3g} where no number is larger than {largest:.3g}; "
                 f"roundings alone may do that here (bound {found.bound:.3g}), so nothing follows from it"
             )
-            bound = found.bound
-            self.undecided.append(Divergence("undecided", quantity, point.index, ranks, sentence, found.error, bound))
+        else:
+            return
+        bound = found.bound
+        self.undecided.append(Divergence("undecided", quantity, point.index, ranks, sentence, found.error, bound))

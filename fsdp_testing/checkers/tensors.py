@@ -16,12 +16,13 @@ class Difference:
 
     Attributes:
         error: Largest absolute difference; infinite where one side is not finite and the other is.
-        bound: The bound at the element where error minus bound is largest.
+        bound: The bound at the element where error minus bound is largest; where error is, if all are within their bounds.
         position: Flat index of that element.
         ratio: Error over bound at that element; 0 if both are 0.
         exceeded: Whether any element is beyond its bound.
         actual: The number there.
         expected: The number expected there.
+        blank: Whether NaN stands where NaN is expected: nothing tells one from another.
     """
 
     error: float
@@ -31,6 +32,7 @@ class Difference:
     exceeded: bool
     actual: float
     expected: float
+    blank: bool = False
 
     @property
     def told(self) -> str:
@@ -71,11 +73,13 @@ def difference(actual: torch.Tensor, expected: torch.Tensor, bound: float | torc
     left, right = actual.reshape(-1).to(torch.float64), expected.reshape(-1).to(torch.float64)
     limit = torch.as_tensor(bound, dtype=torch.float64).reshape(-1).expand(right.shape)
     error = (left - right).abs()
-    error = torch.where((left == right) | (left.isnan() & right.isnan()), 0.0, error)
+    blank = left.isnan() & right.isnan()
+    error = torch.where((left == right) | blank, 0.0, error)
     error = torch.where(error.isnan(), math.inf, error)
     excess = error - limit
     excess = torch.where(excess.isnan(), math.inf, excess)
-    position = int(excess.argmax())
+    exceeded = bool((excess > 0).any())
+    position = int((excess if exceeded else error).argmax())
     worst, allowed = float(error[position]), float(limit[position])
     ratios = torch.where(limit > 0, error / limit, torch.where(error > 0, math.inf, 0.0))
     return Difference(
@@ -83,7 +87,8 @@ def difference(actual: torch.Tensor, expected: torch.Tensor, bound: float | torc
         bound=allowed,
         position=position,
         ratio=float(ratios.max()),
-        exceeded=bool((excess > 0).any()),
+        exceeded=exceeded,
         actual=float(left[position]),
         expected=float(right[position]),
+        blank=bool(blank.any()),
     )

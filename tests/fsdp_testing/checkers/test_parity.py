@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -105,6 +106,22 @@ def test_a_bound_that_admits_nearly_everything_decides_nothing(off, undecided):
             require_decided(tally)
     else:
         require_decided(tally)
+
+
+@pytest.mark.parametrize(
+    ("value", "bound"), [(math.nan, 0.0), (math.nan, math.inf), (math.inf, 1.0), (math.inf, math.inf)]
+)
+def test_what_is_no_number_decides_nothing(value, bound):
+    """NaN looks like every other NaN, and a bound that grew with an infinity admits anything."""
+    wanted, seen = G.clone(), G.clone()
+    wanted[0] = seen[0] = value
+    seen[3] += 0.5 if value == math.inf else 0.0
+    held = ranks(*(snapshot(rank, grad_pieces=pieces(seen, rank)) for rank in range(2)))
+    tally = compare(expectation(gradient=wanted, bound=bound), held, Comparison())
+    assert told(tally) == []
+    (undecided,) = tally.undecided
+    assert str(undecided.quantity) == "gradient of w"
+    assert undecided.sentence.endswith("nothing follows from it")
 
 
 def test_a_result_within_an_enormous_bound_is_not_decided_either():
