@@ -13,6 +13,10 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 
 from fsdp_ref import MixedPrecision
 from fsdp_ref.errors import FsdpRuntimeError, FsdpTypeError, SharedParameterError, UnshardConflictError, WritebackError
+from fsdp_ref.handle.originals import Shown
+from fsdp_ref.states import ShardState, TrainingState
+
+SHARDED = ShardState.SHARDED
 
 
 class Pair(nn.Module):
@@ -26,6 +30,13 @@ class Pair(nn.Module):
 
     def forward(self, x):
         return self.b(self.a(x).tanh())
+
+
+def assert_at_rest(lab, model):
+    """Nothing of a pass that failed is left: no open call, no full parameter, no tracked view."""
+    for unit in lab.units(model):
+        assert (unit.depth, unit.training_state) == (0, TrainingState.IDLE)
+        assert unit.handle is None or (unit.handle.state, unit.handle.originals.shown) == (SHARDED, Shown.SHARDED)
 
 
 def assert_trains(lab, model, reference):
@@ -135,6 +146,7 @@ def test_a_hook_after_accumulation_that_fails(lab, orig_path):
     hook = next(iter(model.parameters())).register_post_accumulate_grad_hook(fails)
     with pytest.raises(ValueError, match="a hook of a user"):
         lab.loss(model, lab.batch()).backward()
+    assert_at_rest(lab, model)
     hook.remove()
     assert_trains(lab, model, reference)
 
@@ -183,6 +195,7 @@ def test_outputs_that_cannot_be_cast(lab, path):
     norm.strange = True
     with pytest.raises(TypeError, match="password"):
         model(lab.batch().float())
+    assert_at_rest(lab, model)
     norm.strange = False
     lab.loss(model, lab.batch().float()).backward()
     assert all(param.grad is not None for param in model.parameters() if param.numel())
