@@ -217,6 +217,19 @@ def _overflows(expectation: Expectation) -> bool:
     return False
 
 
+def _in_lockstep(
+    adapter: Adapter, case: Case, ranks: list[RankObservation], comparison: Comparison
+) -> tuple[Expectation, Tally]:
+    """Compares with bounds that take one replay, and where these do not settle it with those that take two."""
+    division, states = _division(adapter, case), adoption.states(ranks)
+    expectation = oracle.expect_lockstep(case, division, states, displaced=False)
+    tally = parity.compare(expectation, ranks, comparison)
+    if tally.divergences or tally.undecided:
+        expectation = oracle.expect_lockstep(case, division, states)
+        tally = parity.compare(expectation, ranks, comparison)
+    return expectation, tally
+
+
 def _compare(adapter: Adapter, case: Case, ranks: list[RankObservation], watch: Watch) -> CaseNote:
     comparison = comparison_for(case, adapter)
     if not comparison.lockstep:
@@ -226,9 +239,9 @@ def _compare(adapter: Adapter, case: Case, ranks: list[RankObservation], watch: 
             if compared > 0:
                 return CaseNote(0, "passed", comparisons=compared, screened=True)
         expectation = _widened(oracle.expect_free(case, observe_all=watch.operations), case)
+        tally = parity.compare(expectation, ranks, comparison)
     else:
-        expectation = oracle.expect_lockstep(case, _division(adapter, case), adoption.states(ranks))
-    tally: Tally = parity.compare(expectation, ranks, comparison)
+        expectation, tally = _in_lockstep(adapter, case, ranks, comparison)
     if tally.divergences and _overflows(expectation):
         return CaseNote(0, "unjudged", "the oracle's own numbers overflow")
     if tally.divergences:

@@ -63,7 +63,8 @@ def fsdp1_trace(model: nn.Module, emit: Emit) -> Iterator[None]:
     """Tell `emit` of FSDP1's transitions: calls of its unshard and reshard, and what they really did."""
     from torch.distributed.fsdp import FullyShardedDataParallel, _runtime_utils
 
-    names = {unit._handle: _names(model)[unit] for unit in FullyShardedDataParallel.fsdp_modules(model) if unit._handle}
+    names_of = _names(model)
+    names = {unit._handle: names_of[unit] for unit in FullyShardedDataParallel.fsdp_modules(model) if unit._handle}
 
     def watch_unshard(original: Any) -> Any:
         def unshard(state: Any, handle: Any, *args: Any, **kwargs: Any) -> Any:

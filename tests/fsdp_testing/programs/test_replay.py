@@ -354,6 +354,8 @@ class TestDisplacement:
         assert float(torch.as_tensor(before[bias].bound).max()) == 0.0
         assert 1e-16 < float(torch.as_tensor(after[bias].bound).max()) < 1e-15
         assert "place in memory" in after[bias].derivation
+        once = oracle.expect_lockstep(one, None, {}, displaced=False).points[1].quantities
+        assert float(torch.as_tensor(once[bias].bound).max()) == 0.0
         assert float(torch.as_tensor(after[weight].bound).max()) == 0.0
 
 
