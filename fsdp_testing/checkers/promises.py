@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from fsdp_testing.records import (
     AssignData,
     Case,
+    EditFullParameters,
     Forward,
     ForwardBackward,
     Freeze,
@@ -25,6 +26,7 @@ from fsdp_testing.records import (
     Operation,
     OperationAccount,
     Reload,
+    ReplaceParameters,
     SetLr,
     SeveralForwards,
     Step,
@@ -155,10 +157,16 @@ def _most(strategy: str, operation: Operation, theory: Theory) -> tuple[int | No
     """How often a unit may be gathered, and how many reductions there may be; None where theory does not tell."""
     if isinstance(operation, _SILENT):
         return 0, 0
-    if not isinstance(operation, (Forward, ForwardBackward)):
-        return None, 0
-    trains = isinstance(operation, ForwardBackward)
+    if isinstance(operation, (EditFullParameters, ReplaceParameters)):
+        return 1, 0
     # What runs several times may be freed and gathered again each time, in forward and in backward.
-    passes = theory.uses * (2 if trains and strategy in _FREES_AFTER_FORWARD else 1)
-    reduces = isinstance(operation, ForwardBackward) and not operation.no_sync
-    return passes, theory.uses * theory.reductions if reduces else 0
+    uses = theory.uses * len(operation.batches())
+    if isinstance(operation, (Forward, AssignData)):
+        return uses, 0
+    if not isinstance(operation, (ForwardBackward, SeveralForwards, UnshardFirst)):
+        return None, 0
+    # Of several forwards the first backward frees what the next one needs, with every strategy.
+    twice = strategy in _FREES_AFTER_FORWARD or isinstance(operation, SeveralForwards)
+    by_hand = isinstance(operation, UnshardFirst)
+    reduces = not getattr(operation, "no_sync", False)
+    return uses * (1 + twice) + by_hand, uses * theory.reductions * reduces

@@ -20,7 +20,8 @@ class Signature(NamedTuple):
 
     Attributes:
         kind: `diverged`, `disagreed`, `missing`, `raised`, `one_raised` (others went on or waited), `desynchronised`
-            (ranks issued different collectives), `died`, `hung`, `leaked`.
+            (ranks issued different collectives), `kept` (full parameters), `excess` (of communication), `died`, `hung`,
+            `leaked`.
         quantity: Sort of quantity, or type and message of an exception.
         operation: Kind of the operation after which it shows; empty where none is known.
     """

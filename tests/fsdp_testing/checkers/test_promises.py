@@ -9,6 +9,7 @@ from fsdp_testing.checkers.promises import Theory
 from fsdp_testing.records import (
     Batch,
     Case,
+    EditFullParameters,
     Forward,
     ForwardBackward,
     Interrupt,
@@ -25,6 +26,8 @@ THEORY = Theory(uses=1, padded_bytes=200, reductions=2)
 MICRO = ForwardBackward(Batch(0))
 LOCAL = ForwardBackward(Batch(0), no_sync=True)
 LOOK = Forward(Batch(0), "eval")
+BY_HAND = UnshardFirst(Batch(0))
+EDIT = EditFullParameters(("*",), 0.5)
 SEVERAL = SeveralForwards((Batch(0), Batch(1)))
 
 
@@ -117,6 +120,11 @@ EXCESS = {
     "a reduction inside no_sync": ((LOCAL,), passing(0, reductions=(17,)), "full_shard", "1 reductions"),
     "a reduction of a forward": ((LOOK,), account(0, reduction_bytes=(64,)), "full_shard", "1 reductions"),
     "a gather of a step": ((Step(),), account(0, gather_bytes=(64,)), "full_shard", "64 bytes"),
+    "a fifth gather for two forwards": ((SEVERAL,), passing(0, units=("a",) * 5), "full_shard", "gathered 5 times"),
+    "reductions of more backwards": ((SEVERAL,), passing(0, reductions=(90,) * 5), "full_shard", "5 reductions"),
+    "a fourth gather, one by hand": ((BY_HAND,), passing(0, units=("a",) * 4), "full_shard", "gathered 4 times"),
+    "a second gather of an edit": ((EDIT,), account(0, gathered=("a", "a")), "full_shard", "gathered 2 times"),
+    "a reduction of an edit": ((EDIT,), account(0, reduction_bytes=(64,)), "full_shard", "1 reductions"),
 }
 
 
@@ -134,6 +142,14 @@ def test_what_runs_several_times_may_be_gathered_as_often():
     told = passing(0, (100, 90) * 4, (100, 90) * 2, ("a", "b") * 4)
     assert review((MICRO,), told, theory=Theory(2, 200, 2)) is None
     assert review((MICRO,), told) is not None
+
+
+def test_several_forwards_and_gathering_by_hand_cost_as_much_more():
+    for strategy in ("full_shard", "shard_grad_op"):
+        told = passing(0, (100, 90) * 4, (100, 90) * 2, ("a", "b") * 4)
+        assert review((SEVERAL,), told, strategy=strategy) is None
+    assert review((BY_HAND,), passing(0, units=("a",) * 3, gathers=(100, 90) * 3)) is None
+    assert review((EDIT,), account(0, gathered=("a", "b"), gather_bytes=(100, 90))) is None
 
 
 def test_flags_and_norms_are_no_communication_of_parameters():

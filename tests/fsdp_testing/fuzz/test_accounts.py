@@ -65,7 +65,9 @@ def test_a_fault_that_no_number_shows_is_told(name: str):
 def test_it_is_met_within_500_random_cases(name: str, tmp_path: Path):
     scope = Scope(registry.load(name).capabilities)
     known = shipped_known("fsdp_ref-composable")
-    plan = Plan(name, scope, tmp_path, seconds=None, examples=500, lanes=1, known=known, stop_at_first=True)
+    plan = Plan(
+        name, scope, tmp_path, seconds=None, examples=500, lanes=1, known=known, stop_at_first=True, shrink_seconds=200
+    )
     tally = Campaign(plan, default_pool(), lambda _: None, lambda *_: None).run()
     found = [discovery for discovery in tally.discovered if discovery.confirmed]
     assert found, tally.statuses
