@@ -4,8 +4,9 @@
 
 The layout is tried line by line (ci/mutants.py); its tests take seconds and need no ranks. What runs on ranks is tried on
 a sample: mutmut proposes the changes, `--seed` chooses N of each folder, each is written into a copy of the repository and
-meets the tests that execute the changed line (ci/tests_by_line.py), the folder's own first, until one fails. Those that
-no test notices meet the conformance suite, on both paths of the reference. Changes of texts are left out.
+meets the tests that execute the changed line (ci/tests_by_line.py), the folder's own first, until one fails: for a short
+while, which is enough for most, then all of them. Those that no test notices meet the conformance suite, on both paths of
+the reference. Changes of texts are left out.
 
 Each result is appended to FILE, and a later run goes on where this one stopped: what was noticed stays noticed while the
 source stays; what was not is tried again after the tests changed. Exit code: 0 all survivors are explained
@@ -36,15 +37,18 @@ from pathlib import Path
 
 import libcst
 from mutmut.mutation.file_mutation import Mutation, create_mutations, deep_replace
-from tests_by_line import PYTEST, TestsByLine, loaded, measured, saved, statement_lines
+from tests_by_line import PYTEST, TestsByLine, environment, loaded, measured, saved, statement_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPLAINED = Path(__file__).with_name("sampled-mutants-explained.toml")
 RESULTS = ROOT / "mutants" / "sampled.jsonl"
 FOLDERS = ("fsdp_ref/handle", "fsdp_ref/runtime", "fsdp_ref/comm", "fsdp_ref/storage", "fsdp_ref/training")
-SECONDS = 600
-"""Until what judges one mutant counts as hung: several times what the slowest stage takes on two busy cores."""
-STAGES = ("tests", "conformance")
+STAGES = ("glance", "tests", "conformance")
+GLANCE_SECONDS = 90
+TEST_SECONDS = 180
+"""Until one test counts as hung: sixty times what the slowest takes. Ranks have a deadline of their own."""
+SECONDS = 3600
+"""Until a stage counts as hung: ten times what it takes, so that a busy machine makes no mutant look noticed."""
 _VERIFY = ("-c", "from fsdp_testing.cli.main import main; raise SystemExit(main())", "run", "--explain", "0")
 _WHERE = """
 import fsdp_ref, fsdp_testing
@@ -54,7 +58,9 @@ def place():
 if __name__ == "__main__":
     print(fsdp_testing.__file__, fsdp_ref.__file__, *fsdp_testing.run_ranks(place, size=2), sep="\\n")
 """
-_HUNG = re.compile(r"\bhung\b|not ended after")
+_HUNG = re.compile(r"\bhung\b|not ended after|^Timeout \(", re.MULTILINE)
+_NOT_ENDED = 124
+_HANGS_END = ("-o", f"faulthandler_timeout={TEST_SECONDS}", "-o", "faulthandler_exit_on_timeout=true")
 _NOTHING_RAN = (4, 5)
 
 
@@ -106,7 +112,7 @@ class Fate:
         mutant: Its identity.
         stage: What failed first; empty if nothing did.
         account: The failing test or check, or how many tests execute the line.
-        asked: Stages that looked at it.
+        asked: Stages that looked at it and found nothing, or the last one something.
         hung: It was noticed because ranks, or all of it, did not end.
         tests: State of the tests that looked at it.
         seconds: How long that took.
@@ -188,11 +194,13 @@ class Bench:
             if stage == "conformance":
                 code, output = run(self.tree, *_VERIFY, "fsdp_ref-composable", "fsdp_ref-wrapper")
             else:
-                code, output = asked_tests(self.tree, mutant, tests)
+                code, output = asked_tests(self.tree, mutant, tests, GLANCE_SECONDS if stage == "glance" else SECONDS)
         finally:
             place.write_text(original, encoding="utf-8")
-        account = _account(output) if code else f"{len(tests)} test functions execute the line"
         asked, seconds = ((), 0.0) if before is None else (before.asked, before.seconds)
+        if stage == "glance":  # what ended in time needs no second look
+            stage, code = (stage, 0) if code == _NOT_ENDED else ("tests", code)
+        account = _account(output) if code else f"{len(tests)} test functions execute the line"
         return Fate(
             mutant.identity,
             stage if code else "",
@@ -204,13 +212,13 @@ class Bench:
         )
 
 
-def asked_tests(tree: Path, mutant: Mutant, tests: Sequence[str]) -> tuple[int, str]:
+def asked_tests(tree: Path, mutant: Mutant, tests: Sequence[str], seconds: float) -> tuple[int, str]:
     """Exit code and output of the tests; 0 if there are none.
 
     Raises:
         RuntimeError: pytest ran none of them, for another reason than the mutant.
     """
-    code, output = run(tree, *PYTEST, *tests) if tests else (0, "")
+    code, output = run(tree, *PYTEST, *_HANGS_END, *tests, seconds=seconds) if tests else (0, "")
     if code in _NOTHING_RAN:
         module = mutant.file.removesuffix(".py").replace("/", ".")
         if not run(tree, "-c", f"import fsdp_ref, {module}")[0]:
@@ -218,31 +226,27 @@ def asked_tests(tree: Path, mutant: Mutant, tests: Sequence[str]) -> tuple[int, 
     return code, output
 
 
-def run(tree: Path, *arguments: str) -> tuple[int, str]:
-    """Python on the tree: exit code and output. What does not end is ended with all that it started."""
+def run(tree: Path, *arguments: str, seconds: float = SECONDS) -> tuple[int, str]:
+    """Python on the tree: exit code and output; 124 for what does not end, which is ended with all that it started."""
+    command, told = [sys.executable, *arguments], subprocess.PIPE
     with subprocess.Popen(
-        [sys.executable, *arguments],
+        command,
         cwd=tree,
         env=environment(tree),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        stdout=told,
+        stderr=subprocess.STDOUT,
     ) as process:
         try:
-            output, _ = process.communicate(timeout=SECONDS)
+            output, _ = process.communicate(timeout=seconds)
         except BaseException as failure:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             if not isinstance(failure, subprocess.TimeoutExpired):
                 raise
-            return 1, f"{arguments[0]}: not ended after {SECONDS} s"
+            return _NOT_ENDED, f"not ended after {seconds} s"
         return process.returncode, output
-
-
-def environment(tree: Path) -> dict[str, str]:
-    """Variables under which `tree` is imported, whatever is installed."""
-    return os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def _account(output: str) -> str:
@@ -305,16 +309,18 @@ def attempted(mutants: Sequence[Mutant], bench: Bench, results: Path, until: flo
     for stage in STAGES:
         for number, mutant in enumerate(mutants, start=1):
             before = known.get(mutant.identity)
-            done = before is not None and (before.stage or stage in before.asked)
+            done = before is not None and (before.stage or set(STAGES[STAGES.index(stage) :]) & set(before.asked))
             if done or time.monotonic() > until or (before is None and stage != STAGES[0]):
                 continue
             fate = known[mutant.identity] = bench.fate(mutant, stage, before)
-            shown = {"file": mutant.file, "function": mutant.function, "line": mutant.first, "diff": mutant.diff}
+            told = {"fate": asdict(fate), "file": mutant.file, "line": mutant.first, "diff": mutant.diff}
             with results.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps({"fate": asdict(fate), **shown}) + "\n")
-            told = f"{fate.stage}{' (hung)' if fate.hung else ''}: {fate.account}" if fate.stage else "NOT NOTICED"
+                stream.write(json.dumps(told) + "\n")
+            end = (
+                f"{fate.stage}{' (hung)' if fate.hung else ''}: {fate.account}" if fate.stage else "not noticed so far"
+            )
             print(f"{number}/{len(mutants)} {stage}, {fate.seconds} s: {mutant.file}:{mutant.first} {mutant.function}")
-            print("\n".join(f"    {line}" for line in (*mutant.diff, told)), flush=True)
+            print("\n".join(f"    {line}" for line in (*mutant.diff, end)), flush=True)
     return known
 
 
@@ -378,11 +384,9 @@ def main() -> int:
     until = time.monotonic() + 60 * asked.minutes
     mutants = chosen(asked.folders, asked.number, asked.seed, asked.only)
     asked.results.parent.mkdir(parents=True, exist_ok=True)
-    fates: dict[str, Fate] = {}
     with tempfile.TemporaryDirectory() as scratch:
         try:
-            bench = prepared(Path(scratch).resolve(), asked.results)
-            fates = attempted(mutants, bench, asked.results, until)
+            fates = attempted(mutants, prepared(Path(scratch).resolve(), asked.results), asked.results, until)
         except RuntimeError as failure:
             print(f"nothing more was tried: {failure}")
             return 2

@@ -81,6 +81,11 @@ def node_id(tree: Path, context: str) -> str:
     return ""
 
 
+def environment(tree: Path) -> dict[str, str]:
+    """Variables under which `tree` is imported, whatever is installed."""
+    return os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
 def measured(tree: Path, scratch: Path, environment: Mapping[str, str]) -> TestsByLine:
     """Runs the tests of the reference in `tree` under coverage.
 
