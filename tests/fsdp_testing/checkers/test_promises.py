@@ -7,6 +7,7 @@ import pytest
 from fsdp_testing.checkers import promises
 from fsdp_testing.checkers.promises import Theory
 from fsdp_testing.records import (
+    AssignData,
     Batch,
     Case,
     EditFullParameters,
@@ -26,6 +27,7 @@ THEORY = Theory(uses=1, padded_bytes=200, reductions=2)
 MICRO = ForwardBackward(Batch(0))
 LOCAL = ForwardBackward(Batch(0), no_sync=True)
 LOOK = Forward(Batch(0), "eval")
+ASSIGNED = AssignData(("*",), 0.5, Batch(0))
 BY_HAND = UnshardFirst(Batch(0))
 EDIT = EditFullParameters(("*",), 0.5)
 SEVERAL = SeveralForwards((Batch(0), Batch(1)))
@@ -66,6 +68,11 @@ KEPT = {
     "by a micro-batch without backward": ((MICRO,), (account(0, "a"),), "full_shard"),
     "by a backward, kept before": ((LOOK, MICRO), (account(0, "a"), passing(1, held=("a",))), "shard_grad_op"),
     "by a step": ((LOOK, Step()), (account(0, "a"), account(1, "a", "b")), "shard_grad_op"),
+    "by a step, freed between": (
+        (LOOK, MICRO, Step()),
+        (account(0, "a"), passing(1, (100, 90), units=("a", "b")), account(2, "a")),
+        "shard_grad_op",
+    ),
     "by wrapping": ((MICRO,), (account(-1, "a"), passing(0)), "full_shard"),
     "by loading": ((LOOK, Reload()), (account(0, ""), account(1, "")), "full_shard"),
 }
@@ -92,6 +99,7 @@ HELD = {
     ),
     "what was open when the user's code raised": ((Interrupt(Batch(0)),), (account(0, "a"),), "full_shard"),
     "the same at the next look": ((Interrupt(Batch(0)), LOOK), (account(0, "a"), account(1, "a", "")), "full_shard"),
+    "the root after a forward with new storage": ((ASSIGNED,), (account(0, ""),), "full_shard"),
     "units that were gathered by hand": (
         (UnshardFirst(Batch(0), ("", "a")),),
         (account(0, "a"),),
@@ -154,6 +162,11 @@ def test_several_forwards_and_gathering_by_hand_cost_as_much_more():
 
 def test_flags_and_norms_are_no_communication_of_parameters():
     assert review((Step(),), account(0, gather_bytes=(16,), reduction_bytes=(16,))) is None
+
+
+def test_a_whole_copy_that_is_cast_is_filled_and_moves_nothing():
+    told = account(0, backward=True, gathered=("a",) * 5, reduction_bytes=(100,))
+    assert review((MICRO,), told, strategy="no_shard") is None
 
 
 def test_the_first_operation_is_told_whichever_rank_it_is_on():
