@@ -43,6 +43,7 @@ class ZooModel:
         arguments: Keyword arguments of `build`, each with the values it may take (first: the default).
         input_options: The same for `make_input`.
         finish: Called with the module and dtype after the values are set, for what `module.to(dtype)` undid.
+        constructed: The one floating-point dtype of what `construct` makes; None if it has several, or torch's default.
     """
 
     name: str
@@ -55,6 +56,7 @@ class ZooModel:
     arguments: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     input_options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     finish: Callable[[nn.Module, torch.dtype], None] | None = None
+    constructed: torch.dtype | None = None
 
     def build(self, seed: int, dtype: torch.dtype = torch.float64, **arguments: Any) -> nn.Module:
         """The model with its values; equal for equal arguments, wherever and however often it is called.
@@ -65,7 +67,9 @@ class ZooModel:
             **arguments: Those of `arguments`.
         """
         with torch.random.fork_rng(devices=[]):  # the constructors of torch.nn draw values that are then replaced
-            module = self.construct(**arguments).to(dtype)
+            module = self.construct(**arguments)
+        if dtype != self.constructed:
+            module = module.to(dtype)
         fill(module, generator(seed))
         if self.finish is not None:
             self.finish(module, dtype)

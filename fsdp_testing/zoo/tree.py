@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,21 +52,22 @@ def _tree_model(text: str) -> ZooModel:
     tree = json.loads(text)
     check_tree(tree)
     tree = legal_tree(tree)
+    specs = parameters(tree)
+    # Without `needs`: what a tree needs depends on the units that are wrapped, and `needs_of` tells it.
     return ZooModel(
         name="tree",
         summary="A module tree drawn by the fuzzer.",
-        construct=functools.partial(_construct, tree),
+        construct=functools.partial(_construct, tree, specs),
         make_input=functools.partial(_make_input, tree["width"]),
         units=unit_names(tree),
-        needs=needs_of(tree, ()),
-        finish=functools.partial(_finish, tree),
+        finish=functools.partial(_finish, specs),
+        constructed=torch.float64,
     )
 
 
-def _construct(tree: Mapping[str, Any]) -> nn.Module:
+def _construct(tree: Mapping[str, Any], specs: Sequence[ParameterSpec]) -> nn.Module:
     # In float64 and cast afterwards by `ZooModel.build`; dtypes of single nodes are set by `_finish`.
     module = Tree(tree, torch.float64)
-    specs = parameters(tree)
     first: dict[tuple[Any, ...], nn.Parameter] = {}
     for spec in specs:
         holder = module.get_submodule(spec.module)
@@ -78,8 +79,8 @@ def _construct(tree: Mapping[str, Any]) -> nn.Module:
     return module
 
 
-def _finish(tree: Mapping[str, Any], module: nn.Module, dtype: torch.dtype) -> None:
-    for spec in parameters(tree):
+def _finish(specs: Sequence[ParameterSpec], module: nn.Module, dtype: torch.dtype) -> None:
+    for spec in specs:
         if spec.dtype and getattr(torch, spec.dtype) != dtype:
             parameter = module.get_submodule(spec.module).get_parameter(spec.name)
             parameter.data = parameter.data.to(getattr(torch, spec.dtype))
