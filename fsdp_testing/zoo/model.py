@@ -43,7 +43,8 @@ class ZooModel:
         arguments: Keyword arguments of `build`, each with the values it may take (first: the default).
         input_options: The same for `make_input`.
         finish: Called with the module and dtype after the values are set, for what `module.to(dtype)` undid.
-        constructed: The one floating-point dtype of what `construct` makes; None if it has several, or torch's default.
+        constructed: The floating-point dtype of what `construct` makes, but for parts that `finish` gives another one;
+            None if it is torch's default.
     """
 
     name: str
