@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fsdp_ref.comm.collectives import (
     SILENT,
@@ -87,6 +88,26 @@ def test_broadcast(world, way):
     value = torch.tensor([float(world.rank)])
     way.broadcast(value, 1, world.group, "").wait()
     assert value.item() == 1.0
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("numel", [3, LARGE])
+def test_among_some_of_the_ranks(world, way, numel):
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    group, members = groups[world.rank % 2], [world.rank % 2, world.rank % 2 + 2]
+    out = torch.empty(2 * numel, dtype=torch.float64)
+    way.all_gather(out, torch.full((numel,), float(world.rank), dtype=torch.float64), group, "").wait()
+    assert out.view(2, numel).unique(dim=1).flatten().tolist() == members
+    way.reduce_scatter(out[:numel], torch.full((2 * numel,), float(world.rank), dtype=torch.float64), group, "").wait()
+    assert out[:numel].unique().tolist() == [sum(members)]
+    value = torch.tensor([float(world.rank)])
+    way.broadcast(value, 1, group, "").wait()
+    assert value.item() == members[1]
+    value.fill_(world.rank)
+    way.all_reduce(value, group, "").wait()
+    assert value.item() == sum(members)
+    for each in groups:
+        dist.destroy_process_group(each)
 
 
 @pytest.mark.world(2)
