@@ -80,14 +80,22 @@ def test_who_does_not_tell_of_units_is_not_asked():
     assert accountant_for(registry.load("torch-fsdp2")) is not None
 
 
-def test_the_known_waste_of_a_gather_ahead_is_recognized():
-    known = shipped_known("torch-fsdp2")
-    (example,) = [asked for rule, asked in known.examples() if rule.name == "prefetch-after-lone-forward"]
-    note = note_of("torch-fsdp2", example)
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("torch-fsdp2", "prefetch-after-lone-forward"),
+        ("torch-fsdp2", "prefetch-across-forwards"),
+        ("torch-fsdp1", "unused-unit-stays-gathered"),
+    ],
+)
+def test_what_torch_is_known_to_waste_is_recognized(name: str, rule: str):
+    known = shipped_known(name)
+    (example,) = [asked for told, asked in known.examples() if told.name == rule]
+    note = note_of(name, example)
     assert note.signature is not None, note
     found = known.recognize(note.signature, example)
     assert found is not None
-    assert found.name == "prefetch-after-lone-forward"
+    assert found.name == rule
 
 
 class TestTheory:
