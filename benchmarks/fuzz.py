@@ -78,6 +78,7 @@ def campaign(name: str, seconds: float, seed: int) -> dict[str, Any]:
         "cases": tally.run,
         "findings": len(shrunk),
         "shrink_seconds": [found.seconds for found in shrinking],
+        "shrink_attempts": [found.attempts for found in shrinking],
         "shrink_operations": [len(found.case.program) for found in shrinking],
         "worlds_lost": tally.worlds_lost,
     }
@@ -87,6 +88,7 @@ def report(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians of several runs."""
     seconds = [second for run in runs for second in run["shrink_seconds"]]
     operations = [number for run in runs for number in run["shrink_operations"]]
+    attempts = [number for run in runs for number in run["shrink_attempts"]]
     return {
         "name": name,
         "goal": GOALS.get(name),
@@ -98,6 +100,7 @@ def report(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
         "best_rate": max(run["rate"] for run in runs),
         "shrink_median_seconds": statistics.median(seconds) if seconds else None,
         "shrink_median_operations": statistics.median(operations) if operations else None,
+        "shrink_median_attempts": statistics.median(attempts) if attempts else None,
         "shrinks": len(seconds),
     }
 
@@ -117,7 +120,7 @@ def main() -> int:
         one = lines[-1]
         shrink = (
             f"shrink {one['shrink_median_seconds']:.1f} s to {one['shrink_median_operations']:.0f} operations "
-            f"({one['shrinks']})"
+            f"in {one['shrink_median_attempts']:.0f} attempts ({one['shrinks']})"
             if one["shrinks"]
             else "nothing to shrink"
         )
