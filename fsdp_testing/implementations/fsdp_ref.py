@@ -7,6 +7,7 @@ claimed.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from fsdp_ref import (
 from fsdp_ref.annotations import units_under
 from fsdp_ref.build.wrap_policy import choose_by_function
 from fsdp_ref.comm.division import DivideFactors
+from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.runtime import comm_hooks
 from fsdp_ref.runtime import no_sync as sync
 from fsdp_ref.runtime.events import UnitEvent, UnitEventKind, observe
@@ -221,12 +223,21 @@ def trace_units(model: nn.Module, emit: Callable[[str, str, tuple[str, ...]], No
 
 def gathered_bytes(model: nn.Module) -> dict[str, int]:
     """Memory of the full buffers that units have, of every dtype they computed in."""
+    known = _HANDLES.get(model)
+    if known is None:
+        known = _HANDLES[model] = [(name, weakref.ref(handle)) for name, handle in ref_pieces.handles(model)]
     found: dict[str, int] = {}
-    for name, handle in ref_pieces.handles(model):
-        size = sum(buffer.tensor.untyped_storage().size() for buffer in handle._buffers.values())
-        if size:
-            found[name] = found.get(name, 0) + size
+    for name, reference in known:
+        handle = reference()
+        for buffer in handle._buffers.values() if handle is not None else ():
+            size = buffer.tensor.untyped_storage().size()
+            if size:
+                found[name] = found.get(name, 0) + size
     return found
+
+
+_HANDLES: weakref.WeakKeyDictionary[nn.Module, list[tuple[str, weakref.ref[FlatHandle]]]] = weakref.WeakKeyDictionary()
+"""Looked up once for each model: finding them takes longer than asking all of them. Weakly, since they hold the model."""
 
 
 _TRANSITIONS = {UnitEventKind.UNSHARD: "unshard", UnitEventKind.GATHER: "gather", UnitEventKind.RESHARD: "reshard"}
