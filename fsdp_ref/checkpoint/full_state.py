@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
@@ -21,12 +20,9 @@ from fsdp_ref.annotations import unit_of, units_under
 from fsdp_ref.errors import UnsupportedError
 from fsdp_ref.naming import FSDP_WRAPPED_MODULE, clean_tensor_name, join_fqn
 from fsdp_ref.runtime.summon import SummonOptions, summon
-from fsdp_ref.runtime.unit import Unit
 from fsdp_ref.states import TrainingState
 
 _installed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_open: weakref.WeakKeyDictionary[Unit, tuple[AbstractContextManager[None], bool]] = weakref.WeakKeyDictionary()
-"""Summoned parameters between a hook before and its hook after, and whether the tree had no root before."""
 
 
 def install(module: nn.Module) -> None:
@@ -63,14 +59,14 @@ def _enter(module: nn.Module, *, writeback: bool) -> None:
     fresh = unit.root is None
     context = summon(module, SummonOptions(writeback=writeback))
     context.__enter__()
-    _open[unit] = (context, fresh)
+    unit.summoned_for_state = (context, fresh)
 
 
 def _leave(module: nn.Module) -> None:
     unit = unit_of(module)
-    if unit is None or unit not in _open:
+    if unit is None or unit.summoned_for_state is None:
         return
-    context, fresh = _open.pop(unit)
+    (context, fresh), unit.summoned_for_state = unit.summoned_for_state, None
     try:
         context.__exit__(None, None, None)
     finally:
@@ -89,7 +85,7 @@ def _after_save(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
         return
     if FSDP_WRAPPED_MODULE in module._modules:
         _rename(state, prefix, clean_tensor_name)
-    if unit in _open:
+    if unit.summoned_for_state is not None:
         _copy_out(module, state, prefix)
         _leave(module)
 

@@ -68,7 +68,8 @@ def summon(module: nn.Module, options: SummonOptions) -> Iterator[None]:
         units = [] if own is None else [own]
     _check(units, options)
     for unit in units:
-        lazy_init(unit)
+        # Before the first is summoned: cleaning up after a failed pass makes every unit of the tree idle.
+        lazy_init(unit).recover()
     with ExitStack() as stack:
         for unit in units:
             stack.enter_context(_summoned(unit, options))
@@ -123,8 +124,6 @@ def _summoned(unit: Unit, options: SummonOptions) -> Iterator[None]:
         finally:
             unit.be_idle()
         return
-    if unit.root is not None:
-        unit.root.recover()
     summoned = _Summoned(unit, handle, options)
     unit.begin_summon()
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -118,6 +119,9 @@ class Unit(UnitPasses):
         self.applied_here = False
         self.comm_hook: Callable[..., Any] | None = None
         self.comm_hook_state: Any = None
+        # Parameters summoned by a state-dict hook until the hook after it, and whether the tree had no root before. Kept
+        # here, not by unit elsewhere: when collecting a state raises there is no hook after, and all this goes together.
+        self.summoned_for_state: tuple[AbstractContextManager[None], bool] | None = None
 
     # ------------------------------------------------------------------ facts
 

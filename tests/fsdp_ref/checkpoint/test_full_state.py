@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -33,12 +35,12 @@ def net():
     return model
 
 
-def shard(api, module, strategy=ShardingStrategy.FULL_SHARD, **options):
+def shard(api, module, strategy=ShardingStrategy.FULL_SHARD, units=(Inner,), **options):
     if api == "composable":
-        return fully_shard(module, policy=ModuleWrapPolicy({Inner}), strategy=strategy, **options)
+        return fully_shard(module, policy=ModuleWrapPolicy(units), strategy=strategy, **options)
     return FullyShardedDataParallel(
         module,
-        auto_wrap_policy=ModuleWrapPolicy({Inner}),
+        auto_wrap_policy=ModuleWrapPolicy(units),
         sharding_strategy=strategy,
         use_orig_params=api == "orig",
         **options,
@@ -100,6 +102,97 @@ def test_units_below_a_plain_root(world):
     assert set(model.state_dict()) == set(want)
     model.load_state_dict({name: value * 2 for name, value in want.items()})
     assert all(torch.equal(value, want[name] * 2) for name, value in model.state_dict().items())
+
+
+class Raising(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError("planted")
+
+
+class Hollow(nn.Module):
+    """Owns no parameter: all belong to the units below."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Inner(), Inner()
+        self.fails = False
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.second(Raising.apply(x) if self.fails else x)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("api", APIS)
+def test_a_state_after_a_failed_backward_of_a_root_without_parameters(world, api):
+    torch.manual_seed(0)
+    plain = Hollow()
+    want = {name: value.clone() for name, value in plain.state_dict().items()}
+    # Two levels of units without parameters: the second is met after the first was summoned.
+    model = shard(api, nn.Sequential(plain), units={Inner, Hollow})
+    plain.fails = True
+    with pytest.raises(ValueError, match="planted"):
+        model(torch.ones(2, 4)).sum().backward()
+    state = model.state_dict()
+    assert {name.removeprefix("0.") for name in state} == set(want)
+    assert all(torch.equal(value, want[name.removeprefix("0.")]) for name, value in state.items())
+    plain.fails = False
+    model(torch.ones(2, 4)).sum().backward()
+
+
+class FailsToSave(nn.Module):
+    """Raises while its state is collected, as often as it is told to."""
+
+    def __init__(self, failures: int) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+        self.failures = failures
+
+    def forward(self, x):
+        return self.lin(x)
+
+    def _save_to_state_dict(self, *args, **kwargs):
+        if self.failures:
+            self.failures -= 1
+            raise ValueError("planted")
+        super()._save_to_state_dict(*args, **kwargs)
+
+
+def sharded(api, failures):
+    torch.manual_seed(0)
+    plain = nn.Sequential(FailsToSave(failures), nn.Linear(4, 4))
+    want = {name: param.detach().clone() for name, param in plain.named_parameters()}
+    return shard(api, plain), want
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("api", APIS)
+def test_a_state_after_one_that_could_not_be_collected(world, api):
+    model, want = sharded(api, failures=1)
+    with pytest.raises(ValueError, match="planted"):
+        model.state_dict()
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in want.items())
+    model(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("api", APIS)
+def test_a_model_whose_state_could_not_be_collected_is_freed(world, api):
+    model, _ = sharded(api, failures=1)
+    with pytest.raises(ValueError, match="planted"):
+        model.state_dict()
+    watched = weakref.ref(model)
+    del model
+    gc.collect()
+    assert watched() is None
 
 
 @pytest.mark.world(2)
