@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from fsdp_ref.compat import storage_key
 from fsdp_ref.errors import ParametersChangedError, SharedParameterError, WritebackError, explain, listing
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.originals import Shown
@@ -75,7 +76,10 @@ def check_unchanged(handle: FlatHandle) -> None:
 
 
 def _same_memory(param: Tensor, view: Tensor) -> bool:
-    return param.shape == view.shape and (not view.numel() or param.data_ptr() == view.data_ptr())
+    if param.shape != view.shape:
+        return False
+    # A rank that holds nothing of a parameter must notice what the others notice: they gather anew.
+    return param.data_ptr() == view.data_ptr() if view.numel() else storage_key(param) == storage_key(view)
 
 
 def _absorb_flat(handle: FlatHandle) -> bool:

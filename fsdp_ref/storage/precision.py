@@ -42,18 +42,9 @@ class Precision:
         return cls(original, compute, policy.reduce_dtype or compute, policy.keep_low_precision_grads)
 
     @property
-    def mixed(self) -> bool:
-        """Whether parameters are cast for computation."""
-        return self.compute != self.original
-
-    @property
     def grad(self) -> torch.dtype:
         """Dtype in which reduced gradients are handed to the optimizer."""
         return self.reduce if self.keep_reduced else self.original
-
-    def full(self) -> Precision:
-        """Return the precision without any lowering (evaluation in full precision)."""
-        return Precision(self.original, self.original, self.original)
 
 
 def map_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:

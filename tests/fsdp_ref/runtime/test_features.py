@@ -180,6 +180,34 @@ def test_replaced_parameters_and_gradients_are_taken_over(trial, api, strategy, 
     case.compare()
 
 
+class Scaled(nn.Module):
+    """A unit with a scalar that one rank holds alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return self.up(x) * self.scale
+
+
+@pytest.mark.world([2, 3])
+def test_data_assigned_to_a_unit_that_stays_gathered_is_noticed_by_ranks_that_hold_none_of_it(trial):
+    case = trial("orig", "SHARD_GRAD_OP", lambda: nn.Sequential(Scaled(), Scaled()), policy=ModuleWrapPolicy({Scaled}))
+    xs = case.inputs(0)
+    case.plain_loss(xs).backward()
+    with case.no_sync(True):
+        case.loss(xs).backward()
+    for model in (case.plain, case.model):
+        for name, param in model.named_parameters():
+            if name.endswith("scale"):
+                param.data = param.data * 2
+    case.both_backward(1)
+    case.step()
+    case.compare()
+
+
 @pytest.mark.covers("ORIG-10", "ORIG-11", "ORIG-13", "ORIG-14")
 @pytest.mark.world(2)
 def test_replacements_that_cannot_be_taken_over_are_refused(trial):
