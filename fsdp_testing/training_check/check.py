@@ -58,9 +58,8 @@ def check_training(
 ) -> None:
     """Runs `train` on worlds of several sizes and compares what it returns.
 
-    `train(world)` must train on the same global data whatever the size, each rank on its share, and return named
-    tensors: a tensor for a final quantity, a list of tensors for one that is recorded at every step. On one world all
-    ranks must return the same, and every world must return what the first one does.
+    `train(world)` must train on the same global data whatever the size, each rank on its share, and return named tensors:
+    one for a final quantity, a list for what is recorded at every step. All ranks and all worlds must return the same.
 
     Args:
         train: An importable function.
@@ -72,8 +71,8 @@ def check_training(
         pool: Where worlds come from; the process's own by default.
 
     Raises:
-        TrainingDiffers: Names the first quantity and step that differ, by how much, and the cause, where what the ranks
-            saw of the loop shows one; else what the difference suggests. Also when the first world returns NaN.
+        TrainingDiffers: Names the first quantity and step that differ, and the cause, if what the ranks saw shows one, or
+            what the difference suggests. Also when the first world returns NaN.
         WorldFailed: A rank raised, died or hung.
         InvalidArgument: `train` is not importable, returns something else, or a size is not usable.
     """

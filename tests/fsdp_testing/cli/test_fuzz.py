@@ -65,8 +65,17 @@ def test_a_campaign_goes_on_where_it_ended_and_does_not_tell_twice(tmp_path: Pat
     assert len(list((tmp_path / "s" / "found").iterdir())) <= 1 + code
 
 
+# Shells have their background jobs ignore Ctrl-C, and processes started there inherit that.
+HEARS_CTRL_C = """
+import signal, sys
+from fsdp_testing.cli.main import main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 def test_ctrl_c_leaves_everything_on_disk(tmp_path: Path):
-    command = [sys.executable, "-m", "fsdp_testing.cli", "fuzz", "torch-ddp", "--seconds", "300", "--state", "s"]
+    command = [sys.executable, "-c", HEARS_CTRL_C, "fuzz", "torch-ddp", "--seconds", "300", "--state", "s"]
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     environment = {
