@@ -22,7 +22,7 @@ from fsdp_ref.handle.param_hooks import run_after_accumulation, run_tensor_hooks
 from fsdp_ref.handle.writeback import absorb_params, check_unchanged
 from fsdp_ref.runtime import prefetch
 from fsdp_ref.runtime.events import UnitEventKind
-from fsdp_ref.runtime.graph_ties import InputsWatch, OutputHook
+from fsdp_ref.runtime.graph_ties import InputsWatch, OutputHook, TakenInputs
 from fsdp_ref.runtime.root import Root
 from fsdp_ref.runtime.unit import Unit
 from fsdp_ref.states import HandleTrainingState, ShardState, TrainingState
@@ -31,19 +31,33 @@ from fsdp_ref.storage.precision import map_tensors
 # ---------------------------------------------------------------------- pre-backward
 
 
-def hook_outputs(unit: Unit, output: Any) -> Any:
-    """Register the pre-backward hook on every output tensor that requires grad."""
+def hook_outputs(unit: Unit, output: Any, inputs: TakenInputs) -> Any:
+    """Register the pre-backward hook on every output tensor that requires grad.
+
+    The gradient of an input that the unit gives back as it came is there only after all of the unit's backward that
+    uses it: it begins nothing.
+    """
     if not torch.is_grad_enabled():
         return output
     waiting = OutputHook(unit.graph.tie(), unit.graph.record, pre_backward)
+    passing = OutputHook(unit.graph.tie(), unit.graph.record, _passed_through)
 
     def hook(tensor: Tensor) -> Tensor:
-        if tensor.requires_grad:
+        if tensor.requires_grad and inputs.gives_back(tensor):
+            tensor.register_hook(passing)
+        elif tensor.requires_grad:
             tensor.register_hook(waiting)
             unit.expect_backward()
         return tensor
 
     return map_tensors(output, hook)
+
+
+def _passed_through(unit: Unit) -> None:
+    """Backward comes by the unit, without need of its parameters."""
+    root = unit.root
+    assert root is not None  # the unit ran forward
+    flush_partial(root, unit, root.enter_backward())
 
 
 def pre_backward(unit: Unit) -> None:

@@ -23,7 +23,7 @@ from fsdp_ref.errors import UnshardConflictError, explain
 from fsdp_ref.handle.writeback import absorb_params
 from fsdp_ref.runtime import backward, prefetch
 from fsdp_ref.runtime.events import UnitEventKind
-from fsdp_ref.runtime.graph_ties import PassRecord
+from fsdp_ref.runtime.graph_ties import PassRecord, TakenInputs
 from fsdp_ref.runtime.order_check import check_order
 from fsdp_ref.runtime.root import Root
 from fsdp_ref.runtime.tracked import TrackedParams
@@ -44,6 +44,7 @@ class Frame:
         cast_back: the dtype that outputs are cast back to, for units that compute in full precision by exception.
         context: what is undone when the call ends.
         record: the unit's forward pass; held here until the outputs' hooks hold it.
+        inputs: what the unit computes with, cast and moved.
     """
 
     unit: Unit
@@ -52,6 +53,7 @@ class Frame:
     cast_back: torch.dtype | None = None
     context: ExitStack = field(default_factory=ExitStack)
     record: PassRecord | None = None
+    inputs: TakenInputs = field(default_factory=TakenInputs)
 
 
 def lazy_init(unit: Unit) -> Root:
@@ -91,6 +93,7 @@ def enter_forward(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             root.begin_forward()
             frame.context.enter_context(root.watch_saved_tensors())
         args, kwargs = _inputs(unit, frame, args, kwargs)
+        frame.inputs = TakenInputs(args, kwargs)
         _gather(unit, root, frame, replay=replay)
         if not replay:
             backward.reshard_with_inputs(unit, (args, kwargs))
@@ -192,7 +195,7 @@ def exit_forward(frame: Frame, output: Any) -> Any:
     try:
         if frame.cast_back is not None:
             output = cast_floating(output, frame.cast_back)
-        output = backward.hook_outputs(unit, output)
+        output = backward.hook_outputs(unit, output, frame.inputs)
     except BaseException:
         abort_forward(frame)
         raise

@@ -11,12 +11,14 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from fsdp_ref import compat
 from fsdp_ref.errors import FsdpRuntimeError
+from fsdp_ref.storage.precision import map_tensors
 
 if TYPE_CHECKING:
     from fsdp_ref.runtime.unit import Unit
@@ -114,6 +116,28 @@ class GraphSide:
     def forget(self) -> None:
         """Compute with other views from now on."""
         self._record = None
+
+
+class TakenInputs:
+    """The inputs of one forward call that require grad, to know them again among its outputs."""
+
+    __slots__ = ("_taken",)
+
+    def __init__(self, *values: Any) -> None:
+        self._taken: dict[int, tuple[Tensor, int]] = {}
+        if torch.is_grad_enabled():
+            for value in values:
+                map_tensors(value, self._take)
+
+    def _take(self, tensor: Tensor) -> Tensor:
+        if tensor.requires_grad:
+            self._taken[id(tensor)] = tensor, tensor._version
+        return tensor
+
+    def gives_back(self, output: Tensor) -> bool:
+        """Whether an output is one of the inputs as it came; one that was changed in place since is not."""
+        _, version = self._taken.get(id(output), (None, -1))
+        return version == output._version
 
 
 class OutputHook:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -157,3 +159,87 @@ def test_collectives_of_accumulation(world):
     assert [count(model, kind) for kind in "nns"] == [(4, 3, 0), (4, 3, 0), (4, 3, 4)]
     model = shard("orig", "SHARD_GRAD_OP", backward_prefetch=None)
     assert [count(model, kind) for kind in "nnsns"] == [(4, 0, 0), (0, 0, 0), (0, 0, 4), (4, 0, 0), (0, 0, 4)]
+
+
+class GivesBack(Unit):
+    """Returns what it took beside what it made of it."""
+
+    def forward(self, x):
+        return x, super().forward(x)
+
+
+class Sums(nn.Module):
+    def __init__(self, *, frozen: bool) -> None:
+        super().__init__()
+        self.inp = nn.Linear(4, 4)
+        self.a = GivesBack()
+        self.a.requires_grad_(not frozen)
+
+    def forward(self, x):
+        taken, made = self.a(self.inp(x))
+        return taken + made
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize("api", ["orig", "composable"])
+@pytest.mark.world(2)
+def test_an_input_given_back_gathers_nothing(world, api, strategy, frozen):
+    torch.manual_seed(0)
+    options = {"policy": ModuleWrapPolicy({Unit})}
+    if api == "composable":
+        model = fully_shard(Sums(frozen=frozen), strategy=ShardingStrategy[strategy], **options)
+    else:
+        model = FullyShardedDataParallel(
+            Sums(frozen=frozen),
+            auto_wrap_policy=options["policy"],
+            sharding_strategy=ShardingStrategy[strategy],
+            use_orig_params=True,
+        )
+    for _, backward in trace(model)[0]:
+        events = backward.split()
+        assert events.count("U1") == 1, backward
+        assert events[-1] == "R0" and events.index("R1") < len(events) - 1, backward
+
+
+class ChangesItsInput(nn.Module):
+    """Returns what it took, and it is another tensor by then: its gradient comes before the unit's backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return x.add_(self.shift)  # saves nothing that backward could ask for
+
+
+class Changed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(4, 4)
+        self.a = ChangesItsInput()
+
+    def forward(self, x):
+        return self.a(self.inp(x))
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.world(2)
+def test_an_input_changed_in_place_begins_the_backward(world, strategy):
+    torch.manual_seed(0)
+    plain = Changed().double()
+    sharded = FullyShardedDataParallel(
+        copy.deepcopy(plain),
+        auto_wrap_policy=ModuleWrapPolicy({ChangesItsInput}),
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=True,
+    )
+    x = torch.randn(2, 4, dtype=torch.float64)
+    kinds: list[UnitEventKind] = []
+    for model in (plain, sharded):
+        with observe(lambda event: kinds.append(event.kind) if event.unit == "a" else None):
+            model(x.clone()).sum().backward()
+    assert kinds.count(UnitEventKind.PRE_BACKWARD) == 1
+    with FullyShardedDataParallel.summon_full_params(sharded, with_grads=True):
+        for (name, param), (_, expected) in zip(sharded.named_parameters(), plain.named_parameters()):
+            torch.testing.assert_close(param.grad, expected.grad, rtol=1e-13, atol=1e-14, msg=name)
