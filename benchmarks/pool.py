@@ -182,6 +182,19 @@ def fates(ranks: int, rounds: int) -> dict[str, list[float]]:
     return seconds
 
 
+def hygiene_cost(calls: int) -> list[float]:
+    """Seconds of the comparison that follows a job which left nothing behind."""
+    from fsdp_testing.pool.hygiene import take_snapshot
+
+    seconds = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        dirt = take_snapshot().restore()
+        seconds.append(time.perf_counter() - start)
+        assert not dirt, dirt
+    return seconds
+
+
 # ---- report
 
 
@@ -215,6 +228,7 @@ def print_report(report: dict[str, Any]) -> None:
             f"\nledger, all_reduce of 4 floats on {ranks} ranks: {told['on']['min'] * 1e3:.1f} us with, "
             f"{told['off']['min'] * 1e3:.1f} us without: +{share:.1f} % (medians +{middle:.1f} %)"
         )
+    print(f"\nstate of a process compared before and after a clean job: {shown(report['hygiene'])} ms (min / median)")
     print("\ntime until a fate is told, ms (min / median):")
     for name, told in report["fates"].items():
         print(f"  {name:20} {shown(told)}")
@@ -266,6 +280,8 @@ def measure_here(report: dict[str, Any], *, quick: bool) -> None:
         report["ledger"][ranks] = {
             mode: summary(value for result in results for value in result[mode]) for mode in ("on", "off")
         }
+    costs = run_ranks(hygiene_cost, 200, size=2, timeout=300)
+    report["hygiene"] = summary(value for result in costs for value in result)
     report["fates"] = {name: summary(seconds) for name, seconds in fates(2, 1 if quick else 5).items()}
     default_pool().close()
 

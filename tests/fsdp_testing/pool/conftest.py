@@ -1,13 +1,17 @@
-"""A pool for all tests of this folder, whose cache is not the user's."""
+"""A pool for all tests of this folder, whose cache is not the user's; its programs can be imported here and in ranks."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from fsdp_testing.pool import Pool
+
+if str(Path(__file__).parent) not in sys.path:
+    sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")

@@ -1,95 +1,21 @@
-"""Worlds are lent, kept, replaced and ended, and nothing is left of them whatever ends the controller."""
+"""Worlds are lent, kept and replaced, and ranks follow the controller."""
 
 from __future__ import annotations
 
 import os
 import signal
 import socket
-import subprocess
-import sys
-import textwrap
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from small_programs import addresses, dies_later, fail, gone, nested, pid, place, run, sees, total
 
-from fsdp_testing.errors import BackendUnavailable, HarnessError, InvalidArgument, PoolBroken
+from fsdp_testing.errors import BackendUnavailable, InvalidArgument, PoolBroken
 from fsdp_testing.pool import Pool, PooledWorld
 from fsdp_testing.pool.controller import _MOST_IDLE_RANKS, default_pool
-from fsdp_testing.pool.world import current_world
-
-# ---- what ranks do
-
-
-def total() -> float:
-    value = torch.ones(4)
-    dist.all_reduce(value)
-    return float(value.sum())
-
-
-def pid() -> int:
-    return os.getpid()
-
-
-def place() -> tuple[int, int, str]:
-    world = current_world()
-    return world.rank, world.size, world.device.type
-
-
-def fail() -> None:
-    raise ValueError("planted")
-
-
-def sees(name: str) -> tuple[str | None, str, list[str]]:
-    return os.environ.get(name), os.getcwd(), sys.path[:1]
-
-
-def dies_later() -> None:
-    threading.Timer(0.1, os._exit, (5,)).start()
-
-
-def addresses() -> list[str]:
-    """Addresses of every TCP socket of this process that listens."""
-    inodes = set()
-    for entry in os.listdir("/proc/self/fd"):
-        try:
-            name = os.readlink(f"/proc/self/fd/{entry}")
-        except OSError:
-            continue
-        if name.startswith("socket:["):
-            inodes.add(name[8:-1])
-    found = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[9] in inodes and fields[3] == "0A":
-                found.append(fields[1].partition(":")[0])
-    return found
-
-
-def nested() -> str:
-    from fsdp_testing import run_ranks
-
-    try:
-        run_ranks(total)
-    except HarnessError as error:
-        return str(error)
-    return "ran"
-
-
-def run(world: PooledWorld, function: Callable[..., Any], *args: Any) -> list[Any]:
-    try:
-        outcome = world.execute(function, args)
-    finally:
-        world.release()
-    assert outcome.ok, outcome.describe()
-    return outcome.values
-
 
 # ---- lending
 
@@ -335,185 +261,6 @@ def test_the_default_pool_is_one_for_all_threads() -> None:
     for thread in threads:
         thread.join()
     assert len({id(pool) for pool in found}) == 1
-
-
-# ---- ends
-
-
-def gone(pids: list[int], seconds: float = 5.0) -> bool:
-    limit = time.monotonic() + seconds
-    waiting = threading.Event()
-    while any(_runs(pid) for pid in pids):
-        if time.monotonic() > limit:
-            return False
-        waiting.wait(0.01)
-    return True
-
-
-def _runs(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
-
-
-def open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def test_no_descriptor_is_left_by_calls_and_worlds(cache: Path) -> None:
-    pool = Pool()
-    run(pool.world(2), total)
-    before = open_descriptors()
-    for _ in range(200):
-        run(pool.world(2), pid)
-    assert open_descriptors() == before
-    for _ in range(50):
-        world = pool.world(2, isolation="fresh")
-        world.execute(pid)
-        world.release()
-    assert open_descriptors() == before
-    pool.close()
-
-
-def test_a_killed_fork_server_is_replaced(cache: Path) -> None:
-    pool = Pool()
-    pids = run(pool.world(2), pid)
-    server = pool.server().pid
-    os.kill(server, signal.SIGKILL)
-    assert gone([server, *pids])
-    assert run(pool.world(2), total) == [8.0, 8.0]
-    assert pool.server().pid != server
-    pool.close()
-
-
-def test_close_leaves_no_process_and_can_be_undone(cache: Path) -> None:
-    pool = Pool()
-    pids = run(pool.world(2), pid)
-    server = pool.server().pid
-    pool.close()
-    pool.close()
-    assert gone([server, *pids], 2.0)
-    assert run(pool.world(1), total) == [4.0]
-    pool.close()
-
-
-def test_callbacks_run_while_ranks_still_answer(cache: Path) -> None:
-    pool = Pool()
-    told: list[Any] = []
-    world = pool.world(2)
-    world.before_leaving.append(lambda leaving: told.append(leaving.execute(pid).values))
-    pids = run(world, pid)
-    pool.close()
-    assert told == [pids]
-
-
-def test_a_world_that_was_killed_calls_nobody(cache: Path) -> None:
-    pool = Pool()
-    told: list[Any] = []
-    world = pool.world(2)
-    world.before_leaving.append(told.append)
-    world.discard()
-    world.release()
-    pool.close()
-    assert told == []
-
-
-SCRIPT = """
-import os, sys, time
-from fsdp_testing.pool import Pool
-sys.path.insert(0, {folder!r})
-import jobs
-pool = Pool()
-if __name__ == "__main__":
-    world = pool.world(2)
-    pids = world.execute(jobs.pids).values
-    print(pool.server().pid, *[pid for found in pids for pid in found], flush=True)
-    {ending}
-"""
-JOBS = """
-import os, signal, subprocess, time
-def pids():
-    plain = subprocess.Popen(["sleep", "600"])
-    apart = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    return [os.getpid(), plain.pid, apart.pid]
-def hang():
-    threading.Event().wait(600)
-"""
-ENDINGS = {
-    "killed while idle": ("time.sleep(600)", signal.SIGKILL),
-    "killed during a call": ("pool.world(2).execute(jobs.hang, timeout=None)", signal.SIGKILL),
-    "terminated": ("time.sleep(600)", signal.SIGTERM),
-    "Ctrl-C during a call": ("pool.world(2).execute(jobs.hang, timeout=None)", signal.SIGINT),
-    "hung up": ("time.sleep(600)", signal.SIGHUP),
-    "os._exit": ("os._exit(3)", None),
-    "killed with a forked child left": (
-        "os.fork() or (os.close(0), os.close(1), os.close(2), time.sleep(600)); time.sleep(600)",
-        signal.SIGKILL,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ENDINGS)
-def test_no_process_outlives_the_controller(name: str, tmp_path: Path, cache: Path) -> None:
-    ending, number = ENDINGS[name]
-    (tmp_path / "jobs.py").write_text(JOBS)
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT).format(folder=str(tmp_path), ending=ending))
-    # Hygiene ends what the first call leaves behind: the second call's ranks are new.
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as controller:
-        assert controller.stdout is not None
-        line = controller.stdout.readline()
-        pids = [int(word) for word in line.split()]
-        assert len(pids) == 7, line
-        left = _descendants(controller.pid)
-        if number is not None:
-            os.kill(controller.pid, number)
-        if name == "killed with a forked child left":
-            os.waitid(os.P_PID, controller.pid, os.WEXITED | os.WNOWAIT)
-            children = [pid for pid in left if pid not in pids and _parent(pid) != 1]
-        else:
-            children = []
-        controller.wait(20)
-    assert gone([pid for pid in pids if pid not in children]), name
-    for pid in _named(str(tmp_path)):
-        os.kill(pid, signal.SIGKILL)
-
-
-def _descendants(pid: int) -> list[int]:
-    found: list[int] = []
-    waiting = [pid]
-    while waiting:
-        current = waiting.pop()
-        try:
-            listed = Path(f"/proc/{current}/task/{current}/children").read_text().split()
-        except OSError:
-            continue
-        found.extend(map(int, listed))
-        waiting.extend(map(int, listed))
-    return found
-
-
-def _parent(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 1
-
-
-def _named(text: str) -> list[int]:
-    """Processes whose command line holds `text`: the forked child of the controller."""
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdecimal():
-            try:
-                command = Path(f"/proc/{entry}/cmdline").read_bytes().decode("utf-8", "replace")
-            except OSError:
-                continue
-            if text in command and int(entry) != os.getpid():
-                found.append(int(entry))
-    return found
 
 
 def test_a_port_that_is_taken_disturbs_nobody(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,27 +2,54 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from fate_programs import (
+    closes_descriptors,
+    dies_slowly,
+    exits,
+    exits_quietly,
+    generates,
+    gloo_times_out,
+    hangs_in_collective,
+    hangs_in_python,
+    hangs_with_the_gil,
+    interrupted,
+    killed,
+    killed_while_others_return,
+    leaves_a_collective_open,
+    marks_itself_failed,
+    mine,
+    raise_differently,
+    raise_on_all,
+    raise_on_one,
+    raises_without_text,
+    recurses,
+    returns_a_lock,
+    returns_early,
+    returns_what_cannot_be_read,
+    returns_what_raises,
+    segfaults,
+    skips_one_call,
+    stops_itself,
+    system_exit,
+    writes_into_the_channel,
+)
+from small_programs import gone
 
-from fsdp_testing.pool import Failed, Fate, Pool, WorldOutcome
+from fsdp_testing.pool import Fate, Pool, WorldOutcome
 from fsdp_testing.pool.supervision import GRACE_SECONDS
-from fsdp_testing.pool.world import current_world
 
 R, A, D, H, S = Fate.RETURNED, Fate.RAISED, Fate.DIED, Fate.HUNG, Fate.STOPPED
 
@@ -50,210 +77,6 @@ def healthy(pool: Pool) -> Iterator[None]:
     assert outcome.values == [[2.0] * 4, [2.0] * 4]
 
 
-def mine() -> bool:
-    return current_world().rank == 1
-
-
-# ---- what ranks do
-
-
-def raise_on_one() -> None:
-    if mine():
-        raise ValueError("planted\nsecond line")
-    dist.all_reduce(torch.ones(4))
-
-
-def raise_on_all() -> None:
-    raise KeyError("same")
-
-
-def raise_differently() -> None:
-    if mine():
-        threading.Event().wait(0.05)
-        raise ValueError("right")
-    raise KeyError("left")
-
-
-def killed() -> None:
-    if mine():
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.all_reduce(torch.ones(4))
-
-
-def killed_while_others_return() -> None:
-    if mine():
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def exits() -> None:
-    if mine():
-        os._exit(7)
-
-
-def exits_quietly() -> None:
-    if mine():
-        os._exit(0)
-
-
-def system_exit() -> None:
-    if mine():
-        sys.exit(0)
-
-
-def interrupted() -> None:
-    if mine():
-        raise KeyboardInterrupt
-
-
-def segfaults() -> None:
-    if mine():
-        ctypes.string_at(0)
-    dist.barrier()
-
-
-def hangs_in_collective() -> None:
-    if mine():
-        while True:
-            threading.Event().wait(0.05)
-    dist.all_reduce(torch.ones(4))
-
-
-def hangs_in_python() -> None:
-    while True:
-        pass
-
-
-def hangs_with_the_gil() -> None:
-    if mine():
-        ctypes.PyDLL(None).sleep(600)
-    dist.barrier()
-
-
-def stops_itself() -> None:
-    if mine():
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def returns_early() -> None:
-    dist.all_reduce(torch.ones(4))
-    if not mine():
-        dist.all_reduce(torch.ones(4))
-
-
-def skips_one_call() -> None:
-    for step in range(3):
-        if not (mine() and step == 1):
-            dist.all_reduce(torch.ones(step + 1))
-
-
-def leaves_a_collective_open() -> None:
-    dist.all_reduce(torch.ones(4))
-    if mine():
-        dist.all_reduce(torch.ones(4), async_op=True)
-
-
-def marks_itself_failed() -> Any:
-    if mine():
-        return Failed({"why": "planted"})
-    dist.all_reduce(torch.ones(4))
-    return None
-
-
-class BadText(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
-
-
-def raises_without_text() -> None:
-    raise BadText
-
-
-def recurses() -> None:
-    def deeper(n: int) -> int:
-        return deeper(n + 1) + 1
-
-    deeper(0)
-
-
-def generates() -> Iterator[int]:
-    yield 1
-
-
-def returns_a_lock() -> Any:
-    return threading.Lock()
-
-
-class ReducesBadly:
-    def __reduce__(self) -> Any:
-        raise BadText
-
-
-def returns_what_raises() -> Any:
-    return ReducesBadly()
-
-
-class LoadsBadly:
-    def __reduce__(self) -> Any:
-        return _explode, ()
-
-
-def _explode() -> None:
-    if "fsdp_testing.pool.worker" not in sys.modules or current_or_none() is None:
-        raise OSError("only in the controller")
-
-
-def current_or_none() -> Any:
-    try:
-        return current_world()
-    except Exception:
-        return None
-
-
-def returns_what_cannot_be_read() -> Any:
-    return LoadsBadly()
-
-
-def gloo_times_out() -> None:
-    from datetime import timedelta
-
-    group = dist.new_group(timeout=timedelta(seconds=1))
-    if mine():
-        while True:
-            threading.Event().wait(0.05)
-    dist.all_reduce(torch.ones(4), group=group)
-
-
-def closes_descriptors() -> None:
-    if mine():
-        os.closerange(3, 256)
-
-
-def dies_slowly() -> None:
-    """The channel is gone at once, the process after the grace that a peer's error starts: a core dump takes as long."""
-    if not mine():
-        raise ValueError("planted")
-    for entry in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry))) as found:
-            if found.family == socket.AF_UNIX:
-                os.close(int(entry))
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, 3 * GRACE_SECONDS)
-    threading.Event().wait(600)
-
-
-def writes_into_the_channel() -> None:
-    if mine():
-        for entry in os.listdir("/proc/self/fd"):
-            name = os.readlink(f"/proc/self/fd/{entry}") if os.path.exists(f"/proc/self/fd/{entry}") else ""
-            if name.startswith("socket:") and int(entry) > 2:
-                try:
-                    os.write(int(entry), (3).to_bytes(8, "little") + b"abc")
-                except OSError:
-                    continue
-        threading.Event().wait(600)
-
-
-# function: fates of rank 0 and 1, what the leading sentence says, seconds allowed (None: the deadline of 2 s plus one)
 FATES: dict[Callable[..., Any], tuple[tuple[Fate, Fate], str]] = {
     raise_on_one: ((S, A), r"^rank 1 raised ValueError: planted; rank 0 waited in all_reduce\(sum\) #1 float32\[4\]$"),
     raise_on_all: ((A, A), r"^every rank raised KeyError: 'same'$"),
@@ -265,7 +88,7 @@ FATES: dict[Callable[..., Any], tuple[tuple[Fate, Fate], str]] = {
     system_exit: ((R, A), r"^rank 1 raised SystemExit: 0$"),
     interrupted: ((R, A), r"^rank 1 raised KeyboardInterrupt$"),
     segfaults: ((A, D), r"^rank 1 died by SIGSEGV$"),
-    returns_early: ((S, R), r"^rank 0 waits in all_reduce\(sum\) #2 float32\[4\] at .*test_supervision.py:\d+ in "
+    returns_early: ((S, R), r"^rank 0 waits in all_reduce\(sum\) #2 float32\[4\] at .*fate_programs.py:\d+ in "
                             r"returns_early; rank 1 returned after #1$"),
     skips_one_call: ((S, A), r"^ranks disagree: collective #2 of the default group differs: rank [01] issued "
                              r"all_reduce\(sum\) float32\[[23]\] at .* in skips_one_call; rank [01] issues "
@@ -320,7 +143,7 @@ def test_a_hang_ends_at_the_deadline_with_stacks(pool: Pool, function: Callable[
     outcome = run(pool, function, timeout=2.0)
     assert tuple(rank.fate for rank in outcome.ranks) == fates, outcome.describe()
     assert re.search(cause, outcome.cause), outcome.describe()
-    assert 2.0 <= outcome.seconds < 3.0
+    assert outcome.seconds >= 2.0  # how much later: benchmarks/pool.py
     for rank in outcome.ranks:
         if rank.fate is H and function is not stops_itself:
             assert function.__name__ in rank.stack, rank.stack
@@ -415,24 +238,6 @@ def leaves_children_and_dies() -> None:
     print(*leaves_children())
     sys.stdout.flush()
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def gone(pids: list[int], seconds: float = 5.0) -> bool:
-    limit = time.monotonic() + seconds
-    waiting = threading.Event()
-    while any(_runs(pid) for pid in pids):
-        if time.monotonic() > limit:
-            return False
-        waiting.wait(0.01)
-    return True
-
-
-def _runs(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
 
 
 def test_what_a_rank_leaves_running_is_named_and_ended(pool: Pool) -> None:
