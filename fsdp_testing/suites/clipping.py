@@ -70,6 +70,13 @@ def _no_gradient_on_some_rank(place: Place) -> Iterable[Case]:
             yield place.case(model, *program, dtype="float32", freeze=patterns)
 
 
+def _earlier_norms(place: Place) -> Iterable[Case]:
+    frozen = ("layers.0.*", "layers.1.*", "layers.2.weight")
+    for norm_type in (2.0, math.inf):
+        program = (micro(0), Clip(1e6, math.inf), ZeroGrad(), micro(1), Clip(0.1, norm_type), Observe(), Step())
+        yield place.case("mlp", *program, dtype="float32", freeze=frozen)
+
+
 CHECKS = (
     *(
         Check(
@@ -129,5 +136,12 @@ CHECKS = (
         "pytorch PR 88955; B060",
         _no_gradient_on_some_rank,
         _NEEDS | {"frozen_parameters", "frozen_mixed_unit", "uneven_parameters"},
+    ),
+    Check(
+        "clipping.earlier_norms",
+        "A norm counts nothing of the norms before it, on ranks without gradients neither.",
+        "found by fuzzing FSDP1, which adds the first infinity norm to every later norm",
+        _earlier_norms,
+        _NEEDS | {"frozen_parameters", "frozen_mixed_unit"},
     ),
 )

@@ -173,6 +173,18 @@ class EmptyRankLeavesEarly(Toy):
         return norm if held else norm * 0
 
 
+@fault("clipping.earlier_norms")
+class NormStays(Toy):
+    """An infinity norm is reduced into the zero with which the next norm begins (FSDP1 of torch 2.13)."""
+
+    def total_norm(self, norm_type: float) -> torch.Tensor:
+        norm = super().total_norm(norm_type)
+        stale = getattr(self, "zero", None)
+        if norm_type == float("inf"):
+            self.__dict__["zero"] = norm.clone()
+        return norm if stale is None else norm + stale
+
+
 @fault("mixed_precision.thawed")
 class ThawedReducedLow(Toy):
     """What was frozen at construction is reduced in param_dtype for ever (pytorch issue 186998)."""
