@@ -160,6 +160,7 @@ def _simpler_state_operation(operation: Operation) -> Iterator[Operation]:
         yield replace(operation, micro_batches=tuple(Batch(batch.seed, (2,)) for batch in operation.micro_batches))
     if isinstance(operation, Reload):
         yield Reload()
+        yield replace(operation, through=None)
         yield replace(operation, units=None)
         yield replace(operation, optimizer=False)
         yield replace(operation, form="full")

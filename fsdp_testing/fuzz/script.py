@@ -77,7 +77,7 @@ def _can_reload(case: Case) -> bool:
     """Whether every reload is one that the script's own, plain one can do."""
     reloads = [operation for operation in case.program if isinstance(operation, Reload)]
     others = any(isinstance(operation, (Freeze, Thaw, BuildOptimizer)) for operation in case.program)
-    return not reloads or (not others and all(reload.units is None for reload in reloads))
+    return not reloads or (not others and all(o.units is None and o.through is None for o in reloads))
 
 
 def _sentence(found: Discovery) -> str:

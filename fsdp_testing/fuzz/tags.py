@@ -37,7 +37,8 @@ def token(operation: Operation) -> str:
         return kind if operation.writeback else f"{kind}[read_only]"
     if isinstance(operation, Reload):
         plan = "" if operation.units is None else ",plan"
-        return f"{kind}[{'optimizer,' if operation.optimizer else ''}{operation.form}{plan}]"
+        through = "" if operation.through is None else ",one_process"
+        return f"{kind}[{'optimizer,' if operation.optimizer else ''}{operation.form}{plan}{through}]"
     if isinstance(operation, Interrupt):
         where = "" if operation.where == "step" else f",{operation.where}"
         return f"{kind}[{'backward' if operation.backward else 'forward'}{where}]"

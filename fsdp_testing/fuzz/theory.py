@@ -11,7 +11,7 @@ from fsdp_testing.records import Case, Move, Reload
 from fsdp_testing.zoo.tree_legality import ParameterSpec, every, parameters, walk
 
 _BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-_ALIGNMENT = 16
+_ALIGNMENT_BYTES = 16
 
 
 def theory_of(case: Case) -> Theory | None:
@@ -23,12 +23,15 @@ def theory_of(case: Case) -> Theory | None:
     cast = [o.dtype for o in case.program if isinstance(o, Move) and o.dtype]
     wide = max((case.model.dtype, *cast), key=lambda name: _BYTES[name])
     units = _units(case, len(specs))
-    padded = sum(_padded(spec, shards, wide) for spec in specs.values())
+    # Aligned in the dtype of the computation, and gathered in that of storage where numbers are edited or saved.
+    computed = (case.mixed_precision.param_dtype if case.mixed_precision else None) or case.model.dtype
+    aligned = _ALIGNMENT_BYTES // min(_BYTES[computed], _BYTES[case.model.dtype])
+    padded = sum(_padded(spec, shards, wide, aligned) for spec in specs.values())
     dtypes = {spec.dtype or case.model.dtype for spec in specs.values()}
     # With a mesh of two axes gradients are reduced over one and then over the other.
     return Theory(
         uses=most_uses(case) * (2 if _hides(case.model.tree) else 1),
-        padded_bytes=padded + units * shards * _ALIGNMENT,
+        padded_bytes=padded + units * shards * aligned * _BYTES[wide],
         reductions=units * len(dtypes) * len(case.world.mesh_shape),
     )
 
@@ -47,11 +50,11 @@ def _units(case: Case, most: int) -> int:
     return 1 + max([len(case.wrapping.units), *later])
 
 
-def _padded(spec: ParameterSpec, shards: int, dtype: str) -> int:
-    """Bytes of one parameter, padded on its first dimension or aligned, whichever is more."""
+def _padded(spec: ParameterSpec, shards: int, dtype: str, aligned: int) -> int:
+    """Bytes of one parameter, padded on its first dimension or with up to `aligned` elements, whichever is more."""
     rows, *rest = spec.shape or (1,)
     row = 1
     for extent in rest:
         row *= extent
     size = max(_BYTES[spec.dtype or dtype], _BYTES[dtype])
-    return max(-(-rows // shards) * shards * row * size, rows * row * size + _ALIGNMENT)
+    return max(-(-rows // shards) * shards * row, rows * row + aligned) * size

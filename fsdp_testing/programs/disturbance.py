@@ -9,26 +9,17 @@ apart anywhere is how far two correct implementations may be apart there, up to 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp_testing.programs.models import dtype_name, map_tensors
+from fsdp_testing.programs import unit_borders
+from fsdp_testing.programs.models import dtype_name
 from fsdp_testing.programs.randomness import derive
 from fsdp_testing.records import UNIT_ROUNDOFF, WrappingPlan
 
 STEP_ROUNDINGS = 16
 """Roundings of one optimizer step on one element: AdamW with weight decay does about fourteen."""
-
-
-def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view_as(tensor) if tensor.requires_grad else tensor
-
-
-def _apart_inputs(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """The same inputs, each behind a node of its own."""
-    return map_tensors(_apart, (args, dict(kwargs)))
 
 
 class Disturbance:
@@ -39,14 +30,14 @@ class Disturbance:
         roundings: How many; zero roundings move nothing.
         displaced: Parameters lie at odd offsets, as they do inside a flat parameter: a matrix product may be blocked by
             the alignment of its operands, and its last bits with it. And gradients are added up in two steps where a
-            unit begins or ends: hooks of an implementation are nodes of the graph there, and a tensor that is used
-            three times, inside a unit and around it, gets its gradient as a + (b + c) instead of (a + b) + c.
+            unit begins or ends (see `unit_borders`).
     """
 
     def __init__(self, seed: int, roundings: float, *, displaced: bool = False) -> None:
         self.roundings = roundings
         self.displaced = displaced
         self._placed = 0
+        self._borders: dict[int, list[unit_borders.Removable]] = {}
         self._generator = torch.Generator().manual_seed(derive(seed, "disturbance"))
 
     def place(self, held: torch.Tensor) -> torch.Tensor:
@@ -62,14 +53,13 @@ class Disturbance:
         """Returns the replica; if parameters are displaced, its units are parts of the graph of their own.
 
         Args:
-            replica: Unwrapped.
+            replica: Unwrapped; what a plan before this one made of it is undone.
             plan: Tells the units; with a policy every module may be one.
         """
+        for border in self._borders.pop(id(replica), ()):
+            border.remove()
         if self.displaced:
-            modules = dict(replica.named_modules(remove_duplicate=False))
-            names = plan.units if plan.policy is None else [name for name in modules if name]
-            for module in {id(modules[name]): modules[name] for name in names}.values():
-                module.register_forward_pre_hook(_apart_inputs, with_kwargs=True)
+            self._borders[id(replica)] = unit_borders.draw(replica, plan)
         return replica
 
     def gradient(self, mean: torch.Tensor, magnitude: torch.Tensor, largest: float) -> torch.Tensor:

@@ -184,7 +184,8 @@ def _raised_by_harness(raised: Exception) -> bool:
     if not frames:
         return False
     innermost = Path(frames[-1].filename)
-    foreign = {_HOME / "zoo", _HOME / "museum", _HOME / "programs" / "user_code.py"}
+    programs = _HOME / "programs"
+    foreign = {_HOME / "zoo", _HOME / "museum", programs / "user_code.py", programs / "one_process.py"}
     return _HOME in innermost.parents and not foreign & {innermost, *innermost.parents}
 
 

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from fsdp_testing.checkers.quantities import Quantity
-from fsdp_testing.programs import execute, models, user_code
+from fsdp_testing.programs import execute, models, one_process, user_code
 from fsdp_testing.programs import replay as replays
 from fsdp_testing.programs.execute import RankProgram, Values
 from fsdp_testing.programs.replay import Replay, Results
-from fsdp_testing.records import Case, Forward, ForwardBackward
+from fsdp_testing.records import Batch, Case, Forward, ForwardBackward
 from fsdp_testing.records.operations_state import (
     AssignData,
     Interrupt,
@@ -81,10 +81,15 @@ def _reload(program: RankProgram, operation: Reload) -> Values:
     with_optimizer = operation.optimizer and optimizer is not None
     saved = adapter.full_optimizer_state(model, optimizer) if with_optimizer and optimizer is not None else None
     flags = {name: parameter.requires_grad for name, parameter in adapter.named_parameters(model)}
+    if operation.through is not None:
+        carried = one_process.Saved(state, saved)
+        carried = one_process.train_on(program.case, operation.through, carried, flags, steps=optimizer is not None)
+        state, saved = carried.model, carried.optimizer
     adapter.finish(model)
-    case = replace(program.case, seed=program.case.seed + 1)
     if operation.units is not None:
-        case = replace(case, wrapping=replace(case.wrapping, units=operation.units))
+        # It stays the plan: a later reload that names none keeps this one.
+        program.case = replace(program.case, wrapping=replace(program.case.wrapping, units=operation.units))
+    case = replace(program.case, seed=program.case.seed + 1)
     module = models.build_model(case)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(flags.get(name, parameter.requires_grad))
@@ -172,12 +177,39 @@ def _replay_several_forwards(replay: Replay, operation: SeveralForwards) -> Resu
 def _replay_reload(replay: Replay, operation: Reload) -> Results:
     for parameter in replay.parameters.values():
         parameter.grad = None
-    if replay.optimizer is not None and not operation.optimizer:
+    held = {fqn: parameter.detach().clone() for fqn, parameter in replay.parameters.items()}
+    optimizer, renewed = replay.optimizer is not None, not operation.optimizer
+    if optimizer and renewed:
         replay.build_optimizer()
+    if operation.through is not None:
+        _replay_one_process(replay, operation.through)
+        if optimizer and renewed:
+            replay.build_optimizer()
+    if operation.units is not None:
+        for replica in replay.replicas:
+            replay.disturbance.divided(replica, replace(replay.case.wrapping, units=operation.units))
     if operation.form != "full":
         return {}
-    held = {fqn: parameter.detach().clone() for fqn, parameter in replay.parameters.items()}
     return {Quantity("result", f"state.{fqn}", "", rank): t for rank in range(replay.size) for fqn, t in held.items()}
+
+
+def _replay_one_process(replay: Replay, batch: Batch) -> None:
+    """A step on the inputs of one rank alone: nothing is averaged."""
+    replay.refresh()
+    _, gradients = replay.local_gradients(0, batch)
+    largest = max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
+    if replay.optimizer is not None:
+        for fqn, gradient in gradients.items():
+            moved = replay.disturbance.gradient(gradient, gradient.abs(), largest)
+            replay.parameters[fqn].grad = moved.to(replay.parameters[fqn].dtype).clone()
+        replay.optimizer.step()
+        replay.disturbance.step(replay.parameters)
+    for parameter in replay.parameters.values():
+        parameter.grad = None
+    with torch.no_grad():
+        for replica in replay.replicas[1:]:
+            for buffer, first in zip(replica.buffers(), replay.replicas[0].buffers()):
+                buffer.copy_(first)
 
 
 def _replay_interrupt(replay: Replay, operation: Interrupt) -> None:

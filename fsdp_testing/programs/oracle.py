@@ -118,8 +118,9 @@ def _lockstep_point(point: ReplayPoint, displaced: ReplayPoint) -> ExpectedPoint
         bound, why = point.slack.get(quantity, (0.0, "bitwise: the same operations in the same order"))
         apart = _apart(value, displaced.values.get(quantity))
         if apart:
-            # On this machine the last bits of a product depend on where its operands lie.
-            bound, why = bound + DIRECTIONS * apart, f"{why}; {DIRECTIONS} x {apart:.2e} for the place in memory"
+            # On this machine the last bits of a product depend on where its operands lie, or those of a sum on the units.
+            why = f"{why}; {DIRECTIONS} x {apart:.2e} for the place in memory and the units' borders"
+            bound = bound + DIRECTIONS * apart
         quantities[quantity] = Expected(value, bound, why)
     return _point(point, quantities)
 

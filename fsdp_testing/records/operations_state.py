@@ -48,6 +48,8 @@ class Reload(Operation):
         form: `full`, `sharded` or `local` model state.
         optimizer: Optimizer state is saved and loaded too, if there is an optimizer.
         units: Inner units of the new model; None keeps the plan. Another plan needs the full form.
+        through: Between saving and loading one process without sharding loads what was saved, trains a step on these
+            inputs (those of rank 0), and saves: the state comes from a world of another size. Needs the full form.
     """
 
     kind: ClassVar[str] = "reload"
@@ -55,12 +57,20 @@ class Reload(Operation):
     form: str = "full"
     optimizer: bool = True
     units: tuple[str, ...] | None = None
+    through: Batch | None = None
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:
             raise InvalidRecord(f"Reload.form: expected one of {FORMS}, got {self.form!r}. Choose one of them.")
         if self.units is not None and self.form != "full":
             raise InvalidRecord("Reload.units: expected None with the sharded form, got a plan. Save the full state.")
+        if self.through is not None and self.form != "full":
+            raise InvalidRecord(
+                f"Reload.through: expected None with the {self.form} form, got inputs. Save the full state."
+            )
+
+    def batches(self) -> tuple[Batch, ...]:
+        return () if self.through is None else (self.through,)
 
     def required(self) -> frozenset[str]:
         tags = {f"{self.form}_state_dict"} | ({"optim_state"} if self.optimizer else set())

@@ -210,6 +210,9 @@ def _legal_state_operations(case: Case) -> tuple[Operation, ...]:
             operation = Move()
         if isinstance(operation, Reload) and (_has_buffers_of_ranks(case) or case.mixed_precision is not None):
             continue
+        if isinstance(operation, Reload) and operation.through is not None and _counts(case):
+            # Every rank plays the one process, which computes with what its own ranks counted.
+            operation = replace(operation, through=None)
         if isinstance(operation, Reload) and operation.units is not None and index not in void:
             units = {"", *operation.units}
         if isinstance(operation, UnshardFirst):
@@ -229,6 +232,13 @@ def _may_be_cast(case: Case, dtype: str) -> bool:
     # Whatever is built with the parameters that were there before would go on with those.
     built = next((place for place, o in enumerate(case.program) if isinstance(o, BuildOptimizer)), None)
     return built is not None and not any(isinstance(o, Step) for o in case.program[:built])
+
+
+def _counts(case: Case) -> bool:
+    """Whether a buffer may hold how often a rank ran a part."""
+    if case.model.tree is None:
+        return False  # models with buffers are not saved at all
+    return any(p.node["kind"] == "buffer" and get(p.node, "style") == "counter" for p in every(walk(case.model.tree)))
 
 
 def _has_buffers_of_ranks(case: Case) -> bool:

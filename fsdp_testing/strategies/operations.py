@@ -108,14 +108,18 @@ class OperationDrawer:
     def batch(self) -> Batch:
         """Draws a micro-batch."""
         choices, swarm = self._choices, self._swarm
-        self._drawn += 1
+        seed = self._next()
         rows: tuple[int, ...] = (1,) if "batch.one_row" in swarm and choices.chance(3) else (choices.integer(2, 4),)
         if "batch.uneven" in swarm and choices.chance(2):
             rows = tuple(choices.integer(1, 4) for _ in range(self._size))
         if "batch.empty" in swarm and choices.chance(3):
             rows = (0,) if choices.chance(4) else tuple(choices.integer(0, 2) for _ in range(self._size))
         scale = choices.pick(_SCALES) if "batch.scale" in swarm and choices.chance(3) else 1.0
-        return Batch(self._drawn, rows, self._usage(), scale)
+        return Batch(seed, rows, self._usage(), scale)
+
+    def _next(self) -> int:
+        self._drawn += 1
+        return self._drawn
 
     def _usage(self) -> tuple[tuple[bool, ...], ...]:
         if not self._branches or "batch.usage" not in self._swarm:
@@ -140,7 +144,11 @@ class OperationDrawer:
         if "op.reload_sharded" in swarm and ("op.reload" not in swarm or choices.chance(2)):
             return Reload("sharded", optimizer)
         another = "op.reload_plan" in swarm and choices.chance(2)
-        return Reload("full", optimizer, tuple(u for u in self._units if choices.chance(2)) if another else None)
+        units = tuple(u for u in self._units if choices.chance(2)) if another else None
+        through = (
+            Batch(self._next(), (choices.integer(1, 4),)) if "op.reload_world" in swarm and choices.chance(2) else None
+        )
+        return Reload("full", optimizer, units, through)
 
     def _interrupt(self) -> Interrupt:
         choices = self._choices

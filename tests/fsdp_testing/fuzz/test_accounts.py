@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,17 @@ from fsdp_testing.fuzz.lane import Lane
 from fsdp_testing.fuzz.theory import theory_of
 from fsdp_testing.implementations import registry
 from fsdp_testing.pool import default_pool
-from fsdp_testing.records import Batch, Case, Forward, ForwardBackward, Move, Step, WorldSpec, WrappingPlan
+from fsdp_testing.records import (
+    Batch,
+    Case,
+    Forward,
+    ForwardBackward,
+    MixedPrecisionSpec,
+    Move,
+    Step,
+    WorldSpec,
+    WrappingPlan,
+)
 from fsdp_testing.strategies import Scope
 
 TWO = ({"kind": "linear", "name": "a", "out": 3}, {"kind": "linear", "name": "b", "out": 3})
@@ -107,8 +118,14 @@ class TestTheory:
     def test_a_cast_to_a_wider_dtype_counts(self):
         narrow = case(micro(1), dtype="float32")
         wide = case(Move("float64"), micro(1), dtype="float32")
-        assert theory_of(wide) == theory_of(case(micro(1)))
-        assert theory_of(narrow).padded_bytes < theory_of(wide).padded_bytes
+        # What float32 aligned by four elements stays so, at eight bytes each.
+        assert theory_of(wide).padded_bytes == 2 * theory_of(narrow).padded_bytes
+
+    def test_parameters_are_aligned_in_the_dtype_that_computes(self):
+        plain = case(micro(1), dtype="float32")
+        low = replace(plain, mixed_precision=MixedPrecisionSpec("float16"))
+        assert theory_of(low).padded_bytes > theory_of(plain).padded_bytes
+        assert theory_of(replace(plain, mixed_precision=MixedPrecisionSpec())) == theory_of(plain)
 
     def test_what_is_called_twice_is_used_twice_and_a_mesh_reduces_twice(self):
         twice = ({"kind": "group", "name": "g", "calls": 2, "nodes": [{"kind": "linear", "name": "a", "out": 3}]},)

@@ -123,6 +123,24 @@ def test_units_gathered_by_hand_are_those_of_the_plan_in_force():
     assert isinstance(last, UnshardFirst) and last.units == ("", "a")
 
 
+def test_a_reload_that_names_no_plan_keeps_the_one_in_force():
+    nodes = (group("a", LAYER), group("c", LAYER))
+    program = (Reload("full", False, ("c",)), Reload("full", False), UnshardFirst(Batch(1), ("", "c"), False))
+    found = replace(case(*program, nodes=nodes), wrapping=WrappingPlan(("a",)), strategy="full_shard")
+    assert legal_case(found) == found
+    (result,) = Lane(default_pool(), "torch-fsdp2").run([found], Watch(operations=True))
+    assert result.note.status == "passed", result.note.reason
+
+
+def test_what_ranks_counted_for_themselves_passes_through_no_single_process():
+    program = (micro(1), Reload("full", False, through=Batch(2)), micro(3))
+    counter = {"kind": "buffer", "name": "n", "style": "counter"}
+    assert legal_case(case(*program, nodes=(LAYER,))).program == program
+    reload = legal_case(case(*program, nodes=(LAYER, counter))).program[1]
+    assert isinstance(reload, Reload)
+    assert reload.through is None
+
+
 def test_what_is_thawed_or_edited_for_a_while_is_not_ignored():
     frozen = {"kind": "scale", "name": "s", "frozen": "all"}
     found = replace(case(Thaw(("s.*",)), micro(1), Clip(0.5, 2.0), nodes=(frozen, LAYER)), strategy="full_shard")
