@@ -12,6 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
+COMMON = {"use_orig_params": True, "device_id": torch.device("cpu")}
+
 
 class Model(nn.Module):
     """`side` takes part in the forward, but not in the loss."""
@@ -28,32 +30,33 @@ class Model(nn.Module):
 
 def trained(strategy: ShardingStrategy, prefetch: BackwardPrefetch | None) -> FSDP:
     torch.manual_seed(0)
-    options = {
-        "sharding_strategy": strategy,
-        "backward_prefetch": prefetch,
-        "use_orig_params": True,
-        "device_id": torch.device("cpu"),
-    }
+    options = {"sharding_strategy": strategy, "backward_prefetch": prefetch, **COMMON}
     model = Model()
     model.side = FSDP(model.side, **options)
-    wrapped = FSDP(model, **options)
-    wrapped(torch.ones(2, 2)).sum().backward()
-    return wrapped
+    model = FSDP(model, **options)
+    model(torch.ones(2, 2)).sum().backward()
+    return model
 
 
 def shown(strategy: ShardingStrategy, prefetch: BackwardPrefetch | None) -> tuple[int, int, bool]:
     """Number of parameters, entries of the state dict, and whether an edit of the full parameters is kept."""
     model = trained(strategy, prefetch)
-    counts = len(list(model.parameters())), len(model.state_dict())
-    unit = model.module.side
-    with FSDP.summon_full_params(unit):
-        before = unit.module.weight.detach().clone()
+    counts, unit = (len(list(model.parameters())), len(model.state_dict())), model.module.side
     with FSDP.summon_full_params(unit), torch.no_grad():
+        before = unit.module.weight.detach().clone()
         for parameter in unit.parameters():
             parameter.mul_(-1)
     with FSDP.summon_full_params(unit):
         kept = torch.equal(unit.module.weight, -before)
     return *counts, kept
+
+
+def left_of_frozen(strategy: ShardingStrategy) -> int:
+    """Number of parameters after a backward, of 4; the root's own layer is in the loss, and frozen."""
+    options, frozen = {"sharding_strategy": strategy, **COMMON}, nn.Linear(2, 2).requires_grad_(False)
+    model = FSDP(nn.Sequential(FSDP(nn.Linear(2, 2), **options), frozen), **options)
+    model(torch.ones(2, 2)).sum().backward()
+    return len(list(model.parameters()))
 
 
 def main(rank: int, path: str) -> None:
@@ -67,6 +70,8 @@ def main(rank: int, path: str) -> None:
             broken = strategy is ShardingStrategy.NO_SHARD and prefetch is not None
             expected = (2, 2, False) if broken else (4, 4, True)
             assert (parameters, entries, kept) == expected, f"expected {expected} of torch 2.13"
+    left = [left_of_frozen(strategy) for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD)]
+    assert left == [4, 2], "fixed in this torch"
     dist.destroy_process_group()
 
 
