@@ -32,32 +32,22 @@ from fsdp_ref.storage.precision import map_tensors
 
 
 def hook_outputs(unit: Unit, output: Any, inputs: TakenInputs) -> Any:
-    """Register the pre-backward hook on every output tensor that requires grad.
+    """Register the pre-backward hook on every output tensor that the unit made and that requires grad.
 
     The gradient of an input that the unit gives back as it came is there only after all of the unit's backward that
-    uses it: it begins nothing.
+    uses it: it begins nothing. Nor does a leaf's, which may be the same tensor in every step.
     """
     if not torch.is_grad_enabled():
         return output
     waiting = OutputHook(unit.graph.tie(), unit.graph.record, pre_backward)
-    passing = OutputHook(unit.graph.tie(), unit.graph.record, _passed_through)
 
     def hook(tensor: Tensor) -> Tensor:
-        if tensor.requires_grad and inputs.gives_back(tensor):
-            tensor.register_hook(passing)
-        elif tensor.requires_grad:
+        if tensor.requires_grad and not tensor.is_leaf and not inputs.gives_back(tensor):
             tensor.register_hook(waiting)
             unit.expect_backward()
         return tensor
 
     return map_tensors(output, hook)
-
-
-def _passed_through(unit: Unit) -> None:
-    """Backward comes by the unit, without need of its parameters."""
-    root = unit.root
-    assert root is not None  # the unit ran forward
-    flush_partial(root, unit, root.enter_backward())
 
 
 def pre_backward(unit: Unit) -> None:

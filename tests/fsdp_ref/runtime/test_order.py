@@ -243,3 +243,36 @@ def test_an_input_changed_in_place_begins_the_backward(world, strategy):
     with FullyShardedDataParallel.summon_full_params(sharded, with_grads=True):
         for (name, param), (_, expected) in zip(sharded.named_parameters(), plain.named_parameters()):
             torch.testing.assert_close(param.grad, expected.grad, rtol=1e-13, atol=1e-14, msg=name)
+
+
+class HandsOnLeaves(nn.Module):
+    """Returns the very prompt that it took, one that it keeps, and what it made of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+        self.kept = [torch.ones(4, dtype=torch.float64, requires_grad=True)]
+
+    def forward(self, prompt):
+        return prompt, self.kept[0], self.lin(prompt + self.kept[0])
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.world(2)
+def test_leaves_handed_on_collect_no_hooks(world, strategy):
+    torch.manual_seed(0)
+    prompt = torch.randn(2, 4, dtype=torch.float64)
+    plain = HandsOnLeaves().double()
+    sharded = FullyShardedDataParallel(
+        copy.deepcopy(plain), sharding_strategy=ShardingStrategy[strategy], use_orig_params=True
+    )
+    gradients = []
+    for model in (plain, sharded):
+        leaves = prompt.clone().requires_grad_(), model.kept[0] if model is plain else model.module.kept[0]
+        for _ in range(3):
+            sum(part.sum() for part in model(leaves[0])).backward()
+        gradients.append([leaf.grad for leaf in leaves])
+        assert all(not leaf._backward_hooks for leaf in leaves)
+    torch.testing.assert_close(gradients[1], gradients[0])
+    with FullyShardedDataParallel.summon_full_params(sharded, with_grads=True):
+        torch.testing.assert_close(sharded.module.lin.weight.grad, plain.lin.weight.grad)
