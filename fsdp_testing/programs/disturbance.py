@@ -31,12 +31,17 @@ class Disturbance:
         displaced: Parameters lie at odd offsets, as they do inside a flat parameter: a matrix product may be blocked by
             the alignment of its operands, and its last bits with it. And gradients are added up in two steps where a
             unit begins or ends (see `unit_borders`).
+
+    Attributes:
+        contributions: Of the latest backward: by the identity of a parameter of a unit, the sum of the absolute gradients
+            that the calls of the unit contributed. Empty unless parameters are displaced.
     """
 
     def __init__(self, seed: int, roundings: float, *, displaced: bool = False) -> None:
         self.roundings = roundings
         self.displaced = displaced
         self._placed = 0
+        self.contributions: dict[int, torch.Tensor] = {}
         self._borders: dict[int, list[unit_borders.Removable]] = {}
         self._generator = torch.Generator().manual_seed(derive(seed, "disturbance"))
 
@@ -59,7 +64,7 @@ class Disturbance:
         for border in self._borders.pop(id(replica), ()):
             border.remove()
         if self.displaced:
-            self._borders[id(replica)] = unit_borders.draw(replica, plan)
+            self._borders[id(replica)] = unit_borders.draw(replica, plan, self.contributions)
         return replica
 
     def gradient(self, mean: torch.Tensor, magnitude: torch.Tensor, largest: float) -> torch.Tensor:

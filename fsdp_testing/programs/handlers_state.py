@@ -14,6 +14,7 @@ from fsdp_testing.checkers.quantities import Quantity
 from fsdp_testing.programs import execute, models, one_process, user_code
 from fsdp_testing.programs import replay as replays
 from fsdp_testing.programs.execute import RankProgram, Values
+from fsdp_testing.programs.pending import LocalGradients
 from fsdp_testing.programs.replay import Replay, Results
 from fsdp_testing.records import Batch, Case, Forward, ForwardBackward
 from fsdp_testing.records.operations_state import (
@@ -159,7 +160,7 @@ def _in_dtype(case: Case, dtype: str) -> Case:
 def _replay_several_forwards(replay: Replay, operation: SeveralForwards) -> Results:
     replay.refresh()
     values: Results = {}
-    gradients: list[list[replays.Tensors]] = []
+    gradients: list[list[LocalGradients]] = []
     for place, batch in enumerate(operation.micro_batches):
         gradients.append([])
         for rank in range(replay.size):
@@ -196,7 +197,7 @@ def _replay_reload(replay: Replay, operation: Reload) -> Results:
 def _replay_one_process(replay: Replay, batch: Batch) -> None:
     """A step on the inputs of one rank alone: nothing is averaged."""
     replay.refresh()
-    _, gradients = replay.local_gradients(0, batch)
+    gradients = replay.local_gradients(0, batch)[1].values
     largest = max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
     if replay.optimizer is not None:
         for fqn, gradient in gradients.items():

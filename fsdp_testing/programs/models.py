@@ -72,8 +72,10 @@ def build_model(case: Case) -> nn.Module:
 
 
 def most_uses(case: Case) -> int:
-    """Returns how often a forward pass of a drawn tree may use one part: by repeated calls and under several names."""
-    return _most_uses(case.model.tree["nodes"]) if case.model.tree is not None else 1
+    """Returns how often a forward pass may use one part: by repeated calls and under several names."""
+    if case.model.tree is None:
+        return 2 if zoo_model(case).needs & {"reused_modules", "shared_parameters"} else 1
+    return _most_uses(case.model.tree["nodes"])
 
 
 def _most_uses(nodes: Iterable[Mapping[str, Any]]) -> int:

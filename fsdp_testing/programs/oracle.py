@@ -14,9 +14,11 @@ from fsdp_testing.checkers.quantities import Expectation, Expected, ExpectedPoin
 from fsdp_testing.implementations.protocol import Division
 from fsdp_testing.programs.disturbance import NO_DISTURBANCE, Disturbance
 from fsdp_testing.programs.models import build_model, dtype_name
-from fsdp_testing.programs.replay import Replay, ReplayPoint
+from fsdp_testing.programs.replay import Replay
+from fsdp_testing.programs.replay_point import ReplayPoint, Slack
 from fsdp_testing.records import UNIT_ROUNDOFF, Case
 
+BITWISE: Slack = (0.0, "bitwise: the same operations in the same order")
 DIRECTIONS = 4
 """Factor on the observed deviation, for directions of rounding that the one disturbed replay did not draw."""
 
@@ -115,7 +117,7 @@ def _free_bound(value: torch.Tensor | None, disturbed: torch.Tensor | None, roun
 def _lockstep_point(point: ReplayPoint, displaced: ReplayPoint) -> ExpectedPoint:
     quantities: dict[Quantity, Expected] = {}
     for quantity, value in point.values.items():
-        bound, why = point.slack.get(quantity, (0.0, "bitwise: the same operations in the same order"))
+        bound, why = _wider(*(p.slack.get(quantity, BITWISE) for p in (point, displaced)))
         apart = _apart(value, displaced.values.get(quantity))
         if apart:
             # On this machine the last bits of a product depend on where its operands lie, or those of a sum on the units.
@@ -123,6 +125,14 @@ def _lockstep_point(point: ReplayPoint, displaced: ReplayPoint) -> ExpectedPoint
             bound = bound + DIRECTIONS * apart
         quantities[quantity] = Expected(value, bound, why)
     return _point(point, quantities)
+
+
+def _wider(one: Slack, other: Slack) -> Slack:
+    """The displaced replay knows what each call of a unit contributed, and so how large summands may have been."""
+    bounds = torch.as_tensor(one[0]), torch.as_tensor(other[0])
+    if bool((bounds[1] <= bounds[0]).all()):
+        return one
+    return torch.maximum(*torch.broadcast_tensors(*bounds)), other[1]
 
 
 def _apart(one: torch.Tensor | None, other: torch.Tensor | None) -> float:

@@ -11,7 +11,7 @@ import torch
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.implementations.protocol import Division
 from fsdp_testing.programs.models import dtype_name
-from fsdp_testing.records import UNIT_ROUNDOFF
+from fsdp_testing.records import UNDERFLOW, UNIT_ROUNDOFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,16 @@ def _roundings(size: int, division: Division | None) -> tuple[int, str]:
     divisions = divisions or (0 if exact else 1)
     # Both sides round: one may be off upwards where the other is off downwards.
     return 2 * (additions + divisions), f"twice {additions} additions in any order and {divisions} divisions"
+
+
+def roundings(count: int, dtypes: Sequence[torch.dtype], size: torch.Tensor) -> torch.Tensor:
+    """Returns what `count` roundings of numbers up to `size` may do, each in the coarsest of `dtypes`.
+
+    Each is off by a share of the number, and by half the smallest number that there is where that is more: a sum of small
+    numbers is exact, but their cast is not, nor is half of one.
+    """
+    names = [dtype_name(dtype) for dtype in dtypes]
+    return (size * max(UNIT_ROUNDOFF[n] for n in names) + max(UNDERFLOW[n] for n in names)) * count
 
 
 def require_backward(*, unreduced: bool) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +24,9 @@ from fsdp_testing.checkers.quantities import Quantity
 from fsdp_testing.implementations.protocol import Division
 from fsdp_testing.programs import models
 from fsdp_testing.programs.disturbance import NO_DISTURBANCE, Disturbance
-from fsdp_testing.programs.reduction import Reduced, reduce, require_backward
+from fsdp_testing.programs.pending import LocalGradients, PendingGradients, gradients_of, mean_size
+from fsdp_testing.programs.reduction import Reduced, reduce, require_backward, roundings
+from fsdp_testing.programs.replay_point import ReplayPoint, Slack
 from fsdp_testing.programs.replicas import replica_of
 from fsdp_testing.programs.setup import precision_of
 from fsdp_testing.records import (
@@ -45,22 +47,6 @@ from fsdp_testing.records import (
     plan,
 )
 from fsdp_testing.records.legality import builds_late
-
-Tensors = dict[str, torch.Tensor]
-Slack = tuple[torch.Tensor | float, str]
-
-
-@dataclass(slots=True)
-class ReplayPoint:
-    """What the replay holds at one point: values of quantities, and for each the slack of that one operation."""
-
-    index: int
-    values: dict[Quantity, torch.Tensor | None]
-    slack: dict[Quantity, Slack] = field(default_factory=dict)
-    requires_grad: dict[str, bool] = field(default_factory=dict)
-    dtypes: dict[str, str] = field(default_factory=dict)
-    snapshot: bool = False
-    pending: bool = False
 
 
 class Replay:
@@ -83,7 +69,7 @@ class Replay:
         self.parameters = dict(self.master.named_parameters())
         self.compute = {fqn: self._compute_parameter(p) for fqn, p in self.parameters.items()}
         self.replicas = self._make_replicas()
-        self.pending: list[Tensors] = [{} for _ in range(self.size)]
+        self.pending = [PendingGradients() for _ in range(self.size)]
         self.pending_roundings = 0
         self.unreduced = False
         self.optimizer: torch.optim.Optimizer | None = None
@@ -158,33 +144,32 @@ class Replay:
                 if self.compute[fqn].data_ptr() != parameter.data_ptr():
                     self.compute[fqn].copy_(parameter)
 
-    def local_gradients(self, rank: int, batch: Any) -> tuple[models.Forwarded, Tensors]:
+    def local_gradients(self, rank: int, batch: Any) -> tuple[models.Forwarded, LocalGradients]:
         """Runs forward and backward of one rank and returns its own gradients."""
         for parameter in self.compute.values():
             parameter.grad = None
+        self.disturbance.contributions.clear()
         forwarded = self.forward(rank, batch)
         if forwarded.loss.requires_grad:
             forwarded.loss.backward()
-        return forwarded, {fqn: p.grad for fqn, p in self.compute.items() if p.grad is not None}
+        return forwarded, gradients_of(self.compute, self.disturbance.contributions)
 
     def begin_micro_batch(self) -> None:
-        """Counts the local additions to gradients that await reduction: one for each use of a part, or one for all."""
+        """Counts the local additions to gradients that await reduction: one for each use of a part."""
         self.unreduced = any(self.pending)
         self.pending_roundings += models.most_uses(self.case) if self.unreduced else 0
 
-    def accumulate(self, rank: int, gradients: Tensors) -> None:
+    def accumulate(self, rank: int, gradients: LocalGradients) -> None:
         """Adds gradients of `rank` to those that await reduction."""
-        held = self.pending[rank]
-        for fqn, gradient in gradients.items():
-            self.unreduced = False
-            held[fqn] = held[fqn] + gradient if fqn in held else gradient.clone()
+        self.unreduced = self.unreduced and not gradients.values
+        self.pending[rank].add(gradients)
 
     def reduce_pending(self) -> None:
         """Turns the ranks' pending gradients into the stored gradient: the mean, added to what is there."""
         require_backward(unreduced=self.unreduced)
         reduced: dict[str, tuple[Reduced, torch.dtype]] = {}
         for fqn, parameter in self.parameters.items():
-            held = [gradients.get(fqn) for gradients in self.pending]
+            held = [pending.values.get(fqn) for pending in self.pending]
             if any(gradient is not None for gradient in held):
                 parts = [torch.zeros_like(self.compute[fqn]) if gradient is None else gradient for gradient in held]
                 wire = self.precision.on_the_wire or parts[0].dtype
@@ -193,28 +178,32 @@ class Replay:
         for fqn, (one, computed) in reduced.items():
             one = replace(one, mean=self.disturbance.gradient(one.mean, one.magnitude, largest))
             self._add_mean(fqn, self.parameters[fqn], one, computed)
-        self.pending = [{} for _ in range(self.size)]
+        self.pending = [PendingGradients() for _ in range(self.size)]
         self.pending_roundings = 0
 
     def _add_mean(self, fqn: str, parameter: nn.Parameter, reduced: Reduced, computed: torch.dtype) -> None:
-        unit, error, why = UNIT_ROUNDOFF[models.dtype_name(parameter.dtype)], reduced.error, reduced.derivation
-        if self.pending_roundings:
-            local = UNIT_ROUNDOFF[models.dtype_name(computed)]
-            error = error + reduced.magnitude * (2 * self.pending_roundings * local)
-            why += f"; {self.pending_roundings} local additions"
+        error, why, size = reduced.error, reduced.derivation, reduced.magnitude
+        wire, later = self.precision.on_the_wire or computed, self.pending_roundings
+        if later:
+            # Each rank's sum may be reduced as a whole, or part by part and added up where it is stored.
+            size = mean_size(self.pending, fqn, size)
+            error = error + roundings(2 * (later + self.size - 1), (computed, wire), size)
+            why += f"; {later} additions before or after those of {self.size} ranks"
         if parameter.grad is None:
             parameter.grad = reduced.mean.clone()
         else:
             if bool(parameter.grad.any()):
                 # Replicated gradients (a shard group of one is that too) may be reduced with what was accumulated
                 # before, in the dtype on the wire.
-                wire = UNIT_ROUNDOFF[models.dtype_name(self.precision.on_the_wire or computed)]
                 replicated = self.case.strategy == "no_shard" or self.case.world.mesh_shape[-1] == 1
-                worst = max(unit, wire) if replicated else unit
-                error = error + (parameter.grad.abs() + reduced.magnitude) * (3 * worst)
+                dtypes = (parameter.dtype, wire) if replicated else (parameter.dtype,)
+                error = error + roundings(3 + 2 * later, dtypes, parameter.grad.abs() + size)
                 why += "; added to an earlier gradient, in either order"
             parameter.grad = parameter.grad + reduced.mean
-        self.slack[Quantity("gradient", fqn)] = (error, why)
+        quantity = Quantity("gradient", fqn)
+        # An operation of several micro-batches reduces several times.
+        before, _ = self.slack.get(quantity, (0.0, ""))
+        self.slack[quantity] = (error + before, why)
 
     # ------------------------------------------------------------------------------------------- observation
 

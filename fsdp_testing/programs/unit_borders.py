@@ -9,6 +9,7 @@ three calls, as (a + b) + (c + d) + (e + f). A plain module adds from the left. 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,9 @@ from torch import nn
 
 from fsdp_testing.programs.models import map_tensors
 from fsdp_testing.records import WrappingPlan
+
+Contributions = dict[int, torch.Tensor]
+"""Sums of absolute gradients, in float64, by the identity of the parameter."""
 
 
 class Removable(Protocol):
@@ -25,24 +29,26 @@ class Removable(Protocol):
         """Takes the hook off again."""
 
 
-def draw(replica: nn.Module, plan: WrappingPlan) -> list[Removable]:
+def draw(replica: nn.Module, plan: WrappingPlan, contributions: Contributions | None = None) -> list[Removable]:
     """Parts the graph of `replica` at the units of `plan` and returns the hooks that do it.
 
     Args:
         replica: Unwrapped.
         plan: Tells the units; with a policy every module may be one.
+        contributions: Gets the absolute gradient that each call of a unit gives to each of its parameters added.
     """
+    noted = {} if contributions is None else contributions
     modules = dict(replica.named_modules(remove_duplicate=False))
     names = plan.units if plan.policy is None else [name for name in modules if name]
     units = {id(modules[name]): modules[name] for name in names}
-    return [hook for unit in units.values() for hook in _part(unit, set(units) - {id(unit)})]
+    return [hook for unit in units.values() for hook in _part(unit, set(units) - {id(unit)}, noted)]
 
 
-def _part(unit: nn.Module, others: set[int]) -> Iterator[Removable]:
+def _part(unit: nn.Module, others: set[int], noted: Contributions) -> Iterator[Removable]:
     own = list(_modules_of(unit, others))
 
     def begin(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-        _give_views(own)
+        _give_views(own, noted)
         return map_tensors(_behind_a_node, (args, dict(kwargs)))
 
     def end(*_: object) -> None:
@@ -62,14 +68,27 @@ def _modules_of(unit: nn.Module, others: set[int]) -> Iterator[nn.Module]:
             yield from _modules_of(child, others)
 
 
-def _give_views(modules: list[nn.Module]) -> None:
+def _give_views(modules: list[nn.Module], noted: Contributions) -> None:
     """Puts views before the parameters: an attribute in the module's own dictionary is found first."""
     views: dict[int, torch.Tensor] = {}
     for module in modules:
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                view = views.setdefault(id(parameter), parameter.view_as(parameter))
-                vars(module)[name] = view
+                if id(parameter) not in views:
+                    views[id(parameter)] = _view(parameter, noted)
+                vars(module)[name] = views[id(parameter)]
+
+
+def _view(parameter: nn.Parameter, noted: Contributions) -> torch.Tensor:
+    view = parameter.view_as(parameter)
+    if view.requires_grad:
+        view.register_hook(partial(_note, noted, id(parameter)))
+    return view
+
+
+def _note(noted: Contributions, key: int, gradient: torch.Tensor) -> None:
+    size = gradient.detach().abs().double()
+    noted[key] = noted[key] + size if key in noted else size
 
 
 def _behind_a_node(tensor: torch.Tensor) -> torch.Tensor:

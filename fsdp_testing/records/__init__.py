@@ -69,7 +69,7 @@ from fsdp_testing.records.portrait import (
     Stretch,
     UnitPortrait,
 )
-from fsdp_testing.records.tolerance import EXACT, UNIT_ROUNDOFF, Bound, reduction_bound, rounding_bound
+from fsdp_testing.records.tolerance import EXACT, UNDERFLOW, UNIT_ROUNDOFF, Bound, reduction_bound, rounding_bound
 from fsdp_testing.records.verdict import Verdict, exit_code, merge, with_expectation
 
 __all__ = [
@@ -84,6 +84,7 @@ __all__ = [
     "EXACT",
     "OPERATIONS",
     "STRATEGIES",
+    "UNDERFLOW",
     "UNIT_ROUNDOFF",
     "AutogradEvent",
     "Batch",

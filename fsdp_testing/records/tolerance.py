@@ -12,6 +12,9 @@ from dataclasses import dataclass
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Half the distance from 1 to the next number, by dtype name."""
 
+UNDERFLOW = {"float64": 2.0**-1074, "float32": 2.0**-150, "float16": 2.0**-25, "bfloat16": 2.0**-134}
+"""Half the smallest positive number (for float64 that number itself): what rounding a number near 0 may be off."""
+
 
 @dataclass(frozen=True, slots=True)
 class Bound:

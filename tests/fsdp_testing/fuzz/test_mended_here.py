@@ -62,12 +62,40 @@ CALLED_THRICE = mixed(
     "a",
     dtype="bfloat16",
 )
+# The gradients of both micro-batches nearly cancel; torch reduces each by itself.
+CANCELS = Case(
+    ModelSpec("called_twice", dtype="float32"),
+    WorldSpec(2),
+    (ForwardBackward(Batch(1, (4,)), no_sync=True), ForwardBackward(Batch(2, (3,)))),
+    seed=51160,
+    wrapping=WrappingPlan(("again",)),
+    strategy="full_shard",
+    mixed_precision=MixedPrecisionSpec(param_dtype="bfloat16"),
+)
+# What is left of the first gradient is so small that its cast to float16 rounds to the next of the smallest numbers.
+UNDERFLOWS = Case(
+    ModelSpec("moe", dtype="float32"),
+    WorldSpec(2),
+    (micro(1, rows=(2,)), Clip(0.01, 3.0), micro(5, rows=(0, 2), scale=8.0)),
+    strategy="no_shard",
+    mixed_precision=MixedPrecisionSpec(param_dtype="float16"),
+)
 
 
 @pytest.mark.parametrize(
     ("name", "found"),
-    [("torch-fsdp2", ADDED_TWICE), ("torch-fsdp1", CALLED_THRICE)],
-    ids=["gradients added up where a unit begins", "local additions of a part called several times"],
+    [
+        ("torch-fsdp2", ADDED_TWICE),
+        ("torch-fsdp1", CALLED_THRICE),
+        ("torch-fsdp2", CANCELS),
+        ("torch-fsdp1", UNDERFLOWS),
+    ],
+    ids=[
+        "gradients added up where a unit begins",
+        "local additions of a part called several times",
+        "gradients that cancel",
+        "casts that underflow",
+    ],
 )
 def test_another_order_of_additions_is_no_failure(name: str, found: Case):
     assert legal_case(found) == found

@@ -13,7 +13,8 @@ import torch
 from fsdp_testing.checkers import parity
 from fsdp_testing.fuzz import screen
 from fsdp_testing.programs import oracle
-from fsdp_testing.programs.replay import Replay, ReplayPoint
+from fsdp_testing.programs.replay import Replay
+from fsdp_testing.programs.replay_point import ReplayPoint
 from fsdp_testing.records import (
     BufferObservation,
     Case,

@@ -112,7 +112,7 @@ def test_the_oracle_steps_on_the_inputs_of_one_rank():
     alone.run()
     _, gradients = alone.local_gradients(0, Batch(5))
     for fqn, parameter in alone.parameters.items():
-        parameter.grad = gradients[fqn].clone()
+        parameter.grad = gradients.values[fqn].clone()
     alone.optimizer.step()
     assert all(torch.equal(replay.parameters[fqn], p) for fqn, p in alone.parameters.items())
 

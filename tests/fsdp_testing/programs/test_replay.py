@@ -344,7 +344,7 @@ class TestDisplacement:
         def sensitive(self, rank, batch):
             forwarded, gradients = true(self, rank, batch)
             if self.disturbance.displaced:
-                gradients["layers.0.bias"] = gradients["layers.0.bias"] + 1e-16
+                gradients.values["layers.0.bias"] = gradients.values["layers.0.bias"] + 1e-16
             return forwarded, gradients
 
         bias, weight = Quantity("gradient", "layers.0.bias"), Quantity("gradient", "layers.0.weight")

@@ -1,0 +1,70 @@
+"""What awaits reduction on one rank: the gradients of micro-batches without synchronisation, and how large their summands were.
+
+A sum that cancels is known no better than its summands: what another order of additions may do is bounded by the sizes
+of all that was added, not by the size of what is left (Higham, Accuracy and Stability of Numerical Algorithms, 4.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalGradients:
+    """What one backward of one rank gave.
+
+    Attributes:
+        values: Gradient by FQN.
+        sizes: In float64, the sum of the absolute contributions to each, where they are known one by one; else its own
+            absolute.
+    """
+
+    values: Tensors
+    sizes: Tensors
+
+
+@dataclass(slots=True)
+class PendingGradients:
+    """The sums of one rank."""
+
+    values: Tensors = field(default_factory=dict)
+    sizes: Tensors = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.values)
+
+    def add(self, one: LocalGradients) -> None:
+        """Adds the gradients of one more micro-batch to those that are there."""
+        for fqn, gradient in one.values.items():
+            held = fqn in self.values
+            self.values[fqn] = self.values[fqn] + gradient if held else gradient.clone()
+            self.sizes[fqn] = self.sizes[fqn] + one.sizes[fqn] if held else one.sizes[fqn]
+
+
+def mean_size(ranks: Sequence[PendingGradients], fqn: str, like: torch.Tensor) -> torch.Tensor:
+    """Returns the sizes of all that is added up for one parameter, divided by the number of ranks, in the dtype of `like`."""
+    known = [rank.sizes[fqn].to(like.dtype) for rank in ranks if fqn in rank.sizes]
+    return sum(known, torch.zeros_like(like)) / len(ranks)
+
+
+def gradients_of(
+    parameters: Mapping[str, torch.nn.Parameter], contributions: Mapping[int, torch.Tensor]
+) -> LocalGradients:
+    """Takes what a backward left in `parameters`.
+
+    Args:
+        parameters: By FQN.
+        contributions: The sum of absolute contributions by the identity of the parameter, where units were watched.
+    """
+    values = {fqn: p.grad for fqn, p in parameters.items() if p.grad is not None}
+    sizes = {fqn: gradient.abs().double() for fqn, gradient in values.items()}
+    for fqn, size in sizes.items():
+        # A parameter of two units may be watched in one of them only.
+        known = contributions.get(id(parameters[fqn]))
+        sizes[fqn] = size if known is None else torch.maximum(size, known)
+    return LocalGradients(values, sizes)
