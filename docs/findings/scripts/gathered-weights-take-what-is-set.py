@@ -58,6 +58,19 @@ def clearing_is_lost(forward: bool) -> bool:
     return any(bool(parameter.grad.full_tensor().any()) for parameter in model.parameters())
 
 
+def clearing_is_lost_fsdp1(forward: bool) -> bool:
+    model = fsdp1(ShardingStrategy.SHARD_GRAD_OP)
+    sizes = []
+    for _ in range(2):
+        model(X).sum().backward()
+        sizes.append(
+            sum(float(parameter.grad.abs().sum()) for parameter in model.parameters() if parameter.grad is not None)
+        )
+        _ = model(X) if forward else None
+        model.zero_grad()
+    return sizes[1] == 2 * sizes[0]
+
+
 def main(rank: int, path: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
@@ -65,6 +78,7 @@ def main(rank: int, path: str) -> None:
         "FSDP1 FULL_SHARD, an edit with writeback=False stays": read_only_edit_stays,
         "FSDP1 SHARD_GRAD_OP, thawing is lost": thawing_is_lost,
         "FSDP1 SHARD_GRAD_OP, freezing raises": freezing_raises,
+        "FSDP1 SHARD_GRAD_OP, model.zero_grad() clears nothing": clearing_is_lost_fsdp1,
         "FSDP2, model.zero_grad() clears nothing": clearing_is_lost,
     }
     for name, happens in defects.items():
