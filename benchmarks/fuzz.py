@@ -3,7 +3,8 @@
     python benchmarks/fuzz.py [--seconds 20] [--repeats 3] [--json FILE] [NAME ...]
 
 Run it on an otherwise idle machine: a campaign keeps two cores busy, and whatever else runs is in the numbers. The load
-average before each campaign is printed beside them.
+average before each campaign is printed beside them, and two yardsticks before all, to compare machines by: what two ranks
+take for a small all_reduce, and an interpreter for `import torch`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,11 +21,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fsdp_testing import run_ranks
 from fsdp_testing.fuzz.campaign import Campaign, Plan
 from fsdp_testing.fuzz.discovery import Discovery
 from fsdp_testing.fuzz.known import shipped_known
 from fsdp_testing.implementations import registry
-from fsdp_testing.pool import Pool
+from fsdp_testing.pool import Pool, default_pool
 from fsdp_testing.strategies import CaseDrawer, Scope, SeededChoices
 
 GOALS = {
@@ -34,6 +37,36 @@ GOALS = {
     "fsdp_ref-composable": 60,
 }
 """Cases per second at 2 ranks that are promised."""
+
+
+def small_all_reduces(count: int) -> list[float]:
+    """Seconds of each all_reduce of four numbers on this rank."""
+    import torch
+    import torch.distributed as dist
+
+    value, seconds = torch.ones(4), []
+    for _ in range(count):
+        start = time.perf_counter()
+        dist.all_reduce(value)
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def cold_import() -> float:
+    """Seconds of `import torch` in a new interpreter."""
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    return time.perf_counter() - start
+
+
+def yardsticks() -> dict[str, float]:
+    """What this machine takes, by median, for two things that are none of the fuzzer's."""
+    reduces = run_ranks(small_all_reduces, 2000, size=2)
+    default_pool().close()
+    return {
+        "small_all_reduce_seconds": statistics.median(second for rank in reduces for second in rank[200:]),
+        "import_torch_seconds": statistics.median(cold_import() for _ in range(5)),
+    }
 
 
 def drawing_rate(name: str, count: int = 3000) -> float:
@@ -113,6 +146,11 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    machine = yardsticks()
+    sys.stdout.write(
+        f"small all_reduce {machine['small_all_reduce_seconds'] * 1e6:.0f} us, "
+        f"import torch {machine['import_torch_seconds']:.2f} s\n"
+    )
     lines = []
     for name in options.names:
         runs = [campaign(name, options.seconds, seed) for seed in range(options.repeats)]
@@ -132,7 +170,7 @@ def main() -> int:
         )
         sys.stdout.flush()
     if options.json:
-        options.json.write_text(json.dumps(lines, indent=1), encoding="utf-8")
+        options.json.write_text(json.dumps({"machine": machine, "campaigns": lines}, indent=1), encoding="utf-8")
     return int(any(one["goal"] and one["rate"] < one["goal"] for one in lines))
 
 
