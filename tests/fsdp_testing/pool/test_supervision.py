@@ -274,7 +274,7 @@ def sets_the_clock() -> float:
 
 def test_the_clock_starts_when_all_are_in_the_world(pool: Pool) -> None:
     world = pool.world(3, isolation="fresh")
-    outcome = world.execute(sets_the_clock, timeout=0.5)
+    outcome = world.execute(sets_the_clock, timeout=2.0)
     world.release()
     assert outcome.ok, outcome.describe()
 
