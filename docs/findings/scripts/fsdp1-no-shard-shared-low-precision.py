@@ -3,7 +3,6 @@
 Run with torch alone: python fsdp1-no-shard-shared-low-precision.py
 """
 
-import itertools
 import tempfile
 
 import torch
@@ -51,7 +50,7 @@ def error_of(strategy: ShardingStrategy, *, orig: bool, twice: bool, any_grad_dt
 def main(rank: int, path: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
-    for strategy, orig, twice in itertools.product(STRATEGIES, (True, False), (True, False)):
+    for strategy, orig, twice in [(s, o, t) for s in STRATEGIES for o in (True, False) for t in (True, False)]:
         error = error_of(strategy, orig=orig, twice=twice)
         if rank == 0:
             print(f"{strategy.name}, use_orig_params={orig}, {1 + twice} name(s): {error.split('.')[0] or 'trains'}")
