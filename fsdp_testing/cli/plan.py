@@ -14,7 +14,7 @@ from fsdp_testing.errors import InvalidArgument
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from fsdp_testing.implementations.ref_layout import UnitLayout
+    from fsdp_testing.cli.unit_layouts import UnitLayout
 
 RANKS_DRAWN = 16
 BAR_WIDTH = 48
@@ -50,7 +50,7 @@ def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParse
 
 def execute(options: argparse.Namespace) -> int:
     """Print the layout."""
-    from fsdp_testing.implementations.ref_layout import unit_layouts
+    from fsdp_testing.cli.unit_layouts import unit_layouts
     from fsdp_testing.report.terminal import open_console
 
     size = options.world_size

@@ -26,13 +26,13 @@ ENTRY_POINT_GROUP = "fsdp_testing.implementations"
 
 #: Name -> import string of what ships with fsdp_testing.
 BUILT_IN: Mapping[str, str] = {
-    "torch-ddp": "fsdp_testing.implementations.torch_ddp:IMPLEMENTATION",
-    "torch-fsdp1": "fsdp_testing.implementations.torch_fsdp1:IMPLEMENTATION",
-    "torch-fsdp1-flat": "fsdp_testing.implementations.torch_fsdp1:FLAT",
-    "torch-fsdp2": "fsdp_testing.implementations.torch_fsdp2:IMPLEMENTATION",
-    "fsdp_ref-wrapper": "fsdp_testing.implementations.fsdp_ref:WRAPPER",
-    "fsdp_ref-composable": "fsdp_testing.implementations.fsdp_ref:COMPOSABLE",
-    "fsdp_ref-flat": "fsdp_testing.implementations.fsdp_ref:FLAT",
+    "torch-ddp": "fsdp_testing.implementations.torch.ddp:IMPLEMENTATION",
+    "torch-fsdp1": "fsdp_testing.implementations.torch.fsdp1:IMPLEMENTATION",
+    "torch-fsdp1-flat": "fsdp_testing.implementations.torch.fsdp1:FLAT",
+    "torch-fsdp2": "fsdp_testing.implementations.torch.fsdp2:IMPLEMENTATION",
+    "fsdp_ref-wrapper": "fsdp_testing.implementations.ref.adapters:WRAPPER",
+    "fsdp_ref-composable": "fsdp_testing.implementations.ref.adapters:COMPOSABLE",
+    "fsdp_ref-flat": "fsdp_testing.implementations.ref.adapters:FLAT",
     "single-process": "fsdp_testing.implementations.single_process:IMPLEMENTATION",
 }
 

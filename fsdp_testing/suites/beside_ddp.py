@@ -18,9 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.second_oracle import PairedObservation, review_pair
-from fsdp_testing.implementations import registry, torch_ddp
+from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.implementations.protocol import Precision, Setup
+from fsdp_testing.implementations.torch import ddp as torch_ddp
 from fsdp_testing.pool import Failed
 from fsdp_testing.pool.world import current_world
 from fsdp_testing.programs import models

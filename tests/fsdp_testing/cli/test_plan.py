@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fsdp_testing.cli import plan
-from fsdp_testing.implementations.ref_layout import unit_layouts
+from fsdp_testing.cli.unit_layouts import unit_layouts
 from fsdp_testing.zoo import MODELS
 
 FACTORIES = """

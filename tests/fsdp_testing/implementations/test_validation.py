@@ -16,7 +16,7 @@ import dataclasses
 from contextlib import contextmanager
 import torch
 from torch import nn
-from fsdp_testing.implementations import pieces, naming
+from fsdp_testing.implementations.shared import naming, pieces
 from fsdp_testing.implementations.adapter import TorchStyle
 
 TAGS = {"no_shard", "buffers", "nested_wrapping"}

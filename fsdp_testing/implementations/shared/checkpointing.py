@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
 from fsdp_testing.errors import InvalidImplementation
-from fsdp_testing.implementations import naming
-from fsdp_testing.implementations.sites import replace_module
+from fsdp_testing.implementations.shared import naming
+from fsdp_testing.implementations.shared.sites import replace_module
 
 
 def checkpoint_modules(module: nn.Module, names: Sequence[str], *, reentrant: bool = False) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_testing.implementations import naming
+from fsdp_testing.implementations.shared import naming
 
 
 def full_state_dict(model: nn.Module) -> Mapping[str, torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from fsdp_testing.implementations import naming
+from fsdp_testing.implementations.shared import naming
 from fsdp_testing.zoo import MODELS
 
 

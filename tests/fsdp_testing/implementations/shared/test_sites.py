@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.implementations import sites
+from fsdp_testing.implementations.shared import sites
 from fsdp_testing.zoo import MODELS
 
 

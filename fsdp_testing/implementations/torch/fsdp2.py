@@ -24,11 +24,12 @@ from torch.distributed.fsdp import (
 )
 
 from fsdp_testing.errors import InvalidImplementation
-from fsdp_testing.implementations import naming, pieces, torch_state, torch_unit_trace
 from fsdp_testing.implementations.adapter import TorchStyle
 from fsdp_testing.implementations.protocol import Division, Piece, Precision, Setup, StateEntry
-from fsdp_testing.implementations.sites import innermost_first, parameters_of
-from fsdp_testing.implementations.torch_checkpointing import checkpoint_modules
+from fsdp_testing.implementations.shared import naming, pieces
+from fsdp_testing.implementations.shared.checkpointing import checkpoint_modules
+from fsdp_testing.implementations.shared.sites import innermost_first, parameters_of
+from fsdp_testing.implementations.torch import saved_state, unit_trace
 
 CAPABILITIES = frozenset(
     {
@@ -165,7 +166,7 @@ def division(setup: Setup) -> Division:
     wire = setup.precision.on_the_wire
     if wire in (torch.float32, torch.bfloat16):
         return Division(before=1, after=setup.world_size, mean_by_backend=True)
-    return torch_state.split_division(setup.world_size)
+    return saved_state.split_division(setup.world_size)
 
 
 def unshard(model: nn.Module, unit: str) -> None:
@@ -187,15 +188,15 @@ IMPLEMENTATION = TorchStyle(
     local_pieces=local_pieces,
     optimizer_pieces=optimizer_pieces,
     division=division,
-    units=torch_unit_trace.fsdp2_units,
-    trace_units=torch_unit_trace.fsdp2_trace,
-    gathered_bytes=torch_unit_trace.fsdp2_gathered_bytes,
+    units=unit_trace.fsdp2_units,
+    trace_units=unit_trace.fsdp2_trace,
+    gathered_bytes=unit_trace.fsdp2_gathered_bytes,
     unshard=unshard,
     reshard=reshard,
-    full_state_dict=torch_state.full_state_dict,
-    load_full_state_dict=torch_state.load_full_state_dict,
-    sharded_state_dict=torch_state.sharded_state_dict,
-    load_sharded_state_dict=torch_state.load_sharded_state_dict,
-    full_optimizer_state=torch_state.full_optimizer_state,
-    load_full_optimizer_state=torch_state.load_full_optimizer_state,
+    full_state_dict=saved_state.full_state_dict,
+    load_full_state_dict=saved_state.load_full_state_dict,
+    sharded_state_dict=saved_state.sharded_state_dict,
+    load_sharded_state_dict=saved_state.load_sharded_state_dict,
+    full_optimizer_state=saved_state.full_optimizer_state,
+    load_full_optimizer_state=saved_state.load_full_optimizer_state,
 )

@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_testing import run_ranks
 from fsdp_testing.errors import InvalidImplementation
-from fsdp_testing.implementations import pieces, registry
+from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.implementations.protocol import Precision, Setup, WrapPolicy
+from fsdp_testing.implementations.shared import pieces
 from fsdp_testing.zoo import MODELS
 
 SHARDING = [

@@ -27,12 +27,13 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 
-from fsdp_testing.implementations import naming, torch_flat, torch_state, torch_unit_trace
 from fsdp_testing.implementations.adapter import TorchStyle
-from fsdp_testing.implementations.fsdp_options import Words
 from fsdp_testing.implementations.protocol import Division, Setup
-from fsdp_testing.implementations.sites import innermost_first, replace_module
-from fsdp_testing.implementations.torch_checkpointing import checkpoint_modules
+from fsdp_testing.implementations.shared import naming
+from fsdp_testing.implementations.shared.checkpointing import checkpoint_modules
+from fsdp_testing.implementations.shared.fsdp_options import Words
+from fsdp_testing.implementations.shared.sites import innermost_first, replace_module
+from fsdp_testing.implementations.torch import fsdp1_flat, saved_state, unit_trace
 
 _SHARED_CLAIMS = frozenset(
     {
@@ -176,7 +177,7 @@ def load_local_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 def division(setup: Setup) -> Division:
     """The factor is split in two around the sum, in every dtype."""
-    return torch_state.split_division(setup.world_size)
+    return saved_state.split_division(setup.world_size)
 
 
 def _implementation(name: str, *, use_orig_params: bool) -> TorchStyle:
@@ -188,21 +189,21 @@ def _implementation(name: str, *, use_orig_params: bool) -> TorchStyle:
         no_sync=no_sync,
         clip_grad_norm=clip_grad_norm,
         full_parameters=full_parameters,
-        local_pieces=torch_flat.local_pieces,
-        optimizer_pieces=torch_flat.optimizer_pieces,
+        local_pieces=fsdp1_flat.local_pieces,
+        optimizer_pieces=fsdp1_flat.optimizer_pieces,
         division=division,
-        units=torch_unit_trace.fsdp1_units,
-        trace_units=torch_unit_trace.fsdp1_trace,
-        gathered_bytes=torch_unit_trace.fsdp1_gathered_bytes,
+        units=unit_trace.fsdp1_units,
+        trace_units=unit_trace.fsdp1_trace,
+        gathered_bytes=unit_trace.fsdp1_gathered_bytes,
         register_comm_hook=register_comm_hook,
-        full_state_dict=torch_state.full_state_dict,
-        load_full_state_dict=torch_state.load_full_state_dict,
-        sharded_state_dict=torch_state.sharded_state_dict,
-        load_sharded_state_dict=torch_state.load_sharded_state_dict,
+        full_state_dict=saved_state.full_state_dict,
+        load_full_state_dict=saved_state.load_full_state_dict,
+        sharded_state_dict=saved_state.sharded_state_dict,
+        load_sharded_state_dict=saved_state.load_sharded_state_dict,
         local_state_dict=local_state_dict,
         load_local_state_dict=load_local_state_dict,
-        full_optimizer_state=torch_state.full_optimizer_state,
-        load_full_optimizer_state=torch_state.load_full_optimizer_state,
+        full_optimizer_state=saved_state.full_optimizer_state,
+        load_full_optimizer_state=saved_state.load_full_optimizer_state,
     )
 
 

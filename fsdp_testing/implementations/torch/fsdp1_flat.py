@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from fsdp_testing.implementations import flat_pieces, naming, pieces
-from fsdp_testing.implementations.flat_pieces import FlatOriginal
 from fsdp_testing.implementations.protocol import Piece, StateEntry
+from fsdp_testing.implementations.shared import flat_pieces, naming, pieces
+from fsdp_testing.implementations.shared.flat_pieces import FlatOriginal
 
 
 class _Flat:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.implementations import naming
+from fsdp_testing.implementations.shared import naming
 
 
 def replace_module(root: nn.Module, old: nn.Module, new: nn.Module) -> None:

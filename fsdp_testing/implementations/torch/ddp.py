@@ -15,10 +15,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_testing.errors import InvalidImplementation
-from fsdp_testing.implementations import plain_state
 from fsdp_testing.implementations.adapter import TorchStyle
 from fsdp_testing.implementations.protocol import Division, Setup
-from fsdp_testing.implementations.torch_checkpointing import checkpoint_modules
+from fsdp_testing.implementations.shared import replicated
+from fsdp_testing.implementations.shared.checkpointing import checkpoint_modules
 
 CAPABILITIES = frozenset(
     {
@@ -100,8 +100,8 @@ IMPLEMENTATION = TorchStyle(
     capabilities=CAPABILITIES,
     source="https://pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html",
     division=division,
-    full_state_dict=plain_state.full_state_dict,
-    load_full_state_dict=plain_state.load_full_state_dict,
-    full_optimizer_state=plain_state.full_optimizer_state,
-    load_full_optimizer_state=plain_state.load_full_optimizer_state,
+    full_state_dict=replicated.full_state_dict,
+    load_full_state_dict=replicated.load_full_state_dict,
+    full_optimizer_state=replicated.full_optimizer_state,
+    load_full_optimizer_state=replicated.load_full_optimizer_state,
 )

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_testing.errors import InvalidImplementation
-from fsdp_testing.implementations import naming
+from fsdp_testing.implementations.shared import naming
 
 Emit = Callable[[str, str, tuple[str, ...]], None]
 Units = list[tuple[str, tuple[str, ...]]]

@@ -7,8 +7,8 @@ import copy
 import torch
 from torch import nn
 
-from fsdp_testing.implementations import plain_state
-from fsdp_testing.implementations.torch_checkpointing import checkpoint_modules, checkpoint_outside
+from fsdp_testing.implementations.shared import replicated
+from fsdp_testing.implementations.shared.checkpointing import checkpoint_modules, checkpoint_outside
 from fsdp_testing.zoo import MODELS
 
 
@@ -24,8 +24,8 @@ def test_a_model_and_its_optimizer_come_back_under_other_prefixes():
     (model, optimizer), (other, fresh) = trained(0), trained(1)
     checkpoint_modules(other, ("layers.1",))
     fresh.state.clear()
-    plain_state.load_full_state_dict(other, plain_state.full_state_dict(model))
-    plain_state.load_full_optimizer_state(other, fresh, plain_state.full_optimizer_state(model, optimizer))
+    replicated.load_full_state_dict(other, replicated.full_state_dict(model))
+    replicated.load_full_optimizer_state(other, fresh, replicated.full_optimizer_state(model, optimizer))
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(one, two)
         assert torch.equal(optimizer.state[one]["exp_avg"], fresh.state[two]["exp_avg"])
@@ -35,8 +35,8 @@ def test_a_model_and_its_optimizer_come_back_under_other_prefixes():
 
 def test_what_was_saved_is_not_the_live_model():
     model, optimizer = trained(0)
-    saved = plain_state.full_state_dict(model)
-    state = plain_state.full_optimizer_state(model, optimizer)
+    saved = replicated.full_state_dict(model)
+    state = replicated.full_optimizer_state(model, optimizer)
     kept, steps = copy.deepcopy(saved), copy.deepcopy(state)
     model(torch.ones(2, 8, dtype=torch.float64)).sum().backward()
     optimizer.step()

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fsdp_testing import run_ranks
 from fsdp_testing.errors import InvalidImplementation
-from fsdp_testing.implementations import pieces
+from fsdp_testing.implementations.shared import pieces
 
 SHAPES = [(7,), (1,), (5, 3), (2, 3, 4), (0, 4), (4, 0), (6, 1)]
 

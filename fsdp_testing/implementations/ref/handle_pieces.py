@@ -14,9 +14,9 @@ from torch import nn
 from fsdp_ref.annotations import units_under
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.originals import Shown
-from fsdp_testing.implementations import flat_pieces, naming, pieces
-from fsdp_testing.implementations.flat_pieces import FlatOriginal
 from fsdp_testing.implementations.protocol import Piece, StateEntry
+from fsdp_testing.implementations.shared import flat_pieces, naming, pieces
+from fsdp_testing.implementations.shared.flat_pieces import FlatOriginal
 
 
 def handles(model: nn.Module) -> Iterator[tuple[str, FlatHandle]]:

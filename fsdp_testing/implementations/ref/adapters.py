@@ -35,12 +35,13 @@ from fsdp_ref.runtime import no_sync as sync
 from fsdp_ref.runtime.events import UnitEvent, UnitEventKind, observe
 from fsdp_ref.training import clip
 from fsdp_ref.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
-from fsdp_testing.implementations import naming, ref_pieces
 from fsdp_testing.implementations.adapter import TorchStyle
-from fsdp_testing.implementations.fsdp_options import Words
 from fsdp_testing.implementations.protocol import Division, Setup, WrapPolicy
-from fsdp_testing.implementations.sites import innermost_first, replace_module
-from fsdp_testing.implementations.torch_checkpointing import checkpoint_modules
+from fsdp_testing.implementations.ref import handle_pieces
+from fsdp_testing.implementations.shared import naming
+from fsdp_testing.implementations.shared.checkpointing import checkpoint_modules
+from fsdp_testing.implementations.shared.fsdp_options import Words
+from fsdp_testing.implementations.shared.sites import innermost_first, replace_module
 from fsdp_testing.records.capabilities import CAPABILITIES
 
 _NOT_CLAIMED = frozenset(
@@ -199,14 +200,14 @@ def division(setup: Setup) -> Division:
 def units(model: nn.Module) -> list[tuple[str, tuple[str, ...]]]:
     """Units with parameters in the order of the reference's own list, depth first."""
     return [
-        (name, tuple(original.fqn for original in ref_pieces.originals(name, handle)))
-        for name, handle in ref_pieces.handles(model)
+        (name, tuple(original.fqn for original in handle_pieces.originals(name, handle)))
+        for name, handle in handle_pieces.handles(model)
     ]
 
 
 def trace_units(model: nn.Module, emit: Callable[[str, str, tuple[str, ...]], None]) -> AbstractContextManager[None]:
     """Subscribe to the reference's own unit events."""
-    gathering = {name: handle.needs_buffer for name, handle in ref_pieces.handles(model)}
+    gathering = {name: handle.needs_buffer for name, handle in handle_pieces.handles(model)}
 
     def tell(event: UnitEvent) -> None:
         if not event.fqns:
@@ -225,7 +226,7 @@ def gathered_bytes(model: nn.Module) -> dict[str, int]:
     """Memory of the full buffers that units have, of every dtype they computed in."""
     known = _HANDLES.get(model)
     if known is None:
-        known = _HANDLES[model] = [(name, weakref.ref(handle)) for name, handle in ref_pieces.handles(model)]
+        known = _HANDLES[model] = [(name, weakref.ref(handle)) for name, handle in handle_pieces.handles(model)]
     found: dict[str, int] = {}
     for name, reference in known:
         handle = reference()
@@ -252,8 +253,8 @@ def _implementation(name: str, apply: Apply, without: frozenset[str] = frozenset
         no_sync=no_sync,
         clip_grad_norm=clip_grad_norm,
         full_parameters=full_parameters,
-        local_pieces=ref_pieces.local_pieces,
-        optimizer_pieces=ref_pieces.optimizer_pieces,
+        local_pieces=handle_pieces.local_pieces,
+        optimizer_pieces=handle_pieces.optimizer_pieces,
         division=division,
         register_comm_hook=_register_comm_hook,
         full_state_dict=full_state_dict,
