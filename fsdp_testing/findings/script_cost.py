@@ -109,7 +109,7 @@ def _operation(found: Discovery) -> int | None:
 
 
 def _kept(found: Discovery, operation: int) -> Cost | None:
-    told = re.search(r"held on rank \d+: (.*)", found.reason)
+    told = re.search(r"stay gathered on rank \d+: (.*)", found.reason)
     held = _HELD.get(found.implementation)
     if told is None or held is None:
         return None

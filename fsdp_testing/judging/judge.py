@@ -32,7 +32,7 @@ from fsdp_testing.programs import oracle
 from fsdp_testing.programs.fitting import fitted
 from fsdp_testing.programs.replay import Replay
 from fsdp_testing.programs.setup import setup_of
-from fsdp_testing.records import UNIT_ROUNDOFF, Case, RankObservation, WorldSpec, WrappingPlan
+from fsdp_testing.records import UNIT_ROUNDOFF, Case, Overrun, RankObservation, WorldSpec, WrappingPlan
 from fsdp_testing.zoo import MODELS
 from fsdp_testing.zoo.tree_legality import parameters
 
@@ -55,6 +55,7 @@ class CaseNote:
         screened: It was cleared by the screen alone.
         signature: What the failure looks like.
         arcs: The way through the implementation's source, if it was recorded.
+        overrun: The facts of a failure of kind `kept` or `excess`.
     """
 
     index: int
@@ -64,6 +65,7 @@ class CaseNote:
     screened: bool = False
     signature: Signature | None = None
     arcs: frozenset[int] = frozenset()
+    overrun: Overrun | None = None
 
 
 def comparison_for(case: Case, adapter: Adapter) -> Comparison:
@@ -148,7 +150,7 @@ def _judge_records(adapter: Adapter, case: Case, records: list[CaseRecord], size
         broken = promises.review(case, [record.accounts for record in records], theory_of(case))
         if broken is not None:
             signature = Signature(broken.kind, broken.quantity, operation_kind(case, broken.operation))
-            return replace(note, status="suspect", reason=broken.sentence, signature=signature)
+            return replace(note, status="suspect", reason=broken.sentence, signature=signature, overrun=broken)
     if note.status == "passed" and leaks:
         return replace(note, status="leaked", reason=leaks[0], signature=Signature("leaked", "model"))
     return note

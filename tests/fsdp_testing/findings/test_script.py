@@ -137,7 +137,7 @@ HELD = (
     "kept",
     "full parameters",
     "forward",
-    "full parameters are still held on rank 0: (root) (96 bytes), b (48 bytes)",
+    "full parameters stay gathered on rank 0: (root) (96 bytes), b (48 bytes)",
 )
 BYTES = ("excess", "gathers", "forward", "470 bytes are gathered on rank 0, 8 with all padding would do")
 REDUCED = ("excess", "reductions", "forward_backward", "3 reductions are issued on rank 0, {} would do")
