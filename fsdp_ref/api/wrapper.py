@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_ref.annotations import unit_of, units_under
 from fsdp_ref.api.attributes import UnitAttributes
+from fsdp_ref.api.trees import unshard_params
 from fsdp_ref.build.attach import attach
 from fsdp_ref.build.contract import check_one_module
 from fsdp_ref.build.ignored import resolve_ignored
@@ -162,17 +163,9 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
     ) -> contextlib.AbstractContextManager[None]:
         """Show full parameters of the units at or below ``module``.
 
-        Args:
-            module: any module.
-            recurse: also units below; otherwise only the module's own.
-            writeback: keep edits.
-            rank0_only: only rank 0 of each shard group sees them; with ``writeback`` its edits reach all ranks.
-            offload_to_cpu: show them on the CPU.
-            with_grads: show full averaged gradients too (original parameters only).
-
-        See ``runtime.summon.summon`` for errors and collectives.
+        See ``api.trees.unshard_params``.
         """
-        return summon(module, SummonOptions(recurse, writeback, rank0_only, offload_to_cpu, with_grads))
+        return unshard_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Apply ``fn`` to every module with full parameters visible; edits persist.

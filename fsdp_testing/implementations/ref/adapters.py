@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,17 +23,16 @@ from fsdp_ref import (
     FullyShardedDataParallel,
     MixedPrecision,
     ShardingStrategy,
+    clip_grad_norm_,
     fully_shard,
+    no_sync,
+    register_comm_hook,
     unshard_params,
 )
-from fsdp_ref.annotations import units_under
 from fsdp_ref.build.wrap_policy import choose_by_function
 from fsdp_ref.comm.division import DivideFactors
 from fsdp_ref.handle.flat_handle import FlatHandle
-from fsdp_ref.runtime import comm_hooks
-from fsdp_ref.runtime import no_sync as sync
 from fsdp_ref.runtime.events import UnitEvent, UnitEventKind, observe
-from fsdp_ref.training import clip
 from fsdp_ref.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 from fsdp_testing.implementations.adapter import TorchStyle
 from fsdp_testing.implementations.protocol import Division, Setup, WrapPolicy
@@ -147,32 +146,6 @@ def _as_composable(module: nn.Module, setup: Setup, name: str, options: dict[str
     return fully_shard(module, strategy=strategy, policy=policy, **options)
 
 
-def _roots(model: nn.Module) -> list[Any]:
-    """The units that no other unit encloses."""
-    found = units_under(model)
-    outermost = [(name, unit) for name, _, unit in found]
-    return [unit for name, unit in outermost if not any(_encloses(other, name) for other, _ in outermost)]
-
-
-def _encloses(outer: str, inner: str) -> bool:
-    return outer != inner and (not outer or inner.startswith(outer + "."))
-
-
-@contextmanager
-def no_sync(model: nn.Module) -> Iterator[None]:
-    """`no_sync` of every root."""
-    with ExitStack() as stack:
-        for unit in _roots(model):
-            stack.enter_context(sync.no_sync(unit))
-        yield
-
-
-def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float) -> torch.Tensor:
-    """The reference's own clipping. Collectives: all-reduces over the shard groups; every rank calls."""
-    (root,) = _roots(model)
-    return clip.clip_grad_norm_(root, max_norm, norm_type)
-
-
 @contextmanager
 def full_parameters(model: nn.Module, *, writeback: bool) -> Iterator[Mapping[str, torch.Tensor]]:
     """`summon_full_params` (the same for both paths). Collectives: an all-gather per unit; every rank enters."""
@@ -251,23 +224,18 @@ def _implementation(name: str, apply: Apply, without: frozenset[str] = frozenset
         capabilities=frozenset(CAPABILITIES) - _NOT_CLAIMED - without,
         source="docs/reference.md",
         no_sync=no_sync,
-        clip_grad_norm=clip_grad_norm,
+        clip_grad_norm=clip_grad_norm_,
         full_parameters=full_parameters,
         local_pieces=handle_pieces.local_pieces,
         optimizer_pieces=handle_pieces.optimizer_pieces,
         division=division,
-        register_comm_hook=_register_comm_hook,
+        register_comm_hook=register_comm_hook,
         full_state_dict=full_state_dict,
         load_full_state_dict=load_full_state_dict,
         units=units,
         trace_units=trace_units,
         gathered_bytes=gathered_bytes,
     )
-
-
-def _register_comm_hook(model: nn.Module, state: object, hook: Callable[..., Any]) -> None:
-    (root,) = _roots(model)
-    comm_hooks.register_comm_hook(root, state, hook)
 
 
 WRAPPER = _implementation("fsdp_ref-wrapper", partial(_as_wrapper, True))
