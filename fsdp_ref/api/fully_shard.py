@@ -6,7 +6,6 @@ hooks, ours around all others. Source: the composable ``fully_shard`` of torch 2
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -24,7 +23,6 @@ from fsdp_ref.build.wrap_policy import PolicyObject
 from fsdp_ref.checkpoint.full_state import install
 from fsdp_ref.errors import AlreadyAppliedError, ConfigError, listing
 from fsdp_ref.runtime.forward import Frame, abort_forward, enter_forward, exit_forward
-from fsdp_ref.runtime.summon import SummonOptions, summon
 from fsdp_ref.runtime.unit import Unit
 
 
@@ -153,15 +151,3 @@ class _ForwardHooks:
             abort_forward(frame)
             return output
         return exit_forward(frame, output)
-
-
-def unshard_params(
-    module: nn.Module,
-    recurse: bool = True,
-    writeback: bool = True,
-    rank0_only: bool = False,
-    offload_to_cpu: bool = False,
-    with_grads: bool = False,
-) -> contextlib.AbstractContextManager[None]:
-    """Show full parameters of the units at or below ``module``; as ``summon_full_params`` of the wrapper."""
-    return summon(module, SummonOptions(recurse, writeback, rank0_only, offload_to_cpu, with_grads))

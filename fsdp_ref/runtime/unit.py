@@ -189,6 +189,8 @@ class Unit(UnitPasses):
         }
         vars(copied).update(own)
         vars(copied).update(handle=copy.deepcopy(self.handle, memo), graph=GraphSide(copied), root=None, is_root=None)
+        # A ``no_sync`` that is open around the copying ends for the original alone: nobody would end it for the copy.
+        copied.sync_gradients = True
         return copied
 
     def __reduce__(self) -> Any:

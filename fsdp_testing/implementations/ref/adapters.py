@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,14 +18,10 @@ from torch import nn
 
 import fsdp_ref
 import fsdp_ref.wrap
-from fsdp_ref.annotations import units_under
 from fsdp_ref.build.wrap_policy import choose_by_function
 from fsdp_ref.comm.division import DivideFactors
 from fsdp_ref.handle.flat_handle import FlatHandle
-from fsdp_ref.runtime import comm_hooks
-from fsdp_ref.runtime import no_sync as sync
 from fsdp_ref.runtime.events import UnitEvent, UnitEventKind, observe
-from fsdp_ref.training import clip
 from fsdp_testing.implementations.adapter import TorchStyle
 from fsdp_testing.implementations.protocol import Division, Setup, WrapPolicy
 from fsdp_testing.implementations.ref import handle_pieces
@@ -99,32 +95,6 @@ def _as_composable(module: nn.Module, setup: Setup, name: str, options: dict[str
     if policy is not None and not hasattr(policy, "_run_policy"):
         policy = _ByFunction(policy)
     return fsdp_ref.fully_shard(module, strategy=_FSDP.strategy(setup, name), policy=policy, **options)
-
-
-def _roots(model: nn.Module) -> list[Any]:
-    """Return the units that no other unit encloses."""
-    found = units_under(model)
-    outermost = [(name, unit) for name, _, unit in found]
-    return [unit for name, unit in outermost if not any(_encloses(other, name) for other, _ in outermost)]
-
-
-def _encloses(outer: str, inner: str) -> bool:
-    return outer != inner and (not outer or inner.startswith(outer + "."))
-
-
-@contextmanager
-def no_sync(model: nn.Module) -> Iterator[None]:
-    """`no_sync` of every root."""
-    with ExitStack() as stack:
-        for unit in _roots(model):
-            stack.enter_context(sync.no_sync(unit))
-        yield
-
-
-def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float) -> torch.Tensor:
-    """Clip in the reference's own way. Collectives: all-reduces over the shard groups; every rank calls."""
-    (root,) = _roots(model)
-    return clip.clip_grad_norm_(root, max_norm, norm_type)
 
 
 @contextmanager
@@ -204,24 +174,19 @@ def _implementation(name: str, apply: Apply, without: frozenset[str] = frozenset
         wrap=partial(_wrap, apply),
         capabilities=frozenset(CAPABILITIES) - _NOT_CLAIMED - without,
         source="docs/reference.md",
-        no_sync=no_sync,
-        clip_grad_norm=clip_grad_norm,
+        no_sync=fsdp_ref.no_sync,
+        clip_grad_norm=fsdp_ref.clip_grad_norm_,
         full_parameters=full_parameters,
         local_pieces=handle_pieces.local_pieces,
         optimizer_pieces=handle_pieces.optimizer_pieces,
         division=division,
-        register_comm_hook=_register_comm_hook,
+        register_comm_hook=fsdp_ref.register_comm_hook,
         full_state_dict=full_state_dict,
         load_full_state_dict=load_full_state_dict,
         units=units,
         trace_units=trace_units,
         gathered_bytes=gathered_bytes,
     )
-
-
-def _register_comm_hook(model: nn.Module, state: object, hook: Callable[..., Any]) -> None:
-    (root,) = _roots(model)
-    comm_hooks.register_comm_hook(root, state, hook)
 
 
 WRAPPER = _implementation("fsdp_ref-wrapper", partial(_as_wrapper, True))
