@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_testing.errors import InvalidRecord
-from fsdp_testing.implementations.protocol import Precision, Setup, WrapPolicy
+from fsdp_testing.implementations.adapter import Adapter
+from fsdp_testing.implementations.protocol import Division, Precision, Setup, WrapPolicy
 from fsdp_testing.programs.models import dtype_of
-from fsdp_testing.records import Case, MixedPrecisionSpec, PolicySpec
+from fsdp_testing.records import Case, MixedPrecisionSpec, PolicySpec, WrappingPlan
 
 
 def setup_of(
@@ -42,6 +45,15 @@ def setup_of(
         forward_prefetch=case.wrapping.forward_prefetch,
         backward_prefetch=case.wrapping.backward_prefetch,
     )
+
+
+def division_of(case: Case, adapter: Adapter) -> Division | None:
+    """Return how an implementation divides in this case, asked without wrapping anything.
+
+    Which modules are units has no part in it.
+    """
+    unwrapped = replace(case, wrapping=WrappingPlan())
+    return adapter.division(setup_of(unwrapped, nn.Module(), 0, torch.device("cpu"), None, None))
 
 
 def precision_of(spec: MixedPrecisionSpec | None) -> Precision:
