@@ -12,7 +12,7 @@ from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.findings.known import Rule
 from fsdp_testing.findings.tags import tags, tokens
 from fsdp_testing.judging.signature import Signature
-from fsdp_testing.records import Case
+from fsdp_testing.records import Case, FailureKind
 from fsdp_testing.records.document import check_format, load_json, to_json
 from fsdp_testing.shrinking.shrink import Shrinker
 
@@ -108,7 +108,7 @@ class Discovery:
             kind, quantity, operation = data["signature"]
             return cls(
                 implementation=str(data["implementation"]),
-                signature=Signature(kind, quantity, operation),
+                signature=Signature(FailureKind(kind), quantity, operation),
                 original=Case.from_document(data["original"], f"{where}.original"),
                 case=Case.from_document(data["case"], f"{where}.case"),
                 reason=str(data["reason"]),

@@ -16,7 +16,7 @@ from typing import Any
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.findings.tags import tags, token, tokens
 from fsdp_testing.judging.signature import Signature
-from fsdp_testing.records import Case
+from fsdp_testing.records import Case, FailureKind
 from fsdp_testing.records.document import check_format, decode, encode, load_json, to_json
 
 KNOWN_FORMAT = "fsdp_testing/known_failures"
@@ -78,7 +78,7 @@ class Rule:
 
     def knows(self, signature: Signature, case: Case) -> bool:
         """Whether a failure with this signature, met in this case, is this one by its looks."""
-        same_kind = bool(self.signature) and self.signature[0] == signature.kind
+        same_kind = bool(self.signature) and FailureKind(self.signature[0]) == signature.kind
         same = same_kind and all(signature.quantity.startswith(part) for part in self.signature[1:])
         return same and self._fits(Portrayed(case))
 

@@ -23,6 +23,7 @@ from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.implementations.protocol import Setup
+from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.pool import Failed
 from fsdp_testing.pool.world import current_world
 from fsdp_testing.programs import models, oracle
@@ -30,7 +31,6 @@ from fsdp_testing.programs.disturbance import Disturbance
 from fsdp_testing.programs.execute import RankProgram
 from fsdp_testing.programs.reduction import Reduced
 from fsdp_testing.programs.replay import Replay
-from fsdp_testing.programs.runner import Special
 from fsdp_testing.programs.setup import setup_in_world
 from fsdp_testing.records import (
     Case,
@@ -203,12 +203,12 @@ def expect_scaled(case: Case, observe_all: bool, factor: float) -> Expectation:
 
 
 _MEAN = Way()
-_REVIEWED = Special(run_hooked, (_MEAN,), review=review_calls)
+_REVIEWED = RunMode(run_hooked, (_MEAN,), review=review_calls)
 _QUARTER = Way(factor=0.25)
 
 
-def _compressed_to(wire: str) -> Special:
-    return Special(run_hooked, (Way(wire),), seen_as=partial(_as_reduced_in, wire))
+def _compressed_to(wire: str) -> RunMode:
+    return RunMode(run_hooked, (Way(wire),), seen_as=partial(_as_reduced_in, wire))
 
 
 CHECKS = (
@@ -218,7 +218,7 @@ CHECKS = (
         _SOURCE,
         _never_stepping,
         _NEEDS,
-        special=_REVIEWED,
+        mode=_REVIEWED,
     ),
     Check(
         "comm_hook.not_in_no_sync",
@@ -226,7 +226,7 @@ CHECKS = (
         _SOURCE,
         _accumulating,
         _NEEDS | {"no_sync"},
-        special=_REVIEWED,
+        mode=_REVIEWED,
     ),
     Check(
         "comm_hook.averages",
@@ -234,7 +234,7 @@ CHECKS = (
         _SOURCE,
         _trained,
         _NEEDS,
-        special=Special(run_hooked, (_MEAN,)),
+        mode=RunMode(run_hooked, (_MEAN,)),
     ),
     Check(
         "comm_hook.result_is_kept",
@@ -242,7 +242,7 @@ CHECKS = (
         _SOURCE,
         _trained,
         _NEEDS,
-        special=Special(run_hooked, (_QUARTER,), expect_scaled, (_QUARTER.factor,)),
+        mode=RunMode(run_hooked, (_QUARTER,), expect_scaled, (_QUARTER.factor,)),
     ),
     Check(
         "comm_hook.bfloat16",
@@ -251,7 +251,7 @@ CHECKS = (
         _compressed,
         _NEEDS,
         _LOCKSTEP,
-        special=_compressed_to("bfloat16"),
+        mode=_compressed_to("bfloat16"),
     ),
     Check(
         "comm_hook.float16",
@@ -260,6 +260,6 @@ CHECKS = (
         _compressed,
         _NEEDS,
         _LOCKSTEP,
-        special=_compressed_to("float16"),
+        mode=_compressed_to("float16"),
     ),
 )

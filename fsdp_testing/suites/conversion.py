@@ -12,12 +12,12 @@ from torch import nn
 from fsdp_testing.checkers.copies import Copied, CopyingObservation, review_copies
 from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
+from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.pool import Failed
 from fsdp_testing.pool.world import current_world
 from fsdp_testing.programs import models
 from fsdp_testing.programs.execute import RankProgram
 from fsdp_testing.programs.observe import snapshot_of
-from fsdp_testing.programs.runner import Special
 from fsdp_testing.programs.setup import setup_in_world
 from fsdp_testing.records import BuildOptimizer, Case, ForwardBackward, Move, Observe, RankObservation, Step
 from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Check, Place, forward, iterations, micro_batch
@@ -117,6 +117,6 @@ CHECKS = (
         "A deep copy trains by itself and leaves the original alone, or is refused on every rank.",
         "copy.deepcopy; B077",
         _copied,
-        special=Special(run_copying, review=review_copies),
+        mode=RunMode(run_copying, review=review_copies),
     ),
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from fsdp_testing.checkers.explain_signature import operation_words
+from fsdp_testing.checkers.explain import operation_words
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.records import (
     AutogradEvent,

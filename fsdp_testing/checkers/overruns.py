@@ -1,7 +1,7 @@
-"""Does each operation keep what the strategy promises of memory and communication? Pure, over the ranks' accounts.
+"""Does each operation take no more memory and communication than the strategy promises? Pure, over the ranks' accounts.
 
 Right numbers do not show a gathered parameter that is never freed, nor a collective too many. The rules hold for any
-program: they say what may be held after each operation, given what was held before it, and what the operations whose
+program: they say what may be unsharded after each operation, given what was before it, and what the operations whose
 cost is known from the strategy alone may put on the wire.
 
 Source: Rajbhandari et al., "ZeRO", section 7 (one gather for forward, one for backward, one reduction); Zhao et al.,
@@ -11,7 +11,7 @@ Source: Rajbhandari et al., "ZeRO", section 7 (one gather for forward, one for b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from fsdp_testing.records import (
@@ -46,54 +46,66 @@ _ROOT = frozenset({""})
 
 
 @dataclass(frozen=True, slots=True)
-class Theory:
+class CommunicationBudget:
     """What one pass over the parameters takes at most.
 
     Attributes:
         uses: How often a forward may run one part of the model.
         padded_bytes: All parameters, with the padding that sharding may need.
         reductions: Collectives that reduce the gradients of all units once.
+        casts: Whole copies may be filled where nothing is sharded, because they are cast; that moves nothing.
     """
 
     uses: int
     padded_bytes: int
     reductions: int
+    casts: bool = True
 
 
-def review(case: Case, ranks: Sequence[Sequence[OperationAccount]], theory: Theory | None) -> Overrun | None:
-    """Return the first promise that is not kept.
+def first_overrun(
+    case: Case,
+    ranks: Sequence[Sequence[OperationAccount]],
+    budget: CommunicationBudget | None,
+    measures: Collection[Measure] = tuple(Measure),
+) -> Overrun | None:
+    """Return the first operation that takes more than it may.
 
     Args:
         case: A legal case that ran to its end on every rank.
         ranks: By rank, the accounts in order; an operation without one issued nothing and changed nothing.
-        theory: For the rules of communication; None leaves them out.
+        budget: For the rules of communication; None leaves them out.
+        measures: Which rules are asked.
     """
-    found = [broken for rank, accounts in enumerate(ranks) for broken in _of_rank(case, rank, accounts, theory)]
-    return min(found, key=lambda broken: broken.operation, default=None)
+    found = [one for rank, accounts in enumerate(ranks) for one in _of_rank(case, rank, accounts, budget)]
+    return min((one for one in found if one.measure in measures), key=lambda one: one.operation, default=None)
 
 
-def _of_rank(case: Case, rank: int, accounts: Sequence[OperationAccount], theory: Theory | None) -> Iterator[Overrun]:
+def _of_rank(
+    case: Case, rank: int, accounts: Sequence[OperationAccount], budget: CommunicationBudget | None
+) -> Iterator[Overrun]:
     before: frozenset[str] = frozenset()
     for account in accounts:
         operation = case.program[account.index] if 0 <= account.index < len(case.program) else None
-        held = dict(account.held)
-        may_hold = _may_hold(case.strategy, operation, account.backward, before)
-        kept = tuple((unit, held[unit]) for unit in sorted(set(held) - may_hold)) if may_hold is not None else ()
+        unsharded = dict(account.held)
+        allowed = _may_stay(case.strategy, operation, account.backward, before)
+        kept = (
+            tuple((unit, unsharded[unit]) for unit in sorted(set(unsharded) - allowed)) if allowed is not None else ()
+        )
         if kept:
             stays = sum(size for _, size in kept)
             yield Overrun(Measure.KEPT_PARAMETERS, account.index, rank, stays, 0, kept)
-        if theory is not None and operation is not None:
-            yield from _excess(case.strategy, rank, operation, account, theory)
-        before = frozenset(held)
+        if budget is not None and operation is not None:
+            yield from _excess(case.strategy, rank, operation, account, budget)
+        before = frozenset(unsharded)
 
 
 # ----------------------------------------------------------------------------------------------- memory
 
 
-def _may_hold(
+def _may_stay(
     strategy: str, operation: Operation | None, backward: bool, before: frozenset[str]
 ) -> frozenset[str] | None:
-    """Units that may be held when the operation is over; None for any."""
+    """Units that may be unsharded when the operation is over; None for any."""
     if operation is None or isinstance(operation, Reload):
         return frozenset()  # a new model, of which nothing has run
     if isinstance(operation, Interrupt):
@@ -114,17 +126,17 @@ def _may_hold(
 
 
 def _excess(
-    strategy: str, rank: int, operation: Operation, account: OperationAccount, theory: Theory
+    strategy: str, rank: int, operation: Operation, account: OperationAccount, budget: CommunicationBudget
 ) -> Iterator[Overrun]:
-    passes, reductions = _most(strategy, operation, theory)
+    passes, reductions = _most(strategy, operation, budget)
     if passes is None:
         return
     for unit, times in Counter(account.gathered).items():
-        # Whole copies are filled too where they are cast; that moves nothing.
-        if times > passes and strategy != "no_shard":
-            yield Overrun(Measure.UNIT_GATHERS, account.index, rank, times, passes, ((unit, 0),))
+        most = 0 if strategy == "no_shard" else passes
+        if times > most and not (strategy == "no_shard" and budget.casts):
+            yield Overrun(Measure.UNIT_GATHERS, account.index, rank, times, most, ((unit, 0),))
     wire = sum(size for size in account.gather_bytes if size > FLAG_BYTES)
-    limit = 0 if strategy == "no_shard" else passes * theory.padded_bytes
+    limit = 0 if strategy == "no_shard" else passes * budget.padded_bytes
     if wire > limit:
         yield Overrun(Measure.GATHERED_BYTES, account.index, rank, wire, limit)
     issued = sum(size > FLAG_BYTES for size in account.reduction_bytes)
@@ -132,14 +144,14 @@ def _excess(
         yield Overrun(Measure.REDUCTIONS, account.index, rank, issued, reductions)
 
 
-def _most(strategy: str, operation: Operation, theory: Theory) -> tuple[int | None, int]:
-    """How often a unit may be gathered, and how many reductions there may be; None where theory does not tell."""
+def _most(strategy: str, operation: Operation, budget: CommunicationBudget) -> tuple[int | None, int]:
+    """How often a unit may be gathered, and how many reductions there may be; None where the strategy alone does not say."""
     if isinstance(operation, _SILENT):
         return 0, 0
     if isinstance(operation, (EditFullParameters, ReplaceParameters)):
         return 1, 0
     # What runs several times may be freed and gathered again each time, in forward and in backward.
-    uses = theory.uses * len(operation.batches())
+    uses = budget.uses * len(operation.batches())
     if isinstance(operation, (Forward, AssignData)):
         return uses, 0
     if not isinstance(operation, (ForwardBackward, SeveralForwards, UnshardFirst)):
@@ -148,4 +160,4 @@ def _most(strategy: str, operation: Operation, theory: Theory) -> tuple[int | No
     twice = strategy in _FREES_AFTER_FORWARD or isinstance(operation, SeveralForwards)
     by_hand = isinstance(operation, UnshardFirst)
     reduces = not getattr(operation, "no_sync", False)
-    return uses * (1 + twice) + by_hand, uses * theory.reductions * reduces
+    return uses * (1 + twice) + by_hand, uses * budget.reductions * reduces
