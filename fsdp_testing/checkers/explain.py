@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from fsdp_testing.checkers.divergence import Divergence
-from fsdp_testing.records import Case, Finding, OperationText, RaisedError
+from fsdp_testing.records import Case, Finding, RaisedError
 
 
 def operation_text(case: Case, index: int) -> str:
@@ -14,7 +14,7 @@ def operation_text(case: Case, index: int) -> str:
         return "building and wrapping the model"
     if index >= len(case.program):
         return "the end of the program"
-    return str(OperationText(index, case.program[index]))
+    return case.program[index].text(index)
 
 
 def explain(case: Case, divergence: Divergence, others: int) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from fsdp_testing.records import Case, Finding, Forward, ForwardBackward, Operation
+from fsdp_testing.records import Case, Finding
 
 MESSAGE_LENGTH = 90
 _SORTS = ("gradient of ", "parameter ", "optimizer state ", "buffer ")
@@ -66,21 +66,7 @@ def schedule_shape(case: Case) -> tuple[str, ...]:
 
     Modes of a forward are not: a forward without backward disturbs what follows whether or not it recorded a graph.
     """
-    return tuple(map(operation_shape, case.program))
-
-
-def operation_shape(operation: Operation) -> str:
-    """Returns the kind of `operation`; a micro-batch under `no_sync` is a kind of its own."""
-    local = isinstance(operation, ForwardBackward) and operation.no_sync
-    return "forward_backward(no_sync)" if local else operation.kind
-
-
-def operation_words(operation: Operation) -> str:
-    """Returns how a sentence calls `operation`: eval-forward, forward-backward in no_sync, step."""
-    if isinstance(operation, Forward):
-        return f"{operation.mode}-forward"
-    words = operation.kind.replace("forward_backward", "forward-backward")
-    return f"{words} in no_sync" if isinstance(operation, ForwardBackward) and operation.no_sync else words
+    return tuple(operation.shape() for operation in case.program)
 
 
 def _sort_and_fqn(finding: Finding) -> tuple[str, str]:

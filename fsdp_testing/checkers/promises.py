@@ -14,35 +14,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fsdp_testing.records import (
-    AssignData,
-    Case,
-    EditFullParameters,
-    Forward,
-    ForwardBackward,
-    Freeze,
-    Interrupt,
-    Measure,
-    Observe,
-    Operation,
-    OperationAccount,
-    Overrun,
-    Reload,
-    ReplaceParameters,
-    SetLr,
-    SeveralForwards,
-    Step,
-    Thaw,
-    UnshardFirst,
-    ZeroGrad,
-)
+from fsdp_testing.records import Case, Measure, Operation, OperationAccount, Overrun
 
 FLAG_BYTES = 16
 """A collective of no more than this is a flag or a norm, and moves no parameter or gradient."""
 
 _FREES_AFTER_FORWARD = ("full_shard", "hybrid_shard")
-_SILENT = (Step, ZeroGrad, SetLr, Observe, Freeze, Thaw)
-_ROOT = frozenset({""})
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,20 +71,9 @@ def _may_hold(
     strategy: str, operation: Operation | None, backward: bool, before: frozenset[str]
 ) -> frozenset[str] | None:
     """Units that may be held when the operation is over; None for any."""
-    if operation is None or isinstance(operation, Reload):
+    if operation is None:
         return frozenset()  # a new model, of which nothing has run
-    if isinstance(operation, Interrupt):
-        return None  # what is open when the user's code raises is given back when it next runs
-    early = strategy in _FREES_AFTER_FORWARD
-    if isinstance(operation, (ForwardBackward, SeveralForwards, UnshardFirst)) and backward:
-        # While gradients await their reduction, only a strategy that frees after forward gives parameters back.
-        return None if getattr(operation, "no_sync", False) and not early else frozenset()
-    if isinstance(operation, UnshardFirst):
-        return before | _ROOT | frozenset(operation.units) if early else None
-    if isinstance(operation, (Forward, ForwardBackward, SeveralForwards, AssignData)):
-        # The root ends forward last and begins backward first: it may stay, with every strategy.
-        return before | _ROOT if early else None
-    return before
+    return operation.may_stay_unsharded(before, frees_early=strategy in _FREES_AFTER_FORWARD, backward=backward)
 
 
 # ----------------------------------------------------------------------------------------------- communication
@@ -116,9 +82,10 @@ def _may_hold(
 def _excess(
     strategy: str, rank: int, operation: Operation, account: OperationAccount, theory: Theory
 ) -> Iterator[Overrun]:
-    passes, reductions = _most(strategy, operation, theory)
+    passes = operation.most_passes(theory.uses, frees_early=strategy in _FREES_AFTER_FORWARD)
     if passes is None:
         return
+    reductions = operation.most_reductions(theory.uses) * theory.reductions
     for unit, times in Counter(account.gathered).items():
         # Whole copies are filled too where they are cast; that moves nothing.
         if times > passes and strategy != "no_shard":
@@ -130,22 +97,3 @@ def _excess(
     issued = sum(size > FLAG_BYTES for size in account.reduction_bytes)
     if issued > reductions:
         yield Overrun(Measure.REDUCTIONS, account.index, rank, issued, reductions)
-
-
-def _most(strategy: str, operation: Operation, theory: Theory) -> tuple[int | None, int]:
-    """How often a unit may be gathered, and how many reductions there may be; None where theory does not tell."""
-    if isinstance(operation, _SILENT):
-        return 0, 0
-    if isinstance(operation, (EditFullParameters, ReplaceParameters)):
-        return 1, 0
-    # What runs several times may be freed and gathered again each time, in forward and in backward.
-    uses = theory.uses * len(operation.batches())
-    if isinstance(operation, (Forward, AssignData)):
-        return uses, 0
-    if not isinstance(operation, (ForwardBackward, SeveralForwards, UnshardFirst)):
-        return None, 0
-    # Of several forwards the first backward frees what the next one needs, with every strategy.
-    twice = strategy in _FREES_AFTER_FORWARD or isinstance(operation, SeveralForwards)
-    by_hand = isinstance(operation, UnshardFirst)
-    reduces = not getattr(operation, "no_sync", False)
-    return uses * (1 + twice) + by_hand, uses * theory.reductions * reduces

@@ -33,7 +33,7 @@ from fsdp_testing.implementations import registry
 from fsdp_testing.programs import jobs
 from fsdp_testing.programs.fitting import as_observed
 from fsdp_testing.programs.runner import ORDINARY, CaseRunner, Special
-from fsdp_testing.records import Case, CheckResult, Explanation, Finding, Operation, OperationText, Verdict
+from fsdp_testing.records import Case, CheckResult, Explanation, Finding, Operation, Verdict
 from fsdp_testing.trace.portrait import portrait_of
 from fsdp_testing.trace.run import Trace, trace_on
 
@@ -262,4 +262,4 @@ class _Explainer:
 
 def _lines(program: Sequence[Operation]) -> Iterator[str]:
     for index, operation in enumerate(program):
-        yield str(OperationText(index, operation)).removeprefix("operation ")
+        yield operation.text(index).removeprefix("operation ")

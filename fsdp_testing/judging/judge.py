@@ -34,7 +34,7 @@ from fsdp_testing.programs.replay import Replay
 from fsdp_testing.programs.setup import setup_of
 from fsdp_testing.records import UNIT_ROUNDOFF, Case, Overrun, RankObservation, WorldSpec, WrappingPlan
 from fsdp_testing.zoo import MODELS
-from fsdp_testing.zoo.tree_legality import parameters
+from fsdp_testing.zoo.tree_schema import parameters
 
 _ROUNDINGS_OF_A_PART = 64
 """Roundings of a part in a narrower dtype: its inner products, several times over."""

@@ -9,7 +9,6 @@ import pytest
 from fsdp_testing.checkers.explain_signature import (
     FindingSignature,
     fine_signature_of,
-    operation_words,
     schedule_shape,
     signature_of,
 )
@@ -93,5 +92,5 @@ def test_place_counts_in_the_fine_signature() -> None:
 
 def test_a_local_micro_batch_is_a_kind_of_its_own_and_modes_are_not() -> None:
     assert schedule_shape(CASE) == ("forward_backward(no_sync)", "forward_backward", "step", "forward")
-    words = [operation_words(operation) for operation in (*PROGRAM, ZeroGrad())]
+    words = [operation.words() for operation in (*PROGRAM, ZeroGrad())]
     assert words == ["forward-backward in no_sync", "forward-backward", "step", "eval-forward", "zero_grad"]
