@@ -8,7 +8,7 @@ from dataclasses import replace
 from fsdp_testing.records import Case, Operation
 from fsdp_testing.strategies import CaseDrawer, Choices
 from fsdp_testing.strategies.drawing import drawn_tree
-from fsdp_testing.strategies.operations import OperationDrawer
+from fsdp_testing.strategies.operation_drawer import OperationDrawer
 
 _LONGEST = 2
 

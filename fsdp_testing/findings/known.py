@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_testing.errors import InvalidRecord
-from fsdp_testing.findings.tags import tags, token, tokens
+from fsdp_testing.findings.tags import tags, tokens
 from fsdp_testing.judging.signature import Signature
 from fsdp_testing.records import Case, FailureKind
 from fsdp_testing.records.document import check_format, decode, encode, load_json, to_json
@@ -91,7 +91,7 @@ class Rule:
             if not self.applies(case):
                 return case
             places = [
-                i for i, operation in enumerate(case.program) if self.drop and _matches(self.drop, token(operation))
+                i for i, operation in enumerate(case.program) if self.drop and _matches(self.drop, operation.token())
             ]
             if not places:
                 return None
