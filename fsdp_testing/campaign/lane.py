@@ -78,13 +78,10 @@ class Lane:
 
     def _attempt(self, cases: Sequence[Case], start: int, watch: Watch, deadline: float) -> list[CaseResult]:
         todo = cases[start:]
-        shifted = Watch(
-            watch.operations, watch.models, tuple(i - start for i in watch.arcs if i >= start), watch.sources
-        )
         directory = tempfile.mkdtemp(prefix="fsdp-fuzz-", dir=self._scratch)
         try:
-            outcome = self._run(todo, directory, shifted, deadline)
-            notes = self._judge(todo, directory, shifted)
+            outcome = self._run(todo, directory, watch, deadline)
+            notes = self._judge(todo, directory, watch)
         finally:
             shutil.rmtree(directory, ignore_errors=True)
         results: list[CaseResult] = []
@@ -141,9 +138,9 @@ def lost_note(note: CaseNote, outcome: WorldOutcome) -> CaseNote:
     fates = {rank.fate for rank in outcome.ranks}
     if outcome.ok or fates <= {Fate.RETURNED, Fate.RAISED}:
         why = outcome.cause or "a rank told nothing of it"
-        return CaseNote(note.index, "unjudged", why, arcs=note.arcs)
+        return CaseNote(note.index, "unjudged", why)
     kind = "died" if Fate.DIED in fates else "hung"
     how = next(
         (rank.signal_name or f"exit code {rank.exit_code}" for rank in outcome.ranks if rank.fate is Fate.DIED), ""
     )
-    return CaseNote(note.index, "suspect", outcome.cause, signature=Signature(kind, how), arcs=note.arcs)
+    return CaseNote(note.index, "suspect", outcome.cause, signature=Signature(kind, how))

@@ -42,7 +42,6 @@ class CaseRecord:
         collectives: Per group key, number of collectives issued and a digest of what they were, up to the end of the
             case, counted from the start of the batch.
         leaks: What the case left behind in the process.
-        arcs: The way that the case took through the implementation's source, if it was recorded.
         accounts: What operations put on the wire and left in memory, where the implementation tells of its units.
     """
 
@@ -50,7 +49,6 @@ class CaseRecord:
     observation: RankObservation
     collectives: dict[int, tuple[int, int]]
     leaks: tuple[str, ...] = ()
-    arcs: frozenset[int] = frozenset()
     accounts: tuple[OperationAccount, ...] = ()
 
 

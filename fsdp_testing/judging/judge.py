@@ -54,7 +54,6 @@ class CaseNote:
         comparisons: Number of tensors compared.
         screened: It was cleared by the screen alone.
         signature: What the failure looks like.
-        arcs: The way through the implementation's source, if it was recorded.
         overrun: The facts of a failure of kind `kept` or `excess`.
     """
 
@@ -64,7 +63,6 @@ class CaseNote:
     comparisons: int = 0
     screened: bool = False
     signature: Signature | None = None
-    arcs: frozenset[int] = frozenset()
     overrun: Overrun | None = None
 
 
@@ -110,14 +108,13 @@ def _judge(adapter: Adapter, index: int, case: Case, told: list[dict[int, CaseRe
     records = [by_index[index] for by_index in told if index in by_index]
     if not records:
         return CaseNote(index, "unfinished")
-    arcs = frozenset().union(*(record.arcs for record in records))
     try:
         note = _judge_records(adapter, case, records, len(told), watch)
     except Exception as error:  # noqa: BLE001 - a case that the oracle cannot run is told, never passed over
         frame = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(frame.filename).name}:{frame.lineno}"
         note = CaseNote(index, "unjudged", f"{type(error).__name__} at {where}: {error}")
-    return replace(note, index=index, arcs=arcs)
+    return replace(note, index=index)
 
 
 def _judge_records(adapter: Adapter, case: Case, records: list[CaseRecord], size: int, watch: Watch) -> CaseNote:
