@@ -1,4 +1,4 @@
-"""Pure arithmetic of flat buffers: where parameters lie, which rank holds what, how to get to another layout.
+"""Pure arithmetic of flat buffers: where parameters lie, which rank has what, how to get to another layout.
 
 Standard library only. No tensor, no process group, no device: every statement here is property-tested without ranks.
 """
