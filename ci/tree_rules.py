@@ -280,6 +280,27 @@ def private_torch_offences(path: str, source: str, allowed: list[str]) -> Iterat
                 yield Offence("private_torch", path, node.lineno, "", f"uses {'.'.join(chain)}; go through compat.py")
 
 
+def private_pytest_offences(path: str, source: str, allowed: list[str]) -> Iterator[Offence]:
+    """Private attributes, by name or through `getattr`, of objects that a file of the plugin was given.
+
+    What a file declares itself is its own; of all else that the plugin touches, pytest is what has private attributes.
+    """
+    if path in allowed or not (_in_folder(path, "fsdp_testing/pytest_plugin") or path == "fsdp_testing/plugin.py"):
+        return
+    tree = ast.parse(source)
+    own = _declared_here(tree) | {name.rpartition(".")[2] for name, _ in _named_nodes(tree)}
+    for node in ast.walk(tree):
+        name = ""
+        if isinstance(node, ast.Attribute):
+            name = node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in {"getattr", "hasattr", "setattr"}:
+            constants = [item.value for item in node.args[1:2] if isinstance(item, ast.Constant)]
+            name = str(constants[0]) if constants else ""
+        if _is_private(name) and name not in own:
+            said = f"uses {ast.unparse(node)}; go through pytest_compat.py"
+            yield Offence("private_pytest", path, getattr(node, "lineno", 1), "", said)
+
+
 def _is_private(part: str) -> bool:
     return part.startswith("_") and not part.startswith("__")
 

@@ -12,6 +12,7 @@ from tree_rules import (
     ROOT,
     import_cycle,
     module_name,
+    private_pytest_offences,
     private_torch_offences,
     python_files,
     reserved_import_offences,
@@ -21,6 +22,7 @@ from tree_rules import (
 
 RULES = settings()
 PRIVATE_TORCH = [entry["file"] for entry in RULES["private_torch"]]
+PRIVATE_PYTEST = [entry["file"] for entry in RULES["private_pytest"]]
 FILES = python_files(*PACKAGES)
 
 
@@ -110,6 +112,30 @@ def test_each_reserved_import_can_be_broken(path: str, source: str) -> None:
 )
 def test_owners_of_reserved_modules_may_import_them(path: str, source: str) -> None:
     assert not list(reserved_import_offences(path, source, RULES["reserved"]))
+
+
+def test_private_names_of_pytest_go_through_one_file() -> None:
+    found = [o for path in FILES for o in private_pytest_offences(str(path), _source(path), PRIVATE_PYTEST)]
+    assert not found, "\n".join(map(str, found))
+    # A door that nobody uses is to be closed.
+    assert all(list(private_pytest_offences(path, _source(Path(path)), [])) for path in PRIVATE_PYTEST)
+
+
+@pytest.mark.parametrize(
+    ("source", "broken"),
+    [
+        ("def f(config):\n    return config._tmp_path_factory", True),
+        ("def f(config):\n    config._configured = True", True),
+        ("def f(config):\n    return getattr(config, '_tmp_path_factory')", True),
+        ("class Rank:\n    def __init__(self, session):\n        self._state = session._setupstate", True),
+        ("class Rank:\n    def __init__(self):\n        self._state = 1\ndef f(rank):\n    return rank._state", False),
+        ("class Rank:\n    def _end(self): ...\n    def end(self):\n        self._end()", False),
+        ("def f(config):\n    return config.__class__", False),
+    ],
+)
+def test_private_names_of_pytest_are_told_from_own(source: str, broken: bool) -> None:
+    assert bool(list(private_pytest_offences("fsdp_testing/pytest_plugin/x.py", source, []))) is broken
+    assert not list(private_pytest_offences("fsdp_testing/pool/x.py", source, []))
 
 
 def test_the_other_import_rules_can_be_broken() -> None:
