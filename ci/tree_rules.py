@@ -206,10 +206,10 @@ def _assigned_attributes(function: Function) -> Iterator[ast.Attribute]:
         if isinstance(node, ast.AugAssign | ast.AnnAssign):
             targets = [node.target]
         for target in targets:
-            yield from (item for item in ast.walk(target) if _is_stored_attribute(item))  # type: ignore[misc]  # narrowed
+            yield from (item for item in ast.walk(target) if is_stored_attribute(item))  # type: ignore[misc]  # narrowed
 
 
-def _is_stored_attribute(node: ast.AST) -> bool:
+def is_stored_attribute(node: ast.AST) -> bool:
     return isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
 
 
@@ -224,7 +224,7 @@ def imported_modules(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
-def _is_below(module: str, parent: str) -> bool:
+def is_below(module: str, parent: str) -> bool:
     return module == parent or module.startswith(parent + ".")
 
 
@@ -240,7 +240,7 @@ def reserved_import_offences(path: str, source: str, rules: list[dict[str, Any]]
             applies = any(_in_folder(path, top) for top in [rule["within"]] if top) if "within" in rule else True
             permitted = any(_in_folder(path, place) for place in rule["only"])
             key = (line, rule["module"])
-            if applies and not permitted and _is_below(module, rule["module"]) and key not in seen:
+            if applies and not permitted and is_below(module, rule["module"]) and key not in seen:
                 seen.add(key)
                 yield Offence("reserved_import", path, line, "", f"imports {module}. {rule['reason']}")
 
@@ -258,51 +258,10 @@ def stdlib_only_offences(path: str, source: str, rules: list[dict[str, Any]]) ->
                 names = [node.module or "."]
             for name in names:
                 permitted = name.split(".")[0] in sys.stdlib_module_names
-                permitted |= any(_is_below(name, ally) for ally in rule["may_also"])
+                permitted |= any(is_below(name, ally) for ally in rule["may_also"])
                 if not permitted:
                     said = f"imports {name}; {rule['folder']} needs the standard library alone"
                     yield Offence("stdlib_only", path, getattr(node, "lineno", 1), "", said)
-
-
-def private_torch_offences(path: str, source: str, allowed: list[str]) -> Iterator[Offence]:
-    """Imports of, and attribute chains through, private names of torch."""
-    if path in allowed:
-        return
-    tree = ast.parse(source)
-    for line, module in imported_modules(tree):
-        parts = module.split(".")
-        if parts[0] == "torch" and any(_is_private(part) for part in parts):
-            yield Offence("private_torch", path, line, "", f"imports {module}; go through compat.py")
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and _is_private(node.attr):
-            chain = ast.unparse(node).split(".")
-            if chain[0] in {"torch", "dist"}:
-                yield Offence("private_torch", path, node.lineno, "", f"uses {'.'.join(chain)}; go through compat.py")
-
-
-def private_pytest_offences(path: str, source: str, allowed: list[str]) -> Iterator[Offence]:
-    """Private attributes, by name or through `getattr`, of objects that a file of the plugin was given.
-
-    What a file declares itself is its own; of all else that the plugin touches, pytest is what has private attributes.
-    """
-    if path in allowed or not (_in_folder(path, "fsdp_testing/pytest_plugin") or path == "fsdp_testing/plugin.py"):
-        return
-    tree = ast.parse(source)
-    own = _declared_here(tree) | {name.rpartition(".")[2] for name, _ in _named_nodes(tree)}
-    for node in ast.walk(tree):
-        name = ""
-        if isinstance(node, ast.Attribute):
-            name = node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in {"getattr", "hasattr", "setattr"}:
-            constants = [item.value for item in node.args[1:2] if isinstance(item, ast.Constant)]
-            name = str(constants[0]) if constants else ""
-        if _is_private(name) and name not in own:
-            said = f"uses {ast.unparse(node)}; go through pytest_compat.py"
-            yield Offence("private_pytest", path, getattr(node, "lineno", 1), "", said)
-
-
-def _is_private(part: str) -> bool:
-    return part.startswith("_") and not part.startswith("__")
 
 
 def import_cycle(sources: dict[str, str]) -> list[str] | None:

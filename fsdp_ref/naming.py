@@ -5,13 +5,10 @@ A wrapper adds one attribute to every name below it. Users and checkpoints speak
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
-
-if TYPE_CHECKING:
-    from collections.abc import MutableMapping
+from typing import Final
 
 FSDP_WRAPPED_MODULE: Final = "_fsdp_wrapped_module"
-"""Attribute under which our wrapper holds the module it wraps."""
+"""Attribute of our wrapper that is the module it wraps."""
 
 FSDP_PREFIX: Final = FSDP_WRAPPED_MODULE + "."
 FLAT_PARAM: Final = "_flat_param"
@@ -31,19 +28,9 @@ def clean_tensor_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_SEGMENTS)
 
 
-def replace_prefix(mapping: MutableMapping[str, Any], old: str, new: str) -> None:
-    """Rename, in place and in order, the keys that start with ``old``; reversible by swapping the arguments.
-
-    Raises:
-        ValueError: both prefixes are empty-equal, so that nothing would be said by the call.
-    """
-    if old == new:
-        raise ValueError(
-            f"replace_prefix: expected two different prefixes, got {old!r} twice. Pass the old and the new."
-        )
-    for key in list(mapping):
-        value = mapping.pop(key)
-        mapping[new + key.removeprefix(old) if key.startswith(old) else key] = value
+def without_wrappers(name: str) -> str:
+    """Return ``name`` without our wrapper's segments; those of activation checkpointing stay, as in the plain module."""
+    return ".".join(part for part in name.split(".") if part != FSDP_WRAPPED_MODULE)
 
 
 def join_fqn(prefix: str, name: str) -> str:

@@ -6,7 +6,6 @@ hooks, ours around all others. Source: the composable ``fully_shard`` of torch 2
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,32 +14,23 @@ import torch
 from torch import nn
 
 from fsdp_ref.annotations import is_replicated, unit_of
-from fsdp_ref.build.attach import Application, UnitOptions, attach
+from fsdp_ref.build.attach import attach
 from fsdp_ref.build.contract import check_one_module, contract
+from fsdp_ref.build.ignored import resolve_ignored
 from fsdp_ref.build.plan import PlannedUnit
+from fsdp_ref.build.resolve import UNIT_OPTIONS
 from fsdp_ref.build.wrap_policy import PolicyObject
 from fsdp_ref.checkpoint.full_state import install
 from fsdp_ref.errors import AlreadyAppliedError, ConfigError, listing
 from fsdp_ref.runtime.forward import Frame, abort_forward, enter_forward, exit_forward
-from fsdp_ref.runtime.summon import SummonOptions, summon
 from fsdp_ref.runtime.unit import Unit
 
 
 class FullyShardState:
-    """What ``fully_shard.state(module)`` returns: the unit that the module became."""
+    """What ``fully_shard.state(module)`` returns: ``unit`` is the unit that the module became."""
 
     def __init__(self) -> None:
-        self._unit: Unit | None = None
-
-    def bind(self, unit: Unit) -> None:
-        """Give the state its unit."""
-        self._unit = unit
-
-    @property
-    def unit(self) -> Unit:
-        """The module's unit."""
-        assert self._unit is not None  # bound by the application that made the state
-        return self._unit
+        self.unit: Unit | None = None
 
 
 @contract(state_cls=FullyShardState)
@@ -91,7 +81,8 @@ def fully_shard(
             f"{type(policy).__name__}. Pass for example ModuleWrapPolicy({{Block}})."
         )
     _refuse_applied(module)
-    options = UnitOptions(
+    options = dict(
+        UNIT_OPTIONS,
         process_group=process_group,
         sharding_strategy=strategy,
         cpu_offload=cpu_offload,
@@ -103,19 +94,8 @@ def fully_shard(
         use_orig_params=True,
         device_mesh=device_mesh,
     )
-    unit = attach(
-        Application(
-            module,
-            options,
-            hold=_hold,
-            policy=policy,
-            ignored_modules=ignored_modules,
-            may_hold_units=True,
-            composable=True,
-        )
-    )
-    fully_shard.state(module).bind(unit)
-    install(module)
+    ignored = resolve_ignored(module, ignored_modules)
+    fully_shard.state(module).unit = attach(module, options, _hook, policy=policy, ignored=ignored, composable=True)
     return module
 
 
@@ -132,12 +112,13 @@ def _refuse_applied(module: nn.Module) -> None:
         )
 
 
-def _hold(planned: PlannedUnit) -> nn.Module:
-    """Hook a module: it is its own holder."""
+def _hook(planned: PlannedUnit) -> nn.Module:
+    """Hook a module: users go on calling it itself."""
     hooks = _ForwardHooks(planned.module)
     # First before and last after forward, so that hooks of other APIs see full parameters.
     planned.module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
     planned.module.register_forward_hook(hooks.after, always_call=True)
+    install(planned.module)
     return planned.module
 
 
@@ -156,7 +137,7 @@ class _ForwardHooks:
         """Run before everything else of the module's call."""
         unit = unit_of(module)
         assert isinstance(unit, Unit)  # set right after hooking
-        handled = sys.exception() if sys.version_info >= (3, 11) else None
+        handled = sys.exception()
         frame, args, kwargs = enter_forward(unit, args, kwargs)
         self._open.append((frame, handled))
         return args, kwargs
@@ -170,15 +151,3 @@ class _ForwardHooks:
             abort_forward(frame)
             return output
         return exit_forward(frame, output)
-
-
-def unshard_params(
-    module: nn.Module,
-    recurse: bool = True,
-    writeback: bool = True,
-    rank0_only: bool = False,
-    offload_to_cpu: bool = False,
-    with_grads: bool = False,
-) -> contextlib.AbstractContextManager[None]:
-    """Show full parameters of the units at or below ``module``; as ``summon_full_params`` of the wrapper."""
-    return summon(module, SummonOptions(recurse, writeback, rank0_only, offload_to_cpu, with_grads))

@@ -15,15 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_ref.annotations import unit_of, units_under
+from fsdp_ref.annotations import unit_of, units_in, units_under
 from fsdp_ref.api.attributes import UnitAttributes
-from fsdp_ref.build.attach import Application, UnitOptions, attach
+from fsdp_ref.api.trees import unshard_params
+from fsdp_ref.build.attach import attach
 from fsdp_ref.build.contract import check_one_module
+from fsdp_ref.build.ignored import resolve_ignored
 from fsdp_ref.build.plan import PlannedUnit
 from fsdp_ref.checkpoint.full_state import install
 from fsdp_ref.config import BackwardPrefetch
 from fsdp_ref.errors import TrainingStateError
-from fsdp_ref.naming import FSDP_PREFIX, FSDP_WRAPPED_MODULE
+from fsdp_ref.handle.writeback import refuse_other_device
+from fsdp_ref.naming import FSDP_WRAPPED_MODULE, without_wrappers
 from fsdp_ref.runtime.comm_hooks import register_comm_hook
 from fsdp_ref.runtime.forward import call_unit, lazy_init
 from fsdp_ref.runtime.no_sync import no_sync
@@ -84,45 +87,35 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
         super().__init__()
         check_one_module("FullyShardedDataParallel", module)
         _warn_of_container(module)
-        options = UnitOptions(
-            process_group=process_group,
-            sharding_strategy=sharding_strategy,
-            cpu_offload=cpu_offload,
-            backward_prefetch=backward_prefetch,
-            mixed_precision=mixed_precision,
-            param_init_fn=param_init_fn,
-            device_id=device_id,
-            sync_module_states=sync_module_states,
-            forward_prefetch=forward_prefetch,
-            limit_all_gathers=limit_all_gathers,
-            use_orig_params=use_orig_params,
-            device_mesh=device_mesh,
-        )
-        hold, policy = _Holders(self, module).hold, auto_wrap_policy
-        attach(
-            Application(
-                module, options, hold, policy=policy, ignored_modules=ignored_modules, ignored_states=ignored_states
-            )
-        )
-        install(self)
+        options = {
+            "process_group": process_group,
+            "sharding_strategy": sharding_strategy,
+            "cpu_offload": cpu_offload,
+            "backward_prefetch": backward_prefetch,
+            "mixed_precision": mixed_precision,
+            "param_init_fn": param_init_fn,
+            "device_id": device_id,
+            "sync_module_states": sync_module_states,
+            "forward_prefetch": forward_prefetch,
+            "limit_all_gathers": limit_all_gathers,
+            "use_orig_params": use_orig_params,
+            "device_mesh": device_mesh,
+        }
+        ignored = resolve_ignored(module, ignored_modules, ignored_states)
+        attach(module, options, _Wrapping(self, module), policy=auto_wrap_policy, ignored=ignored)
 
-    @classmethod
-    def _around(cls, module: nn.Module) -> FullyShardedDataParallel:
-        """Return a wrapper that holds ``module`` and is given its unit by the caller."""
-        wrapper = cls.__new__(cls)
-        nn.Module.__init__(wrapper)
-        wrapper._hold(module)
-        return wrapper
-
-    def _hold(self, module: nn.Module) -> None:
+    def _wrap(self, module: nn.Module) -> FullyShardedDataParallel:
+        """Become the wrapper of ``module``; the caller gives it its unit."""
         setattr(self, FSDP_WRAPPED_MODULE, module)
         self.training = module.training
+        install(self)
+        return self
 
     # ------------------------------------------------------------------ running
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Gather, run the wrapped module, free. See ``runtime.forward`` for collectives."""
-        return call_unit(self._unit, self._modules[FSDP_WRAPPED_MODULE], args, kwargs)  # type: ignore[arg-type]  # set in _hold
+        return call_unit(self._unit, self._modules[FSDP_WRAPPED_MODULE], args, kwargs)  # type: ignore[arg-type]  # set in _wrap
 
     @property
     def module(self) -> nn.Module:
@@ -171,17 +164,9 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
     ) -> contextlib.AbstractContextManager[None]:
         """Show full parameters of the units at or below ``module``.
 
-        Args:
-            module: any module.
-            recurse: also units below; otherwise only the module's own.
-            writeback: keep edits.
-            rank0_only: only rank 0 of each shard group sees them; with ``writeback`` its edits reach all ranks.
-            offload_to_cpu: show them on the CPU.
-            with_grads: show full averaged gradients too (original parameters only).
-
-        See ``runtime.summon.summon`` for errors and collectives.
+        See ``api.trees.unshard_params``.
         """
-        return summon(module, SummonOptions(recurse, writeback, rank0_only, offload_to_cpu, with_grads))
+        return unshard_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Apply ``fn`` to every module with full parameters visible; edits persist.
@@ -201,20 +186,27 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
         """As ``nn.Module``; without the wrappers' prefixes while parameters are summoned."""
         clean = self._unit.training_state is TrainingState.SUMMON_FULL_PARAMS
         for name, param in super().named_parameters(*args, **kwargs):
-            yield (name.replace(FSDP_PREFIX, "") if clean else name), param
+            yield (without_wrappers(name) if clean else name), param
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """As ``nn.Module``; without the wrappers' prefixes while parameters are summoned."""
         clean = self._unit.training_state is TrainingState.SUMMON_FULL_PARAMS
         for name, buffer in super().named_buffers(*args, **kwargs):
-            yield (name.replace(FSDP_PREFIX, "") if clean else name), buffer
+            yield (without_wrappers(name) if clean else name), buffer
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FullyShardedDataParallel:
-        """Cast or move the module; the flat parameters follow at once."""
-        for _, _, unit in units_under(self):
+        """Cast the module; the flat parameters follow at once.
+
+        Raises:
+            FsdpRuntimeError: It would move units to another device; nothing is moved then.
+        """
+        found = units_in(self)
+        for handle in (unit.handle for unit in found if unit.handle is not None):
+            refuse_other_device(handle, fn(torch.empty_like(handle.shard_S[:0])).device)
+        for unit in found:
             settle(unit)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        for _, _, unit in units_under(self):
+        for unit in found:
             absorb(unit)
         return self
 
@@ -291,7 +283,7 @@ class EarlyUnshard:
             self._unit.handle.finish_unshard()
 
 
-class _Holders:
+class _Wrapping:
     """Wraps planned modules: the root by the wrapper under construction, others by new ones put in their parents."""
 
     def __init__(self, root: FullyShardedDataParallel, module: nn.Module) -> None:
@@ -304,12 +296,14 @@ class _Holders:
                 if child is not None:
                     self._places.setdefault(child, []).append((parent, name))
 
-    def hold(self, planned: PlannedUnit) -> nn.Module:
+    def __call__(self, planned: PlannedUnit) -> nn.Module:
         """Return the wrapper of a planned module."""
         if planned.module is self._module:
-            self._root._hold(planned.module)
-            return self._root
-        wrapper = type(self._root)._around(planned.module)
+            return self._root._wrap(planned.module)
+        cls = type(self._root)
+        wrapper = cls.__new__(cls)
+        nn.Module.__init__(wrapper)
+        wrapper._wrap(planned.module)
         for parent, name in self._places.get(planned.module, ()):
             setattr(parent, name, wrapper)
         return wrapper

@@ -9,7 +9,6 @@ Other forms (sharded, local, rank 0 only) and optimizer state are not there yet;
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -22,18 +21,13 @@ from fsdp_ref.naming import FSDP_WRAPPED_MODULE, clean_tensor_name, join_fqn
 from fsdp_ref.runtime.summon import SummonOptions, summon
 from fsdp_ref.states import TrainingState
 
-_installed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
 
 def install(module: nn.Module) -> None:
-    """Give every unit at or below ``module`` the hooks, once."""
-    for _, holder, _ in units_under(module):
-        if holder not in _installed:
-            _installed.add(holder)
-            holder.register_state_dict_pre_hook(_before_save)
-            holder.register_state_dict_post_hook(_after_save)
-            holder.register_load_state_dict_pre_hook(_before_load)
-            holder.register_load_state_dict_post_hook(_after_load)
+    """Give the module that users call for a unit its hooks, when the unit is made; a copy of the module has them too."""
+    module.register_state_dict_pre_hook(_before_save)
+    module.register_state_dict_post_hook(_after_save)
+    module.register_load_state_dict_pre_hook(_before_load)
+    module.register_load_state_dict_post_hook(_after_load)
 
 
 def not_yet(name: str) -> Callable[..., NoReturn]:

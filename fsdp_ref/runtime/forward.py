@@ -166,7 +166,7 @@ def _inputs(unit: Unit, frame: Frame, args: Any, kwargs: Any) -> tuple[Any, Any]
         dtype: torch.dtype | None = torch.float32 if unit.handle is None else unit.handle.precision.original
     else:
         policy = unit.config.mixed_precision
-        as_root = policy.cast_root_forward_inputs and (unit.is_root or unit.applied_here)
+        as_root = policy.cast_root_forward_inputs and (unit.is_root or unit.config.applied_here)
         dtype = unit.input_dtype if policy.cast_forward_inputs or as_root else None
     if dtype is None:
         return args, kwargs

@@ -9,22 +9,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from fsdp_ref.comm.groups import DataParallelGroups
-from fsdp_ref.config import (
-    HYBRID_SHARDING_STRATEGIES,
-    NO_RESHARD_AFTER_FORWARD_STRATEGIES,
-    BackwardPrefetch,
-    CPUOffload,
-    MixedPrecision,
-    ShardingStrategy,
-)
-from fsdp_ref.env import Switches
+from fsdp_ref.config import UnitConfig
 from fsdp_ref.errors import FsdpRuntimeError, FsdpTypeError
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.originals import Shown
@@ -39,46 +29,6 @@ if TYPE_CHECKING:
     from fsdp_ref.runtime.root import Root
 
 
-@dataclass(frozen=True, slots=True)
-class UnitConfig:
-    """Settings of one unit, as they hold after construction.
-
-    Attributes:
-        strategy: the strategy that the groups allow.
-        device: where the unit computes.
-        mixed_precision: dtypes.
-        cpu_offload: where shards live.
-        backward_prefetch: when backward gathers the next unit; None for not ahead.
-        forward_prefetch: gather the next unit in forward ahead of need, in the order of the first iteration.
-        limit_all_gathers: bound how far the host runs ahead of the device.
-        use_orig_params: what users see.
-        full_precision_module: made because mixed precision leaves its class alone: inputs are cast up, outputs back.
-        switches: environment switches.
-        reshards_after_forward: whether the strategy frees full parameters between forward and backward.
-    """
-
-    strategy: ShardingStrategy
-    device: torch.device
-    mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
-    cpu_offload: CPUOffload = field(default_factory=CPUOffload)
-    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
-    forward_prefetch: bool = False
-    limit_all_gathers: bool = True
-    use_orig_params: bool = False
-    full_precision_module: bool = False
-    switches: Switches = field(default_factory=Switches)
-    reshards_after_forward: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        keeps = self.strategy in NO_RESHARD_AFTER_FORWARD_STRATEGIES or self.strategy is ShardingStrategy.NO_SHARD
-        object.__setattr__(self, "reshards_after_forward", not keeps)
-
-    @property
-    def hybrid(self) -> bool:
-        """Whether gradients are reduced over a second group."""
-        return self.strategy in HYBRID_SHARDING_STRATEGIES
-
-
 class Unit(UnitPasses):
     """One sharded module.
 
@@ -87,8 +37,8 @@ class Unit(UnitPasses):
         holder: the module that users call: the wrapper, or ``module`` itself.
         handle: the flat parameter, None when the unit owns no parameters.
         config: settings.
-        groups: over which ranks.
         modules: the modules whose nearest unit this is (for buffers).
+        ignored: what this unit and everything above it leave alone (a ``build.ignored.Ignored``).
     """
 
     def __init__(
@@ -97,26 +47,22 @@ class Unit(UnitPasses):
         holder: nn.Module,
         handle: FlatHandle | None,
         config: UnitConfig,
-        groups: DataParallelGroups,
         modules: tuple[nn.Module, ...],
+        ignored: Any = None,
     ) -> None:
         super().__init__()
         self.module = module
         self.holder = holder
         self.handle = handle
         self.config = config
-        self.groups = groups
         self.modules = modules
         self.buffers = BufferCaster(modules, config.mixed_precision.buffer_dtype)
-        # What this unit and everything above it leave alone (a ``build.ignored.Ignored``).
-        self.ignored: Any = None
+        self.ignored = ignored
         self.name = ""
         self.root: Root | None = None
         self.is_root: bool | None = None
         self.sync_gradients = True
         self.graph = GraphSide(self)
-        # The composable API was called on this very module (its inputs are cast like a root's).
-        self.applied_here = False
         self.comm_hook: Callable[..., Any] | None = None
         self.comm_hook_state: Any = None
         # Parameters summoned by a state-dict hook until the hook after it, and whether the tree had no root before. Kept
@@ -203,10 +149,6 @@ class Unit(UnitPasses):
 
     # ------------------------------------------------------------------ settings that change
 
-    def mark_applied(self) -> None:
-        """The composable API was called on this unit's module."""
-        self.applied_here = True
-
     def synchronise(self, wanted: bool) -> bool:
         """Let backward reduce gradients, or keep them local; return what held before."""
         before, self.sync_gradients = self.sync_gradients, wanted
@@ -247,6 +189,8 @@ class Unit(UnitPasses):
         }
         vars(copied).update(own)
         vars(copied).update(handle=copy.deepcopy(self.handle, memo), graph=GraphSide(copied), root=None, is_root=None)
+        # A ``no_sync`` that is open around the copying ends for the original alone: nobody would end it for the copy.
+        copied.sync_gradients = True
         return copied
 
     def __reduce__(self) -> Any:

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from fsdp_testing.checkers.explain_signature import operation_shape, signature_of
+from fsdp_testing.checkers.explain import operation_shape
 from fsdp_testing.explanation.budget import Budget
+from fsdp_testing.judging.signature import signature_of
 from fsdp_testing.records import Case, Finding, Operation
 
 Judge = Callable[[Case], Finding | None]

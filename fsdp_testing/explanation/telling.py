@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fsdp_testing.checkers.explain_signature import operation_words
+from fsdp_testing.checkers.explain import operation_words, ranks_text
 from fsdp_testing.explanation.casts import OtherCast
 from fsdp_testing.explanation.likeness import Likeness
-from fsdp_testing.records import Case, EditFullParameters, Finding, ForwardBackward, Operation, OperationText, Step
+from fsdp_testing.records import (
+    RAISES,
+    Case,
+    EditFullParameters,
+    Finding,
+    ForwardBackward,
+    Operation,
+    OperationText,
+    Step,
+)
 
 Held = Mapping[str, tuple[int, ...]]
 
@@ -24,8 +33,8 @@ def tell(finding: Finding, like: Likeness | None, held: Held, cast: OtherCast | 
     case = finding.case
     schedule = _schedule(case.program[: finding.operation + 1])
     after = f"After {schedule}" if schedule else "While building and wrapping the model"
-    if finding.kind == "raised":
-        return f"{after}: {finding.explanation.removeprefix(f'in {finding.operation_text}: ')}"
+    if finding.kind in RAISES:
+        return f"{after}: {finding.statement}"
     told = f"{after}: {_what_is_wrong(finding)}"
     if cast is not None:
         return f"{after}: {cast.happened}; {_what_is_wrong(finding)}, and is what one process gives with that cast."
@@ -43,17 +52,13 @@ def _schedule(program: Sequence[Operation]) -> str:
 
 def _what_is_wrong(finding: Finding) -> str:
     if finding.max_error is None:
-        # The sentence of the finding begins with the place, which the schedule has just told.
-        text = finding.explanation.partition(": ")[2] if finding.kind in _PLACED else finding.explanation
-        return text.partition(";")[0] or finding.explanation
+        # Without the place, which the schedule has just said.
+        return finding.statement or finding.explanation
     size = f"max error {finding.max_error:.3g}"
     if finding.bound is not None:
         size += f", bound {finding.bound:.2g}" if finding.bound else ", equal bits were due"
     where = "" if " on rank " in finding.quantity or not finding.ranks else f" on {ranks_text(finding.ranks)}"
     return f"{finding.quantity} is wrong{where} ({size})"
-
-
-_PLACED = ("diverged", "disagreed", "missing")
 
 
 def _cause(case: Case, like: Likeness, held: Held) -> str:
@@ -92,11 +97,6 @@ def units_text(units: tuple[str, ...]) -> str:
         return "the root unit"
     noun = "unit" if len(units) == 1 else "units"
     return f"{noun} {_list([f'`{unit}`' if unit else '(root)' for unit in units])}"
-
-
-def ranks_text(ranks: tuple[int, ...]) -> str:
-    """Returns ranks in words: rank 1, ranks 0 and 2."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {_list([str(rank) for rank in ranks])}"
 
 
 def _list(words: Sequence[str]) -> str:

@@ -160,11 +160,11 @@ class RankProgram:
             type_name=f"{type(raised).__module__}.{type(raised).__qualname__}".removeprefix("builtins."),
             message=str(raised),
             traceback="".join(lines),
-            innocent=self._is_innocent(raised),
+            not_implementation_fault=self._is_not_implementation_fault(raised),
             not_supported=isinstance(raised, NotImplementedError),
         )
 
-    def _is_innocent(self, raised: Exception) -> bool:
+    def _is_not_implementation_fault(self, raised: Exception) -> bool:
         """Whether the adapter or the harness is at fault, so that nothing is known of the implementation."""
         if isinstance(raised, HarnessError):
             # Collectives that do not match are the implementation's; the ledger only says so first.

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_testing.checkers.adoption import AdoptedState
+from fsdp_testing.checkers.gathered_state import GatheredState
 from fsdp_testing.checkers.quantities import Quantity
 from fsdp_testing.implementations.protocol import Division
 from fsdp_testing.programs import models
@@ -57,7 +57,7 @@ class Replay:
         case: Case,
         division: Division | None = None,
         disturbance: Disturbance = NO_DISTURBANCE,
-        adopted: Mapping[int, AdoptedState] | None = None,
+        adopted: Mapping[int, GatheredState] | None = None,
     ) -> None:
         self.case = case
         self.size = case.world.size

@@ -12,6 +12,7 @@ from fsdp_testing.records.case import (
     WrappingPlan,
     check_case,
 )
+from fsdp_testing.records.case_record import CaseRecord
 from fsdp_testing.records.event import (
     AutogradEvent,
     CollectiveEvent,
@@ -21,6 +22,7 @@ from fsdp_testing.records.event import (
     WaitEvent,
 )
 from fsdp_testing.records.explanation import Explanation
+from fsdp_testing.records.failure import ENDS_RANKS, LOSES_RANKS, RAISES, FailureKind, Mismatch
 from fsdp_testing.records.finding import Finding
 from fsdp_testing.records.history import History
 from fsdp_testing.records.legality import PlannedOperation, plan, void_operations
@@ -61,6 +63,7 @@ from fsdp_testing.records.operations_state import (
     UnshardFirst,
 )
 from fsdp_testing.records.outcome import CaseOutcome, CheckResult, RunReport
+from fsdp_testing.records.overrun import Measure, Overrun
 from fsdp_testing.records.portrait import (
     HeldSpan,
     LiveBytes,
@@ -81,8 +84,11 @@ __all__ = [
     "SeveralForwards",
     "UnshardFirst",
     "CAPABILITIES",
+    "ENDS_RANKS",
     "EXACT",
+    "LOSES_RANKS",
     "OPERATIONS",
+    "RAISES",
     "STRATEGIES",
     "UNDERFLOW",
     "UNIT_ROUNDOFF",
@@ -93,12 +99,14 @@ __all__ = [
     "BuildOptimizer",
     "Case",
     "CaseOutcome",
+    "CaseRecord",
     "CheckResult",
     "Clip",
     "CollectiveEvent",
     "EditFullParameters",
     "Event",
     "Explanation",
+    "FailureKind",
     "Finding",
     "Forward",
     "ForwardBackward",
@@ -106,6 +114,8 @@ __all__ = [
     "HeldSpan",
     "History",
     "LiveBytes",
+    "Measure",
+    "Mismatch",
     "MixedPrecisionSpec",
     "ModelSpec",
     "Observe",
@@ -116,6 +126,7 @@ __all__ = [
     "OperationText",
     "OptimizerObservation",
     "OptimizerSpec",
+    "Overrun",
     "ParameterObservation",
     "Piece",
     "Portrait",

@@ -18,17 +18,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.second_oracle import PairedObservation, review_pair
-from fsdp_testing.implementations import registry, torch_ddp
+from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.implementations.protocol import Precision, Setup
+from fsdp_testing.implementations.torch import ddp as torch_ddp
+from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.pool import Failed
 from fsdp_testing.pool.world import current_world
 from fsdp_testing.programs import models
 from fsdp_testing.programs.execute import RankProgram
-from fsdp_testing.programs.runner import Special
-from fsdp_testing.programs.setup import setup_of
+from fsdp_testing.programs.setup import setup_in_world
 from fsdp_testing.records import Case, MixedPrecisionSpec, Observe, RankObservation, Step, WrappingPlan, ZeroGrad
-from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Check, Place, iterations, local, micro
+from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Check, Place, accumulated, iterations, micro_batch
 
 _SOURCE = "torch.nn.parallel.DistributedDataParallel on the same ranks"
 
@@ -42,7 +43,7 @@ class LowPrecision(nn.Module):
         self.dtype = dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Casts parameters and inputs, then runs the module."""
+        """Cast parameters and inputs, then run the module."""
         cast = {fqn: self._low(parameter) for fqn, parameter in self.inner.named_parameters()}
         inputs = models.map_tensors(self._low, (args, kwargs))
         return torch.func.functional_call(self.inner, cast, inputs[0], inputs[1])
@@ -69,7 +70,7 @@ def ddp(module: nn.Module, setup: Setup) -> nn.Module:
     model = torch_ddp.wrap(inner, setup)
     if precision.on_the_wire is not None and isinstance(model, DistributedDataParallel):
         # DDP reads annotations, and wants types where postponed ones are text: a lambda has none.
-        model.register_comm_hook(precision.on_the_wire, lambda wire, bucket: _reduce_in(wire, bucket))  # noqa: PLW0108 - as told above
+        model.register_comm_hook(precision.on_the_wire, lambda wire, bucket: _reduce_in(wire, bucket))  # noqa: PLW0108 - see above
     return model
 
 
@@ -81,26 +82,22 @@ SECOND = Adapter.of(replace(torch_ddp.IMPLEMENTATION, wrap=ddp, named_parameters
 """DDP, in any precision."""
 
 
-def run_beside_ddp(name: str, case: Case, observe_all: bool) -> RankObservation | Failed:
-    """Runs the case with the implementation, and then with DDP.
+def run_beside_ddp(implementation: str | Adapter, case: Case, observe_all: bool) -> RankObservation | Failed:
+    """Run the case with the implementation, and then with DDP.
 
     Collectives: those of both; every rank of the world runs the same call.
     """
-    world = current_world()
-    adapter = registry.load(name)
-
-    def make_setup(case: Case, module: nn.Module) -> Setup:
-        return setup_of(case, module, world.rank, world.device, world.group, world.mesh)
+    adapter = registry.adapter_of(implementation)
 
     plain = replace(case, strategy="no_shard", wrapping=WrappingPlan(), cpu_offload=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        program = RankProgram(case, adapter, world.rank, make_setup)
+        program = RankProgram(case, adapter, current_world().rank, setup_in_world)
         seen = program.run(observe_all=observe_all)
         if seen.error is not None:
             return Failed(seen)
         adapter.finish(program.model)
-        other = RankProgram(plain, SECOND, world.rank, make_setup).run(observe_all=observe_all)
+        other = RankProgram(plain, SECOND, current_world().rank, setup_in_world).run(observe_all=observe_all)
     shown = adapter.observes_gradients
     return PairedObservation(seen.rank, seen.results, seen.snapshots, None, seen.seconds, other, shown)
 
@@ -110,19 +107,19 @@ def _offloaded(place: Place) -> Iterable[Case]:
 
 
 def _offloaded_accumulation(place: Place) -> Iterable[Case]:
-    program = (local(0), micro(1), Observe(), Step(), ZeroGrad(), *iterations(1, first=2))
+    program = (*accumulated(0, 1), Observe(), Step(), ZeroGrad(), *iterations(1, first=2))
     yield replace(place.case("mlp", *program), cpu_offload=True)
 
 
 def _accumulated(place: Place) -> Iterable[Case]:
-    program = (local(0), local(1), micro(2), Observe(), Step(), ZeroGrad(), local(3), micro(4), Step())
+    program = (*accumulated(0, 1, 2), Observe(), Step(), ZeroGrad(), *accumulated(3, 4), Step())
     yield place.case("uneven", *program, optimizer=ADAMW)
 
 
 def _lowered(place: Place) -> Iterable[Case]:
     # One reduction, from equal values: what two low precisions make of a difference in the last bit is bounded by nothing.
     for precision in _PRECISIONS:
-        yield place.case("mlp", micro(0), Observe(), dtype="float32", optimizer=PLAIN_SGD, precision=precision)
+        yield place.case("mlp", micro_batch(0), Observe(), dtype="float32", optimizer=PLAIN_SGD, precision=precision)
 
 
 _PRECISIONS = (
@@ -131,7 +128,7 @@ _PRECISIONS = (
     MixedPrecisionSpec("bfloat16", "float32"),
     MixedPrecisionSpec(None, "bfloat16"),
 )
-_PAIR = Special(run_beside_ddp, review=review_pair)
+_PAIR = RunMode(run_beside_ddp, review=review_pair)
 
 CHECKS = (
     Check(
@@ -140,7 +137,7 @@ CHECKS = (
         _SOURCE,
         _accumulated,
         frozenset({"no_sync"}),
-        special=_PAIR,
+        mode=_PAIR,
     ),
     Check(
         "beside_ddp.mixed_precision",
@@ -149,7 +146,7 @@ CHECKS = (
         _lowered,
         frozenset({"mixed_precision", "reduce_dtype"}),
         Comparison(lockstep=True),
-        special=_PAIR,
+        mode=_PAIR,
     ),
     Check(
         "beside_ddp.offload",
@@ -157,7 +154,7 @@ CHECKS = (
         _SOURCE,
         _offloaded,
         frozenset({"cpu_offload"}),
-        special=_PAIR,
+        mode=_PAIR,
     ),
     Check(
         "beside_ddp.offload_no_sync",
@@ -165,6 +162,6 @@ CHECKS = (
         _SOURCE,
         _offloaded_accumulation,
         frozenset({"cpu_offload", "no_sync"}),
-        special=_PAIR,
+        mode=_PAIR,
     ),
 )

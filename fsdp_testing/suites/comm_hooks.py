@@ -21,7 +21,9 @@ from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.hook_calls import HookCall, HookedObservation
 from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.implementations import registry
+from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.implementations.protocol import Setup
+from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.pool import Failed
 from fsdp_testing.pool.world import current_world
 from fsdp_testing.programs import models, oracle
@@ -29,8 +31,7 @@ from fsdp_testing.programs.disturbance import Disturbance
 from fsdp_testing.programs.execute import RankProgram
 from fsdp_testing.programs.reduction import Reduced
 from fsdp_testing.programs.replay import Replay
-from fsdp_testing.programs.runner import Special
-from fsdp_testing.programs.setup import setup_of
+from fsdp_testing.programs.setup import setup_in_world
 from fsdp_testing.records import (
     Case,
     Finding,
@@ -41,7 +42,7 @@ from fsdp_testing.records import (
     Step,
     ZeroGrad,
 )
-from fsdp_testing.suites.check import PLAIN_SGD, Check, Place, iterations, local, micro
+from fsdp_testing.suites.check import PLAIN_SGD, Check, Place, accumulated, iterations, micro_batch
 
 _NEEDS = frozenset({"comm_hook"})
 _LOCKSTEP = Comparison(lockstep=True)
@@ -69,7 +70,7 @@ class HookState:
 
 
 def reduce_gradient(state: HookState, gradient: torch.Tensor, output: torch.Tensor | None = None) -> None:
-    """The user's hook. Collectives: one reduce-scatter or all-reduce over the group; every rank calls."""
+    """Reduce as the user's hook. Collectives: one reduce-scatter or all-reduce over the group; every rank calls."""
     squares = float(gradient.detach().double().square().sum())
     given = -1 if output is None else output.numel()
     dtype = str(gradient.dtype).removeprefix("torch.")
@@ -89,13 +90,13 @@ def reduce_gradient(state: HookState, gradient: torch.Tensor, output: torch.Tens
 # ----------------------------------------------------------------------------------------------- on the ranks
 
 
-def run_hooked(name: str, case: Case, observe_all: bool, way: Way) -> RankObservation | Failed:
-    """Runs the case with the hook registered, and tells of its calls.
+def run_hooked(implementation: str | Adapter, case: Case, observe_all: bool, way: Way) -> RankObservation | Failed:
+    """Run the case with the hook registered, and report its calls.
 
     Collectives: those of the implementation and of the hook; every rank of the world runs the same call.
     """
     world = current_world()
-    adapter = registry.load(name)
+    adapter = registry.adapter_of(implementation)
     calls: list[HookCall] = []
     state = HookState(way, world.group, lambda: program.index, calls)
 
@@ -104,10 +105,7 @@ def run_hooked(name: str, case: Case, observe_all: bool, way: Way) -> RankObserv
         adapter.register_comm_hook(model, state, reduce_gradient)
         return model
 
-    def make_setup(case: Case, module: nn.Module) -> Setup:
-        return setup_of(case, module, world.rank, world.device, world.group, world.mesh)
-
-    program = RankProgram(case, replace(adapter, wrap=wrap), world.rank, make_setup)
+    program = RankProgram(case, replace(adapter, wrap=wrap), world.rank, setup_in_world)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         seen = program.run(observe_all=observe_all)
@@ -139,12 +137,12 @@ def _own_gradients(case: Case, rank: int) -> tuple[dict[int, float], int]:
 
 
 def review_calls(case: Case, ranks: Sequence[RankObservation], _expectation: Expectation) -> Finding | None:
-    """Looks at the calls of every rank."""
+    """Review the calls of every rank."""
     return hook_calls.check_calls(case, ranks, _units_with_parameters(case), case.model.dtype)
 
 
 def _units_with_parameters(case: Case) -> int:
-    """How many units hold trainable parameters of their own: those that no inner unit holds."""
+    """Return how many units have trainable parameters of their own, outside inner units."""
     names = [name for name, p in models.build_model(case).named_parameters() if p.requires_grad]
     owners = set()
     for name in names:
@@ -154,19 +152,19 @@ def _units_with_parameters(case: Case) -> int:
 
 
 def _as_reduced_in(wire: str, case: Case) -> Case:
-    """The case as the oracle sees it: gradients are reduced in `wire`, by whoever does it."""
+    """Return the case as the oracle sees it: gradients are reduced in `wire`, by whoever does it."""
     return replace(case, mixed_precision=MixedPrecisionSpec(reduce_dtype=wire))
 
 
 def _never_stepping(place: Place) -> Iterable[Case]:
     # No step: gradients are a function of the initial values, so the rank's own are known without the other ranks.
     for model in ("uneven", "deep_nest"):
-        yield place.case(model, micro(0), ZeroGrad(), micro(1), Observe(), optimizer=PLAIN_SGD)
+        yield place.case(model, micro_batch(0), ZeroGrad(), micro_batch(1), Observe(), optimizer=PLAIN_SGD)
 
 
 def _accumulating(place: Place) -> Iterable[Case]:
-    yield place.case("mlp", local(0), local(1), micro(2), Observe(), ZeroGrad(), micro(3), optimizer=PLAIN_SGD)
-    yield place.case("deep_nest", local(0), micro(1), Observe(), optimizer=PLAIN_SGD)
+    yield place.case("mlp", *accumulated(0, 1, 2), Observe(), ZeroGrad(), micro_batch(3), optimizer=PLAIN_SGD)
+    yield place.case("deep_nest", *accumulated(0, 1), Observe(), optimizer=PLAIN_SGD)
 
 
 def _trained(place: Place) -> Iterable[Case]:
@@ -174,7 +172,9 @@ def _trained(place: Place) -> Iterable[Case]:
 
 
 def _compressed(place: Place) -> Iterable[Case]:
-    yield place.case("uneven", micro(0), Observe(), Step(), ZeroGrad(), micro(1), dtype="float32", optimizer=PLAIN_SGD)
+    yield place.case(
+        "uneven", micro_batch(0), Observe(), Step(), ZeroGrad(), micro_batch(1), dtype="float32", optimizer=PLAIN_SGD
+    )
 
 
 # ----------------------------------------------------------------------------------------------- in the oracle
@@ -190,7 +190,7 @@ class _Scaled(Replay):
 
 
 def expect_scaled(case: Case, observe_all: bool, factor: float) -> Expectation:
-    """What the case gives if the hook multiplies the mean by `factor`."""
+    """Return what the case gives if the hook multiplies the mean by `factor`."""
 
     def make(disturbance: Disturbance) -> Replay:
         replay = _Scaled(case, disturbance=disturbance)
@@ -203,12 +203,12 @@ def expect_scaled(case: Case, observe_all: bool, factor: float) -> Expectation:
 
 
 _MEAN = Way()
-_REVIEWED = Special(run_hooked, (_MEAN,), review=review_calls)
+_REVIEWED = RunMode(run_hooked, (_MEAN,), review=review_calls)
 _QUARTER = Way(factor=0.25)
 
 
-def _compressed_to(wire: str) -> Special:
-    return Special(run_hooked, (Way(wire),), seen_as=partial(_as_reduced_in, wire))
+def _compressed_to(wire: str) -> RunMode:
+    return RunMode(run_hooked, (Way(wire),), seen_as=partial(_as_reduced_in, wire))
 
 
 CHECKS = (
@@ -218,7 +218,7 @@ CHECKS = (
         _SOURCE,
         _never_stepping,
         _NEEDS,
-        special=_REVIEWED,
+        mode=_REVIEWED,
     ),
     Check(
         "comm_hook.not_in_no_sync",
@@ -226,7 +226,7 @@ CHECKS = (
         _SOURCE,
         _accumulating,
         _NEEDS | {"no_sync"},
-        special=_REVIEWED,
+        mode=_REVIEWED,
     ),
     Check(
         "comm_hook.averages",
@@ -234,7 +234,7 @@ CHECKS = (
         _SOURCE,
         _trained,
         _NEEDS,
-        special=Special(run_hooked, (_MEAN,)),
+        mode=RunMode(run_hooked, (_MEAN,)),
     ),
     Check(
         "comm_hook.result_is_kept",
@@ -242,7 +242,7 @@ CHECKS = (
         _SOURCE,
         _trained,
         _NEEDS,
-        special=Special(run_hooked, (_QUARTER,), expect_scaled, (_QUARTER.factor,)),
+        mode=RunMode(run_hooked, (_QUARTER,), expect_scaled, (_QUARTER.factor,)),
     ),
     Check(
         "comm_hook.bfloat16",
@@ -251,7 +251,7 @@ CHECKS = (
         _compressed,
         _NEEDS,
         _LOCKSTEP,
-        special=_compressed_to("bfloat16"),
+        mode=_compressed_to("bfloat16"),
     ),
     Check(
         "comm_hook.float16",
@@ -260,6 +260,6 @@ CHECKS = (
         _compressed,
         _NEEDS,
         _LOCKSTEP,
-        special=_compressed_to("float16"),
+        mode=_compressed_to("float16"),
     ),
 )

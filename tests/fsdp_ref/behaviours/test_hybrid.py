@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_ref import FullyShardedDataParallel as FSDP
 from fsdp_ref import MixedPrecision, ShardingStrategy
-from fsdp_ref.annotations import unit_of
-from fsdp_ref.runtime.no_sync import no_sync
+from fsdp_ref.composable import no_sync
 
 S = ShardingStrategy
 HYBRID = [S.HYBRID_SHARD, S._HYBRID_SHARD_ZERO2]
@@ -62,7 +61,7 @@ def test_gradients_average_over_shards_and_replicas(lab, path, strategy, by):
     if by == "mesh":
         with mesh_of(2, 2) as mesh:
             model = lab.parity(path=path, policy={lab.Block}, sharding_strategy=strategy, device_mesh=mesh)
-            groups = lab.units(model)[0].groups
+            groups = lab.units(model)[0].config.groups
             assert dist.get_process_group_ranks(groups.shard) == ([0, 1] if lab.world.rank < 2 else [2, 3])
             assert dist.get_process_group_ranks(groups.replicate) == [lab.world.rank % 2, lab.world.rank % 2 + 2]
     else:
@@ -119,7 +118,7 @@ def test_what_hybrid_needs_and_refuses(lab, path):
 def test_with_a_policy_groups_are_made_once_and_shared(lab, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     model = lab.parity(policy={lab.Block}, sharding_strategy=S.HYBRID_SHARD)
-    groups = {(unit.groups.shard, unit.groups.replicate) for unit in lab.units(model)}
+    groups = {(unit.config.groups.shard, unit.config.groups.replicate) for unit in lab.units(model)}
     assert len(groups) == 1
     ((shard, replicate),) = groups
     assert (shard.size(), replicate.size()) == (2, 2)
@@ -187,7 +186,7 @@ def test_partial_sums_of_micro_batches_are_wider_than_what_is_sent(lab, path, st
         options = {"sharding_strategy": strategy, "device_mesh": mesh, "mixed_precision": precision}
         model = lab.shard(lab.make(Scaled, dtype=torch.float32), path, **options)
         for kind, amount in zip(schedule, amounts, strict=True):
-            with no_sync(unit_of(model)) if kind == "n" else nullcontext():
+            with no_sync(model) if kind == "n" else nullcontext():
                 model(torch.full((5,), amount)).sum().backward()
         handle = lab.units(model)[0].handle
         assert handle.grads.reduced_S.dtype == torch.float32

@@ -13,8 +13,7 @@ from torch import nn
 
 from fsdp_ref import FullyShardedDataParallel as FSDP
 from fsdp_ref import ShardingStrategy, fully_shard
-from fsdp_ref.annotations import unit_of
-from fsdp_ref.runtime.no_sync import no_sync
+from fsdp_ref.composable import no_sync
 from fsdp_ref.wrap import ModuleWrapPolicy
 
 if TYPE_CHECKING:
@@ -119,7 +118,7 @@ class Trial:
             self.compare()
 
     def no_sync(self, wanted: bool = True) -> contextlib.AbstractContextManager[None]:
-        return no_sync(unit_of(self.model)) if wanted else contextlib.nullcontext()
+        return no_sync(self.model) if wanted else contextlib.nullcontext()
 
     def compare(self, tolerance: float = 1e-12) -> None:
         """Compare all parameters, by name; also checks that something was compared."""

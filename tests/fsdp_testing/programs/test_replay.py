@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp_testing.checkers.adoption import AdoptedState
+from fsdp_testing.checkers.gathered_state import GatheredState
 from fsdp_testing.checkers.quantities import Quantity
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.programs import models, oracle
@@ -242,7 +242,7 @@ class TestLockstep:
         one = case(micro(0), Step(), micro(1), size=2)
         other = {name: value + 1 for name, value in models.build_model(one).state_dict().items()}
         gradients = dict.fromkeys(other)
-        state = AdoptedState(other, gradients, None, ({}, {}))
+        state = GatheredState(other, gradients, None, ({}, {}))
         replay = Replay(one, adopted={0: state, 1: state, 2: state})
         replay.run(observe_all=True)
         plain = models.build_model(one)

@@ -1,0 +1,60 @@
+"""What does one pass over the parameters of a drawn model take? From the case alone, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fsdp_testing.checkers.overruns import CommunicationBudget
+from fsdp_testing.programs.models import most_uses
+from fsdp_testing.records import Case, Move, Reload
+from fsdp_testing.zoo.tree_legality import ParameterSpec, every, parameters, walk
+
+_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+_ALIGNMENT_BYTES = 16
+
+
+def budget_of(case: Case) -> CommunicationBudget | None:
+    """Return the most that one pass takes; None where nobody can say: models of the zoo, and recomputed activations."""
+    if case.model.tree is None or case.wrapping.checkpointed:
+        return None
+    specs = {spec.tie or spec.fqn: spec for spec in parameters(case.model.tree)}
+    shards = case.world.mesh_shape[-1]
+    cast = [o.dtype for o in case.program if isinstance(o, Move) and o.dtype]
+    wide = max((case.model.dtype, *cast), key=lambda name: _BYTES[name])
+    units = _units(case, len(specs))
+    # Aligned in the dtype of the computation, and gathered in that of storage where numbers are edited or saved.
+    computed = (case.mixed_precision.param_dtype if case.mixed_precision else None) or case.model.dtype
+    aligned = _ALIGNMENT_BYTES // min(_BYTES[computed], _BYTES[case.model.dtype])
+    padded = sum(_padded(spec, shards, wide, aligned) for spec in specs.values())
+    dtypes = {spec.dtype or case.model.dtype for spec in specs.values()}
+    # With a mesh of two axes gradients are reduced over one and then over the other.
+    return CommunicationBudget(
+        uses=most_uses(case) * (2 if _hides(case.model.tree) else 1),
+        padded_bytes=padded + units * shards * aligned * _BYTES[wide],
+        reductions=units * len(dtypes) * len(case.world.mesh_shape),
+    )
+
+
+def _hides(tree: Mapping[str, Any]) -> bool:
+    """Whether outputs cannot be looked into: such a forward passes for one without a graph, and frees what it gathered."""
+    outputs = [tree.get("output"), *(place.node.get("returns") for place in every(walk(tree)))]
+    return "opaque" in outputs
+
+
+def _units(case: Case, most: int) -> int:
+    """How many units there may be: by a policy, one for each parameter."""
+    if case.wrapping.policy is not None:
+        return most + 1
+    later = [len(o.units) for o in case.program if isinstance(o, Reload) and o.units is not None]
+    return 1 + max([len(case.wrapping.units), *later])
+
+
+def _padded(spec: ParameterSpec, shards: int, dtype: str, aligned: int) -> int:
+    """Bytes of one parameter, padded on its first dimension or with up to `aligned` elements, whichever is more."""
+    rows, *rest = spec.shape or (1,)
+    row = 1
+    for extent in rest:
+        row *= extent
+    size = max(_BYTES[spec.dtype or dtype], _BYTES[dtype])
+    return max(-(-rows // shards) * shards * row, rows * row + aligned) * size

@@ -1,0 +1,220 @@
+"""What does one case say of an implementation? The one judgement, whoever ran the case.
+
+Three-valued: `PASS` needs something that was compared and found right, `FAIL` a fact that refutes, and everything else is
+`UNKNOWN`. What was not observed (`None` in a record) is not judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from fsdp_testing.checkers import overruns, parity
+from fsdp_testing.checkers.divergence import Tally
+from fsdp_testing.checkers.explain import explain, finding, finding_of, overrun_finding, raised_finding
+from fsdp_testing.checkers.quantities import Expectation
+from fsdp_testing.judging.communication_budget import budget_of
+from fsdp_testing.judging.numbers import Numbers
+from fsdp_testing.pool import Fate, WorldOutcome
+from fsdp_testing.records import (
+    RAISES,
+    Case,
+    CaseRecord,
+    FailureKind,
+    Finding,
+    RaisedError,
+    RankObservation,
+    Verdict,
+)
+
+OUTLIVES = "the model outlives its case: something refers to it for good"
+"""What a record reports as left behind where it is the case's model."""
+
+AskOracle = Callable[[Sequence[RankObservation]], Numbers]
+"""Compares what all ranks report with the oracle, which runs only if there is something to compare."""
+
+Review = Callable[[Case, Sequence[RankObservation], Expectation], Finding | None]
+"""A rule of one check: looks at what the ranks report once the numbers agree."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What is known of one case on one implementation.
+
+    Attributes:
+        verdict: `PASS`, `FAIL` or `UNKNOWN`.
+        finding: What refutes; of `FAIL` only.
+        reason: Why nothing is known, in a sentence; of `UNKNOWN` only.
+        detail: The rest of the reason: a traceback, the account of all ranks.
+        tally: What was compared.
+        fast: The fast path alone found everything right.
+        refused: The implementation said itself that it does not support the case.
+        incomplete: Not every rank reported, and nobody said what became of the others.
+    """
+
+    verdict: Verdict
+    finding: Finding | None = None
+    reason: str = ""
+    detail: str = ""
+    tally: Tally = field(default_factory=Tally)
+    fast: bool = False
+    refused: bool = False
+    incomplete: bool = False
+
+
+def judge(
+    case: Case,
+    records: Sequence[CaseRecord],
+    ask: AskOracle,
+    *,
+    outcome: WorldOutcome | None = None,
+    review: Review | None = None,
+) -> Judgement:
+    """Return what the records of all ranks say, by the first of these that applies.
+
+    1. The harness or the adapter raised: nothing is known of the implementation.
+    2. Ranks did not report: a process died, a rank raised and the others waited, or a process hung.
+    3. Numbers diverge from the oracle's; what is raised or broken later is a consequence.
+    4. Ranks raised.
+    5. Ranks issued different collectives.
+    6. An operation takes more memory or communication than the strategy promises.
+    7. A rule of the check's own is broken.
+    8. State of the process was left changed.
+    9. Nothing refutes, and the numbers decide nothing: unknown.
+    10. All is right, but the model outlives its case.
+
+    Args:
+        case: As the implementation was asked it.
+        records: Of every rank that reported, by rank.
+        ask: Compares the numbers.
+        outcome: What became of the ranks, if the case was run alone.
+        review: The check's own rule.
+    """
+    ranks = [record.observation for record in records]
+    errors = {rank.rank: rank.error for rank in ranks if rank.error is not None}
+    fault = next((error for error in errors.values() if error.not_implementation_fault), None)
+    if fault is not None:
+        return Judgement(Verdict.UNKNOWN, reason=f"{fault.type_name}: {fault.message.strip()}", detail=fault.traceback)
+    if len(records) < case.world.size:
+        return _incomplete(case, errors, outcome)
+    numbers = ask(ranks)
+    found = (
+        _diverged(case, numbers)
+        or (raised_finding(case, errors) if errors else None)
+        or _uncoordinated(case, records, outcome)
+        or _overrun(case, records)
+        or (
+            review(case, ranks, numbers.expectation) if review and numbers.expectation and not numbers.problem else None
+        )
+        or _left_behind(case, records)
+    )
+    if found is None:
+        return replace(_undecided(case, numbers) or _kept_model(case, records, numbers), tally=numbers.tally)
+    refused = found.kind in RAISES and _first(errors).not_supported
+    return Judgement(Verdict.FAIL, found, tally=numbers.tally, refused=refused)
+
+
+def lost_ranks(case: Case, outcome: WorldOutcome) -> Judgement:
+    """Return what follows from the fates of ranks that did not report.
+
+    A death explains what the others raise when their peer is gone. Without one, an exception that is nobody's program
+    says nothing of the implementation.
+    """
+    fates = [rank.fate for rank in outcome.ranks]
+    fate = next((one for one in (Fate.DIED, Fate.RAISED, Fate.HUNG) if one in fates), None)
+    if outcome.ok or fate not in (Fate.DIED, Fate.HUNG):
+        why = outcome.cause or "a rank reported nothing of it"
+        return Judgement(Verdict.UNKNOWN, reason=why, detail=outcome.describe())
+    lost = [rank for rank in outcome.ranks if rank.fate is fate]
+    how = next((one.signal_name or f"exit code {one.exit_code}" for one in lost if fate is Fate.DIED), "")
+    found = Finding(
+        kind=FailureKind.DIED if fate is Fate.DIED else FailureKind.HUNG,
+        quantity="the run",
+        operation=-1,
+        operation_text="somewhere in the program",
+        ranks=tuple(rank.rank for rank in lost),
+        explanation=outcome.cause,
+        case=case,
+        detail=outcome.describe(),
+        statement=outcome.cause,
+        message=how,
+    )
+    return Judgement(Verdict.FAIL, found)
+
+
+def _incomplete(case: Case, errors: Mapping[int, RaisedError], outcome: WorldOutcome | None) -> Judgement:
+    """An exception explains why the others wait, and a death what the others raise."""
+    died = outcome is not None and any(rank.fate is Fate.DIED for rank in outcome.ranks)
+    if errors and not died:
+        found = raised_finding(case, errors)
+        found = replace(found, detail=outcome.describe()) if outcome is not None else found
+        return Judgement(Verdict.FAIL, found, refused=_first(errors).not_supported)
+    if outcome is not None:
+        return lost_ranks(case, outcome)
+    return Judgement(Verdict.UNKNOWN, reason="not every rank reported", incomplete=True)
+
+
+def _first(errors: Mapping[int, RaisedError]) -> RaisedError:
+    return min(errors.items(), key=lambda item: (item[1].index, item[0]))[1]
+
+
+def _diverged(case: Case, numbers: Numbers) -> Finding | None:
+    divergences = numbers.tally.divergences
+    if not divergences or numbers.problem:
+        return None
+    return finding_of(case, parity.first(divergences), len(divergences) - 1)
+
+
+def _uncoordinated(case: Case, records: Sequence[CaseRecord], outcome: WorldOutcome | None) -> Finding | None:
+    """Whether ranks that all came to the end communicated alike: by the ledger, or by what each counted."""
+    statement, detail = "", ""
+    if outcome is not None and not outcome.ok:
+        statement, detail = outcome.cause, outcome.describe()
+    elif _sequences_differ(records):
+        statement = "the ranks did not issue the same collectives"
+    if not statement:
+        return None
+    everyone = tuple(range(case.world.size))
+    kind, end = FailureKind.UNCOORDINATED, len(case.program)
+    return finding(case, kind, "collectives", end, statement, ranks=everyone, detail=detail)
+
+
+def _sequences_differ(records: Sequence[CaseRecord]) -> bool:
+    """Whether two ranks that both know a group counted different collectives in it."""
+    counted = [record.collectives for record in records if record.collectives is not None]
+    groups = {key for one in counted for key in one}
+    return any(len({one[key] for one in counted if key in one}) > 1 for key in groups)
+
+
+def _overrun(case: Case, records: Sequence[CaseRecord]) -> Finding | None:
+    accounts = [record.accounts for record in records if record.accounts is not None]
+    found = overruns.first_overrun(case, accounts, budget_of(case)) if len(accounts) == len(records) else None
+    return None if found is None else overrun_finding(case, found)
+
+
+def _left_behind(case: Case, records: Sequence[CaseRecord]) -> Finding | None:
+    leaks = [(leak, record.observation.rank) for record in records for leak in record.leaks if leak != OUTLIVES]
+    return _leaked(case, *leaks[0], sort=leaks[0][0].split(":")[0]) if leaks else None
+
+
+def _leaked(case: Case, leak: str, rank: int, *, sort: str) -> Finding:
+    end, statement = len(case.program), f"left behind: {leak}"
+    return finding(case, FailureKind.LEAKED, sort, end, statement, ranks=(rank,), sort=sort)
+
+
+def _undecided(case: Case, numbers: Numbers) -> Judgement | None:
+    """Why nothing is known although nothing refutes."""
+    reason = numbers.problem
+    if not reason and not numbers.tally.comparisons:
+        reason = "nothing was compared"
+    if not reason and numbers.tally.undecided:
+        reason = explain(case, numbers.tally.undecided[0], 0)
+    return Judgement(Verdict.UNKNOWN, reason=reason) if reason else None
+
+
+def _kept_model(case: Case, records: Sequence[CaseRecord], numbers: Numbers) -> Judgement:
+    """All is right; whether the model is still there is asked last, for the numbers stand."""
+    kept = [record.observation.rank for record in records if OUTLIVES in record.leaks]
+    if kept:
+        return Judgement(Verdict.FAIL, _leaked(case, OUTLIVES, kept[0], sort="model"))
+    return Judgement(Verdict.PASS, fast=numbers.fast)

@@ -1,0 +1,106 @@
+"""How do a rank's observations survive the rank? Each is appended to a file as soon as its case is over.
+
+A batch that ends badly in its tenth case has told everything about the first nine. The files lie in a directory that
+the controller made for itself (mode 0700) and removes; they are read by processes of the same campaign only.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+import struct
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from fsdp_testing.pool.channel import loads
+from fsdp_testing.records import (
+    BufferObservation,
+    CaseRecord,
+    OperationAccount,
+    OperationResult,
+    OptimizerObservation,
+    ParameterObservation,
+    Piece,
+    RankObservation,
+    Snapshot,
+)
+
+_HEADER = struct.Struct("<Q")
+
+
+def rebuild(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Makes a tensor from the bytes that `append` wrote."""
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
+
+
+def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
+    plain = tensor.detach()
+    data = plain.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    return rebuild, (data, plain.dtype, tuple(plain.shape))
+
+
+def _by_position(cls: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    names = tuple(field.name for field in fields(cls))
+    return lambda record: (cls, tuple(getattr(record, name) for name in names))
+
+
+_RECORDS = (
+    CaseRecord,
+    RankObservation,
+    Snapshot,
+    ParameterObservation,
+    BufferObservation,
+    OptimizerObservation,
+    OperationResult,
+    OperationAccount,
+    Piece,
+)
+
+
+class _Pickler(pickle.Pickler):
+    """Writes the records of this file by position and tensors as bytes: a case has some hundred of them."""
+
+    dispatch_table = {
+        **copyreg.dispatch_table,
+        torch.Tensor: _reduce_tensor,
+        **{cls: _by_position(cls) for cls in _RECORDS},
+    }
+
+
+def path_of(directory: str, rank: int) -> Path:
+    """Returns the file of one rank."""
+    return Path(directory) / f"rank{rank}"
+
+
+def append(file: BinaryIO, record: CaseRecord) -> None:
+    """Writes one record and hands it to the kernel, where the death of this process does not matter."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=5).dump(record)
+    data = buffer.getvalue()
+    file.write(_HEADER.pack(len(data)) + data)
+    file.flush()
+
+
+def read(directory: str, rank: int) -> list[CaseRecord]:
+    """Returns the complete records of one rank, in the order of writing; a record cut short by the rank's death is left out."""
+    try:
+        data = path_of(directory, rank).read_bytes()
+    except FileNotFoundError:
+        return []
+    records: list[Any] = []
+    place = 0
+    while place + _HEADER.size <= len(data):
+        (length,) = _HEADER.unpack_from(data, place)
+        end = place + _HEADER.size + length
+        if end > len(data):
+            break
+        records.append(loads(data[place + _HEADER.size : end]))
+        place = end
+    return records

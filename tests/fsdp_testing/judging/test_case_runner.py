@@ -1,0 +1,176 @@
+"""A case is judged on real ranks: exactly repeatable, and no crash, hang or fault of our own becomes a verdict."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fsdp_testing.checkers.comparison import Comparison
+from fsdp_testing.checkers.divergence import Tally
+from fsdp_testing.checkers.quantities import Expectation
+from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.judging.case_runner import CaseRunner
+from fsdp_testing.judging.judge import Judgement
+from fsdp_testing.pool import Pool
+from fsdp_testing.programs.execute import HANDLERS, RankProgram
+from fsdp_testing.records import (
+    OPERATIONS,
+    Batch,
+    Case,
+    FailureKind,
+    Finding,
+    ForwardBackward,
+    ModelSpec,
+    Observe,
+    Step,
+    Verdict,
+    WorldSpec,
+    ZeroGrad,
+)
+
+PROGRAM = (ForwardBackward(Batch(0)), Observe(), Step(), ZeroGrad(), ForwardBackward(Batch(1)))
+
+
+def case(model="mlp", size=2, program=PROGRAM, strategy="no_shard"):
+    return Case(ModelSpec(model), WorldSpec(size), program, strategy=strategy)
+
+
+def numbers(ranks):
+    for rank in ranks:
+        for result in rank.results:
+            yield from result.values.values()
+        for snapshot in rank.snapshots:
+            for parameter in snapshot.parameters.values():
+                yield from (piece.value for piece in (*parameter.pieces, *(parameter.grad_pieces or ())))
+
+
+def test_the_engine_knows_every_operation():
+    assert set(HANDLERS) == set(OPERATIONS.values())
+
+
+def test_the_same_case_gives_the_same_bits_on_a_new_pool():
+    once = CaseRunner().observe("torch-ddp", case(), observe_all=True)
+    again = CaseRunner().observe("torch-ddp", Case.from_json(case().to_json()), observe_all=True)
+    fresh = Pool()
+    try:
+        anew = CaseRunner(fresh).observe("torch-ddp", case(), observe_all=True)
+    finally:
+        fresh.close()
+    for other in (again, anew):
+        pairs = list(zip(numbers(once), numbers(other), strict=True))
+        assert len(pairs) > 50
+        assert all(torch.equal(left, right) for left, right in pairs)
+
+
+def test_looking_changes_nothing():
+    plain = CaseRunner().observe("torch-fsdp2", case(strategy="full_shard"))
+    watched = CaseRunner().observe("torch-fsdp2", case(strategy="full_shard"), observe_all=True)
+    last = [[rank.snapshots[-1]] for rank in plain], [[rank.snapshots[-1]] for rank in watched]
+    for left, right in zip(*last):
+        for fqn, parameter in left[0].parameters.items():
+            assert [p.value.tolist() for p in parameter.pieces] == [
+                p.value.tolist() for p in right[0].parameters[fqn].pieces
+            ]
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_a_right_case_passes_and_says_how_much_it_compared(lockstep):
+    judgement = CaseRunner().judge("torch-ddp", case(), Comparison(lockstep=lockstep))
+    assert judgement.outcome.verdict is Verdict.PASS
+    assert judgement.outcome.comparisons > 20
+    assert judgement.finding is None
+
+
+def test_an_adapter_that_refuses_is_no_divergence():
+    judgement = CaseRunner().judge("torch-ddp", case(strategy="full_shard"))
+    assert judgement.outcome.verdict is Verdict.UNKNOWN
+    assert "expected strategy 'no_shard'" in judgement.outcome.error
+
+
+def test_a_model_that_does_not_exist_is_our_mistake():
+    judgement = CaseRunner().judge("torch-ddp", case(model="no_such_model"))
+    assert judgement.outcome.verdict is Verdict.UNKNOWN
+    assert "no_such_model" in judgement.outcome.error
+
+
+def test_a_backend_that_does_not_exist_is_refused_at_once():
+    wrong = Case(ModelSpec("mlp"), WorldSpec(2, "carrier_pigeon"), PROGRAM, strategy="no_shard")
+    with pytest.raises(InvalidArgument, match="carrier_pigeon"):
+        CaseRunner().judge("torch-ddp", wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "words"),
+    [
+        ("faults_process:HANGS", "hung", "rank 1"),
+        ("faults_process:DIES", "died", "rank 1 died by SIGKILL"),
+        ("faults_process:LEAVES", "died", "rank 1 died with exit code 7"),
+    ],
+)
+def test_ranks_that_do_not_return_are_findings_and_the_next_case_passes(name, kind, words):
+    runner = CaseRunner(timeout=5.0)
+    judgement = runner.judge(name, case(strategy="full_shard"))
+    assert judgement.outcome.verdict is Verdict.FAIL
+    assert judgement.finding is not None
+    assert judgement.finding.kind == kind
+    assert words in judgement.finding.explanation
+    assert runner.judge("torch-ddp", case()).outcome.verdict is Verdict.PASS
+
+
+def test_an_exception_of_the_harness_itself_is_unknown(monkeypatch):
+    def broken(program, operation):
+        raise ZeroDivisionError("in the harness")
+
+    program = RankProgram(case(), object(), 0, lambda case, module: None)
+    monkeypatch.setattr(RankProgram, "_run", lambda self, observe_all: broken(self, None))
+    observation = program.run()
+    assert observation.error is not None
+    assert observation.error.not_implementation_fault  # nothing of the implementation had run
+    assert observation.error.type_name == "ZeroDivisionError"
+
+
+def scripted(monkeypatch, *findings):
+    """A runner whose attempts give these findings, one after the other."""
+    left = list(findings)
+
+    def attempt(self, asked, observe_all):
+        found = left.pop(0)
+        return Judgement(Verdict.FAIL if found else Verdict.PASS, found, tally=Tally(comparisons=3)), ()
+
+    monkeypatch.setattr(CaseRunner, "_attempt", attempt)
+    return CaseRunner()
+
+
+def finding(kind, explanation="told"):
+    return Finding(FailureKind(kind), "the run", 0, "", (1,), explanation, case())
+
+
+@pytest.mark.parametrize("kind", ["died", "hung"])
+def test_a_death_or_a_hang_that_repeats_is_a_finding(monkeypatch, kind):
+    judgement = scripted(monkeypatch, finding(kind), finding(kind)).judge("torch-ddp", case())
+    assert judgement.outcome.verdict is Verdict.FAIL
+
+
+@pytest.mark.parametrize("second", [None, "diverged"])
+def test_one_that_does_not_is_unknown(monkeypatch, second):
+    again = finding(second, "something else") if second else None
+    judgement = scripted(monkeypatch, finding("hung"), again).judge("torch-ddp", case())
+    assert judgement.outcome.verdict is Verdict.UNKNOWN
+    assert "gives different results" in judgement.outcome.error
+
+
+def test_a_divergence_that_hides_from_observation_is_told_as_such(monkeypatch):
+    judgement = scripted(monkeypatch, finding("diverged"), None).judge("torch-ddp", case())
+    assert judgement.outcome.verdict is Verdict.FAIL
+    assert judgement.finding is not None
+    assert "does not show when every operation is followed by an observation" in judgement.finding.explanation
+
+
+def test_an_oracle_that_ends_early_is_no_pass(monkeypatch):
+    runner = CaseRunner()
+    whole = runner._free_expectation(case(), observe_all=False)
+    short = Expectation(whole.points[:-1], whole.shapes)
+    monkeypatch.setattr(CaseRunner, "_free_expectation", lambda self, case, observe_all: short)
+    judgement = runner.judge("torch-ddp", case())
+    assert judgement.outcome.verdict is Verdict.UNKNOWN
+    assert "did not come to the end" in judgement.outcome.error
