@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 
 from fsdp_testing.checkers import gathered_state
 from fsdp_testing.checkers.comparison import Comparison
-from fsdp_testing.checkers.explain import operation_shape
 from fsdp_testing.checkers.lifecycle import unsharded_before
 from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.errors import HarnessError
@@ -37,7 +36,6 @@ from fsdp_testing.records import (
     FailureKind,
     Finding,
     Operation,
-    OperationText,
     Verdict,
 )
 from fsdp_testing.trace.portrait import portrait_of
@@ -213,7 +211,8 @@ class _Explainer:
 
     def _cause(self, finding: Finding, explanation: Explanation, causes: list[_Cause]) -> _Cause:
         kind, sort, operation = signature_of(finding)
-        label = f"{kind}: {sort} in {operation} ({' > '.join(map(operation_shape, explanation.case.program))})"
+        schedule = " > ".join(step.shape() for step in explanation.case.program)
+        label = f"{kind}: {sort} in {operation} ({schedule})"
         cause = _Cause(label if not causes else f"{label}, number {len(causes) + 1}", explanation)
         causes.append(cause)
         return cause
@@ -270,4 +269,4 @@ class _Explainer:
 
 def _lines(program: Sequence[Operation]) -> Iterator[str]:
     for index, operation in enumerate(program):
-        yield str(OperationText(index, operation)).removeprefix("operation ")
+        yield operation.text(index).removeprefix("operation ")

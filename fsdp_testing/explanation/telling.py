@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fsdp_testing.checkers.explain import operation_words, ranks_text
+from fsdp_testing.checkers.explain import ranks_text
 from fsdp_testing.explanation.casts import OtherCast
 from fsdp_testing.explanation.likeness import Likeness
-from fsdp_testing.records import (
-    RAISES,
-    Case,
-    EditFullParameters,
-    Finding,
-    ForwardBackward,
-    Operation,
-    OperationText,
-    Step,
-)
+from fsdp_testing.records import RAISES, Case, Finding, Operation
 
 Held = Mapping[str, tuple[int, ...]]
 
@@ -44,7 +35,7 @@ def tell(finding: Finding, like: Likeness | None, held: Held, cast: OtherCast | 
 
 
 def _schedule(program: Sequence[Operation]) -> str:
-    words = [operation_words(operation) for operation in program]
+    words = [operation.words() for operation in program]
     if len(words) < 2:
         return "".join(words)
     return f"{', '.join(words[:-1])} then {words[-1]}"
@@ -69,14 +60,14 @@ def _cause(case: Case, like: Likeness, held: Held) -> str:
             return f"gradients are {like.factor:g} times too large, a sum over ranks where a mean is due"
         return f"gradients are 1/{case.world.size} of what is due, divided by the number of ranks once too often"
     operation = case.program[like.left_out]
-    name = f"operation {like.left_out}, {operation_words(operation)}"
-    if like.kinds == {"result"} and isinstance(operation, (Step, EditFullParameters)):
+    name = f"operation {like.left_out}, {operation.words()}"
+    if like.kinds == {"result"} and operation.writes_parameters:
         if held:
             holders = sorted({rank for ranks in held.values() for rank in ranks})
             verb = "holds" if len(held) == 1 else "hold"
             return f"{units_text(tuple(held))} still {verb} the weights from before {name}, on {ranks_text(tuple(holders))}"
         return f"the weights from before {name}, are still in use"
-    if like.kinds == {"gradient"} and isinstance(operation, ForwardBackward):
+    if like.kinds == {"gradient"} and operation.runs_backward:
         return f"the gradient of {name}, is missing"
     return f"{name}, had no effect"
 
@@ -86,7 +77,7 @@ def _equal_to(case: Case, like: Likeness) -> str:
         return f"and is what one process gives when rank {like.rank} has no inputs"
     if like.left_out < 0:
         return f"exactly {like.factor:g} times what one process gives"
-    text = OperationText(like.left_out, case.program[like.left_out])
+    text = case.program[like.left_out].text(like.left_out)
     for_whom = f" for {units_text(like.units)}" if like.units else ""
     return f"and is what one process gives without {text}{for_whom}"
 

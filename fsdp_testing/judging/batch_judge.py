@@ -37,7 +37,6 @@ class CaseNote:
         comparisons: Number of tensors compared.
         fast: The fast path alone found it right.
         signature: What the failure looks like.
-        arcs: The way through the implementation's source, if it was recorded.
         overrun: The facts of a failure of kind `kept` or `excess`.
     """
 
@@ -47,7 +46,6 @@ class CaseNote:
     comparisons: int = 0
     fast: bool = False
     signature: Signature | None = None
-    arcs: frozenset[int] = frozenset()
     overrun: Overrun | None = None
 
 
@@ -67,8 +65,7 @@ def judge_batch(name: str, cases: Sequence[Case], size: int, directory: str, obs
     for index, case in enumerate(cases):
         records = [by_index[index] for by_index in reported if index in by_index]
         note = _judged(adapter, fitted(case, adapter), records, observe_all=observe_all)
-        arcs = frozenset[int]().union(*(record.arcs for record in records))
-        notes.append(replace(note, index=index, arcs=arcs))
+        notes.append(replace(note, index=index))
     return notes
 
 

@@ -35,7 +35,6 @@ from fsdp_testing.programs.setup import setup_in_world
 from fsdp_testing.records import (
     Case,
     Finding,
-    ForwardBackward,
     MixedPrecisionSpec,
     Observe,
     RankObservation,
@@ -123,10 +122,10 @@ def _own_gradients(case: Case, rank: int) -> tuple[dict[int, float], int]:
     model = models.build_model(case)
     found: dict[int, float] = {}
     for index, operation in enumerate(case.program):
-        if isinstance(operation, ForwardBackward):
-            inputs = models.make_inputs(case, operation.batch, rank)
-            models.forward(model, case, operation.batch, rank, inputs).loss.backward()
-            if not operation.no_sync:
+        for batch in operation.batches() if operation.runs_backward else ():
+            inputs = models.make_inputs(case, batch, rank)
+            models.forward(model, case, batch, rank, inputs).loss.backward()
+            if not operation.pending_after(False):
                 grads = [p.grad for p in model.parameters() if p.grad is not None]
                 found[index] = sum(float(grad.double().square().sum()) for grad in grads)
                 model.zero_grad()
