@@ -29,7 +29,6 @@ from fsdp_ref.layout.inclusive_view import (
     shard_metadata,
     shard_param_infos,
 )
-from fsdp_ref.states import HandleTrainingState, ShardState
 from fsdp_ref.storage.param_sites import sites_below
 
 if TYPE_CHECKING:
@@ -41,7 +40,6 @@ __all__ = [
     "FlatParamHandle",
     "FlatParamShardMetadata",
     "FlatParameter",
-    "HandleTrainingState",
     "ParamInfo",
     "ShardParamInfo",
 ]
@@ -136,11 +134,12 @@ class FlatParamHandle:
 
     def needs_unshard(self) -> bool:
         """Tell whether the full parameter must be gathered before it can be read."""
-        return self.uses_sharded_strategy and self.handle.state is not ShardState.UNSHARDED
+        return self.uses_sharded_strategy and not self.handle.unsharded
 
     def unshard(self) -> None:
         """Gather the full parameter. Collectives: one all-gather over the group; all ranks must call."""
-        self.handle.unshard()
+        self.handle.start_unshard()
+        self.handle.finish_unshard()
 
     def reshard(self, free_unsharded_flat_param: bool = True) -> None:
         """Free the full parameter, or leave it there."""

@@ -15,22 +15,22 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_ref.access.full_state import install
+from fsdp_ref.access.summon import SummonOptions, summon
+from fsdp_ref.access.user_changes import absorb, gather_early
 from fsdp_ref.annotations import unit_of, units_under
 from fsdp_ref.api.attributes import UnitAttributes
 from fsdp_ref.build.attach import Application, UnitOptions, attach
 from fsdp_ref.build.contract import check_one_module
 from fsdp_ref.build.plan import PlannedUnit
-from fsdp_ref.checkpoint.full_state import install
 from fsdp_ref.config import BackwardPrefetch
 from fsdp_ref.errors import TrainingStateError
 from fsdp_ref.naming import FSDP_PREFIX, FSDP_WRAPPED_MODULE
-from fsdp_ref.runtime.comm_hooks import register_comm_hook
-from fsdp_ref.runtime.forward import call_unit, lazy_init
-from fsdp_ref.runtime.no_sync import no_sync
-from fsdp_ref.runtime.summon import SummonOptions, summon
+from fsdp_ref.runtime.forward import call_unit
+from fsdp_ref.runtime.reduction_settings import no_sync, register_comm_hook
+from fsdp_ref.runtime.root import lazy_init
 from fsdp_ref.runtime.unit import Unit
-from fsdp_ref.runtime.user_changes import absorb, gather_early, settle
-from fsdp_ref.states import TrainingState
+from fsdp_ref.states import ReshardReason, TrainingState
 from fsdp_ref.training.clip import clip_grad_norm_
 
 
@@ -179,7 +179,7 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
             offload_to_cpu: show them on the CPU.
             with_grads: show full averaged gradients too (original parameters only).
 
-        See ``runtime.summon.summon`` for errors and collectives.
+        See ``access.summon.summon`` for errors and collectives.
         """
         return summon(module, SummonOptions(recurse, writeback, rank0_only, offload_to_cpu, with_grads))
 
@@ -212,7 +212,7 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FullyShardedDataParallel:
         """Cast or move the module; the flat parameters follow at once."""
         for _, _, unit in units_under(self):
-            settle(unit)
+            unit.reshard(ReshardReason.OUT_OF_DATE)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         for _, _, unit in units_under(self):
             absorb(unit)
@@ -238,7 +238,7 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
         return clip_grad_norm_(self._unit, float(max_norm), float(norm_type))
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
-        """Let ``hook`` reduce gradients in every unit; see ``runtime.comm_hooks``. Root only, once."""
+        """Let ``hook`` reduce gradients in every unit; see ``runtime.reduction_settings``. Root only, once."""
         register_comm_hook(self._unit, state, hook)
 
     # ------------------------------------------------------------------ object protocol

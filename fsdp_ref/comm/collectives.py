@@ -1,18 +1,16 @@
 """Which bytes go on the wire, and how?
 
-The only file that communicates tensors. The algorithm is an object chosen per backend (:func:`collectives_for`);
-every call passes the interceptors, so that a recorder sees it and a fault can delay, change or drop it.
+The only file that communicates. The algorithm is an object chosen per backend (:func:`collectives_for`); each call
+carries the name of the unit that it is for, under which a profiler shows it.
 
 All calls are asynchronous where the backend allows and return a :class:`Pending`; whoever needs the result waits, as
-late as correctness allows.
+late as correctness allows. Until then the tensors of the call belong to the communication: nobody writes to what is
+sent, and nobody reads what is received.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,55 +19,14 @@ from torch import Tensor
 from fsdp_ref import compat
 from fsdp_ref.storage.scratch import ScratchPool
 
+T = TypeVar("T")
+
 
 class Pending(Protocol):
     """A started communication."""
 
     def wait(self) -> None:
         """Return when the result may be read (on CUDA: by the current stream). Waiting twice is legal."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CollectiveCall:
-    """One collective as seen by interceptors, before it starts.
-
-    Attributes:
-        op: ``all_gather``, ``reduce_scatter``, ``all_reduce`` or ``broadcast``.
-        group: the process group; every rank of it takes part.
-        tensor: what this rank contributes (a fault may change it in place).
-        label: who communicates and why, e.g. ``layers.0: parameters``.
-    """
-
-    op: str
-    group: dist.ProcessGroup
-    tensor: Tensor
-    label: str
-
-
-Interceptor = Callable[[CollectiveCall, Callable[[], Pending]], Pending]
-"""Called around each collective: sees the call, runs ``proceed()`` (or not) and returns what the caller waits for."""
-
-_interceptors: list[Interceptor] = []  # per process: a rank's recorder and faults see all of its traffic
-
-
-@contextmanager
-def intercept(interceptor: Interceptor) -> Iterator[None]:
-    """Route every collective of this process through ``interceptor`` while the context lasts (innermost first)."""
-    _interceptors.append(interceptor)
-    try:
-        yield
-    finally:
-        _interceptors.remove(interceptor)
-
-
-def _through(call: CollectiveCall, start: Callable[[], Pending]) -> Pending:
-    for interceptor in _interceptors:
-        start = _bound(interceptor, call, start)
-    return start()
-
-
-def _bound(interceptor: Interceptor, call: CollectiveCall, start: Callable[[], Pending]) -> Callable[[], Pending]:
-    return lambda: interceptor(call, start)
 
 
 class Done:
@@ -95,28 +52,25 @@ class Started:
 class Collectives:
     """The collectives of FSDP over one backend, each by the backend's own operation."""
 
-    def all_gather(self, out: Tensor, shard: Tensor, group: dist.ProcessGroup, label: str) -> Pending:
+    def all_gather(self, out: Tensor, shard: Tensor, group: dist.ProcessGroup, unit: str) -> Pending:
         """Fill ``out`` (world size times ``shard``, flat) with every rank's ``shard`` in rank order."""
-        call = CollectiveCall("all_gather", group, shard, label)
-        return _through(call, lambda: self._all_gather(out, shard, group))
+        with compat.labelled("all_gather", unit):
+            return self._all_gather(out, shard, group)
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, group: dist.ProcessGroup, label: str) -> Pending:
-        """Fill ``out`` (flat) with this rank's chunk of the sum over ranks of ``full`` (world size times ``out``).
+    def reduce_scatter(self, out: Tensor, full: Tensor, group: dist.ProcessGroup, unit: str) -> Pending:
+        """Fill ``out`` (flat) with this rank's chunk of the sum over ranks of ``full`` (world size times ``out``)."""
+        with compat.labelled("reduce_scatter", unit):
+            return self._reduce_scatter(out, full, group)
 
-        ``full`` and ``out`` may not be touched until the result has been waited for.
-        """
-        call = CollectiveCall("reduce_scatter", group, full, label)
-        return _through(call, lambda: self._reduce_scatter(out, full, group))
-
-    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup, label: str, op: str = "sum") -> Pending:
+    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup, unit: str, op: str = "sum") -> Pending:
         """Replace ``tensor`` by its sum (``op="max"``: its maximum) over the ranks of ``group``."""
-        call = CollectiveCall("all_reduce", group, tensor, label)
-        return _through(call, lambda: self._all_reduce(tensor, group, op))
+        with compat.labelled("all_reduce", unit):
+            return self._all_reduce(tensor, group, op)
 
-    def broadcast(self, tensor: Tensor, group_src: int, group: dist.ProcessGroup, label: str) -> Pending:
+    def broadcast(self, tensor: Tensor, group_src: int, group: dist.ProcessGroup, unit: str) -> Pending:
         """Replace ``tensor`` by that of rank ``group_src`` (counted in ``group``)."""
-        call = CollectiveCall("broadcast", group, tensor, label)
-        return _through(call, lambda: self._broadcast(tensor, group_src, group))
+        with compat.labelled("broadcast", unit):
+            return self._broadcast(tensor, group_src, group)
 
     def _all_gather(self, out: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Pending:
         return Started(compat.all_gather_flat(out, shard, group))
@@ -345,6 +299,13 @@ def collectives_for(group: dist.ProcessGroup, device: torch.device) -> Collectiv
     if backend != "gloo" and f"{device.type}:gloo" not in backend:
         return _plain
     return _gloo if device.type == "cpu" else _gloo_by_host
+
+
+def gather_objects(mine: T, group: dist.ProcessGroup) -> list[T]:
+    """Return every rank's object, in rank order. All ranks of ``group`` must call; the call waits for them."""
+    per_rank: list[T] = [mine] * group.size()
+    dist.all_gather_object(per_rank, mine, group=group)
+    return per_rank
 
 
 def as_bytes(flat: Tensor) -> Tensor:

@@ -49,6 +49,9 @@ class Streams(Protocol):
     def host_after_reduce(self) -> None:
         """Make the host wait for the post-backward stream, which copied gradients to it without blocking."""
 
+    def host_after_prepare(self) -> None:
+        """Make the host wait for the pre-unshard stream, which copies shards from it without blocking."""
+
     def used_by_compute(self, tensor: Tensor) -> None:
         """Record that the current stream reads ``tensor``, which is about to be freed."""
 
@@ -90,6 +93,9 @@ class NullStreams:
         """Nothing to wait for."""
 
     def host_after_reduce(self) -> None:
+        """Nothing to wait for."""
+
+    def host_after_prepare(self) -> None:
         """Nothing to wait for."""
 
     def used_by_compute(self, tensor: Tensor) -> None:
@@ -152,6 +158,9 @@ class CudaStreams:
 
     def host_after_reduce(self) -> None:
         self._post_backward.synchronize()
+
+    def host_after_prepare(self) -> None:
+        self._pre_unshard.synchronize()
 
     def used_by_compute(self, tensor: Tensor) -> None:
         tensor.record_stream(torch.cuda.current_stream(self._device))

@@ -19,6 +19,7 @@ from fsdp_ref.errors import WritebackError, explain
 from fsdp_ref.handle.originals import Originals
 from fsdp_ref.handle.parts import FlatFacts
 from fsdp_ref.layout import FlatLayout
+from fsdp_ref.storage.offload import send_gradient_home
 from fsdp_ref.storage.views import flat_views, gap_views, set_grad
 
 
@@ -73,7 +74,7 @@ class GradientStore:
         home = self._handle.shard_S.device
         if self.reduced_S is None:
             dtype = self._kept_dtype(grad_S)
-            self.reduced_S = grad_S.to(home, dtype, non_blocking=True)
+            self.reduced_S = send_gradient_home(grad_S, home, dtype)
         else:
             # Low-precision gradients are added in the wider dtype of the two, so that accumulation loses nothing.
             wide = torch.promote_types(self.reduced_S.dtype, grad_S.dtype)

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_ref.comm.collectives import SILENT, Collectives, Pending
-from fsdp_ref.comm.division import DivideFactors
+from fsdp_ref.comm.division import DivideFactors, divide
 from fsdp_ref.comm.hooks import LOW_PRECISION_HOOKS
+from fsdp_ref.compat import labelled
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.gradients import fill_flat
 from fsdp_ref.runtime.events import UnitEventKind
@@ -54,19 +55,18 @@ class _Reduction:
         if self._rest and self._collectives is not None:
             self._pending.wait()
             group = self._rest.pop(0)
-            self._pending = self._collectives.all_reduce(self._out_S, group, f"{self.unit.name}: gradient replicas")
+            self._pending = self._collectives.all_reduce(self._out_S, group, self.unit.name)
 
     def finish(self) -> None:
         """Wait for everything and add the result to the gradient."""
         handle = self.unit.handle
         assert handle is not None  # only units with parameters reduce
         with handle.streams.post_backward(), torch.no_grad():
-            self._settle()
-            if self._after > 1:
-                self._out_S.div_(self._after)
+            self._wait()
+            divide(self._out_S, self._after)
             handle.grads.add_reduced(self._out_S)
 
-    def _settle(self) -> None:
+    def _wait(self) -> None:
         while self._rest:
             self.advance()
         self._pending.wait()
@@ -79,7 +79,7 @@ class _Reduction:
         handle = self.unit.handle
         assert handle is not None  # only units with parameters reduce
         with handle.streams.post_backward():
-            self._settle()
+            self._wait()
 
 
 class GradSync:
@@ -105,11 +105,13 @@ class GradSync:
         assert handle is not None  # only units with parameters have gradients
         unit.note(UnitEventKind.REDUCE)
         streams = handle.streams
+        # Gradients were made by kernels of the current stream and are read on the post-backward stream, which therefore
+        # waits; autograd frees them when this returns, and the allocator must not hand their memory out before.
         streams.reduce_after_compute()
         for grad in grads:
             if grad is not None:
                 streams.used_by_reduce(grad)
-        with streams.post_backward(), torch.no_grad():
+        with labelled("post_backward_reduce", unit.name), streams.post_backward(), torch.no_grad():
             if unit.comm_hook is not None:
                 self._by_hook(unit, handle, grads)
             else:
@@ -122,16 +124,15 @@ class GradSync:
         sent_F = gather_local(handle, grads, dtype, before)
         collectives = SILENT if handle.config.switches.fake_reduce else handle.collectives
         rest = [] if handle.groups.replicate is None else [handle.groups.replicate]
-        label = f"{unit.name}: gradient"
         if handle.sharded:
             out_S = torch.empty(handle.shard_map.shard_numel, dtype=dtype, device=sent_F.device)
-            pending = collectives.reduce_scatter(out_S, sent_F, handle.groups.shard, label)
+            pending = collectives.reduce_scatter(out_S, sent_F, handle.groups.shard, unit.name)
             reduction = _Reduction(unit, sent_F, out_S, pending, after)
         else:
             # What is summed in place becomes the gradient: the buffer leaves the pool for good.
             groups = [group for group in (handle.groups.shard, *rest) if group.size() > 1]
             first, rest = groups[0] if groups else handle.groups.shard, groups[1:]
-            reduction = _Reduction(unit, None, sent_F, collectives.all_reduce(sent_F, first, label), after)
+            reduction = _Reduction(unit, None, sent_F, collectives.all_reduce(sent_F, first, unit.name), after)
         reduction.then_all_reduce(collectives, [group for group in rest if group.size() > 1])
         self._open.append(reduction)
         self._bound()

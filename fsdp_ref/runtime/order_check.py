@@ -8,14 +8,17 @@ deviation is reported once. Source: ``torch.distributed.fsdp._exec_order_utils``
 from __future__ import annotations
 
 import warnings
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from fsdp_ref import compat
+from fsdp_ref.comm.collectives import gather_objects
 from fsdp_ref.runtime.execution_order import compare, order_error
-from fsdp_ref.runtime.root import Root
 from fsdp_ref.runtime.unit import Unit
+
+if TYPE_CHECKING:
+    from fsdp_ref.runtime.root import Root
 
 
 def check_order(root: Root, unit: Unit) -> None:
@@ -37,9 +40,7 @@ def check_order(root: Root, unit: Unit) -> None:
         return
     if root.order.first_forward is None:
         names = [f"{unit.name}.{fqn}" if unit.name else fqn for fqn in handle.fqns]
-        per_rank: list[list[str]] = [[] for _ in range(handle.shard_size)]
-        dist.all_gather_object(per_rank, names, group=handle.groups.shard)
-        difference = compare(per_rank)
+        difference = compare(gather_objects(names, handle.groups.shard))
         if difference is not None:
             raise order_error(difference)
         return

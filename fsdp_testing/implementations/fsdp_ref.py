@@ -30,8 +30,7 @@ from fsdp_ref.annotations import units_under
 from fsdp_ref.build.wrap_policy import choose_by_function
 from fsdp_ref.comm.division import DivideFactors
 from fsdp_ref.handle.flat_handle import FlatHandle
-from fsdp_ref.runtime import comm_hooks
-from fsdp_ref.runtime import no_sync as sync
+from fsdp_ref.runtime import reduction_settings
 from fsdp_ref.runtime.events import UnitEvent, UnitEventKind, observe
 from fsdp_ref.training import clip
 from fsdp_ref.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
@@ -162,7 +161,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """`no_sync` of every root."""
     with ExitStack() as stack:
         for unit in _roots(model):
-            stack.enter_context(sync.no_sync(unit))
+            stack.enter_context(reduction_settings.no_sync(unit))
         yield
 
 
@@ -266,7 +265,7 @@ def _implementation(name: str, apply: Apply, without: frozenset[str] = frozenset
 
 def _register_comm_hook(model: nn.Module, state: object, hook: Callable[..., Any]) -> None:
     (root,) = _roots(model)
-    comm_hooks.register_comm_hook(root, state, hook)
+    reduction_settings.register_comm_hook(root, state, hook)
 
 
 WRAPPER = _implementation("fsdp_ref-wrapper", partial(_as_wrapper, True))

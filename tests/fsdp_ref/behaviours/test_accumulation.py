@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp_ref import CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_ref.annotations import unit_of
-from fsdp_ref.runtime.no_sync import no_sync
+from fsdp_ref.runtime.reduction_settings import no_sync
 
 S = ShardingStrategy
 ALL = [S.FULL_SHARD, S.SHARD_GRAD_OP, S.NO_SHARD]

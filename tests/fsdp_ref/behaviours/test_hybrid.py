@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_ref import FullyShardedDataParallel as FSDP
 from fsdp_ref import MixedPrecision, ShardingStrategy
 from fsdp_ref.annotations import unit_of
-from fsdp_ref.runtime.no_sync import no_sync
+from fsdp_ref.runtime.reduction_settings import no_sync
 
 S = ShardingStrategy
 HYBRID = [S.HYBRID_SHARD, S._HYBRID_SHARD_ZERO2]

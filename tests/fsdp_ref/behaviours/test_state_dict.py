@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp_ref import CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_ref.annotations import unit_of
 from fsdp_ref.composable import fully_shard
-from fsdp_ref.runtime.no_sync import no_sync
+from fsdp_ref.runtime.reduction_settings import no_sync
 from fsdp_ref.wrap import ModuleWrapPolicy
 
 

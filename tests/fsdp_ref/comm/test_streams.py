@@ -13,10 +13,10 @@ from torch import nn
 
 from fsdp_ref import CPUOffload, MixedPrecision
 from fsdp_ref import FullyShardedDataParallel as FSDP
+from fsdp_ref.access.user_changes import gather_early
 from fsdp_ref.annotations import units_under
 from fsdp_ref.comm.streams import NullStreams
-from fsdp_ref.runtime.no_sync import no_sync
-from fsdp_ref.runtime.user_changes import gather_early
+from fsdp_ref.runtime.reduction_settings import no_sync
 from fsdp_ref.storage.scratch import ScratchPool
 
 pytestmark = pytest.mark.world(2, backend="fake")
@@ -82,7 +82,7 @@ def sharded(world):
 
 def test_memory_is_recorded_where_it_was_read_before_it_is_freed(sharded):
     _, unit, streams = sharded
-    unit.handle.unshard()
+    unit.unshard()
     # Only when compute has waited for the gather does compute's place in time say that the gather has read the cast.
     assert streams.calls == ["compute waits for gathers", "compute reads bfloat16[6] on compute"]
     streams.calls.clear()

@@ -16,7 +16,7 @@ from fsdp_ref.config import MixedPrecision, ShardingStrategy
 from fsdp_ref.errors import FlattenError, TransitionError
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.flatten import HandleConfig, build_layout, flatten
-from fsdp_ref.states import ShardState
+from fsdp_ref.states import UnitState
 from fsdp_ref.storage.param_sites import sites_below
 
 CPU = torch.device("cpu")
@@ -74,10 +74,10 @@ def test_states_and_memory(low):
     for size, rank in [(1, 0), (2, 1), (1024, 7)]:
         with fake_world(size, rank) as groups:
             handle = make(groups, mixed_precision=precision)
-            assert handle.state is ShardState.SHARDED
+            assert handle.state is UnitState.SHARDED
             assert handle.start_unshard()
             assert not handle.start_unshard()
-            assert handle.state is ShardState.UNSHARDING
+            assert handle.state is UnitState.GATHERING
             handle.finish_unshard()
             handle.finish_unshard()
             assert handle.unsharded
@@ -85,13 +85,13 @@ def test_states_and_memory(low):
             assert [tuple(view.shape) for view in handle.compute_views()] == [(7, 3), (7,), (5, 7), (5,), (5,), (5,)]
             handle.reshard()
             handle.reshard()
-            assert handle.state is ShardState.SHARDED
+            assert handle.state is UnitState.SHARDED
             if handle.needs_buffer:
                 assert handle.full_F().untyped_storage().size() == 0
             handle.start_unshard()
             handle.reshard()
             with pytest.raises(TransitionError, match="expected a move from SHARDED"):
-                handle._move_to(ShardState.UNSHARDED)
+                handle._move_to(UnitState.UNSHARDED)
 
 
 @pytest.mark.covers("CTOR-06", "CTOR-07", "CTOR-08", "CTOR-09", "CTOR-10", "B079")
@@ -118,7 +118,8 @@ def test_what_cannot_be_flattened_is_refused_by_name():
 def test_without_sharding_nothing_is_copied_or_freed():
     with fake_world(4, 2) as groups:
         handle = make(groups, strategy=ShardingStrategy.NO_SHARD)
-        handle.unshard()
+        handle.start_unshard()
+        handle.finish_unshard()
         assert handle.full_F() is handle.shard_S
         assert all(
             view.data_ptr() == param.data_ptr() for view, param in zip(handle.compute_views(), handle.originals.params)

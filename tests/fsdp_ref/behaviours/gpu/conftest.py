@@ -14,7 +14,7 @@ from fsdp_ref import FullyShardedDataParallel as FSDP
 from fsdp_ref import ShardingStrategy, fully_shard
 from fsdp_ref.annotations import unit_of
 from fsdp_ref.naming import clean_tensor_name
-from fsdp_ref.runtime.no_sync import no_sync
+from fsdp_ref.runtime.reduction_settings import no_sync
 from fsdp_ref.training.clip import clip_grad_norm_
 from fsdp_ref.wrap import ModuleWrapPolicy
 
