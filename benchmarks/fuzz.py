@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_testing import run_ranks
-from fsdp_testing.fuzz.campaign import Campaign, Plan
-from fsdp_testing.fuzz.discovery import Discovery
-from fsdp_testing.fuzz.known import shipped_known
+from fsdp_testing.campaign.campaign import Campaign, Plan
+from fsdp_testing.findings.discovery import Discovery
+from fsdp_testing.findings.known import shipped_known
 from fsdp_testing.implementations import registry
 from fsdp_testing.pool import Pool, default_pool
 from fsdp_testing.strategies import CaseDrawer, Scope, SeededChoices

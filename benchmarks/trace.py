@@ -23,8 +23,9 @@ import torch
 from torch import nn
 
 from fsdp_testing import run_ranks
-from fsdp_testing.implementations import naming, registry
+from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.protocol import Setup
+from fsdp_testing.implementations.shared import naming
 from fsdp_testing.ledger import interception
 from fsdp_testing.pool.world import current_world
 from fsdp_testing.trace.modules import watch_modules

@@ -40,6 +40,14 @@ def register(module: nn.Module, api: str, state: object) -> None:
     module.__dict__.setdefault(REGISTRY_KEY, {})[api] = state
 
 
+def unregister(module: nn.Module, api: str) -> None:
+    """Take back :func:`register`; a module without any API carries nothing of ours."""
+    registry = module.__dict__.get(REGISTRY_KEY, {})
+    registry.pop(api, None)
+    if not registry:
+        module.__dict__.pop(REGISTRY_KEY, None)
+
+
 def is_replicated(module: nn.Module) -> bool:
     """Tell whether the replicating API was applied to this very module."""
     return REPLICATE in (registry_of(module) or {})

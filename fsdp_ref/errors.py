@@ -45,6 +45,10 @@ class FlattenError(FsdpValueError):
     """Parameters cannot share one flat parameter (dtype, ``requires_grad``, emptiness, device)."""
 
 
+class MaterializeError(FsdpError, AttributeError):
+    """A module on the meta device has no way to get values."""
+
+
 class ConfigError(FsdpValueError):
     """Configuration values contradict each other or cannot be read."""
 

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_ref.comm.groups import DataParallelGroups
-from fsdp_ref.config import MixedPrecision, coerce_sharding_strategy
+from fsdp_ref.config import CPUOffload, MixedPrecision, UnitConfig, coerce_sharding_strategy
 from fsdp_ref.config import ShardingStrategy as _Strategy
 from fsdp_ref.env import read_switches
 from fsdp_ref.errors import FlattenError, listing
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.flat_parameter import FlatParameter
-from fsdp_ref.handle.flatten import HandleConfig, flatten
+from fsdp_ref.handle.flatten import check_params, flatten
 from fsdp_ref.layout.inclusive_view import (
     FlatParamShardMetadata,
     ShardParamInfo,
@@ -98,15 +98,17 @@ class FlatParamHandle:
                 f"parameters of the module, got {listing(missing)}. Pass the module that holds them."
             )
         precision = MixedPrecision(mp_param_dtype, mp_reduce_dtype, keep_low_precision_grads=keep_low_precision_grads)
-        config = HandleConfig(
+        check_params(params, [each.fqn for each in managed], use_orig_params=use_orig_params)
+        config = UnitConfig(
             coerce_sharding_strategy(sharding_strategy) or _Strategy.FULL_SHARD,
             torch.device(device),
+            DataParallelGroups(process_group),
             precision,
-            offload_params,
-            use_orig_params,
-            read_switches(),
+            CPUOffload(offload_params),
+            use_orig_params=use_orig_params,
+            switches=read_switches(),
         )
-        self.handle = FlatHandle(managed, fully_sharded_module, config, DataParallelGroups(process_group))
+        self.handle = FlatHandle(managed, fully_sharded_module, config)
 
     @property
     def flat_param(self) -> nn.Parameter:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import MutableMapping
 
 FSDP_WRAPPED_MODULE: Final = "_fsdp_wrapped_module"
-"""Attribute under which our wrapper holds the module it wraps."""
+"""Attribute of our wrapper that is the module it wraps."""
 
 FSDP_PREFIX: Final = FSDP_WRAPPED_MODULE + "."
 FLAT_PARAM: Final = "_flat_param"
@@ -31,11 +31,16 @@ def clean_tensor_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_SEGMENTS)
 
 
+def without_wrappers(name: str) -> str:
+    """Return ``name`` without our wrapper's segments; those of activation checkpointing stay, as in the plain module."""
+    return ".".join(part for part in name.split(".") if part != FSDP_WRAPPED_MODULE)
+
+
 def replace_prefix(mapping: MutableMapping[str, Any], old: str, new: str) -> None:
     """Rename, in place and in order, the keys that start with ``old``; reversible by swapping the arguments.
 
     Raises:
-        ValueError: both prefixes are empty-equal, so that nothing would be said by the call.
+        ValueError: both prefixes are equal, so that the call would do nothing.
     """
     if old == new:
         raise ValueError(

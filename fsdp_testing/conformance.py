@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 import platform
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 from fsdp_testing.backends import backend_named
 from fsdp_testing.errors import BackendUnavailable, InvalidArgument
@@ -16,6 +18,7 @@ from fsdp_testing.explanation import budget
 from fsdp_testing.explanation.run import How, explain_results
 from fsdp_testing.implementations import registry, validation
 from fsdp_testing.implementations.adapter import Adapter
+from fsdp_testing.pool import Pool, default_pool
 from fsdp_testing.programs.runner import CaseRunner, Judgement
 from fsdp_testing.records import Case, CheckResult, Portrait, RunReport, check_case
 from fsdp_testing.suites import CHECKS, Check
@@ -25,7 +28,7 @@ from fsdp_testing.trace import portrait
 
 
 class RunListener(Protocol):
-    """What a run tells while it goes on; a listener only looks and never changes the run."""
+    """What a run reports while it goes on; a listener observes and never changes the run."""
 
     def planned(self, total: int) -> None:
         """`total` pairs of check and implementation will be judged."""
@@ -52,7 +55,7 @@ def run_conformance(
     listener: RunListener | None = None,
     runner: CaseRunner | None = None,
 ) -> RunReport:
-    """Judges implementations by name.
+    """Judge implementations by name.
 
     Args:
         *names: Registered names or import strings `package.module:attribute`.
@@ -66,8 +69,8 @@ def run_conformance(
             shows each root cause; 0 leaves them as they were found.
         portraits: Trace one short program under each flat strategy, on implementations that claim `unit_trace`, for
             drawings of the report.
-        listener: Told about progress.
-        runner: Where cases run; by default on the process's own pool.
+        listener: Hears of progress.
+        runner: Where cases run; by default `shared_runner()`.
 
     Returns:
         One result for every implementation and check.
@@ -81,10 +84,9 @@ def run_conformance(
     adapters = load_all(names)
     selected = select_checks(checks, extended=extended)
     expected = _expectations(expected_failures, names)
-    where = Where(_sizes(world_sizes), backend)
-    _check_backend(where)
-    runner = runner or CaseRunner()
-    _examine(adapters, runner, where)
+    where = _place(world_sizes, backend)
+    runner = runner or shared_runner()
+    _examine(adapters.values(), runner, where)
     if listener is not None:
         listener.planned(len(adapters) * len(selected))
     results: list[CheckResult] = []
@@ -92,7 +94,7 @@ def run_conformance(
         for check in selected:
             if listener is not None:
                 listener.started(name, check.name)
-            result = judge_check(runner, name, adapter, check, where)
+            result = judge_check(runner, adapter, check, where)
             if check.name in expected[name]:
                 result = result.expecting(expected[name][check.name])
             results.append(result)
@@ -119,7 +121,7 @@ def _how_of(check: str) -> How | None:
 
 
 def _portraits(adapters: Mapping[str, Adapter], where: Where, runner: CaseRunner) -> Iterator[Portrait]:
-    """One short run of each implementation that tells of its units, under each strategy that it claims."""
+    """One short run of each implementation that reports its units, under each strategy that it claims."""
     sizes = [size for size in where.world_sizes if size > 1]
     for name, adapter in adapters.items() if sizes and where.backend == "gloo" else ():
         for strategy in portrait.STRATEGIES:
@@ -128,19 +130,43 @@ def _portraits(adapters: Mapping[str, Adapter], where: Where, runner: CaseRunner
                 yield portrait.take(name, case, runner.on_ranks)
 
 
-def run_check(name: str, check: str, *, world_sizes: Sequence[int] = (2,), backend: str = "gloo") -> CheckResult:
-    """Judges one check on one implementation, without looking for causes; raises like `run_conformance`."""
-    report = run_conformance(name, world_sizes=world_sizes, backend=backend, checks=(check,), explain=0.0)
-    return report.results[0]
+def run_check(
+    name: str,
+    check: str,
+    *,
+    world_sizes: Sequence[int] = (2,),
+    backend: str = "gloo",
+    runner: CaseRunner | None = None,
+    stop_at_first: bool = False,
+) -> CheckResult:
+    """Judge one check on one implementation, without looking for causes.
+
+    Args:
+        name: Implementation.
+        check: Name of the check.
+        world_sizes: Numbers of ranks.
+        backend: Backend of the worlds.
+        runner: Where cases run; by default `shared_runner()`.
+        stop_at_first: Run no further case of the check once one has refuted it.
+
+    Raises:
+        InvalidArgument: As `run_conformance`, and so the others.
+    """
+    adapters = load_all((name,))
+    selected = select_checks((check,))
+    where = _place(world_sizes, backend)
+    runner = runner or shared_runner()
+    _examine(adapters.values(), runner, where)
+    return judge_check(runner, adapters[name], selected[0], where, stop_at_first=stop_at_first)
 
 
 def run_case(name: str, case: Case, *, runner: CaseRunner | None = None, **comparison: Any) -> Judgement:
-    """Runs one case, as a replay does: the same case gives the same numbers.
+    """Run one case, as a replay does: the same case gives the same numbers.
 
     Args:
         name: Implementation.
         case: The case.
-        runner: Where it runs; by default on the process's own pool.
+        runner: Where it runs; by default `shared_runner()`.
         **comparison: Fields of `fsdp_testing.checkers.comparison.Comparison`.
 
     Raises:
@@ -150,11 +176,25 @@ def run_case(name: str, case: Case, *, runner: CaseRunner | None = None, **compa
 
     check_case(case)
     load_all((name,))
-    return (runner or CaseRunner()).judge(name, case, Comparison(**comparison))
+    return (runner or shared_runner()).judge(name, case, Comparison(**comparison))
+
+
+def shared_runner() -> CaseRunner:
+    """Return the runner of this process's pool.
+
+    Whoever judges one check after another shares it, and with it what the oracle has computed (which is the same for
+    every implementation, strategy and wrapping) and which adapters have been examined.
+    """
+    return _runner_on(default_pool())
+
+
+@functools.lru_cache(maxsize=1)
+def _runner_on(pool: Pool) -> CaseRunner:
+    return CaseRunner(pool)
 
 
 def load_all(names: Sequence[str]) -> dict[str, Adapter]:
-    """Loads implementations by name.
+    """Load implementations by name, each once in this process.
 
     Raises:
         InvalidArgument: No name at all, or one given twice.
@@ -166,26 +206,35 @@ def load_all(names: Sequence[str]) -> dict[str, Adapter]:
     repeated = sorted({name for name in names if list(names).count(name) > 1})
     if repeated:
         raise InvalidArgument(f"implementations: expected each name once, got {repeated} more than once. Drop one.")
-    adapters = {name: registry.load(name) for name in names}
+    adapters = {name: registry.adapter_of(name) for name in names}
     for adapter in adapters.values():
         validation.check_claims(adapter)
     return adapters
 
 
-def _examine(adapters: Mapping[str, Adapter], runner: CaseRunner, where: Where) -> None:
-    """Looks at each adapter on ranks before its implementation is judged.
+_EXAMINED: WeakKeyDictionary[CaseRunner, set[tuple[str, int]]] = WeakKeyDictionary()
+"""References and world sizes of the adapters that were found fit on a runner's ranks: an adapter is loaded once in a
+process, so that nothing about it changes between two checks. What was found unfit is examined again."""
+
+
+def _examine(adapters: Iterable[Adapter], runner: CaseRunner, where: Where) -> None:
+    """Examine each adapter on ranks before its implementation is judged for the first time.
 
     Raises:
         InvalidImplementation: What the adapter itself does wrong, everything in one message.
     """
     if where.backend != "gloo":
         return  # the examination is about names and values on the CPU; other devices have checks of their own
-    for name in adapters:
-        validation.validate(name, runner.on_ranks, world_size=min(where.world_sizes))
+    size = min(where.world_sizes)
+    fit = _EXAMINED.setdefault(runner, set())
+    for adapter in adapters:
+        if (adapter.reference, size) not in fit:
+            validation.validate(adapter, runner.on_ranks, world_size=size)
+            fit.add((adapter.reference, size))
 
 
 def select_checks(patterns: Sequence[str], *, extended: bool = False) -> list[Check]:
-    """Returns the checks that the patterns name, in the order of the suites.
+    """Return the checks that the patterns name, in the order of the suites.
 
     Raises:
         InvalidArgument: A pattern that no check matches; every offender is listed with near names.
@@ -236,20 +285,23 @@ def _sizes(world_sizes: Iterable[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(sizes))
 
 
-def _check_backend(where: Where) -> None:
-    backend = backend_named(where.backend)
+def _place(world_sizes: Iterable[int], backend: str) -> Where:
+    """Where to judge; refuses a backend that cannot run there, or computes no real values."""
+    where = Where(_sizes(world_sizes), backend)
+    found = backend_named(backend)
     for size in where.world_sizes:
-        reason = backend.unavailable(size)
+        reason = found.unavailable(size)
         if reason:
-            raise BackendUnavailable(f"backend {where.backend!r}: {reason}")
-    if backend.single_process:
+            raise BackendUnavailable(f"backend {backend!r}: {reason}")
+    if found.single_process:
         raise InvalidArgument(
-            f"backend: expected one whose ranks compute real values, got {where.backend!r}. Give gloo or nccl."
+            f"backend: expected one whose ranks compute real values, got {backend!r}. Give gloo or nccl."
         )
+    return where
 
 
 def environment() -> dict[str, str]:
-    """Returns what a reader needs to know about the machine and the versions."""
+    """Return what a reader needs to know about the machine and the versions."""
     from importlib import metadata
 
     import torch

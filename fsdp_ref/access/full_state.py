@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_ref.access.summon import SummonOptions, summon
-from fsdp_ref.annotations import unit_of, units_under
+from fsdp_ref.annotations import unit_of
 from fsdp_ref.compat import RunningCall
 from fsdp_ref.errors import UnsupportedError
 from fsdp_ref.naming import FSDP_WRAPPED_MODULE, clean_tensor_name, join_fqn
@@ -48,14 +48,11 @@ class OpenState:
 
 
 def install(module: nn.Module) -> None:
-    """Give every unit at or below ``module`` the hooks, once; a copied unit has them from its original."""
-    for _, holder, unit in units_under(module):
-        if not unit.has_state_hooks:
-            unit.has_state_hooks = True
-            holder.register_state_dict_pre_hook(_before_save)
-            holder.register_state_dict_post_hook(_after_save)
-            holder.register_load_state_dict_pre_hook(_before_load)
-            holder.register_load_state_dict_post_hook(_after_load)
+    """Give the module that users call for a unit its hooks, when the unit is made; a copy of the module has them too."""
+    module.register_state_dict_pre_hook(_before_save)
+    module.register_state_dict_post_hook(_after_save)
+    module.register_load_state_dict_pre_hook(_before_load)
+    module.register_load_state_dict_post_hook(_after_load)
 
 
 def not_yet(name: str) -> Callable[..., NoReturn]:

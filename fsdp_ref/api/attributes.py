@@ -23,10 +23,12 @@ def _setting(read: Callable[[Any], Any], doc: str) -> Any:
 class UnitAttributes:
     """Mixin with one property per attribute of torch's wrapper that others read."""
 
-    rank: int = _setting(lambda unit: unit.groups.rank, "Rank in the shard group.")
-    world_size: int = _setting(lambda unit: unit.groups.shard_size, "Size of the shard group.")
-    process_group: dist.ProcessGroup = _setting(lambda unit: unit.groups.shard, "The shard group.")
-    _inter_node_pg: dist.ProcessGroup | None = _setting(lambda unit: unit.groups.replicate, "The replicate group.")
+    rank: int = _setting(lambda unit: unit.config.groups.rank, "Rank in the shard group.")
+    world_size: int = _setting(lambda unit: unit.config.groups.shard_size, "Size of the shard group.")
+    process_group: dist.ProcessGroup = _setting(lambda unit: unit.config.groups.shard, "The shard group.")
+    _inter_node_pg: dist.ProcessGroup | None = _setting(
+        lambda unit: unit.config.groups.replicate, "The replicate group."
+    )
     compute_device: torch.device = _setting(lambda unit: unit.config.device, "Where the unit computes.")
     sharding_strategy: ShardingStrategy = _setting(lambda unit: unit.config.strategy, "The effective strategy.")
     mixed_precision: MixedPrecision = _setting(lambda unit: unit.config.mixed_precision, "Dtypes.")

@@ -17,9 +17,11 @@ from torch import nn
 from fsdp_ref.access.full_state import install
 from fsdp_ref.access.summon import SummonOptions, summon
 from fsdp_ref.annotations import is_replicated, unit_of
-from fsdp_ref.build.attach import Application, UnitOptions, attach
+from fsdp_ref.build.attach import attach
 from fsdp_ref.build.contract import check_one_module, contract
+from fsdp_ref.build.ignored import resolve_ignored
 from fsdp_ref.build.plan import PlannedUnit
+from fsdp_ref.build.resolve import UNIT_OPTIONS
 from fsdp_ref.build.wrap_policy import PolicyObject
 from fsdp_ref.compat import RunningCall
 from fsdp_ref.errors import AlreadyAppliedError, ConfigError, listing
@@ -29,20 +31,10 @@ from fsdp_ref.runtime.unit import Unit
 
 
 class FullyShardState:
-    """What ``fully_shard.state(module)`` returns: the unit that the module became."""
+    """What ``fully_shard.state(module)`` returns: ``unit`` is the unit that the module became."""
 
     def __init__(self) -> None:
-        self._unit: Unit | None = None
-
-    def bind(self, unit: Unit) -> None:
-        """Give the state its unit."""
-        self._unit = unit
-
-    @property
-    def unit(self) -> Unit:
-        """The module's unit."""
-        assert self._unit is not None  # bound by the application that made the state
-        return self._unit
+        self.unit: Unit | None = None
 
 
 @contract(state_cls=FullyShardState)
@@ -93,7 +85,8 @@ def fully_shard(
             f"{type(policy).__name__}. Pass for example ModuleWrapPolicy({{Block}})."
         )
     _refuse_applied(module)
-    options = UnitOptions(
+    options = dict(
+        UNIT_OPTIONS,
         process_group=process_group,
         sharding_strategy=strategy,
         cpu_offload=cpu_offload,
@@ -105,19 +98,8 @@ def fully_shard(
         use_orig_params=True,
         device_mesh=device_mesh,
     )
-    unit = attach(
-        Application(
-            module,
-            options,
-            hold=_hold,
-            policy=policy,
-            ignored_modules=ignored_modules,
-            may_hold_units=True,
-            composable=True,
-        )
-    )
-    fully_shard.state(module).bind(unit)
-    install(module)
+    ignored = resolve_ignored(module, ignored_modules)
+    fully_shard.state(module).unit = attach(module, options, _hook, policy=policy, ignored=ignored, composable=True)
     return module
 
 
@@ -134,12 +116,13 @@ def _refuse_applied(module: nn.Module) -> None:
         )
 
 
-def _hold(planned: PlannedUnit) -> nn.Module:
-    """Hook a module: it is its own holder."""
+def _hook(planned: PlannedUnit) -> nn.Module:
+    """Hook a module: users go on calling it itself."""
     hooks = _ForwardHooks(planned.module)
     # First before and last after forward, so that hooks of other APIs see full parameters.
     planned.module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
     planned.module.register_forward_hook(hooks.after, always_call=True)
+    install(planned.module)
     return planned.module
 
 
@@ -158,7 +141,7 @@ class _ForwardHooks:
         """Run before everything else of the module's call."""
         unit = unit_of(module)
         assert isinstance(unit, Unit)  # set right after hooking
-        handled = sys.exception() if sys.version_info >= (3, 11) else None
+        handled = sys.exception()
         frame, args, kwargs = enter_forward(unit, args, kwargs, RunningCall.of_caller())
         if not frame.nested:
             self._open.clear()  # a call that Ctrl-C ended left its own

@@ -20,12 +20,13 @@ from fsdp_ref.access.summon import SummonOptions, summon
 from fsdp_ref.access.user_changes import absorb, gather_early
 from fsdp_ref.annotations import unit_of, units_under
 from fsdp_ref.api.attributes import UnitAttributes
-from fsdp_ref.build.attach import Application, UnitOptions, attach
+from fsdp_ref.build.attach import attach
 from fsdp_ref.build.contract import check_one_module
+from fsdp_ref.build.ignored import resolve_ignored
 from fsdp_ref.build.plan import PlannedUnit
 from fsdp_ref.config import BackwardPrefetch
 from fsdp_ref.errors import TrainingStateError
-from fsdp_ref.naming import FSDP_PREFIX, FSDP_WRAPPED_MODULE
+from fsdp_ref.naming import FSDP_WRAPPED_MODULE, without_wrappers
 from fsdp_ref.runtime.forward import call_unit
 from fsdp_ref.runtime.reduction_settings import no_sync, register_comm_hook
 from fsdp_ref.runtime.root import lazy_init
@@ -84,45 +85,35 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
         super().__init__()
         check_one_module("FullyShardedDataParallel", module)
         _warn_of_container(module)
-        options = UnitOptions(
-            process_group=process_group,
-            sharding_strategy=sharding_strategy,
-            cpu_offload=cpu_offload,
-            backward_prefetch=backward_prefetch,
-            mixed_precision=mixed_precision,
-            param_init_fn=param_init_fn,
-            device_id=device_id,
-            sync_module_states=sync_module_states,
-            forward_prefetch=forward_prefetch,
-            limit_all_gathers=limit_all_gathers,
-            use_orig_params=use_orig_params,
-            device_mesh=device_mesh,
-        )
-        hold, policy = _Holders(self, module).hold, auto_wrap_policy
-        attach(
-            Application(
-                module, options, hold, policy=policy, ignored_modules=ignored_modules, ignored_states=ignored_states
-            )
-        )
-        install(self)
+        options = {
+            "process_group": process_group,
+            "sharding_strategy": sharding_strategy,
+            "cpu_offload": cpu_offload,
+            "backward_prefetch": backward_prefetch,
+            "mixed_precision": mixed_precision,
+            "param_init_fn": param_init_fn,
+            "device_id": device_id,
+            "sync_module_states": sync_module_states,
+            "forward_prefetch": forward_prefetch,
+            "limit_all_gathers": limit_all_gathers,
+            "use_orig_params": use_orig_params,
+            "device_mesh": device_mesh,
+        }
+        ignored = resolve_ignored(module, ignored_modules, ignored_states)
+        attach(module, options, _Wrapping(self, module), policy=auto_wrap_policy, ignored=ignored)
 
-    @classmethod
-    def _around(cls, module: nn.Module) -> FullyShardedDataParallel:
-        """Return a wrapper that holds ``module`` and is given its unit by the caller."""
-        wrapper = cls.__new__(cls)
-        nn.Module.__init__(wrapper)
-        wrapper._hold(module)
-        return wrapper
-
-    def _hold(self, module: nn.Module) -> None:
+    def _wrap(self, module: nn.Module) -> FullyShardedDataParallel:
+        """Become the wrapper of ``module``; the caller gives it its unit."""
         setattr(self, FSDP_WRAPPED_MODULE, module)
         self.training = module.training
+        install(self)
+        return self
 
     # ------------------------------------------------------------------ running
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Gather, run the wrapped module, free. See ``runtime.forward`` for collectives."""
-        return call_unit(self._unit, self._modules[FSDP_WRAPPED_MODULE], args, kwargs)  # type: ignore[arg-type]  # set in _hold
+        return call_unit(self._unit, self._modules[FSDP_WRAPPED_MODULE], args, kwargs)  # type: ignore[arg-type]  # set in _wrap
 
     @property
     def module(self) -> nn.Module:
@@ -201,13 +192,13 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
         """As ``nn.Module``; without the wrappers' prefixes while parameters are summoned."""
         clean = self._unit.training_state is TrainingState.SUMMON_FULL_PARAMS
         for name, param in super().named_parameters(*args, **kwargs):
-            yield (name.replace(FSDP_PREFIX, "") if clean else name), param
+            yield (without_wrappers(name) if clean else name), param
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """As ``nn.Module``; without the wrappers' prefixes while parameters are summoned."""
         clean = self._unit.training_state is TrainingState.SUMMON_FULL_PARAMS
         for name, buffer in super().named_buffers(*args, **kwargs):
-            yield (name.replace(FSDP_PREFIX, "") if clean else name), buffer
+            yield (without_wrappers(name) if clean else name), buffer
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FullyShardedDataParallel:
         """Cast or move the module; the flat parameters follow at once."""
@@ -291,7 +282,7 @@ class EarlyUnshard:
             self._unit.handle.finish_unshard()
 
 
-class _Holders:
+class _Wrapping:
     """Wraps planned modules: the root by the wrapper under construction, others by new ones put in their parents."""
 
     def __init__(self, root: FullyShardedDataParallel, module: nn.Module) -> None:
@@ -304,12 +295,14 @@ class _Holders:
                 if child is not None:
                     self._places.setdefault(child, []).append((parent, name))
 
-    def hold(self, planned: PlannedUnit) -> nn.Module:
+    def __call__(self, planned: PlannedUnit) -> nn.Module:
         """Return the wrapper of a planned module."""
         if planned.module is self._module:
-            self._root._hold(planned.module)
-            return self._root
-        wrapper = type(self._root)._around(planned.module)
+            return self._root._wrap(planned.module)
+        cls = type(self._root)
+        wrapper = cls.__new__(cls)
+        nn.Module.__init__(wrapper)
+        wrapper._wrap(planned.module)
         for parent, name in self._places.get(planned.module, ()):
             setattr(parent, name, wrapper)
         return wrapper

@@ -14,7 +14,7 @@ from typing import Any, Final, Generic, ParamSpec, Protocol, TypeVar, cast
 
 from torch import nn
 
-from fsdp_ref.annotations import register, registry_of
+from fsdp_ref.annotations import register, registry_of, unregister
 from fsdp_ref.errors import AlreadyAppliedError, FsdpTypeError, ModifiedFqnsError, listing
 
 P = ParamSpec("P")
@@ -62,7 +62,8 @@ def contract(state_cls: Callable[[], Any] = ContractState) -> Callable[[Callable
                 result = func(*args, **kwargs)
             except BaseException:
                 # A refused application must leave the modules free for a corrected one.
-                _unregister_all(modules, name)
+                for each in modules:
+                    unregister(each, name)
                 raise
             updated = modules if result is None else _as_list(result, name)
             _check_names(name, before, [_names(each) for each in updated])
@@ -122,13 +123,6 @@ def _register_all(modules: Iterable[nn.Module], name: str, state: object) -> Non
         )
     for each in modules:
         register(each, name, state)
-
-
-def _unregister_all(modules: Iterable[nn.Module], name: str) -> None:
-    for each in modules:
-        registry = registry_of(each)
-        if isinstance(registry, dict):
-            registry.pop(name, None)
 
 
 def _names(module: nn.Module) -> Names:

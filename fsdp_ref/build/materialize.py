@@ -1,44 +1,48 @@
 """Where do the values of parameters come from before they are flattened?
 
 From the meta device they get storage and initial values; then they move to the device of computation; then, when asked
-for, every rank takes rank 0's values. Nothing that is ignored, or that a nested unit already holds, is touched.
+for, every rank takes rank 0's values. Nothing that is ignored, or that belongs to a unit made before, is touched.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections import deque
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdp_ref.build.device import compute_device
 from fsdp_ref.comm.buckets import cut_into_buckets
 from fsdp_ref.comm.collectives import collectives_for
-from fsdp_ref.errors import FsdpRuntimeError, FsdpValueError, listing
+from fsdp_ref.errors import FsdpRuntimeError, FsdpValueError, MaterializeError, explain, listing
+from fsdp_ref.handle.flatten import check_params
+from fsdp_ref.naming import join_fqn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterator, Sequence
 
     from fsdp_ref.build.ignored import Ignored
     from fsdp_ref.build.plan import PlannedUnit
-    from fsdp_ref.comm.groups import DataParallelGroups
+    from fsdp_ref.build.resolve import ResolvedUnit
+    from fsdp_ref.config import UnitConfig
+    from fsdp_ref.storage.param_sites import ManagedParam
 
 _BROADCAST_BYTES = 32 * 2**20
 
 
-def materialize(unit: PlannedUnit, init: object, device: torch.device, ignored: Ignored) -> None:
-    """Give storage and values to what ``unit`` manages on the meta device.
-
-    With ``init`` it is called on every module of the unit, breadth first; without, each module that has parameters or
-    buffers of its own on the meta device gets memory and ``reset_parameters()``. Tied parameters stay tied.
+def check_initializable(unit: PlannedUnit, init: object, ignored: Ignored) -> None:
+    """Refuse a unit on the meta device that nothing can give values to.
 
     Raises:
         FsdpValueError: ``init`` is no callable.
-        AttributeError: a module has no ``reset_parameters``; a warning names it first.
+        MaterializeError: Without ``init``, modules that have no ``reset_parameters``; a warning names them first.
     """
-    pending = [module for module in breadth_first(unit) if _on_meta(module, ignored)]
+    pending = [module for module in unit.modules if _on_meta(module, ignored)]
     if not pending:
         return
     if init is not None and not callable(init):
@@ -46,28 +50,131 @@ def materialize(unit: PlannedUnit, init: object, device: torch.device, ignored: 
             f"Expected {init!r} of type {type(init).__name__} to be callable: param_init_fn takes a module and "
             "initializes it. Pass a function."
         )
-    # Initializing a module writes all of its parameters, those that somebody asked us to leave alone included.
+    lacking = sorted({type(module).__name__ for module in pending if getattr(module, "reset_parameters", None) is None})
+    if init is None and lacking:
+        _warn_of_reset(listing(lacking), "they have no such method")
+        raise MaterializeError(
+            explain(
+                f"unit {unit.fqn or 'root'!r} on the meta device",
+                expected="modules with `reset_parameters`",
+                got=listing(lacking),
+                remedy="Give them that method, or pass param_init_fn",
+            )
+        )
+
+
+def _warn_of_reset(classes: str, why: object) -> None:
+    warnings.warn(
+        f"Unable to call `reset_parameters()` for module on meta device with error {why}. Please ensure that "
+        f"your module of type {classes} implements a `reset_parameters()` method.",
+        UserWarning,
+        stacklevel=2,
+    )
+
+
+def materialize_units(units: Sequence[ResolvedUnit], ignored: Ignored) -> dict[nn.Module, list[ManagedParam]]:
+    """Give storage and values to what is on the meta device; return each unit's parameters as they are then.
+
+    With ``param_init_fn`` it is called on every module of the unit, breadth first; without, each module that has
+    parameters or buffers of its own on the meta device gets memory and ``reset_parameters()``. Tied parameters stay tied.
+
+    Raises:
+        FsdpError: The parameters that came cannot be flattened, or are not those that were there.
+        Exception: Whatever the user's function raises. Either way every module has its own tensors again.
+    """
+    with _put_back_on_failure(units):
+        return {each.planned.module: _materialized(each, ignored) for each in units}
+
+
+@contextmanager
+def _put_back_on_failure(units: Sequence[ResolvedUnit]) -> Iterator[None]:
+    modules = [module for each in units for module in each.planned.modules]
+    before = [(module, dict(module._parameters), dict(module._buffers)) for module in modules]
+    data = [(param, param.data) for _, params, _ in before for param in params.values() if param is not None]
+    try:
+        yield
+    except BaseException:
+        for module, params, buffers in before:
+            module._parameters.clear()
+            module._parameters.update(params)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        for param, values in data:
+            param.data = values
+        raise
+
+
+def _materialized(unit: ResolvedUnit, ignored: Ignored) -> list[ManagedParam]:
+    planned = unit.planned
+    modules = breadth_first(planned)
+    pending = [module for module in modules if _on_meta(module, ignored)]
+    if not pending:
+        return list(planned.params)
+    with _ignored_params_kept(modules, ignored):
+        if callable(unit.init):
+            for module in modules:
+                unit.init(module)
+        else:
+            for module in pending:
+                _reset(module, unit.config.device)
+    return _read_again(unit, ignored)
+
+
+@contextmanager
+def _ignored_params_kept(modules: Sequence[nn.Module], ignored: Ignored) -> Iterator[None]:
+    """Initializing a module writes all of its parameters, those that somebody asked us to leave alone included."""
     kept = [
         (module, name, param, param.data, None if param.is_meta else param.detach().clone())
-        for module in breadth_first(unit)
-        for name, param in _ignored_params(module, ignored)
+        for module in modules
+        for name, param in module.named_parameters(recurse=False)
+        if param in ignored.params
     ]
-    if callable(init):
-        for module in breadth_first(unit):
-            init(module)
-    else:
-        for module in pending:
-            _reset(module, device)
-    for module, name, param, data, value in kept:
-        module._parameters[name] = param
-        if value is not None:
-            param.data = data
-            data.copy_(value)
-    for planned in unit.params:
-        first = planned.sites[0]
+    try:
+        yield
+    finally:
+        for module, name, param, data, value in kept:
+            module._parameters[name] = param
+            if value is not None:
+                param.data = data
+                data.copy_(value)
+
+
+def _read_again(unit: ResolvedUnit, ignored: Ignored) -> list[ManagedParam]:
+    """Tie what was tied, and check what came: initializing may have put other parameters on the modules."""
+    planned, config = unit.planned, unit.config
+    sites = [(site.module, site.name) for managed in planned.params for site in managed.sites]
+    found = [
+        (module, name)
+        for module in planned.modules
+        for name, param in module._parameters.items()
+        if param is not None and param not in ignored.params
+    ]
+    changed = [f"{type(module).__name__}.{name}" for module, name in {*sites} ^ {*found}]
+    if changed:
+        raise FsdpRuntimeError(
+            f"param_init_fn: expected the parameters of unit {planned.fqn or 'root'!r} to be there afterwards and no "
+            f"others, got a difference in {listing(sorted(changed))}. Initialize parameters, and add or remove none."
+        )
+    params = []
+    for managed in planned.params:
+        first = managed.sites[0]
         value = first.module._parameters[first.name]
-        for site in planned.sites[1:]:
+        assert value is not None  # compared above
+        for site in managed.sites[1:]:
             site.module._parameters[site.name] = value
+        params.append(dataclasses.replace(managed, param=value))
+    if params:
+        values = [managed.param for managed in params]
+        names = [join_fqn(planned.fqn, managed.fqn) for managed in params]
+        check_params(values, names, use_orig_params=config.use_orig_params)
+        asked = config.device if unit.moves else None
+        landed = compute_device(asked, values, needs_cuda=config.device.type == "cuda", offload=config.offload)
+        if landed != config.device:
+            raise FsdpRuntimeError(
+                f"param_init_fn: expected parameters on {config.device}, where unit {planned.fqn or 'root'!r} computes, "
+                f"got {landed}. Pass device_id."
+            )
+    return params
 
 
 def breadth_first(unit: PlannedUnit) -> list[nn.Module]:
@@ -87,96 +194,20 @@ def breadth_first(unit: PlannedUnit) -> list[nn.Module]:
     return found
 
 
-def _ignored_params(module: nn.Module, ignored: Ignored) -> list[tuple[str, nn.Parameter]]:
-    return [(name, param) for name, param in module.named_parameters(recurse=False) if param in ignored.params]
-
-
 def _on_meta(module: nn.Module, ignored: Ignored) -> bool:
     params = [param for param in module.parameters(recurse=False) if param not in ignored.params]
     return any(tensor.is_meta for tensor in (*params, *module.buffers(recurse=False)))
 
 
 def _reset(module: nn.Module, device: torch.device) -> None:
-    reset = getattr(module, "reset_parameters", None)
+    reset: Any = module.reset_parameters
     try:
         with torch.no_grad():
             module.to_empty(device=device, recurse=False)
-            if reset is None:
-                raise AttributeError(f"{type(module).__name__!r} object has no attribute 'reset_parameters'")
             reset()
     except BaseException as error:
-        warnings.warn(
-            f"Unable to call `reset_parameters()` for module on meta device with error {error}. Please ensure that "
-            f"your module of type {type(module)} implements a `reset_parameters()` method.",
-            UserWarning,
-            stacklevel=2,
-        )
+        _warn_of_reset(str(type(module)), error)
         raise
-
-
-def compute_device(device_id: object, params: Iterable[Tensor], groups: DataParallelGroups) -> torch.device:
-    """Return the device that a unit computes on.
-
-    ``device_id`` decides; without it the device where the parameters are, when it is an accelerator; else the CPU,
-    unless the group cannot communicate tensors there.
-
-    Raises:
-        FsdpRuntimeError: parameters on several accelerators, or ``device_id`` names an accelerator this host lacks.
-    """
-    found = sorted({param.device for param in params if not param.is_meta}, key=str)
-    accelerators = [device for device in found if device.type != "cpu"]
-    if len(accelerators) > 1:
-        raise FsdpRuntimeError(
-            f"FSDP only supports single device modules: expected one device, got {listing(found)}. Move the module first."
-        )
-    if device_id is not None:
-        device = _explicit(device_id)
-        if accelerators and accelerators[0] != device:
-            raise FsdpValueError(
-                f"Inconsistent compute device and `device_id`: expected parameters on {device} or the CPU, got "
-                f"{accelerators[0]} and device_id={device_id!r}. Move the module or change device_id."
-            )
-        return device
-    if accelerators:
-        if len(found) > 1:
-            raise FsdpRuntimeError(
-                f"The module has CPU and accelerator parameters ({listing(found)}): expected one device. "
-                "To move it, please pass in device_id."
-            )
-        return accelerators[0]
-    if torch.cuda.is_available() and str(dist.get_backend(groups.shard)) == "nccl":
-        warnings.warn(
-            "The passed-in `module` is on CPU and the process group communicates on CUDA only: its parameters stay on "
-            "the CPU until you move it. Pass device_id to shard on the device.",
-            UserWarning,
-            stacklevel=4,
-        )
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def _explicit(device_id: object) -> torch.device:
-    if isinstance(device_id, int):
-        if not torch.cuda.is_available():
-            raise FsdpRuntimeError(
-                f"device_id={device_id}: expected an accelerator, which an integer names, got none on this host. "
-                "Pass torch.device('cpu')."
-            )
-        return torch.device("cuda", device_id)
-    device = torch.device(device_id) if isinstance(device_id, str) else device_id
-    if not isinstance(device, torch.device):
-        raise FsdpValueError(
-            f"device_id: expected an int, a string or a torch.device, got {type(device_id).__name__}. Pass one of these."
-        )
-    if device.type == "cuda" and device.index is None:
-        warnings.warn(
-            f"FSDP got the argument `device_id` {device_id}, which does not have an explicit index. FSDP will use the "
-            "current device. Pass the index to be sure.",
-            UserWarning,
-            stacklevel=5,
-        )
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
 
 
 def move_states(unit: PlannedUnit, device: torch.device, ignored: Ignored) -> None:
@@ -184,35 +215,40 @@ def move_states(unit: PlannedUnit, device: torch.device, ignored: Ignored) -> No
     with torch.no_grad():
         for module in unit.modules:
             for param in module.parameters(recurse=False):
-                if param not in ignored.params and param.device.type != device.type:
+                if param not in ignored.params and param.device != device:
                     param.data = param.data.to(device)
             for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.device.type != device.type:
+                if buffer is not None and buffer.device != device:
                     module._buffers[name] = buffer.to(device)
 
 
-def broadcast_states(
-    params: Sequence[Tensor], modules: Sequence[nn.Module], groups: DataParallelGroups, device: torch.device
-) -> None:
-    """Give all ranks rank 0's parameters and buffers: first along the replicas, then in the shard group.
+def check_broadcastable(unit: PlannedUnit, device: torch.device) -> None:
+    """Refuse to broadcast what would stay on the CPU over a group that computes elsewhere.
 
     Raises:
-        FsdpValueError: tensors on the CPU that the group cannot communicate.
+        FsdpValueError: Parameters or buffers of the unit are on the CPU.
+    """
+    buffers = [buffer for module in unit.modules for buffer in module.buffers(recurse=False)]
+    tensors = (*(managed.param for managed in unit.params), *buffers)
+    if device.type != "cpu" and any(tensor.device.type == "cpu" for tensor in tensors):
+        raise FsdpValueError(
+            "The module has CPU parameters or buffers when `sync_module_states=True`, which requires them to be on "
+            f"{device}: pass device_id, or move the module first."
+        )
+
+
+def broadcast_states(params: Sequence[Tensor], modules: Sequence[nn.Module], config: UnitConfig) -> None:
+    """Give all ranks rank 0's parameters and buffers: first along the replicas, then in the shard group.
 
     Collectives:
         One broadcast per 32 MiB and dtype, over the replicate group and over the shard group. All ranks must call.
     """
     buffers = [buffer for module in modules for buffer in module.buffers(recurse=False)]
     tensors = list({id(tensor): tensor.detach() for tensor in (*params, *buffers) if tensor.numel()}.values())
-    if device.type != "cpu" and any(tensor.device.type == "cpu" for tensor in tensors):
-        raise FsdpValueError(
-            "The module has CPU parameters or buffers when `sync_module_states=True`, which requires them to be on "
-            f"{device}: pass device_id, or move the module first."
-        )
-    for group in (groups.replicate, groups.shard):
+    for group in (config.groups.replicate, config.groups.shard):
         if group is not None and group.size() > 1:
             for bucket in cut_into_buckets(tensors, _BROADCAST_BYTES):
-                _broadcast_bucket(bucket, group, device)
+                _broadcast_bucket(bucket, group, config.device)
 
 
 def _broadcast_bucket(bucket: list[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:

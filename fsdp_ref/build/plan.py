@@ -16,14 +16,15 @@ import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fsdp_ref.annotations import is_replicated, unit_of
+from fsdp_ref.annotations import is_replicated, unit_of, units_under
 from fsdp_ref.build.ignored import Ignored
 from fsdp_ref.errors import FsdpValueError, listing
 from fsdp_ref.naming import clean_tensor_name, join_fqn
 from fsdp_ref.storage.param_sites import ManagedParam, ParamSite
+from fsdp_ref.storage.views import is_flattened
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Mapping
 
     from torch import nn
 
@@ -46,7 +47,7 @@ class PlannedUnit:
 
     module: nn.Module
     fqn: str
-    options: dict[str, Any]
+    options: Mapping[str, Any]
     params: tuple[ManagedParam, ...]
     modules: tuple[nn.Module, ...]
     full_precision: bool = False
@@ -54,7 +55,11 @@ class PlannedUnit:
 
 @dataclass(frozen=True, slots=True)
 class WrapPlan:
-    """All units that one application makes, in depth-first (``modules()``) order, the root first."""
+    """All units that one application makes, in depth-first (``modules()``) order, the root first.
+
+    They are made in the reverse order, children first: for ``mod(s1, s2(ss))`` ss, s2, s1, mod. Both APIs and every
+    rank do so, so that collectives during construction match.
+    """
 
     units: tuple[PlannedUnit, ...]
     ignored: Ignored = field(default_factory=Ignored)
@@ -63,14 +68,6 @@ class WrapPlan:
     def root(self) -> PlannedUnit:
         """The unit of the module that the API was applied to."""
         return self.units[0]
-
-    def init_order(self) -> Iterator[PlannedUnit]:
-        """Yield the units children first: the reverse of depth-first order.
-
-        For ``mod(s1, s2(ss))`` units are made ss, s2, s1, mod and listed mod, s1, s2, ss. Both APIs and every rank use
-        it, so that collectives during construction match.
-        """
-        return reversed(self.units)
 
     def describe(self) -> str:
         """Return the units as text, one line each: ``name[Class]: parameter names``."""
@@ -105,11 +102,8 @@ class _Walk:
 def make_plan(
     root: nn.Module,
     targets: Targets,
-    options: dict[str, Any],
+    options: Mapping[str, Any],
     ignored: Ignored,
-    *,
-    is_managed: Callable[[nn.Parameter], bool] = lambda param: False,
-    held_by: Callable[[nn.Parameter], str] = lambda param: "a unit that was made before",
 ) -> WrapPlan:
     """Assign every parameter below ``root`` to a unit.
 
@@ -118,18 +112,16 @@ def make_plan(
         targets: nested units to make.
         options: the root's keyword arguments.
         ignored: what to leave alone, nested units' included.
-        is_managed: tells whether a unit already holds the parameter.
-        held_by: names that unit and what it calls the parameter, for the message.
 
     Raises:
-        FsdpValueError: a parameter outside the units below ``root`` is already held by one: it is tied across units
+        FsdpValueError: a parameter outside the units below ``root`` belongs to one of them: it is tied across units
             that were made one after the other.
     """
-    walk = _walk(root, frozenset(targets.options), ignored, is_managed)
+    walk = _walk(root, frozenset(targets.options), ignored)
     if walk.taken:
         raise FsdpValueError(
-            f"{type(root).__name__}: expected parameters that no unit holds yet, got "
-            f"{listing(f'{name} (for {owner}, shared with {held_by(param)})' for name, owner, param in walk.taken)}. "
+            f"{type(root).__name__}: expected parameters that belong to no unit yet, got "
+            f"{listing(f'{name} (for {owner}, shared with {_owner_of(root, param)})' for name, owner, param in walk.taken)}. "
             "Make both units in one call with a policy, so that the lowest common unit owns the shared parameter, or "
             "keep all modules that share it in one unit."
         )
@@ -151,9 +143,17 @@ def make_plan(
     return WrapPlan(tuple(units), ignored)
 
 
-def _walk(
-    root: nn.Module, targets: frozenset[nn.Module], ignored: Ignored, is_managed: Callable[[nn.Parameter], bool]
-) -> _Walk:
+def _owner_of(root: nn.Module, param: nn.Parameter) -> str:
+    """Name the unit below ``root`` that ``param`` belongs to, and what it calls it."""
+    for name, _, unit in units_under(root):
+        if unit.handle is not None:
+            for original, fqn in zip(unit.handle.originals.params, unit.handle.fqns):
+                if original is param:
+                    return f"{fqn} of unit {clean_tensor_name(name)!r}, which was made before"
+    return "a unit that was made before"
+
+
+def _walk(root: nn.Module, targets: frozenset[nn.Module], ignored: Ignored) -> _Walk:
     """Visit every path (shared modules once per path) and note each parameter's places.
 
     Subtrees of ignored modules, of replicated modules and of units that are already there are not entered.
@@ -177,14 +177,14 @@ def _walk(
         if module not in nearest:
             nearest.append(module)
         if is_root and unit_of(module) is not None:
-            # Wrapping a wrapper is legal: the new unit stands around the old one and holds nothing itself.
+            # Wrapping a wrapper is legal: the new unit stands around the old one and has no parameters itself.
             break
         if is_root and module in ignored.modules:
             continue
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             if param in ignored.params:
                 continue
-            if is_managed(param):
+            if is_flattened(param):
                 owner = clean_tensor_name(chain[-1][1])
                 walk.taken.append((join_fqn(path, name), f"unit {owner!r}" if owner else "the root unit", param))
                 continue

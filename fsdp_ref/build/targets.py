@@ -6,22 +6,21 @@ manual units that are already in the tree. Decides only; nothing is changed.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fsdp_ref.annotations import unit_of, units_under
 from fsdp_ref.build.wrap_policy import PolicyObject, WrapFunction, choose_by_function
+from fsdp_ref.config import coerce_mixed_precision
 from fsdp_ref.errors import FsdpTypeError, FsdpValueError, listing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch import nn
 
     from fsdp_ref.build.ignored import Ignored
-    from fsdp_ref.config import MixedPrecision
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +39,12 @@ class Targets:
     by_object: bool = False
 
 
-def is_policy_object(policy: object) -> bool:
-    """Tell whether ``policy`` answers for a whole tree at once."""
-    return isinstance(policy, PolicyObject)
-
-
 def choose_targets(
     root: nn.Module,
     policy: PolicyObject | WrapFunction | None,
-    options: dict[str, Any],
+    options: Mapping[str, Any],
     ignored: Ignored,
     *,
-    mixed_precision: MixedPrecision | None = None,
     may_hold_units: bool = False,
 ) -> Targets:
     """Run ``policy`` over the tree of ``root``.
@@ -60,8 +53,7 @@ def choose_targets(
         root: the module that the API is applied to; it is a unit whatever the policy says and is not in the result.
         policy: a policy object, a callable policy, or None for no nested units.
         options: the root's keyword arguments, which nested units inherit.
-        ignored: what no unit may hold.
-        mixed_precision: the root's policy of precision, None when none was given.
+        ignored: what no unit may take.
         may_hold_units: units that are already below ``root`` are kept (they win over the policy) instead of refused.
 
     Raises:
@@ -83,10 +75,10 @@ def choose_targets(
             "Wrap by hand or by policy, or use fully_shard, which takes both."
         )
     chosen = _run(policy, root, options, ignored)
-    full = _full_precision(root, mixed_precision, ignored)
+    full = _full_precision(root, options.get("mixed_precision"), ignored)
     for module in full:
         # A module that the policy did not choose starts from the root's options.
-        chosen.setdefault(module, copy.copy(options))["mixed_precision"] = None
+        chosen.setdefault(module, dict(options))["mixed_precision"] = None
     chosen = {module: kwargs for module, kwargs in chosen.items() if module is not root}
     if manual:
         chosen = _without_manual(root, chosen, options)
@@ -94,16 +86,16 @@ def choose_targets(
 
 
 def _run(
-    policy: PolicyObject | Callable[..., bool], root: nn.Module, options: dict[str, Any], ignored: Ignored
+    policy: PolicyObject | Callable[..., bool], root: nn.Module, options: Mapping[str, Any], ignored: Ignored
 ) -> dict[nn.Module, dict[str, Any]]:
     if isinstance(policy, PolicyObject):
-        return dict(policy._run_policy(root, set(ignored.modules), copy.copy(options)))
+        return dict(policy._run_policy(root, set(ignored.modules), dict(options)))
     chosen = choose_by_function(root, policy, ignored.modules, ignored.params)
-    return {module: copy.copy(options) for module in chosen}
+    return {module: dict(options) for module in chosen}
 
 
-def _full_precision(root: nn.Module, mixed_precision: MixedPrecision | None, ignored: Ignored) -> list[nn.Module]:
-    classes = () if mixed_precision is None else mixed_precision._module_classes_to_ignore
+def _full_precision(root: nn.Module, mixed_precision: object, ignored: Ignored) -> list[nn.Module]:
+    classes = () if mixed_precision is None else coerce_mixed_precision(mixed_precision)._module_classes_to_ignore
     found = [m for m in root.modules() if classes and isinstance(m, classes) and m not in ignored.modules]
     if found:
         warnings.warn(
@@ -117,12 +109,12 @@ def _full_precision(root: nn.Module, mixed_precision: MixedPrecision | None, ign
 
 
 def _without_manual(
-    root: nn.Module, chosen: dict[nn.Module, dict[str, Any]], options: dict[str, Any]
+    root: nn.Module, chosen: dict[nn.Module, dict[str, Any]], options: Mapping[str, Any]
 ) -> dict[nn.Module, dict[str, Any]]:
     """Drop targets that already are units; refuse those that contradict one.
 
     A unit that was made by hand keeps its own settings. It is ambiguous, and refused, when the policy gives such a
-    module options of its own, or chooses a module whose parameters a manual unit above it already holds.
+    module options of its own, or chooses a module whose parameters belong to a manual unit above it.
     """
     names = {module: name for name, module in root.named_modules()}
     inside: dict[nn.Module, str] = {}

@@ -57,20 +57,17 @@ class DataParallelGroups:
 
 def resolve_groups(
     process_group: object, device_mesh: DeviceMesh | None, strategy: ShardingStrategy, *, automatic: bool
-) -> DataParallelGroups:
-    """Return the groups of a unit.
+) -> DataParallelGroups | None:
+    """Return the groups of a unit; None where they are left to :func:`groups_by_host`.
 
     Args:
         process_group: None, a group, or (hybrid) a pair (shard group, replicate group).
         device_mesh: None, a 1-D mesh, or (hybrid) a 2-D mesh with axes (replicate, shard).
         strategy: what the user asked for.
-        automatic: whether a policy wraps the rest, so that hybrid groups may be made here.
+        automatic: whether a policy wraps the rest, so that hybrid groups may be made.
 
     Raises:
         ConfigError: both given; hybrid without groups; a mesh or group of the wrong form.
-
-    Collectives:
-        Hybrid without groups makes new groups: all ranks of the default group must call it.
     """
     if process_group is not None and device_mesh is not None:
         raise ConfigError(
@@ -117,7 +114,7 @@ def default_group() -> dist.ProcessGroup:
 
 def _hybrid_groups(
     process_group: object, device_mesh: DeviceMesh | None, strategy: ShardingStrategy, *, automatic: bool
-) -> DataParallelGroups:
+) -> DataParallelGroups | None:
     if device_mesh is not None:
         _require_axes(device_mesh, 2, strategy)
         return DataParallelGroups(device_mesh.get_group(mesh_dim=1), device_mesh.get_group(mesh_dim=0))
@@ -127,7 +124,7 @@ def _hybrid_groups(
                 f"Manual wrapping with {strategy} requires explicit specification of process group or device_mesh: "
                 "expected (shard group, replicate group) or a 2-D mesh, got neither. Pass one of them."
             )
-        return groups_by_host()
+        return None
     pair = tuple(process_group) if isinstance(process_group, (tuple, list)) else ()
     if len(pair) != 2 or not all(isinstance(group, dist.ProcessGroup) for group in pair):
         raise ConfigError(

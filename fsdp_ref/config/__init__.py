@@ -9,11 +9,7 @@ from fsdp_ref.config.coerce import (
     coerce_cpu_offload,
     coerce_enum,
     coerce_mixed_precision,
-    coerce_optim_state_dict_config,
-    coerce_optim_state_key_type,
     coerce_sharding_strategy,
-    coerce_state_dict_config,
-    coerce_state_dict_type,
 )
 from fsdp_ref.config.enums import (
     HYBRID_SHARDING_STRATEGIES,
@@ -36,6 +32,7 @@ from fsdp_ref.config.policies import (
     StateDictConfig,
     StateDictSettings,
 )
+from fsdp_ref.config.unit_config import UnitConfig
 
 __all__ = [
     "HYBRID_SHARDING_STRATEGIES",
@@ -55,14 +52,11 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "UnitConfig",
     "coerce_backward_prefetch",
     "coerce_config",
     "coerce_cpu_offload",
     "coerce_enum",
     "coerce_mixed_precision",
-    "coerce_optim_state_dict_config",
-    "coerce_optim_state_key_type",
     "coerce_sharding_strategy",
-    "coerce_state_dict_config",
-    "coerce_state_dict_type",
 ]

@@ -12,19 +12,8 @@ import dataclasses
 from enum import Enum
 from typing import TypeVar
 
-from fsdp_ref.config.enums import BackwardPrefetch, OptimStateKeyType, ShardingStrategy, StateDictType
-from fsdp_ref.config.policies import (
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictConfig,
-)
+from fsdp_ref.config.enums import BackwardPrefetch, ShardingStrategy
+from fsdp_ref.config.policies import CPUOffload, MixedPrecision
 from fsdp_ref.errors import ConfigTypeError, explain, listing
 
 E = TypeVar("E", bound=Enum)
@@ -117,39 +106,3 @@ def coerce_mixed_precision(value: object) -> MixedPrecision:
 def coerce_cpu_offload(value: object) -> CPUOffload:
     """Return the offload policy as ours; None is no offload."""
     return CPUOffload() if value is None else coerce_config(CPUOffload, value, where="cpu_offload")
-
-
-def coerce_state_dict_type(value: object) -> StateDictType:
-    """Return the state-dict type as ours."""
-    return coerce_enum(StateDictType, value, where="state_dict_type")
-
-
-def coerce_optim_state_key_type(value: object) -> OptimStateKeyType:
-    """Return the optimizer key type as ours."""
-    return coerce_enum(OptimStateKeyType, value, where="optim_state_key_type")
-
-
-_STATE_DICT_CONFIGS: dict[str, type[StateDictConfig]] = {
-    cls.__name__: cls for cls in (FullStateDictConfig, LocalStateDictConfig, ShardedStateDictConfig, StateDictConfig)
-}
-_OPTIM_STATE_DICT_CONFIGS: dict[str, type[OptimStateDictConfig]] = {
-    cls.__name__: cls
-    for cls in (
-        FullOptimStateDictConfig,
-        LocalOptimStateDictConfig,
-        ShardedOptimStateDictConfig,
-        OptimStateDictConfig,
-    )
-}
-
-
-def coerce_state_dict_config(value: object) -> StateDictConfig:
-    """Return any of the model state-dict option objects as ours, by its class name."""
-    cls = _STATE_DICT_CONFIGS.get(type(value).__name__, StateDictConfig)
-    return coerce_config(cls, value, where="state_dict_config")
-
-
-def coerce_optim_state_dict_config(value: object) -> OptimStateDictConfig:
-    """Return any of the optimizer state-dict option objects as ours, by its class name."""
-    cls = _OPTIM_STATE_DICT_CONFIGS.get(type(value).__name__, OptimStateDictConfig)
-    return coerce_config(cls, value, where="optim_state_dict_config")

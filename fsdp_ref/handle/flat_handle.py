@@ -19,13 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_ref.comm.collectives import SILENT, Collectives, Pending, collectives_for
-from fsdp_ref.comm.groups import DataParallelGroups
 from fsdp_ref.comm.streams import NullStreams, Streams
 from fsdp_ref.compat import labelled
-from fsdp_ref.config import ShardingStrategy
+from fsdp_ref.config import ShardingStrategy, UnitConfig
 from fsdp_ref.errors import FsdpRuntimeError, FsdpTypeError
 from fsdp_ref.handle.flat_parameter import FlatParameter, describe, like_flat
-from fsdp_ref.handle.flatten import HandleConfig, build_layout, check_params, cut_shard, flatten
+from fsdp_ref.handle.flatten import build_layout, cut_shard, flatten
 from fsdp_ref.handle.gradients import GradientStore
 from fsdp_ref.handle.originals import Originals, Shown
 from fsdp_ref.layout import FlatLayout, ShardMap
@@ -41,10 +40,9 @@ class FlatHandle:
     """One flat parameter with its shard, its full buffer and its gradient.
 
     Args:
-        params: the parameters with their places, in flattening order.
+        params: the parameters with their places, in flattening order; ``flatten.check_params`` accepts them.
         module: the module that the unit shards; a flat parameter shown to users is registered on it.
-        config: decisions for this flat parameter.
-        groups: over which ranks.
+        config: settings of the unit.
         name: the unit's name, for messages and labels.
 
     Attributes:
@@ -56,25 +54,19 @@ class FlatHandle:
         flat_param: the flat parameter itself.
         grads: its gradient.
         originals: how users see the parameters.
-
-    Raises:
-        FlattenError: see ``flatten.check_params``.
     """
 
     def __init__(
         self,
         params: Sequence[ManagedParam],
         module: nn.Module,
-        config: HandleConfig,
-        groups: DataParallelGroups,
+        config: UnitConfig,
         name: str = "",
     ) -> None:
-        fqns = [managed.fqn for managed in params]
-        check_params([managed.param for managed in params], fqns, use_orig_params=config.use_orig_params)
         self.name = name
         self.module = module
         self.config = config
-        self.groups = groups
+        self.groups = groups = config.groups
         # Without a second rank to shard over, the "shard" is the whole flat parameter.
         no_shard = config.strategy is ShardingStrategy.NO_SHARD
         self.shard_size = 1 if no_shard else groups.shard_size
@@ -84,7 +76,7 @@ class FlatHandle:
         padded_map = build_layout(params, config, pad_ranks)
         self.shard_map = ShardMap(padded_map.layout, self.shard_size)
         self.layout: FlatLayout = self.shard_map.layout
-        self.fqns = fqns
+        self.fqns = [managed.fqn for managed in params]
         self.precision = Precision.of(params[0].param.dtype, config.mixed_precision)
         self.collectives: Collectives = collectives_for(groups.shard, config.device)
         self.streams: Streams = NullStreams()

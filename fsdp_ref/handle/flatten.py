@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from fsdp_ref.config import MixedPrecision, ShardingStrategy
-from fsdp_ref.env import Switches
+from fsdp_ref.config import UnitConfig
 from fsdp_ref.errors import FlattenError, explain, listing
 from fsdp_ref.handle.flat_parameter import FlatParameter
 from fsdp_ref.layout import FlatLayout, ShardMap
@@ -20,27 +18,6 @@ PADDING_VALUE = 42
 """Written into gaps at flattening: a result that depends on padding shows it."""
 
 ALIGNMENT_BYTES = 16
-
-
-@dataclass(frozen=True, slots=True)
-class HandleConfig:
-    """What is decided for one flat parameter when it is built.
-
-    Attributes:
-        strategy: when full parameters are freed.
-        device: where parameters are when they compute.
-        mixed_precision: dtypes asked for.
-        offload: whether shards and their gradients live on the CPU.
-        use_orig_params: whether users see their own parameters or the flat one.
-        switches: environment switches.
-    """
-
-    strategy: ShardingStrategy
-    device: torch.device
-    mixed_precision: MixedPrecision = MixedPrecision()
-    offload: bool = False
-    use_orig_params: bool = True
-    switches: Switches = Switches()
 
 
 def check_params(params: Sequence[nn.Parameter], names: Sequence[str], *, use_orig_params: bool) -> None:
@@ -74,7 +51,7 @@ def check_params(params: Sequence[nn.Parameter], names: Sequence[str], *, use_or
         )
 
 
-def build_layout(params: Sequence[ManagedParam], config: HandleConfig, world_size: int) -> ShardMap:
+def build_layout(params: Sequence[ManagedParam], config: UnitConfig, world_size: int) -> ShardMap:
     """Place the parameters.
 
     Only with original parameters are there gaps: views of the flat parameter become what optimizers and kernels see,

@@ -11,16 +11,19 @@ those changes before the store is used again, so what users see is the truth.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fsdp_ref.errors import WritebackError, explain
 from fsdp_ref.handle.originals import Originals
-from fsdp_ref.handle.parts import FlatFacts
 from fsdp_ref.layout import FlatLayout
 from fsdp_ref.storage.offload import send_gradient_home
 from fsdp_ref.storage.views import flat_views, gap_views, set_grad
+
+if TYPE_CHECKING:
+    from fsdp_ref.handle.flat_handle import FlatHandle
 
 
 class GradientStore:
@@ -31,7 +34,7 @@ class GradientStore:
         local_F: local part, full-sized with all padding, in the dtype of computation; None without one.
     """
 
-    def __init__(self, handle: FlatFacts, originals: Originals) -> None:
+    def __init__(self, handle: FlatHandle, originals: Originals) -> None:
         self._handle = handle
         self._originals = originals
         self.reduced_S: Tensor | None = None

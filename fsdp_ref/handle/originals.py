@@ -12,15 +12,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from enum import Enum, auto
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from fsdp_ref.handle.parts import FlatFacts
 from fsdp_ref.naming import FLAT_PARAM
 from fsdp_ref.storage.param_sites import ManagedParam, ParamSite
 from fsdp_ref.storage.views import ReshapeSites, SiteWriters, flat_views, mark_flattened, set_data, set_flat_param
+
+if TYPE_CHECKING:
+    from fsdp_ref.handle.flat_handle import FlatHandle
 
 
 class Shown(Enum):
@@ -44,7 +46,7 @@ class Originals:
         params: its parameters with their places.
     """
 
-    def __init__(self, handle: FlatFacts, params: Sequence[ManagedParam]) -> None:
+    def __init__(self, handle: FlatHandle, params: Sequence[ManagedParam]) -> None:
         self._handle = handle
         self.managed = list(params)
         self.params: list[nn.Parameter] = [managed.param for managed in params]
@@ -71,7 +73,7 @@ class Originals:
             self._made_writers = SiteWriters(self.managed, registered=self.use_orig_params, unsafe_setattr=unsafe)
         return self._made_writers
 
-    def copied(self, handle: FlatFacts, memo: dict[int, Any]) -> Originals:
+    def copied(self, handle: FlatHandle, memo: dict[int, Any]) -> Originals:
         """Return the user-visible side of a copy of the handle (see ``FlatHandle.__deepcopy__``)."""
         managed = [
             ManagedParam(

@@ -141,7 +141,7 @@ def _inputs(unit: Unit, frame: Frame, args: Any, kwargs: Any) -> tuple[Any, Any]
         dtype: torch.dtype | None = torch.float32 if unit.handle is None else unit.handle.precision.original
     else:
         policy = unit.config.mixed_precision
-        as_root = policy.cast_root_forward_inputs and (unit.is_root or unit.applied_here)
+        as_root = policy.cast_root_forward_inputs and (unit.is_root or unit.config.applied_here)
         casts = (policy.cast_forward_inputs or as_root) and not unit.full_precision_now
         dtype = policy.param_dtype if casts else None
     if dtype is None:

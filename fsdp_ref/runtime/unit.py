@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +16,7 @@ import torch
 from torch import nn
 
 from fsdp_ref.autograd.graph_ties import GraphSide
-from fsdp_ref.comm.groups import DataParallelGroups
-from fsdp_ref.config import (
-    HYBRID_SHARDING_STRATEGIES,
-    NO_RESHARD_AFTER_FORWARD_STRATEGIES,
-    BackwardPrefetch,
-    CPUOffload,
-    MixedPrecision,
-    ShardingStrategy,
-)
-from fsdp_ref.env import Switches
+from fsdp_ref.config import UnitConfig
 from fsdp_ref.errors import FsdpRuntimeError, FsdpTypeError
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.writeback import absorb_params
@@ -38,46 +28,6 @@ from fsdp_ref.storage.views import alias
 if TYPE_CHECKING:
     from fsdp_ref.access.full_state import OpenState
     from fsdp_ref.runtime.root import Root
-
-
-@dataclass(frozen=True, slots=True)
-class UnitConfig:
-    """Settings of one unit, as they hold after construction.
-
-    Attributes:
-        strategy: the strategy that the groups allow.
-        device: where the unit computes.
-        mixed_precision: dtypes.
-        cpu_offload: where shards live.
-        backward_prefetch: when backward gathers the next unit; None for not ahead.
-        forward_prefetch: gather the next unit in forward ahead of need, in the order of the first iteration.
-        limit_all_gathers: bound how far the host runs ahead of the device.
-        use_orig_params: what users see.
-        full_precision_module: made because mixed precision leaves its class alone: inputs are cast up, outputs back.
-        switches: environment switches.
-        reshards_after_forward: whether the strategy frees full parameters between forward and backward.
-    """
-
-    strategy: ShardingStrategy
-    device: torch.device
-    mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
-    cpu_offload: CPUOffload = field(default_factory=CPUOffload)
-    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
-    forward_prefetch: bool = False
-    limit_all_gathers: bool = True
-    use_orig_params: bool = False
-    full_precision_module: bool = False
-    switches: Switches = field(default_factory=Switches)
-    reshards_after_forward: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        keeps = self.strategy in NO_RESHARD_AFTER_FORWARD_STRATEGIES or self.strategy is ShardingStrategy.NO_SHARD
-        object.__setattr__(self, "reshards_after_forward", not keeps)
-
-    @property
-    def hybrid(self) -> bool:
-        """Whether gradients are reduced over a second group."""
-        return self.strategy in HYBRID_SHARDING_STRATEGIES
 
 
 class Ahead(Enum):
@@ -97,8 +47,8 @@ class Unit:
         holder: the module that users call: the wrapper, or ``module`` itself.
         handle: the flat parameter, None when the unit owns no parameters.
         config: settings.
-        groups: over which ranks.
         modules: the modules whose nearest unit this is (for buffers).
+        ignored: what this unit and everything above it leave alone (a ``build.ignored.Ignored``).
 
     Attributes:
         life: where the unit is in its life, shared with the handle.
@@ -113,24 +63,19 @@ class Unit:
         holder: nn.Module,
         handle: FlatHandle | None,
         config: UnitConfig,
-        groups: DataParallelGroups,
         modules: tuple[nn.Module, ...],
+        ignored: Any = None,
     ) -> None:
         self.module = module
         self.holder = holder
         self.handle = handle
         self.config = config
-        self.groups = groups
         self.modules = modules
         self.buffers = BufferCaster(modules, config.mixed_precision.buffer_dtype)
-        # What this unit and everything above it leave alone (a ``build.ignored.Ignored``).
-        self.ignored: Any = None
+        self.ignored = ignored
         self.name = ""
-        # The composable API was called on this very module (its inputs are cast like a root's).
-        self.applied_here = False
         self.comm_hook: Callable[..., Any] | None = None
         self.comm_hook_state: Any = None
-        self.has_state_hooks = False
         self._begin_life()
 
     def _begin_life(self) -> None:
@@ -288,12 +233,6 @@ class Unit:
         copied = not handle.sharded
         unused = self.state is UnitState.GATHERING
         return copied or unused or self.sync_gradients or self.config.reshards_after_forward
-
-    # ------------------------------------------------------------------ settings that change
-
-    def mark_applied(self) -> None:
-        """The composable API was called on this unit's module."""
-        self.applied_here = True
 
     # ------------------------------------------------------------------ views
 

@@ -104,7 +104,7 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 
 def move_to(value: Any, device: torch.device) -> Any:
     """Move every tensor in ``value`` to ``device``, tracked by autograd."""
-    return map_tensors(value, lambda t: t.to(device) if t.device.type != device.type else t)
+    return map_tensors(value, lambda t: t.to(device) if t.device != device else t)
 
 
 class BufferCaster:

@@ -22,9 +22,11 @@ from fsdp_testing.records import (
     ForwardBackward,
     Freeze,
     Interrupt,
+    Measure,
     Observe,
     Operation,
     OperationAccount,
+    Overrun,
     Reload,
     ReplaceParameters,
     SetLr,
@@ -58,25 +60,8 @@ class Theory:
     reductions: int
 
 
-@dataclass(frozen=True, slots=True)
-class BrokenPromise:
-    """What was promised and not kept.
-
-    Attributes:
-        kind: `kept` (memory) or `excess` (communication).
-        quantity: Of what: `full parameters`, `gathers`, `reductions`.
-        operation: After which or in which operation; -1 for wrapping.
-        sentence: What it is, with the rank.
-    """
-
-    kind: str
-    quantity: str
-    operation: int
-    sentence: str
-
-
-def review(case: Case, ranks: Sequence[Sequence[OperationAccount]], theory: Theory | None) -> BrokenPromise | None:
-    """Returns the first promise that is not kept.
+def review(case: Case, ranks: Sequence[Sequence[OperationAccount]], theory: Theory | None) -> Overrun | None:
+    """Return the first promise that is not kept.
 
     Args:
         case: A legal case that ran to its end on every rank.
@@ -87,19 +72,16 @@ def review(case: Case, ranks: Sequence[Sequence[OperationAccount]], theory: Theo
     return min(found, key=lambda broken: broken.operation, default=None)
 
 
-def _of_rank(
-    case: Case, rank: int, accounts: Sequence[OperationAccount], theory: Theory | None
-) -> Iterator[BrokenPromise]:
+def _of_rank(case: Case, rank: int, accounts: Sequence[OperationAccount], theory: Theory | None) -> Iterator[Overrun]:
     before: frozenset[str] = frozenset()
     for account in accounts:
         operation = case.program[account.index] if 0 <= account.index < len(case.program) else None
         held = dict(account.held)
         may_hold = _may_hold(case.strategy, operation, account.backward, before)
-        kept = sorted(set(held) - may_hold) if may_hold is not None else []
+        kept = tuple((unit, held[unit]) for unit in sorted(set(held) - may_hold)) if may_hold is not None else ()
         if kept:
-            names = ", ".join(f"{unit or '(root)'}{f' ({held[unit]} bytes)' if held[unit] else ''}" for unit in kept)
-            sentence = f"full parameters are still held on rank {rank}: {names}"
-            yield BrokenPromise("kept", "full parameters", account.index, sentence)
+            stays = sum(size for _, size in kept)
+            yield Overrun(Measure.KEPT_PARAMETERS, account.index, rank, stays, 0, kept)
         if theory is not None and operation is not None:
             yield from _excess(case.strategy, rank, operation, account, theory)
         before = frozenset(held)
@@ -133,24 +115,21 @@ def _may_hold(
 
 def _excess(
     strategy: str, rank: int, operation: Operation, account: OperationAccount, theory: Theory
-) -> Iterator[BrokenPromise]:
+) -> Iterator[Overrun]:
     passes, reductions = _most(strategy, operation, theory)
     if passes is None:
         return
     for unit, times in Counter(account.gathered).items():
         # Whole copies are filled too where they are cast; that moves nothing.
         if times > passes and strategy != "no_shard":
-            sentence = f"unit {unit or '(root)'} is gathered {times} times on rank {rank}, {passes} would do"
-            yield BrokenPromise("excess", "gathers", account.index, sentence)
+            yield Overrun(Measure.UNIT_GATHERS, account.index, rank, times, passes, ((unit, 0),))
     wire = sum(size for size in account.gather_bytes if size > FLAG_BYTES)
     limit = 0 if strategy == "no_shard" else passes * theory.padded_bytes
     if wire > limit:
-        most = f"{limit} with all padding would do"
-        yield BrokenPromise("excess", "gathers", account.index, f"{wire} bytes are gathered on rank {rank}, {most}")
+        yield Overrun(Measure.GATHERED_BYTES, account.index, rank, wire, limit)
     issued = sum(size > FLAG_BYTES for size in account.reduction_bytes)
     if issued > reductions:
-        sentence = f"{issued} reductions are issued on rank {rank}, {reductions} would do"
-        yield BrokenPromise("excess", "reductions", account.index, sentence)
+        yield Overrun(Measure.REDUCTIONS, account.index, rank, issued, reductions)
 
 
 def _most(strategy: str, operation: Operation, theory: Theory) -> tuple[int | None, int]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 
 from fsdp_testing.cli.examinations import Condition, Symptom, examine
+from fsdp_testing.cli.options import Subparsers
 
 STYLES = {Condition.GOOD: "green", Condition.ODD: "yellow", Condition.BROKEN: "bold red"}
-Subparsers = argparse._SubParsersAction  # the only name argparse gives it
 
 
 def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParser:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
+import re
 import shutil
 import socket
 import sys
@@ -19,6 +19,8 @@ from enum import Enum
 from pathlib import Path
 
 from fsdp_testing import env
+from fsdp_testing.pool.controller import missing_system_calls
+from fsdp_testing.pool.forkserver import COMMAND
 
 MIB = 1 << 20
 SUPPORTED_TORCH = ((2, 11), (2, 15))
@@ -27,7 +29,6 @@ OPEN_FILES = 1024
 MEMORY_BYTES_PER_RANK = 400 * MIB
 TRIAL_SECONDS = 30.0
 SLOW_SECONDS = 10.0
-RANK_MARKS = ("fsdp_testing", "multiprocessing.forkserver")
 # Variables that change what ranks do, and that people forget in their shells.
 NOTABLE = (
     "FSDP_",
@@ -78,8 +79,10 @@ def first_line(error: BaseException) -> str:
 def python() -> Symptom:
     """Interpreter and platform."""
     said = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
-    if platform.system() != "Linux":
-        return Symptom("python", Condition.ODD, said, "Ranks are tested on Linux only.")
+    missing = missing_system_calls()
+    if missing:
+        said = f"{said} without {', '.join(missing)}"
+        return Symptom("python", Condition.BROKEN, said, "Run what needs ranks on Linux; a container or WSL 2 will do.")
     return Symptom("python", Condition.GOOD, said)
 
 
@@ -134,10 +137,11 @@ def host_name() -> Symptom:
 
 
 def shared_memory() -> Symptom:
-    """Is there room in /dev/shm, where tensors sent between processes live?"""
+    """Is there room in /dev/shm, where NCCL and the workers of a DataLoader keep things? Ranks themselves do without."""
     place = Path("/dev/shm")
     if not place.is_dir() or not os.access(place, os.W_OK):
-        return Symptom("shared memory", Condition.BROKEN, f"{place} is not writable", "Mount a tmpfs there.")
+        said = f"{place} is not writable: NCCL and the workers of a DataLoader need it, ranks do not"
+        return Symptom("shared memory", Condition.ODD, said, "Mount a tmpfs there if you use these.")
     free = shutil.disk_usage(place).free
     said = f"{free // MIB} MiB free in {place}"
     if free < SHARED_MEMORY_BYTES:
@@ -158,6 +162,8 @@ def temporary_files() -> Symptom:
 
 def limits() -> Symptom:
     """Open files: each rank needs a few dozen, each connection between ranks two."""
+    import resource
+
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     said = f"{soft} open files per process (at most {hard})"
     if 0 <= soft < OPEN_FILES:
@@ -200,8 +206,8 @@ def memory() -> Symptom:
 
 
 def leftover_ranks() -> Symptom:
-    """Processes of this user that look like ranks whose controller is gone (adopted by process 1 or a subreaper)."""
-    found = sorted(_orphans())
+    """Fork servers and ranks of this user whose controller is gone, whoever has adopted them."""
+    found = sorted(_leftovers())
     if not found:
         return Symptom("leftover ranks", Condition.GOOD, "none")
     said = "; ".join(f"{number}: {command}" for number, command in found)
@@ -211,16 +217,31 @@ def leftover_ranks() -> Symptom:
     )
 
 
-def _orphans() -> Iterator[tuple[int, str]]:
+# Ranks are forks of the fork server, with its command line: the third argument is the controller.
+_FORK_SERVER = re.compile(re.escape(COMMAND) + r"\(\d+, \d+, (\d+)\)")
+
+
+def _leftovers() -> Iterator[tuple[int, str]]:
+    parents: dict[int, int] = {}
+    controllers: dict[int, tuple[int, str]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-            parent = int((entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1])
-            mine = entry.stat().st_uid == os.getuid()
+            made = _FORK_SERVER.search(command)
+            if made is None or entry.stat().st_uid != os.getuid():
+                continue
+            stat = (entry / "stat").read_text(encoding="utf-8", errors="replace")
+            parents[int(entry.name)] = int(stat.rpartition(")")[2].split()[1])
+            controllers[int(entry.name)] = int(made[1]), command[:120]
         except (OSError, ValueError, IndexError):
-            continue  # it ended while we looked
-        if mine and parent == 1 and any(mark in command for mark in RANK_MARKS) and int(entry.name) != os.getpid():
-            yield int(entry.name), command[:120]
+            continue  # it ended meanwhile
+    for number, (controller, command) in controllers.items():
+        ancestor = parents[number]
+        while ancestor in parents:
+            ancestor = parents[ancestor]
+        # An orphan's parent is process 1, or whichever ancestor asked to adopt orphans: never its controller.
+        if ancestor != controller:
+            yield number, command
 
 
 def environment() -> Symptom:

@@ -12,9 +12,9 @@ from fsdp_testing.errors import HarnessError, InvalidArgument
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fsdp_testing.fuzz.campaign import Campaign, Plan, Tally
-    from fsdp_testing.fuzz.discovery import Discovery
-    from fsdp_testing.fuzz.state import StateDirectory
+    from fsdp_testing.campaign.campaign import Campaign, Plan, Tally
+    from fsdp_testing.campaign.state import StateDirectory
+    from fsdp_testing.findings.discovery import Discovery
     from fsdp_testing.implementations.adapter import Adapter
 
 Subparsers = argparse._SubParsersAction  # the only name argparse gives it
@@ -96,7 +96,7 @@ def execute(options: argparse.Namespace) -> int:
         raise InvalidArgument("fuzz: expected NAME or --exhibits N, got both or neither. Say what is to be fuzzed.")
     if options.exhibits is not None:
         return _hunt_exhibits(options)
-    from fsdp_testing.fuzz.campaign import Campaign
+    from fsdp_testing.campaign.campaign import Campaign
     from fsdp_testing.implementations import registry
     from fsdp_testing.pool import default_pool
     from fsdp_testing.report.terminal import open_console
@@ -146,9 +146,9 @@ def _hunt_exhibits(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace, adapter: Adapter) -> Plan:
-    from fsdp_testing.fuzz.campaign import Plan
-    from fsdp_testing.fuzz.known import joined, read_known, shipped_known
-    from fsdp_testing.fuzz.sources import sources_of
+    from fsdp_testing.campaign.campaign import Plan
+    from fsdp_testing.campaign.sources import sources_of
+    from fsdp_testing.findings.known import joined, read_known, shipped_known
     from fsdp_testing.strategies import Scope
 
     known = [] if options.no_known else [shipped_known(adapter.name)]
@@ -207,7 +207,7 @@ class _Display:
         self._progress.update(self._task, description=text)
 
     def found(self, found: Discovery, state: StateDirectory) -> None:
-        from fsdp_testing.fuzz.writing import write_discovery
+        from fsdp_testing.findings.writing import write_discovery
 
         folder = write_discovery(found, state)
         self.folders.append(folder)
@@ -260,7 +260,7 @@ def _tell_counts(console: Console, what: str, counts: Any) -> None:
 def _try_scripts(console: Console, folders: list[Path]) -> None:
     from rich.text import Text
 
-    from fsdp_testing.fuzz.writing import SCRIPT, try_script
+    from fsdp_testing.findings.writing import SCRIPT, try_script
 
     for folder in folders:
         try:

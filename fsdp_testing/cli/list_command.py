@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
+from fsdp_testing.cli.options import Subparsers
 from fsdp_testing.errors import HarnessError
 
 KINDS = ("implementations", "checks", "capabilities", "models", "backends")
-Subparsers = argparse._SubParsersAction  # the only name argparse gives it
 
 
 def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParser:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from fsdp_testing.errors import HarnessError
+from fsdp_testing.cli.options import Subparsers, add_seed, count, seconds
+from fsdp_testing.errors import HarnessError, InvalidArgument
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from fsdp_testing.museum.exhibit import Exhibit
     from fsdp_testing.museum.hunt import Hunt
     from fsdp_testing.museum.tour import Visit
-
-Subparsers = argparse._SubParsersAction  # the only name argparse gives it
 
 
 def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParser:
@@ -29,22 +28,35 @@ def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParse
         description="Plant each exhibit in the reference, run the checks that must catch it, and say which did.",
         allow_abbrev=False,
     )
-    command.add_argument("exhibits", nargs="*", metavar="ID", help="exhibits such as B036; all without")
+    command.add_argument("ids", nargs="*", metavar="ID", help="exhibits such as B036; all without")
     command.add_argument("--list", action="store_true", help="tell each story and its sources; run nothing")
     command.add_argument(
         "--fuzz", action="store_true", help="hunt each with random cases too, and say how many it took"
     )
-    command.add_argument("--seed", type=int, default=0, metavar="S", help="of the random cases (default 0)")
+    command.add_argument(
+        "--exhibits",
+        type=count,
+        metavar="N",
+        help="hunt N exhibits, chosen by --seed, with random cases alone; each for at most --seconds",
+    )
+    add_seed(command, "of the random cases, and of the choice of --exhibits")
+    command.add_argument(
+        "--seconds", type=seconds, default=60.0, metavar="N", help="for each of --exhibits (default 60)"
+    )
     return command
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Tour, and say what escaped."""
+    """Tour, or hunt, and say what escaped."""
+    if options.exhibits is not None:
+        if options.ids or options.list:
+            raise InvalidArgument("museum: expected --exhibits N alone, got IDs or --list too. Drop one of them.")
+        return hunt_exhibits(options.exhibits, options.seed, seconds=options.seconds)
     from fsdp_testing.museum.hunt import hunt
     from fsdp_testing.museum.tour import chosen, tour
     from fsdp_testing.report.terminal import open_console
 
-    selection = chosen(options.exhibits)
+    selection = chosen(options.ids)
     if not selection:
         raise HarnessError("museum: expected exhibits, got an empty collection. Nothing was shown by this tour.")
     console = open_console()
@@ -64,6 +76,34 @@ def execute(options: argparse.Namespace) -> int:
     if options.fuzz:
         console.print(f"random cases met {hunted - unmet} of {hunted} exhibits", style="red" if unmet else "green")
     return 1 if escaped or unmet else 0
+
+
+def hunt_exhibits(number: int, seed: int, *, seconds: float, limit: int | None = None) -> int:
+    """Hunt exhibits with random cases and say how many each took: 0 if every one was met, 1 if not.
+
+    Args:
+        number: So many exhibits, chosen by `seed`.
+        seed: All choices follow from it.
+        seconds: For each exhibit, at most.
+        limit: Random cases for each, at most; None for the number within which an exhibit must be met.
+    """
+    from rich.text import Text
+
+    from fsdp_testing.museum.hunt import RANDOM_CASES, drawn_exhibits, hunt
+    from fsdp_testing.report.terminal import open_console
+
+    console = open_console()
+    unmet = 0
+    for exhibit in drawn_exhibits(number, seed):
+        ended = hunt(exhibit, seed, limit=limit or RANDOM_CASES, seconds=seconds)
+        unmet += ended.cases is None
+        word = ("NOT MET", "bold red") if ended.cases is None else ("met    ", "green")
+        facts = f" {exhibit.id}  {exhibit.title}: {ended.run} random cases, {ended.seconds:.1f} s"
+        console.print(Text.assemble(word, facts), soft_wrap=True)
+        if ended.sentence:
+            console.print(Text(f"         {ended.sentence}", style="dim"), soft_wrap=True)
+    console.print(f"{number - unmet} of {number} exhibits were met")
+    return 1 if unmet else 0
 
 
 def _print_story(exhibit: Exhibit, console: Console) -> None:

@@ -10,14 +10,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.cli.options import Subparsers, count
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from fsdp_testing.trace.parity import CaseParity
-
-Subparsers = argparse._SubParsersAction  # the only name argparse gives it
 
 DESCRIPTION = """\
 Run the same training programs on both implementations, record what their units and collectives do, and show side by
@@ -36,7 +34,7 @@ def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParse
     )
     command.add_argument("left", metavar="NAME", help="an implementation that claims `unit_trace`")
     command.add_argument("right", metavar="NAME", help="another one")
-    command.add_argument("--world-size", type=int, default=2, metavar="N", help="number of ranks (default 2)")
+    command.add_argument("--world-size", type=count, default=2, metavar="N", help="number of ranks (default 2)")
     command.add_argument(
         "--model", action="append", default=[], metavar="MODEL", help="models of `list models`; repeatable"
     )
@@ -54,8 +52,6 @@ def execute(options: argparse.Namespace) -> int:
 
     if options.html is not None:
         check_writable(options.html / "index.html", "--html")
-    if options.world_size < 1:
-        raise InvalidArgument(f"--world-size: expected at least 1, got {options.world_size}. Give the number of ranks.")
     cases = parity_cases(options.left, options.right, options.world_size, options.model)
     console = open_console()
     compared: list[CaseParity] = []

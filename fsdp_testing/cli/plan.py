@@ -8,14 +8,14 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from fsdp_testing.cli.options import Subparsers, count
 from fsdp_testing.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from fsdp_testing.implementations.ref_layout import UnitLayout
+    from fsdp_testing.cli.unit_layouts import UnitLayout
 
-Subparsers = argparse._SubParsersAction  # the only name argparse gives it
 RANKS_DRAWN = 16
 BAR_WIDTH = 48
 DTYPES = ("float32", "float64", "float16", "bfloat16")
@@ -32,7 +32,9 @@ def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParse
     command.add_argument(
         "model", metavar="MODEL", help="a model of `list models`, or package.module:factory (built on the meta device)"
     )
-    command.add_argument("--world-size", type=int, default=2, metavar="N", help="ranks in the shard group (default 2)")
+    command.add_argument(
+        "--world-size", type=count, default=2, metavar="N", help="ranks in the shard group (default 2)"
+    )
     command.add_argument(
         "--unit",
         action="append",
@@ -48,12 +50,10 @@ def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParse
 
 def execute(options: argparse.Namespace) -> int:
     """Print the layout."""
-    from fsdp_testing.implementations.ref_layout import unit_layouts
+    from fsdp_testing.cli.unit_layouts import unit_layouts
     from fsdp_testing.report.terminal import open_console
 
     size = options.world_size
-    if size < 1:
-        raise InvalidArgument(f"--world-size: expected at least 1, got {size}. Give the number of ranks.")
     if options.rank is not None and not 0 <= options.rank < size:
         raise InvalidArgument(f"--rank: expected 0 to {size - 1}, got {options.rank}. Ranks count from 0.")
     model, units = _model(options.model, options.dtype)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_testing import env
+from fsdp_testing.cli.options import Subparsers, add_timeout, add_world_sizes, allowance
 from fsdp_testing.errors import BackendUnavailable, InvalidArgument
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from fsdp_testing.records import CheckResult, RunReport
     from fsdp_testing.report.progress import RunListener
 
-Subparsers = argparse._SubParsersAction  # the only name argparse gives it
 INTERRUPTED = 130
 
 DESCRIPTION = """\
@@ -39,7 +39,7 @@ def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParse
     command.add_argument("names", nargs="*", metavar="NAME", help="implementations")
     command.add_argument("--all", action="store_true", help="every registered implementation")
     what = command.add_argument_group("what is run")
-    what.add_argument("--world-size", type=sizes, default=(2,), metavar="N[,N...]", help="numbers of ranks (default 2)")
+    add_world_sizes(what)
     what.add_argument("--backend", default="gloo", help="of the ranks: gloo (default), nccl or a registered one")
     what.add_argument(
         "--check",
@@ -49,9 +49,7 @@ def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParse
         help="checks to run, by name, suite or pattern (`training`, `clipping.*`); repeatable",
     )
     what.add_argument("--extended", action="store_true", help="the extended profile too: more cases, more time")
-    what.add_argument(
-        "--timeout", type=seconds, default=60.0, metavar="SECONDS", help="until a rank counts as hung (default 60)"
-    )
+    add_timeout(what, 60.0)
     what.add_argument(
         "--expected-failures",
         type=Path,
@@ -71,33 +69,6 @@ def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParse
     out.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML")
     out.add_argument("--full", action="store_true", help="show complete tracebacks and every failing case")
     return command
-
-
-def sizes(text: str) -> tuple[int, ...]:
-    """World sizes as the user writes them: `2` or `2,3`."""
-    try:
-        found = tuple(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        found = ()
-    if not found or min(found) < 1:
-        raise argparse.ArgumentTypeError(f"expected sizes of at least 1, such as 2 or 2,3, got {text!r}")
-    return found
-
-
-def seconds(text: str) -> float:
-    """A positive number of seconds."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text!r}")
-    return value
-
-
-def allowance(text: str) -> float:
-    """A number of seconds that may be zero."""
-    return 0.0 if text.strip() in ("0", "0.0") else seconds(text)
 
 
 def execute(options: argparse.Namespace) -> int:

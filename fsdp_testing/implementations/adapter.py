@@ -84,6 +84,8 @@ class Adapter:
         observes_locally: `local_pieces` needs no collective and may be called by one rank alone; if not, every rank
             calls it at the same point.
         missing: Methods that the implementation left out and that were filled in.
+        reference: How any process finds the implementation again: its registered name or import string. "" for an adapter
+            that was not loaded by one (`registry.load`); such an adapter stays in its process.
         observes_gradients: `local_pieces` shows gradients; if not, gradients are compared through the optimizer's step.
         finish: Called on every rank when a case is over, to drop what the implementation keeps globally.
     """
@@ -124,6 +126,7 @@ class Adapter:
     zero_grad: Callable[[Model, Any, bool], None]
     step_clears_gradients: bool = False
     widest_dtype: str = "float64"
+    reference: str = ""
 
     @classmethod
     def of(cls, implementation: object) -> Adapter:

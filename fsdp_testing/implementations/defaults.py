@@ -16,9 +16,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_testing.errors import InvalidImplementation
-from fsdp_testing.implementations import naming, pieces
 from fsdp_testing.implementations.protocol import Piece, Setup, StateEntry
-from fsdp_testing.implementations.torch_checkpointing import checkpoint_outside
+from fsdp_testing.implementations.shared import naming, pieces
+from fsdp_testing.implementations.shared.checkpointing import checkpoint_outside
 
 _Given = Mapping[str, Callable[..., Any]]
 

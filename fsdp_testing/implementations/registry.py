@@ -3,14 +3,19 @@
 A name is built in, registered by an installed distribution under the entry-point group
 `fsdp_testing.implementations`, or an import string `package.module:attribute`. Nothing is imported until a name is
 loaded, so that one broken adapter breaks only those who ask for it.
+
+A name is loaded once, where it enters (`load`), and the adapter is passed on. To another process an adapter travels as
+its name: pickling writes `Adapter.reference`, and unpickling asks `adapter_of`, which loads each name once per process.
 """
 
 from __future__ import annotations
 
+import copyreg
 import difflib
+import functools
 import importlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
 
@@ -21,13 +26,13 @@ ENTRY_POINT_GROUP = "fsdp_testing.implementations"
 
 #: Name -> import string of what ships with fsdp_testing.
 BUILT_IN: Mapping[str, str] = {
-    "torch-ddp": "fsdp_testing.implementations.torch_ddp:IMPLEMENTATION",
-    "torch-fsdp1": "fsdp_testing.implementations.torch_fsdp1:IMPLEMENTATION",
-    "torch-fsdp1-flat": "fsdp_testing.implementations.torch_fsdp1:FLAT",
-    "torch-fsdp2": "fsdp_testing.implementations.torch_fsdp2:IMPLEMENTATION",
-    "fsdp_ref-wrapper": "fsdp_testing.implementations.fsdp_ref:WRAPPER",
-    "fsdp_ref-composable": "fsdp_testing.implementations.fsdp_ref:COMPOSABLE",
-    "fsdp_ref-flat": "fsdp_testing.implementations.fsdp_ref:FLAT",
+    "torch-ddp": "fsdp_testing.implementations.torch.ddp:IMPLEMENTATION",
+    "torch-fsdp1": "fsdp_testing.implementations.torch.fsdp1:IMPLEMENTATION",
+    "torch-fsdp1-flat": "fsdp_testing.implementations.torch.fsdp1:FLAT",
+    "torch-fsdp2": "fsdp_testing.implementations.torch.fsdp2:IMPLEMENTATION",
+    "fsdp_ref-wrapper": "fsdp_testing.implementations.ref.adapters:WRAPPER",
+    "fsdp_ref-composable": "fsdp_testing.implementations.ref.adapters:COMPOSABLE",
+    "fsdp_ref-flat": "fsdp_testing.implementations.ref.adapters:FLAT",
     "single-process": "fsdp_testing.implementations.single_process:IMPLEMENTATION",
 }
 
@@ -70,7 +75,7 @@ def names() -> tuple[str, ...]:
 
 
 def load(name: object) -> Adapter:
-    """The implementation of that name or import string, completed.
+    """Load the implementation of that name or import string, completed; it remembers the name as its `reference`.
 
     Raises:
         UnknownImplementation: No such name; near ones are listed.
@@ -88,10 +93,39 @@ def load(name: object) -> Adapter:
             "Uninstall all but one, or give the import string of the one that is meant."
         )
     if registered:
-        return _completed(registered[0].target, f"implementation {name!r} of {registered[0].origin}", name)
+        where = f"implementation {name!r} of {registered[0].origin}"
+        return replace(_completed(registered[0].target, where, name), reference=name)
     if ":" in name:
-        return _completed(name, f"implementation {name!r}", None)
+        return replace(_completed(name, f"implementation {name!r}", None), reference=name)
     raise UnknownImplementation(_unknown_text(name))
+
+
+@functools.cache
+def _loaded(reference: str) -> Adapter:
+    return load(reference)
+
+
+def adapter_of(implementation: str | Adapter) -> Adapter:
+    """Return the adapter itself, or the one of that reference, which is loaded once in a process.
+
+    Raises:
+        UnknownImplementation: As `load`.
+        InvalidImplementation: As `load`.
+    """
+    return implementation if isinstance(implementation, Adapter) else _loaded(implementation)
+
+
+def _by_reference(adapter: Adapter) -> tuple[Callable[..., Adapter], tuple[str]]:
+    """How an adapter is pickled: its methods are closures, which another process finds by the name alone."""
+    if not adapter.reference:
+        raise InvalidImplementation(
+            f"implementation {adapter.name!r}: expected an adapter loaded by its name or import string, got one made from "
+            "an object, which a rank cannot find. Pass the name under which it is registered, or `package.module:attribute`."
+        )
+    return adapter_of, (adapter.reference,)
+
+
+copyreg.pickle(Adapter, _by_reference)
 
 
 def _unknown_text(name: str) -> str:

@@ -17,10 +17,10 @@ from torch import nn
 
 from fsdp_testing.compat import after_backward
 from fsdp_testing.errors import InvalidImplementation
-from fsdp_testing.implementations import plain_state
 from fsdp_testing.implementations.adapter import TorchStyle
 from fsdp_testing.implementations.protocol import Division, Setup
-from fsdp_testing.implementations.torch_checkpointing import checkpoint_modules
+from fsdp_testing.implementations.shared import replicated
+from fsdp_testing.implementations.shared.checkpointing import checkpoint_modules
 
 CAPABILITIES = frozenset(
     {
@@ -159,9 +159,9 @@ IMPLEMENTATION = TorchStyle(
     source="Definition of synchronous data parallelism: the mean of the ranks' gradients.",
     no_sync=no_sync,
     division=division,
-    full_state_dict=plain_state.full_state_dict,
-    load_full_state_dict=plain_state.load_full_state_dict,
-    full_optimizer_state=plain_state.full_optimizer_state,
-    load_full_optimizer_state=plain_state.load_full_optimizer_state,
+    full_state_dict=replicated.full_state_dict,
+    load_full_state_dict=replicated.load_full_state_dict,
+    full_optimizer_state=replicated.full_optimizer_state,
+    load_full_optimizer_state=replicated.load_full_optimizer_state,
     finish=_finish,
 )

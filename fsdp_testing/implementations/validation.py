@@ -5,8 +5,8 @@ implementation may do as well, such as changing values, buffers or flags while w
 (`construction.keeps_numbers`, `construction.keeps_buffers`) and has a verdict. One case of the former looks like the
 latter, values shown at the wrong place: it is told apart where the adapter shows the right ones by another way.
 
-Two looks. `check_claims` reads the adapter alone. `examine_on_rank` runs on every rank of a small world: it wraps the
-simplest models and looks at what comes back, before any gradient is computed. `validate` does both and raises
+Two steps. `check_claims` reads the adapter alone. `examine_on_rank` runs on every rank of a small world: it wraps the
+simplest models and examines what comes back, before any gradient is computed. `validate` does both and raises
 `InvalidImplementation` with everything that was found.
 """
 
@@ -23,7 +23,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_testing.errors import InvalidImplementation, WorldFailed
-from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.implementations.defaults import OPTIONAL_WITHOUT_DEFAULT
 from fsdp_testing.implementations.protocol import METHODS_OF_CAPABILITY, Piece, Setup
@@ -38,22 +37,21 @@ _GUIDE = (
 )
 
 
-def validate(name: str, run_on_ranks: Callable[..., list[Any]], world_size: int = 2) -> Adapter:
-    """Load and examine the implementation called `name`.
+def validate(adapter: Adapter, run_on_ranks: Callable[..., list[Any]], world_size: int = 2) -> None:
+    """Examine an adapter that was loaded by its name, which is how ranks find it.
 
     Args:
-        name: Registered name or import string.
+        adapter: The adapter (`registry.load`).
         run_on_ranks: `fsdp_testing.run_ranks` or its like.
-        world_size: How many ranks look at it.
+        world_size: How many ranks examine it.
 
     Raises:
-        UnknownImplementation: No such name.
         InvalidImplementation: The adapter is unfit; every problem of every rank is listed.
     """
-    adapter = registry.load(name)
     check_claims(adapter)
+    name = adapter.reference
     try:
-        found = run_on_ranks(examine_on_rank, name, size=world_size)
+        found = run_on_ranks(examine_on_rank, adapter, size=world_size)
     except WorldFailed as failed:
         raise InvalidImplementation(
             f"implementation {name!r}: expected an adapter that wraps two layers on every rank, got:\n"
@@ -65,7 +63,6 @@ def validate(name: str, run_on_ranks: Callable[..., list[Any]], world_size: int 
         raise InvalidImplementation(
             f"implementation {name!r}: expected an adapter that keeps its word, got:\n{listed}\n{_GUIDE}"
         )
-    return adapter
 
 
 def _account(failed: WorldFailed) -> str:
@@ -96,12 +93,11 @@ def check_claims(adapter: Adapter) -> None:
         )
 
 
-def examine_on_rank(name: str) -> list[str]:
-    """Everything that is wrong with the adapter as this rank sees it; empty if nothing is.
+def examine_on_rank(adapter: Adapter) -> list[str]:
+    """Return everything that is wrong with the adapter as this rank sees it; empty if nothing is.
 
     Collectives: those of the adapter, and one object all-gather per model; every rank of the default group calls.
     """
-    adapter = registry.load(name)
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,))
     problems: list[str] = []

@@ -1,6 +1,7 @@
 """Which collectives did every rank issue, and do the ranks agree? Recorded in shared memory, compared while they run.
 
 - `memory`: the shared-memory layout, one writer per rank, any reader.
+- `fence`: why of two ranks that come at the same moment one sees the other, on every processor.
 - `recorder`: what a rank does at each collective: record, compare with the peers, refuse a mismatch.
 - `interception`: how the recorder sees every collective of torch, whichever way it was called.
 - `late_delivery`: asynchronous collectives whose results arrive when they are waited for, so that a missing wait shows.

@@ -15,7 +15,7 @@ _UNEVEN = ("all_to_all_single", "all_to_all")
 
 
 class Calls:
-    """Calls by what tells them apart here; the signature and the text are made once for each."""
+    """Calls by what makes them different here; the signature and the text are made once for each."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], Call] = {}

@@ -2,21 +2,21 @@
 
 Rank r is stuck on rank s when r waits in a collective that needs s and that s has not issued. Starting from this rank,
 which is about to wait and will issue nothing more, the ranks stuck on it, directly or through others, are certain to stay
-so: each fact is read after the one it rests on. A rank with several Python threads is never counted, since another thread
-may issue what the waiting one does not.
+so: each fact is read after the one it rests on, with the fence in between. A rank with several Python threads is never
+counted, since another thread may issue what the waiting one does not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from fsdp_testing.ledger.memory import ANYBODY, NUMBER_BITS, Area, Entry, Waiting
+from fsdp_testing.ledger.memory import ANYBODY, NUMBER_BITS, Area, Entry, LedgerMemory, Waiting
 from fsdp_testing.ledger.records import group_fact, members_from
 
 
 def entry_text(area: Area, entry: Entry | None) -> str:
-    """What and where, from the strings of the rank that wrote the entry."""
+    """Return what was issued and where, from the strings of the rank that wrote the entry."""
     if entry is None:
         return "a collective that is no longer in the ledger"
     strings = area.strings()
@@ -27,8 +27,9 @@ def entry_text(area: Area, entry: Entry | None) -> str:
 class Deadlocks:
     """The search, for one rank."""
 
-    def __init__(self, areas: Sequence[Area], rank: int) -> None:
-        self._areas = areas
+    def __init__(self, memory: LedgerMemory, rank: int) -> None:
+        self._areas = areas = memory.areas
+        self._cross = memory.fence.cross
         self._rank = rank
         self._words = areas[0].words
         self._others = [(area.waiting_word, area) for index, area in enumerate(areas) if index != rank]
@@ -39,7 +40,7 @@ class Deadlocks:
         self._members.clear()
 
     def possible(self, lines: Mapping[int, Any], key: int, epoch: int) -> bool:
-        """Cheap look: does any rank wait in another group than `key`, for something this rank has not issued?"""
+        """Ask cheaply: does any rank wait in another group than `key`, for something this rank has not issued?"""
         words = self._words
         for at, area in self._others:
             meta, other = words[at + 1], words[at]
@@ -53,9 +54,10 @@ class Deadlocks:
         return False
 
     def find(self, line: Any, awaited: int, epoch: int) -> list[tuple[int, Waiting, int]]:
-        """Chain of waits (rank, wait, rank it waits for) from somebody this rank awaits back to this rank; else empty."""
+        """Find the chain of waits (rank, wait, rank it waits for) from somebody this rank awaits back to this rank, or none."""
         stuck: dict[int, tuple[Waiting, int]] = {}
         while True:
+            self._cross()
             found = self._next_stuck(stuck, epoch)
             if found is None:
                 return []
@@ -87,18 +89,18 @@ class Deadlocks:
                 self._members[key] = known
         return known
 
-    def tell(self, chain: list[tuple[int, Waiting, int]], line: Any) -> str:
-        """The message: who waits for whom in what."""
+    def explain(self, chain: list[tuple[int, Waiting, int]], line: Any) -> str:
+        """Return the message: who waits for whom in what."""
         mine = self._areas[self._rank]
         own = entry_text(mine, mine.entry(line.slot, line.number))
-        waits = "; ".join(self._tell_wait(rank, waiting, on) for rank, waiting, on in chain)
+        waits = "; ".join(self._explain_wait(rank, waiting, on) for rank, waiting, on in chain)
         return (
             f"groups are used in opposite order: rank {self._rank} is about to wait in {own} (#{line.number} of the "
             f"{line.group.label}) for rank {chain[0][0]}; {waits}, which is never issued. "
             "Use groups that share ranks in one order on all of them."
         )
 
-    def _tell_wait(self, rank: int, waiting: Waiting, on: int) -> str:
+    def _explain_wait(self, rank: int, waiting: Waiting, on: int) -> str:
         area = self._areas[rank]
         slot = area.slot_of(waiting.group_key)
         entry = area.entry(slot, waiting.number) if slot is not None else None

@@ -70,7 +70,7 @@ def _stop_in_child() -> None:
 
 @contextmanager
 def listen(listener: Listener) -> Iterator[None]:
-    """Tell `listener` of every collective of this rank while the context lasts; without a recorder there is nothing.
+    """Call `listener` with every collective of this rank while the context lasts; without a recorder there is nothing.
 
     Raises:
         HarnessError: outside a rank, where no recorder is active.
@@ -166,7 +166,7 @@ def _recording(name: str, method: Callable[..., Any], reader: Callable[..., Any]
 
 
 def _call_watched(method: Callable[..., Any], group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `method` in a way that torch.distributed does not; the operator underneath tells what it is."""
+    """Call `method` in a way that torch.distributed does not; the operator underneath says what it is."""
     _watch_cpp()
     pending_reduce_op.name = reduce_op_among(args, kwargs)
     try:
@@ -270,7 +270,7 @@ def _make_line(group: Any) -> Line | None:
     if recorder is None:
         return None
     if recorder.compare and (dist.get_rank() != recorder.rank or dist.get_world_size() != recorder.world_size):
-        # The default group was replaced by one with other ranks: members can no longer be told by rank of the world.
+        # The default group was replaced by one with other ranks: members no longer have ranks of the world.
         return None
     try:
         members = tuple(dist.get_process_group_ranks(group))

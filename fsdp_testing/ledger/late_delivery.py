@@ -6,7 +6,7 @@ that the caller gave holds NaN (every bit set) from the call on, and the result 
 sooner, or never waits, reads NaN every time.
 
 Only what is asynchronous, on the CPU and in contiguous memory is delivered late. A future delivers when it completes:
-its callbacks are told by the backend.
+the backend calls its callbacks.
 """
 
 from __future__ import annotations

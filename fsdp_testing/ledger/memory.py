@@ -4,14 +4,19 @@ One area per rank; only that rank writes it, everybody reads it:
 
     | header | group table: key, count, digest of all entries | per group: ring of the last entries | strings |
 
+and one fence for the whole world, behind the last area.
+
 Header, in words of 8 bytes: epoch, groups used, strings, bytes of strings, waiting group, waiting meta, groups without
 room, collectives refused, stamp of the collective that torch is being asked for, the same once its rank insists on it.
 The epoch counts jobs: entries of an earlier job never match, so a rank may start a job before its peer has cleared
 the last one's entries. The file is sparse: memory is used only for what was written.
 
 Peers read without a lock, so every record is written in an order that shows a half-written one: an entry has its
-stamp (number and epoch) first and last, and the meta word of a wait is cleared before its group changes. Words are stored
-whole, and in order, by the processors that torch runs on (x86 guarantees it, the interpreter's own locks see to the rest).
+stamp (number and epoch) first and last, and the meta word of a wait is cleared before its group changes. Aligned words are
+stored whole. In which order they arrive is nothing that a processor promises, so whatever decides crosses the fence
+(`ledger.fence`): between writing and comparing, between the contents of a table and its length, between emptying the tables
+and the new epoch. What an owner has not crossed the fence with yet may be read in part; readers look again after a
+millisecond, which is ten thousand times as long as a store is on its way.
 """
 
 from __future__ import annotations
@@ -20,6 +25,9 @@ import mmap
 import os
 import struct
 from dataclasses import dataclass
+
+from fsdp_testing.ledger import fence
+from fsdp_testing.ledger.fence import Fence
 
 GROUPS = 1024
 RING = 128
@@ -68,9 +76,12 @@ class Waiting:
 
 
 def create(size: int) -> int:
-    """Make the shared memory of a world of `size` ranks; returns its descriptor (close-on-exec)."""
+    """Make the shared memory of a world of `size` ranks and return its descriptor (close-on-exec)."""
     descriptor = os.memfd_create("fsdp_testing-ledger", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, max(1, size) * AREA_BYTES)
+    os.ftruncate(descriptor, size * AREA_BYTES + fence.BYTES)
+    made = LedgerMemory(descriptor, size)
+    made.fence.initialise()
+    made.close()
     return descriptor
 
 
@@ -79,13 +90,15 @@ class LedgerMemory:
 
     def __init__(self, descriptor: int, size: int) -> None:
         self.size = size
-        self._map = mmap.mmap(descriptor, max(1, size) * AREA_BYTES)
+        self._map = mmap.mmap(descriptor, size * AREA_BYTES + fence.BYTES)
         self._words = memoryview(self._map).cast("Q")
-        self.areas = tuple(OwnArea(self._map, self._words, rank) for rank in range(max(1, size)))
+        self.fence = Fence(self._map, size * AREA_BYTES)
+        self.areas = tuple(OwnArea(self._map, self._words, self.fence, rank) for rank in range(size))
 
     def close(self) -> None:
         """Unmap; areas are unusable afterwards. Safe to call twice."""
         self._words.release()
+        self.fence.close()
         self._map.close()
 
 
@@ -96,9 +109,10 @@ class Area:
     cannot afford a call.
     """
 
-    def __init__(self, memory: mmap.mmap, words: memoryview, index: int) -> None:
+    def __init__(self, memory: mmap.mmap, words: memoryview, fence: Fence, index: int) -> None:
         self.words = words
         self._map = memory
+        self._fence = fence
         self._base = index * AREA_BYTES
         self._head = self._base // _WORD
         self._table = (self._base + _HEADER_BYTES) // _WORD
@@ -134,16 +148,23 @@ class Area:
     def groups(self) -> list[tuple[int, int, int]]:
         """(key, collectives issued, digest) of every group that the owner has used in this job, by first use."""
         words, table = self.words, self._table
-        slots = range(table, table + words[self._head + _GROUPS_USED] * _TABLE_WORDS, _TABLE_WORDS)
+        slots = range(table, table + self._written(_GROUPS_USED) * _TABLE_WORDS, _TABLE_WORDS)
         return [(words[at], words[at + 1], words[at + 2]) for at in slots]
 
     def slot_of(self, key: int) -> int | None:
         """The slot of group `key`, if the owner has used the group in this job."""
         words, table = self.words, self._table
-        for slot in range(words[self._head + _GROUPS_USED]):
+        for slot in range(self._written(_GROUPS_USED)):
             if words[table + slot * _TABLE_WORDS] == key:
                 return slot
         return None
+
+    def _written(self, length: int) -> int:
+        """The length of a table in this job, such that what it counts can be read; the epoch was looked at before."""
+        self._fence.cross()
+        found = self.words[self._head + length]
+        self._fence.cross()
+        return found
 
     def issued(self, key: int) -> int:
         """How many collectives of group `key` the owner has issued in this job."""
@@ -177,7 +198,7 @@ class Area:
         """All strings of the owner; index is the id, 0 is '?'."""
         texts = ["?"]
         at = self._texts
-        for _ in range(self.words[self._head + _STRINGS]):
+        for _ in range(self._written(_STRINGS)):
             (length,) = _LENGTH.unpack_from(self._map, at)
             at += _LENGTH.size
             texts.append(self._map[at : at + length].decode("utf-8", "replace"))
@@ -204,6 +225,7 @@ class OwnArea(Area):
         if crowded:
             words[head + _STRINGS] = 0
             words[head + _STRING_BYTES] = 0
+        self._fence.cross()
         words[head + _EPOCH] = epoch
         return crowded
 
@@ -215,6 +237,7 @@ class OwnArea(Area):
             return None
         at = self._table + slot * _TABLE_WORDS
         words[at], words[at + 1], words[at + 2] = key, 0, 0
+        self._fence.cross()
         words[self._head + _GROUPS_USED] = slot + 1
         return slot
 
@@ -257,6 +280,7 @@ class OwnArea(Area):
         at = self._texts + used
         _LENGTH.pack_into(self._map, at, len(data))
         self._map[at + _LENGTH.size : at + _LENGTH.size + len(data)] = data
+        self._fence.cross()
         words[head + _STRING_BYTES] = used + _LENGTH.size + len(data)
         words[head + _STRINGS] = count + 1
         return count + 1

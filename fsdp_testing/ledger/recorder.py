@@ -1,7 +1,7 @@
 """What does a rank do at each collective? Record it, compare it with the peers, refuse a mismatch before bytes move.
 
 The comparison needs no message: each rank writes into shared memory and reads what its peers wrote. Whoever comes
-second notices a difference, so a mismatch is told within microseconds instead of after a timeout, and the collective
+second notices a difference, so a mismatch is reported within microseconds instead of after a timeout, and the collective
 that would have returned garbage is never issued.
 """
 
@@ -22,12 +22,12 @@ from fsdp_testing.compat import other_threads
 from fsdp_testing.errors import CollectiveMismatch
 from fsdp_testing.ledger import deadlock
 from fsdp_testing.ledger.memory import ANYBODY, Area, LedgerMemory, OwnArea
-from fsdp_testing.ledger.records import WAITS_FOR_ALL, WAITS_FOR_NOBODY, Call, GroupIdentity, group_told
+from fsdp_testing.ledger.records import WAITS_FOR_ALL, WAITS_FOR_NOBODY, Call, GroupIdentity, group_string
 from fsdp_testing.ledger.refusals import torch_refuses
 
 _MASK = (1 << 64) - 1
-_SETTLE_SECONDS = 0.001
-_LOOKS = 3
+_PAUSE_SECONDS = 0.001
+_READINGS = 3
 # So long may torch be asked whether it takes a call: an exception with a C++ backtrace takes long on a busy machine.
 _ASKING_SECONDS = 3.0
 _NO_SITE = (0, "?", None)
@@ -35,7 +35,7 @@ _NO_SITE = (0, "?", None)
 #: Name of a method of `ProcessGroup`, the group, the arguments.
 Attempt = tuple[str, Any, tuple[Any, ...]]
 
-#: Told of every collective of this rank: group, call, call site.
+#: Called with every collective of this rank: group, call, call site.
 Listener = Callable[[GroupIdentity, Call, str], None]
 
 
@@ -79,9 +79,10 @@ class Recorder:
         self._lines: dict[int, Line] = {}
         self._known: dict[Call, tuple[int, int]] = {}
         self._sites: dict[tuple[int, int], tuple[int, str, Any]] = {}
-        self._told: set[int] = set()
+        self._named: set[int] = set()
         self._is_own: dict[str, bool] = {}
-        self._deadlocks = deadlock.Deadlocks(memory.areas, rank)
+        self._cross = memory.fence.cross
+        self._deadlocks = deadlock.Deadlocks(memory, rank)
         self._skipped = _own_code()
         self._rare = threading.Lock()
         self.listener: Listener | None = None
@@ -94,26 +95,26 @@ class Recorder:
         if self._area.start_job(epoch):
             self._known.clear()
             self._sites.clear()
-            self._told.clear()
+            self._named.clear()
 
     def listen(self, listener: Listener | None) -> Listener | None:
-        """Tell `listener` of every collective from now on; returns the one told so far."""
+        """Call `listener` with every collective from now on; return the one called so far."""
         before, self.listener = self.listener, listener
         return before
 
     def issued(self) -> dict[int, int]:
-        """Collectives issued in this job by group key."""
+        """Return how many collectives of each group were issued in this job, by group key."""
         return {key: line.number for key, line in self._lines.items()}
 
     def line(self, group: GroupIdentity) -> Line:
-        """The line of `group` in this job, begun if need be."""
+        """Return the line of `group` in this job, begun if need be."""
         with self._rare:
             line = self._lines.get(group.key)
             if line is None:
                 slot = self._area.put_group(group.key)
-                if slot is not None and group.key not in self._told:
-                    self._told.add(group.key)
-                    self._area.put_string(group_told(group))
+                if slot is not None and group.key not in self._named:
+                    self._named.add(group.key)
+                    self._area.put_string(group_string(group))
                 others = [peer for peer in group.members if peer != self.rank] if self.compare else []
                 line = self._lines[group.key] = Line(group, slot, [[self._areas[peer], None] for peer in others])
             return line
@@ -145,12 +146,15 @@ class Recorder:
         mark = number << 32 | self._epoch
         line.digest_before = line.digest
         digest = line.digest = hash((line.digest, signature)) & _MASK
-        site, told, _ = self._call_site()
+        site, place, _ = self._call_site()
         if self.listener is not None:
-            self.listener(line.group, call, told)
+            self.listener(line.group, call, place)
         self._words[self._inside] = mark
         self._area.put_entry(slot, (mark, signature, time.monotonic_ns(), description, site, mark), digest)
         words = self._words
+        if line.peers:
+            # Between writing and reading: of two ranks that come at the same moment, one sees the other.
+            self._cross()
         for peer in line.peers:
             theirs = peer[1]
             if theirs is None:
@@ -179,6 +183,8 @@ class Recorder:
             line.number -= 1
             line.digest = line.digest_before
             self._area.withdraw_entry(line.slot, number, line.digest)
+            # A peer that waits for the end of the attempt must find the entry gone.
+            self._cross()
         self._words[self._inside] = 0
 
     def _before_blocking(self, line: Line, call: Call) -> None:
@@ -186,16 +192,18 @@ class Recorder:
         awaited = ANYBODY if call.waits_for == WAITS_FOR_ALL else group.members[call.waits_for]
         alone = other_threads() == 0
         self._area.put_waiting(group.key, line.number, awaited, alone=alone)
-        # Written before it is looked for: of two ranks that block at the same moment, one sees the other.
+        if alone:
+            # Likewise: of two ranks that block at the same moment, one sees the other.
+            self._cross()
         if alone and self._deadlocks.possible(self._lines, group.key, self._epoch):
             found = self._deadlocks.find(line, awaited, self._epoch)
             if found:
-                time.sleep(_SETTLE_SECONDS)
+                time.sleep(_PAUSE_SECONDS)
                 # A deadlock lasts; a wait that was read half-written does not.
                 found = self._deadlocks.find(line, awaited, self._epoch)
             if found:
                 self._area.put_refused()
-                raise CollectiveMismatch(self._deadlocks.tell(found, line))
+                raise CollectiveMismatch(self._deadlocks.explain(found, line))
 
     def _find_peer(self, peer: list[Any], key: int) -> int | None:
         area: Area = peer[0]
@@ -240,19 +248,20 @@ class Recorder:
         words, at, inside = self._words, peer[0].entry_word(peer[1], line.number), peer[0].inside_word
         words[self._inside + 1] = mark
         asking = time.monotonic() + _ASKING_SECONDS
-        for look in range(_LOOKS):
+        for reading in range(_READINGS):
             # Two ranks that both insist do not wait for each other.
             while words[inside] == mark and words[inside + 1] != mark and time.monotonic() < asking:
-                time.sleep(_SETTLE_SECONDS)
+                time.sleep(_PAUSE_SECONDS)
+            self._cross()
             if words[at + 4] != mark or words[at + 1] == signature or words[at] != mark:
                 words[self._inside + 1] = 0
                 return
-            if look < _LOOKS - 1:
-                time.sleep(_SETTLE_SECONDS)
+            if reading < _READINGS - 1:
+                time.sleep(_PAUSE_SECONDS)
         self._area.put_refused()
-        raise CollectiveMismatch(self._tell_difference(line, peer))
+        raise CollectiveMismatch(self._explain_difference(line, peer))
 
-    def _tell_difference(self, line: Line, peer: list[Any]) -> str:
+    def _explain_difference(self, line: Line, peer: list[Any]) -> str:
         area: Area = peer[0]
         other = self._areas.index(area)
         theirs, mine = area.entry(peer[1], line.number), self._area.entry(line.slot or 0, line.number)

@@ -26,7 +26,7 @@ class GroupIdentity:
 
 
 def group_identity(name: str, members: tuple[int, ...], world_size: int, blocking_host: bool) -> GroupIdentity:
-    """Identity of the group called `name` on all ranks."""
+    """Return the identity of the group called `name` on all ranks."""
     digest = hashlib.blake2b(f"{name}|{members}".encode(), digest_size=8).digest()
     whole = len(members) == world_size and name in ("0", "default_pg")
     label = "default group" if whole else f"group {name[:12]!r} of ranks {list(members)}"
@@ -49,22 +49,22 @@ class Call:
 
 
 def group_fact(strings: list[str], key: int, field: int) -> str:
-    """Label (2) or comma-separated members (3) of group `key` from a rank's strings; '' when not told there."""
+    """Return label (2) or comma-separated members (3) of group `key` from a rank's strings; '' when it is not there."""
     start = f"\x00{key}\x00"
     return next((text.split("\x00")[field] for text in strings if text.startswith(start)), "")
 
 
 def group_facts(strings: list[str]) -> dict[int, tuple[str, tuple[int, ...]]]:
-    """Label and members of every group that a rank's strings tell, by key."""
-    told = (text.split("\x00") for text in strings if text.startswith("\x00"))
-    return {int(key): (label, members_from(members)) for _, key, label, members in told}
+    """Return label and members of every group that a rank's strings name, by key."""
+    named = (text.split("\x00") for text in strings if text.startswith("\x00"))
+    return {int(key): (label, members_from(members)) for _, key, label, members in named}
 
 
-def group_told(group: GroupIdentity) -> str:
-    """The string that `group_fact` reads."""
+def group_string(group: GroupIdentity) -> str:
+    """Return the string that `group_fact` reads."""
     return f"\x00{group.key}\x00{group.label}\x00{','.join(map(str, group.members))}"
 
 
 def members_from(text: str) -> tuple[int, ...]:
-    """Members from what `group_fact` gave."""
+    """Return the members from what `group_fact` gave."""
     return tuple(int(part) for part in text.split(",") if part)

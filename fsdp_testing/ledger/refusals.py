@@ -1,7 +1,7 @@
 """Will torch refuse this call whatever the peers do? Asked only when the ranks disagree about it.
 
 A test may try calls that torch must refuse. Ranks do so at different moments, so one may have gone on to its next
-collective while another still tries: that is no disagreement, since nothing will be issued. Pure: a look at arguments.
+collective while another still tries: that is no disagreement, since nothing will be issued. Pure: it reads arguments.
 What torch refuses later, while it waits for the work (a reduce op that does not fit the dtype), was issued on every rank.
 """
 

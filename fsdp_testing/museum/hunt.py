@@ -9,12 +9,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdp_testing.campaign.batch import Watch
+from fsdp_testing.campaign.campaign import Campaign, Plan
+from fsdp_testing.campaign.lane import Lane
 from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.fuzz.batch import Watch
-from fsdp_testing.fuzz.campaign import Campaign, Plan
-from fsdp_testing.fuzz.discovery import Discovery
-from fsdp_testing.fuzz.known import KnownFailures, Rule, joined, shipped_known
-from fsdp_testing.fuzz.lane import Lane
+from fsdp_testing.findings.discovery import Discovery
+from fsdp_testing.findings.known import KnownFailures, Rule, joined, shipped_known
 from fsdp_testing.implementations import registry
 from fsdp_testing.museum.collection import PATHS, exhibits
 from fsdp_testing.museum.exhibit import Exhibit

@@ -22,7 +22,7 @@ _CHUNK = 1 << 20
 
 
 def rebuild_tensor(data: bytes, dtype: str, shape: tuple[int, ...], requires_grad: bool, is_parameter: bool) -> Any:
-    """Make a contiguous CPU tensor from bytes written by `dumps`."""
+    """Make the tensor that `reduce_tensor` reduced."""
     import torch
 
     kind = getattr(torch, dtype)
@@ -36,11 +36,18 @@ def rebuild_tensor(data: bytes, dtype: str, shape: tuple[int, ...], requires_gra
     return tensor.requires_grad_(requires_grad)
 
 
-def rebuild_plain(name: str) -> Any:
-    """Give back a torch dtype or device from its text."""
+def reduce_tensor(tensor: Any) -> tuple[Any, ...]:
+    """Reduce a strided tensor to its bytes, as `reducer_override` and `dispatch_table` of a pickler want it.
+
+    The copy is contiguous, on the CPU and a leaf; it keeps dtype, shape, `requires_grad` and whether it is a parameter.
+    """
     import torch
 
-    return getattr(torch, name) if hasattr(torch, name) else torch.device(name)
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    data = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    parameter = type(tensor) is torch.nn.Parameter
+    return rebuild_tensor, (data, dtype, tuple(tensor.shape), bool(tensor.requires_grad), parameter)
 
 
 def of_main(qualname: str) -> Any:
@@ -62,11 +69,7 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         if value.device.type == "meta" or value.is_quantized:
             return NotImplemented
-        plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        data = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-        dtype = str(value.dtype).removeprefix("torch.")
-        parameter = type(value) is torch.nn.Parameter
-        return rebuild_tensor, (data, dtype, tuple(value.shape), bool(value.requires_grad), parameter)
+        return reduce_tensor(value)
 
 
 def dumps(value: object) -> bytes:

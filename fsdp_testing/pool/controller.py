@@ -5,12 +5,15 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import select
+import socket
+import sys
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fsdp_testing.backends import backend_named
-from fsdp_testing.errors import BackendUnavailable, HarnessError, InvalidArgument
+from fsdp_testing.errors import BackendUnavailable, HarnessError, InvalidArgument, PoolBroken
 from fsdp_testing.pool import preload
 from fsdp_testing.pool.outcome import WorldOutcome
 from fsdp_testing.pool.server import ForkServer
@@ -19,6 +22,8 @@ from fsdp_testing.pool.world_on_loan import PooledWorld, WorldKey
 
 _MOST_PROCESSES = 256
 _MOST_IDLE_RANKS = 64
+# What ranks are made with and watched by. Windows has none of it, macOS some: asked when ranks are, never at import.
+_NEEDED = ((os, "fork"), (os, "register_at_fork"), (os, "memfd_create"), (socket, "SOCK_SEQPACKET"), (select, "poll"))
 
 
 class Pool:
@@ -49,8 +54,9 @@ class Pool:
         self._preparations = (*(p for p in self._preparations if p[0] != target), (target, argument))
 
     def start(self) -> None:
-        """Begin starting the fork server without waiting for it."""
-        self.server()
+        """Begin starting the fork server without waiting for it; nothing happens where ranks cannot be made."""
+        if not missing_system_calls():
+            self.server()
 
     def server(self) -> ForkServer:
         """The fork server, started if it is not there (any more)."""
@@ -73,7 +79,7 @@ class Pool:
         Raises:
             InvalidArgument: for a bad size, isolation or backend name.
             BackendUnavailable: the backend was found unable to run a world of this size here.
-            PoolBroken: when no rank can be started.
+            PoolBroken: when no rank can be started, on this system or now.
             HarnessError: when called inside a rank.
         """
         _validate(size, backend, isolation)
@@ -82,6 +88,13 @@ class Pool:
             raise HarnessError(
                 "pool.world: expected the controlling process, got a rank of a world. Worlds cannot be nested: "
                 "use the rank's own world (fsdp_testing.current_world), or make groups with torch.distributed.new_group."
+            )
+        missing = missing_system_calls()
+        if missing:
+            raise PoolBroken(
+                f"pool.world: expected a system on which ranks can be made (Linux), got {sys.platform} without "
+                f"{', '.join(missing)}. Run what needs ranks on Linux (a container or WSL 2 will do), or under torchrun; "
+                "all else works here."
             )
         key = WorldKey(size, backend)
         with self._lock:
@@ -167,6 +180,11 @@ class Pool:
         return self._owner
 
 
+def missing_system_calls() -> tuple[str, ...]:
+    """Names of what ranks are made with and this system does not have."""
+    return tuple(f"{module.__name__}.{name}" for module, name in _NEEDED if not hasattr(module, name))
+
+
 def unavailable_reason(outcome: WorldOutcome) -> str:
     """Why the world's backend cannot run on this machine; empty when that is not what happened."""
     for rank in outcome.ranks:
@@ -207,7 +225,8 @@ class _Default:
 
 
 _default = _Default()
-os.register_at_fork(after_in_child=_default.renew_lock)
+if hasattr(os, "register_at_fork"):  # where there is no fork there is no forked child
+    os.register_at_fork(after_in_child=_default.renew_lock)
 
 
 def default_pool() -> Pool:

@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 
 from fsdp_testing.pool import large_pages
 
+COMMAND = "from fsdp_testing.pool.forkserver import main; main"
 FORK = b"F"
 SUCCEED = b"S"
 READY = b"R"
@@ -38,18 +39,19 @@ _MESSAGE_BYTES = 1 << 18
 _END_SECONDS = 2.0
 
 
-def main(control_fd: int, setup_fd: int) -> NoReturn:
+def main(control_fd: int, setup_fd: int, controller_pid: int) -> NoReturn:
     """Serve until the controller goes.
 
     Args:
         control_fd: the socket that requests come over.
-        setup_fd: a file with JSON: sys_path, modules to import, preparations to call, controller_pid.
+        setup_fd: a file with JSON: sys_path, modules to import, preparations to call.
+        controller_pid: the process that started this one.
     """
     with os.fdopen(setup_fd, encoding="utf-8") as stream:
         settings = json.load(stream)
     sys.path[:] = settings["sys_path"]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    server = _ForkServer(socket.socket(fileno=control_fd), watch_process(settings["controller_pid"]))
+    server = _ForkServer(socket.socket(fileno=control_fd), watch_process(controller_pid))
     for module in settings["modules"]:
         _import_ahead(module)
     for target, argument in settings["preparations"]:

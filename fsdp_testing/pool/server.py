@@ -15,7 +15,7 @@ from typing import Any
 from fsdp_testing import env
 from fsdp_testing.errors import PoolBroken
 from fsdp_testing.pool import preload
-from fsdp_testing.pool.forkserver import FAILED, FORK, READY, SUCCEED
+from fsdp_testing.pool.forkserver import COMMAND, FAILED, FORK, READY, SUCCEED
 
 _READY_SECONDS = 120.0
 _FORK_SECONDS = 60.0
@@ -40,11 +40,11 @@ class ForkServer:
                 "sys_path": sys.path,
                 "modules": list(modules),
                 "preparations": list(preparations),
-                "controller_pid": os.getpid(),
             }
         )
         settings = _memory_file(setup)
-        command = f"from fsdp_testing.pool.forkserver import main; main({theirs.fileno()}, {settings})"
+        # The last number lets anybody who reads the command line see whether the controller is still there.
+        command = f"{COMMAND}({theirs.fileno()}, {settings}, {os.getpid()})"
         environment = env.snapshot()
         # numpy's BLAS starts its threads at import unless told not to; a forked rank would wait for them for ever.
         environment.update(dict.fromkeys(_SINGLE_THREAD, "1"))

@@ -2,7 +2,7 @@
 
 The grace period starts with the first bad news: the others get half a second to give their own account, then their
 stacks are taken and they are stopped. A rank that waits for one that has already returned is bad news too; the ledger
-in shared memory tells it without asking either of them.
+in shared memory shows it without asking either of them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from typing import Any
 
 from fsdp_testing.ledger.memory import LedgerMemory
 from fsdp_testing.ledger.reading import RankLedger, counts, read_rank
+from fsdp_testing.pool.cause import NotJoined
 from fsdp_testing.pool.channel import loads
 from fsdp_testing.pool.diagnosis import cause_of
 from fsdp_testing.pool.jobs import Job, Joined, Report
-from fsdp_testing.pool.outcome import CollectiveRecord, ErrorRecord, Fate, RankOutcome, WorldOutcome
+from fsdp_testing.pool.outcome import WorldOutcome
 from fsdp_testing.pool.processes import Exit, RankProcess
+from fsdp_testing.pool.rank_outcome import CollectiveRecord, ErrorRecord, Fate, RankOutcome
 
 GRACE_SECONDS = 0.5
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 _STACK_SECONDS = 0.8
 _JOIN_SECONDS = 60.0
 _EXIT_SECONDS = 5.0
@@ -41,7 +43,7 @@ class _Watch:
     stack: str = ""
 
     @property
-    def settled(self) -> bool:
+    def ended(self) -> bool:
         return self.report is not None or self.exit is not None
 
     @property
@@ -78,29 +80,29 @@ class Supervision:
             watch.process.empty_output()
             self._send(watch)
         passed_deadline = self._watch(watches, started)
-        unsettled = [watch for watch in watches if not watch.settled]
+        running = [watch for watch in watches if not watch.ended]
         # Before stacks are asked for: the signal may end a system call that the rank was stuck in.
         ledgers = [self._ledger_of(watch.process.rank) for watch in watches]
-        if unsettled:
-            self._take_stacks(unsettled)
+        if running:
+            self._take_stacks(running)
         outcomes = tuple(self._outcome(*pair, passed_deadline) for pair in zip(watches, ledgers, strict=True))
         members: dict[int, tuple[int, ...]] = {}
         if not self.single_process:
             for ledger in ledgers:
                 members.update(ledger.members)
         cause = cause_of(outcomes, members, self.timeout if passed_deadline else None)
-        late = [str(watch.process.rank) for watch in watches if not watch.joined and not watch.settled]
+        late = tuple(watch.process.rank for watch in watches if not watch.joined and not watch.ended)
         if passed_deadline and late:
-            cause = f"rank {', '.join(late)} did not come into the world within {_JOIN_SECONDS:g} s"
+            cause = NotJoined(late, _JOIN_SECONDS)
         return WorldOutcome(self.job.name, self.size, self.backend, outcomes, cause, time.monotonic() - started)
 
     def _send(self, watch: _Watch) -> None:
-        # A rank that is gone is told by its exit status, not by the failed write.
+        # A rank that is gone is known by its exit status, not by the failed write.
         with contextlib.suppress(OSError):
             watch.process.channel.send(self.job)
 
     def _watch(self, watches: list[_Watch], started: float) -> bool:
-        """Wait until all are settled, or the grace period or deadline ends; True when the deadline did it."""
+        """Wait until all have ended, or the grace period or deadline ends; True when the deadline did it."""
         deadline: float | None = started + _JOIN_SECONDS
         stop_at: float | None = None
         with selectors.DefaultSelector() as selector:
@@ -109,26 +111,26 @@ class Supervision:
                 selector.register(watch.process.status_fd, selectors.EVENT_READ, watch)
             clock_runs = False
             while True:
-                unsettled = [watch for watch in watches if not watch.settled]
+                running = [watch for watch in watches if not watch.ended]
                 now = time.monotonic()
                 if not clock_runs and all(watch.joined for watch in watches):
                     clock_runs = self.joined = True
                     deadline = None if self.timeout is None else now + self.timeout
-                if not unsettled:
+                if not running:
                     return False
                 bad = any(watch.bad for watch in watches)
-                if stop_at is None and (bad or self._someone_waits_in_vain(watches)):
+                if stop_at is None and (bad or self._peer_already_left(watches)):
                     stop_at = now + GRACE_SECONDS
                 if stop_at is not None and now >= stop_at:
-                    if _someone_is_ending(unsettled) and now < stop_at + _EXIT_SECONDS:
-                        self._wait(selector, now, now + _LOOK_SECONDS, deadline, some_settled=True)
+                    if _someone_is_ending(running) and now < stop_at + _EXIT_SECONDS:
+                        self._wait(selector, now, now + _POLL_SECONDS, deadline, some_ended=True)
                         continue
-                    if bad or self._someone_waits_in_vain(watches):
+                    if bad or self._peer_already_left(watches):
                         return False
                     stop_at = None  # the collective was taken back
                 if deadline is not None and now >= deadline:
                     return True
-                self._wait(selector, now, stop_at, deadline, some_settled=len(unsettled) < len(watches))
+                self._wait(selector, now, stop_at, deadline, some_ended=len(running) < len(watches))
 
     def _wait(
         self,
@@ -137,11 +139,11 @@ class Supervision:
         stop_at: float | None,
         deadline: float | None,
         *,
-        some_settled: bool,
+        some_ended: bool,
     ) -> None:
         limits = [limit - now for limit in (stop_at, deadline) if limit is not None]
-        if some_settled:
-            limits.append(_LOOK_SECONDS)
+        if some_ended:
+            limits.append(_POLL_SECONDS)
         for key, _ in selector.select(max(0.0, min(limits)) if limits else None):
             watch: _Watch = key.data
             if key.fileobj is watch.process.channel:
@@ -169,13 +171,13 @@ class Supervision:
     def _ledger_of(self, rank: int, last: int = 8) -> RankLedger:
         return read_rank(self.ledger.areas[0 if self.single_process else rank], self.job.number, last)
 
-    def _someone_waits_in_vain(self, watches: list[_Watch]) -> bool:
+    def _peer_already_left(self, watches: list[_Watch]) -> bool:
         """A running rank has issued a collective that a returned member of its group never joined, or was refused."""
-        if self.single_process or all(not watch.settled for watch in watches):
+        if self.single_process or all(not watch.ended for watch in watches):
             return False
         areas, epoch = self.ledger.areas, self.job.number
-        gone = [watch.process.rank for watch in watches if watch.settled]
-        running = [watch.process.rank for watch in watches if not watch.settled]
+        gone = [watch.process.rank for watch in watches if watch.ended]
+        running = [watch.process.rank for watch in watches if not watch.ended]
         if any(areas[rank].epoch() == epoch and areas[rank].refused() for rank in gone):
             return True
         issued = {rank: counts(areas[rank], epoch) for rank in gone}
@@ -188,9 +190,9 @@ class Supervision:
                 continue
             members = self._ledger_of(rank, 1).members
             for key, others in behind.items():
-                # A full ledger does not tell how often its rank used the group.
-                told = [other for other in others if key in issued[other] or not areas[other].uncompared()]
-                if any(other in members.get(key, ()) for other in told):
+                # A full ledger does not say how often its rank used the group.
+                known = [other for other in others if key in issued[other] or not areas[other].uncompared()]
+                if any(other in members.get(key, ()) for other in known):
                     return True
         return False
 

@@ -20,8 +20,9 @@ from fsdp_testing.errors import InvalidArgument, PoolBroken
 from fsdp_testing.ledger import memory
 from fsdp_testing.pool.channel import dumps
 from fsdp_testing.pool.jobs import Bootstrap, Close, Job, Place
-from fsdp_testing.pool.outcome import Fate, WorldOutcome
+from fsdp_testing.pool.outcome import WorldOutcome
 from fsdp_testing.pool.processes import RankProcess, directory, environment_for_ranks, listening_socket
+from fsdp_testing.pool.rank_outcome import Fate
 from fsdp_testing.pool.supervision import Supervision
 from fsdp_testing.pool.targets import Target, target_of
 
@@ -222,7 +223,7 @@ class PooledWorld:
         self._joined = supervision.joined
         self._pool.note(self.key, outcome, supervision.new_modules)
         if self._before and any(rank.fate is Fate.DIED and not rank.began for rank in outcome.ranks):
-            outcome = replace(outcome, cause=f"{outcome.cause} (something that {self._before} left running may be why)")
+            outcome = replace(outcome, suspect=self._before)
         return outcome
 
     def _ended_before(self, outcome: WorldOutcome) -> bool:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from fsdp_testing.pool import WorldOutcome
-from fsdp_testing.pytest_plugin.longrepr import build, names, text_element
+from fsdp_testing.pool.rank_outcome import rank_names
+from fsdp_testing.pytest_plugin.longrepr import build, text_element
 from fsdp_testing.pytest_plugin.records import Merged, RankResult, WarningRecord
 
 
@@ -41,7 +42,7 @@ class Aftermath:
                 found.setdefault(entry, []).append(rank.rank)
         if not found:
             return
-        lines = [f"{names(ranks)} left {entry}" for entry, ranks in found.items()]
+        lines = [f"{rank_names(ranks)} left {entry}" for entry, ranks in found.items()]
         strict = "--strict-hygiene" if self._config.option.strict_hygiene else ""
         if not strict:
             try:
@@ -60,7 +61,7 @@ class Aftermath:
                 if rank.rank not in ranks:
                     ranks.append(rank.rank)
         for record, ranks in by_rank.items():
-            where = "" if len(ranks) == outcome.size else f" [{names(ranks)}]"
+            where = "" if len(ranks) == outcome.size else f" [{rank_names(ranks)}]"
             category = _category(record)
             message = warnings.WarningMessage(
                 UserWarning(record.message + where), category, record.filename, record.lineno

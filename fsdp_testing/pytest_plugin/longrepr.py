@@ -12,21 +12,13 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from fsdp_testing.pool.diagnosis import reports_lost_peer
+
 Crash = dict[str, Any]
 Element = tuple[dict[str, Any], Crash | None, str | None]
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _OWN_RANK = re.compile(r"World\(rank=\d+,")
-
-
-def names(ranks: Iterable[int]) -> str:
-    """Ranks as words: "rank 1", "ranks 0, 2", "ranks 0 to 7" for a run of more than four."""
-    numbers = sorted(ranks)
-    if len(numbers) == 1:
-        return f"rank {numbers[0]}"
-    if len(numbers) > 4 and numbers[-1] - numbers[0] == len(numbers) - 1:
-        return f"ranks {numbers[0]} to {numbers[-1]}"
-    return "ranks " + ", ".join(map(str, numbers))
 
 
 def text_element(lines: Iterable[str]) -> Element:
@@ -59,12 +51,9 @@ def message_of(longrepr: Any) -> str:
     return (errors or lines or [""])[0]
 
 
-_CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe")
-
-
 def is_consequence(longrepr: Any) -> bool:
     """Whether it tells only that another rank has gone."""
-    return any(text in message_of(longrepr) for text in _CONSEQUENCES)
+    return reports_lost_peer(message_of(longrepr))
 
 
 def abbreviated(longrepr: Any) -> list[Element]:
@@ -115,10 +104,10 @@ def build(elements: Sequence[Element], lead: str, crash: Crash | None, fallback:
     """
     path, line = (crash["path"], crash["lineno"]) if crash else fallback
     # pytest takes the summary's line from the last element of a chain.
-    told = {"path": str(path), "lineno": int(line), "message": lead}
+    place = {"path": str(path), "lineno": int(line), "message": lead}
     chain = [list(copy.deepcopy(element)) for element in elements]
-    chain[-1][1] = told
+    chain[-1][1] = place
     for element in chain[:-1]:
         element[2] = element[2] or None
     empty: dict[str, Any] = {"reprentries": [], "extraline": None, "style": "native"}
-    return {"reprcrash": dict(told), "reprtraceback": empty, "sections": [], "chain": chain}
+    return {"reprcrash": dict(place), "reprtraceback": empty, "sections": [], "chain": chain}

@@ -10,7 +10,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdp_testing.pool.outcome import Fate, RankOutcome, WorldOutcome
+from fsdp_testing.pool.cause import Cause
+from fsdp_testing.pool.outcome import WorldOutcome
+from fsdp_testing.pool.rank_outcome import Fate, RankOutcome, rank_names
 from fsdp_testing.pytest_plugin.longrepr import (
     Element,
     abbreviated,
@@ -20,7 +22,6 @@ from fsdp_testing.pytest_plugin.longrepr import (
     fold,
     is_consequence,
     message_of,
-    names,
     text_element,
     with_header,
 )
@@ -55,22 +56,27 @@ class Account:
         """The reports that are failures."""
         return () if self.result is None else tuple(p for p in self.result.phases if p.outcome == "failed")
 
-    def told(self) -> str:
-        """One clause for a disagreement."""
+    def clause(self) -> str:
+        """Say how this rank ended, in one clause of a disagreement."""
         if self.result is None:
             return self.outcome.headline()
-        verdict = self.verdict
-        for phase in self.result.phases:
-            if verdict == "skipped" and phase.outcome == "skipped":
-                return f"rank {self.rank} skipped ({message_of(phase.longrepr).removeprefix('Skipped: ')})"
-            if verdict in ("xfailed", "xpassed") and phase.wasxfail is not None:
-                return f"rank {self.rank} {verdict} ({phase.wasxfail or 'no reason given'})"
+        verdict, reason = self.verdict, self.reason()
         if verdict == "incomplete":
             reported = ", ".join(phase.when for phase in self.result.phases) or "nothing"
             return f"rank {self.rank} reported {reported} and no more"
         if verdict == "failed":
             return f"rank {self.rank} failed: {self.first_message()}"
-        return f"rank {self.rank} {verdict}"
+        return f"rank {self.rank} {verdict}" if reason is None else f"rank {self.rank} {verdict} ({reason})"
+
+    def reason(self) -> str | None:
+        """Return why the test was skipped or expected to fail; None for another verdict."""
+        verdict = self.verdict
+        for phase in self.result.phases if self.result is not None else ():
+            if verdict == "skipped" and phase.outcome == "skipped":
+                return message_of(phase.longrepr).removeprefix("Skipped: ")  # pytest's own prefix
+            if verdict in ("xfailed", "xpassed") and phase.wasxfail is not None:
+                return phase.wasxfail or "no reason given"
+        return None
 
     def first_message(self) -> str:
         """What went wrong first on this rank."""
@@ -144,23 +150,23 @@ def _alike(accounts: Sequence[Account]) -> list[Merged]:
     for phase in first.phases if first is not None else ():
         if phase.outcome != "passed" or phase.wasxfail is not None:
             by_when[phase.when].follow(phase)
-    reasons = {account.told().partition(" ")[2].partition(" ")[2] for account in accounts}
+    reasons = {account.reason() for account in accounts}
     skipped = [report for report in merged if report.outcome == "skipped" and isinstance(report.longrepr, list | tuple)]
     for report in skipped[:1]:
         path, line, reason = report.longrepr
-        every = "Skipped: " + "; ".join(account.told() for account in accounts)
+        every = "Skipped: " + "; ".join(account.clause() for account in accounts)
         report.skip_because(path, line, reason if len(reasons) == 1 else every)
     return merged
 
 
 def _partly_expected(accounts: Sequence[Account]) -> list[Merged]:
     failed = [account for account in accounts if account.verdict == "xfailed"]
-    passed = names(account.rank for account in accounts if account.verdict == "xpassed")
+    passed = rank_names(account.rank for account in accounts if account.verdict == "xpassed")
     merged = _alike(failed)
     for report in merged:
         if report.wasxfail is not None:
-            told = f"failed on {names(account.rank for account in failed)}, passed on {passed}"
-            report.explain_expected_failure(f"{report.wasxfail} ({told})" if report.wasxfail else told)
+            where = f"failed on {rank_names(account.rank for account in failed)}, passed on {passed}"
+            report.explain_expected_failure(f"{report.wasxfail} ({where})" if report.wasxfail else where)
     return merged
 
 
@@ -170,7 +176,7 @@ def _failure(outcome: WorldOutcome, accounts: Sequence[Account], location: tuple
     teardown = [account for account in accounts if any(p.when == "teardown" for p in account.failing())]
     others = [a for a in accounts if a.result is None or a.result.problem or _before_teardown(a)]
     reports: list[Merged] = []
-    only_teardown = outcome.cause == "" or all(a.outcome.fate is Fate.RETURNED for a in accounts)
+    only_teardown = outcome.diagnosis is None or all(a.outcome.fate is Fate.RETURNED for a in accounts)
     if others or not teardown or not only_teardown or _disagreement(accounts):
         when = _first_failing(accounts)
         if when == "call":
@@ -207,7 +213,7 @@ def _account_of_all(outcome: WorldOutcome, accounts: Sequence[Account], location
     elements: list[Element] = [text_element([lead])]
     quiet = [a for a in accounts if a.result is not None and not a.result.failed]
     if quiet and len(quiet) < len(accounts):
-        elements[0] = text_element([lead, *(a.told() for a in quiet if a.verdict != "passed"), *_passed_line(quiet)])
+        elements[0] = text_element([lead, *(a.clause() for a in quiet if a.verdict != "passed"), *_passed_line(quiet)])
     bereft = any(account.result is None for account in accounts)
     for account in accounts:
         if account.result is None:
@@ -216,20 +222,20 @@ def _account_of_all(outcome: WorldOutcome, accounts: Sequence[Account], location
             )
     problems = [(a.rank, a.result.problem) for a in accounts if a.result is not None and a.result.problem]
     for ranks, problem in fold(problems):
-        elements.extend(with_header(f" {names(ranks)} could not run the test ", elements_of(problem)))
+        elements.extend(with_header(f" {rank_names(ranks)} could not run the test ", elements_of(problem)))
     crash = None
     for when in ("setup", "call"):
         failing = [(a.rank, p.longrepr) for a in accounts for p in a.failing() if p.when == when]
         for ranks, longrepr in fold(failing):
             crash = crash or crash_of(longrepr)
             shown = abbreviated(longrepr) if bereft and is_consequence(longrepr) else elements_of(longrepr)
-            elements.extend(with_header(f" {names(ranks)}: {when} failed ", shown))
+            elements.extend(with_header(f" {rank_names(ranks)}: {when} failed ", shown))
     return build(elements, lead, crash, location)
 
 
 def _passed_line(quiet: Sequence[Account]) -> list[str]:
     passed = [account.rank for account in quiet if account.verdict == "passed"]
-    return [f"{names(passed)} passed"] if passed else []
+    return [f"{rank_names(passed)} passed"] if passed else []
 
 
 def _teardown_text(
@@ -237,10 +243,10 @@ def _teardown_text(
 ) -> dict[str, object]:
     failing = [(a.rank, p.longrepr) for a in failed for p in a.failing() if p.when == "teardown"]
     folded = fold(failing)
-    lead = f"{names(a.rank for a in failed)}: {message_of(failing[0][1])}"
+    lead = f"{rank_names(a.rank for a in failed)}: {message_of(failing[0][1])}"
     elements: list[Element] = [text_element([f"teardown failed on {len(failed)} of {len(accounts)} ranks"])]
     for ranks, longrepr in folded:
-        elements.extend(with_header(f" {names(ranks)}: teardown failed ", elements_of(longrepr)))
+        elements.extend(with_header(f" {rank_names(ranks)}: teardown failed ", elements_of(longrepr)))
     return build(elements, lead, crash_of(failing[0][1]), location)
 
 
@@ -253,13 +259,13 @@ def lead_of(outcome: WorldOutcome, accounts: Sequence[Account]) -> str:
         return _failed_lead(outcome, accounts, failed)
     skipped = [account for account in accounts if account.verdict in ("skipped", "xfailed")]
     if outcome.cause and skipped:
-        return f"{'; '.join(account.told() for account in skipped)}; {outcome.cause}"
+        return f"{'; '.join(account.clause() for account in skipped)}; {outcome.cause}"
     if outcome.cause:
         return outcome.cause
     if not _same_groups(accounts):
         made = ", ".join(f"rank {a.rank}: {a.result.groups}" for a in accounts if a.result is not None)
         return f"ranks disagree: they made different numbers of process groups ({made})"
-    return "ranks disagree: " + "; ".join(account.told() for account in accounts)
+    return "ranks disagree: " + "; ".join(account.clause() for account in accounts)
 
 
 def _failed_lead(outcome: WorldOutcome, accounts: Sequence[Account], failed: Sequence[Account]) -> str:
@@ -267,19 +273,18 @@ def _failed_lead(outcome: WorldOutcome, accounts: Sequence[Account], failed: Seq
     # The one that failed first leads: the others may fail because it did.
     for account in sorted(failed, key=lambda account: account.outcome.finished_at):
         messages.setdefault(account.first_message(), []).append(account.rank)
-    told = "; ".join(f"{names(ranks)}: {message}" for message, ranks in messages.items())
+    lead = "; ".join(f"{rank_names(ranks)}: {message}" for message, ranks in messages.items())
     waiting = [account for account in accounts if account.result is None]
     if waiting:
-        told += "; " + _waiting_clause(outcome.cause, waiting)
+        lead += "; " + _waiting_clause(outcome.diagnosis, waiting)
     others = [a for a in accounts if a.result is not None and not a.result.failed and a.verdict != "passed"]
-    return "; ".join([told, *(account.told() for account in others)])
+    return "; ".join([lead, *(account.clause() for account in others)])
 
 
-def _waiting_clause(cause: str, waiting: Sequence[Account]) -> str:
-    """The part of the pool's sentence that tells what the waiting ranks waited for."""
-    name = names(account.rank for account in waiting)
-    told = [part for part in cause.split("; ") if part.startswith((f"{name} wait", f"{name} had", f"{name} hung"))]
-    return told[0] if told else "; ".join(account.outcome.headline() for account in waiting)
+def _waiting_clause(diagnosis: Cause | None, waiting: Sequence[Account]) -> str:
+    """Say what ranks without a report waited for, or else how each of them ended."""
+    clause = diagnosis.clause_of([account.rank for account in waiting]) if diagnosis is not None else ""
+    return clause or "; ".join(account.outcome.headline() for account in waiting)
 
 
 _MACHINERY = ("/_pytest/", "/pluggy/", "/fsdp_testing/pool/", "/fsdp_testing/pytest_plugin/", '"<string>"')
@@ -332,5 +337,5 @@ def _with_sections(merged: list[Merged], accounts: Sequence[Account]) -> list[Me
         ranks = grouped.setdefault((title, text), [])
         if rank not in ranks:
             ranks.append(rank)
-    holder.sections.extend((f"{title} ({names(ranks)})", text) for (title, text), ranks in grouped.items())
+    holder.sections.extend((f"{title} ({rank_names(ranks)})", text) for (title, text), ranks in grouped.items())
     return merged

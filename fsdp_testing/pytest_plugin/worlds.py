@@ -11,11 +11,11 @@ from fsdp_testing.errors import InvalidArgument, WorldFailed
 from fsdp_testing.pool import WorldOutcome
 from fsdp_testing.pool.attachment import run_attached
 from fsdp_testing.pool.channel import dumps, loads
+from fsdp_testing.pool.rank_outcome import rank_names
 from fsdp_testing.pool.targets import target_of
 from fsdp_testing.pytest_plugin.aftermath import WorldHygieneWarning
 from fsdp_testing.pytest_plugin.attached import NAME as ATTACHED
 from fsdp_testing.pytest_plugin.leases import IN_RANK, Leases
-from fsdp_testing.pytest_plugin.longrepr import names
 from fsdp_testing.pytest_plugin.marker import WorldRequest, read_marker
 from fsdp_testing.pytest_plugin.selection import backends_of, defaults_of
 
@@ -105,7 +105,7 @@ class BoundWorld:
                 found.setdefault(entry, []).append(rank)
         if not found:
             return
-        text = "; ".join(f"{names(ranks)} left {entry}" for entry, ranks in found.items())
+        text = "; ".join(f"{rank_names(ranks)} left {entry}" for entry, ranks in found.items())
         if self._request.config.option.strict_hygiene:
             raise RanksFailed(f"the function left something behind (--strict-hygiene): {text}", outcome)
         self._request.node.warn(WorldHygieneWarning(text))

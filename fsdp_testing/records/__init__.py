@@ -61,6 +61,7 @@ from fsdp_testing.records.operations_state import (
     UnshardFirst,
 )
 from fsdp_testing.records.outcome import CaseOutcome, CheckResult, RunReport
+from fsdp_testing.records.overrun import Measure, Overrun
 from fsdp_testing.records.portrait import (
     HeldSpan,
     LiveBytes,
@@ -106,6 +107,7 @@ __all__ = [
     "HeldSpan",
     "History",
     "LiveBytes",
+    "Measure",
     "MixedPrecisionSpec",
     "ModelSpec",
     "Observe",
@@ -116,6 +118,7 @@ __all__ = [
     "OperationText",
     "OptimizerObservation",
     "OptimizerSpec",
+    "Overrun",
     "ParameterObservation",
     "Piece",
     "Portrait",

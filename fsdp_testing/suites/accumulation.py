@@ -6,7 +6,19 @@ from collections.abc import Iterable
 
 from fsdp_testing.records import Batch, Case, Clip, Observe, Step, ZeroGrad
 from fsdp_testing.records.operations_state import SeveralForwards
-from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Check, Place, iterations, local, look, micro
+from fsdp_testing.suites.check import (
+    ADAMW,
+    PLAIN_SGD,
+    Check,
+    Place,
+    accumulated,
+    forward,
+    iteration,
+    iterations,
+    micro_batch,
+    micro_batches,
+    no_sync_batch,
+)
 
 _NO_SYNC = frozenset({"no_sync"})
 _REDUCED = frozenset({"accumulate_without_no_sync"})
@@ -14,43 +26,59 @@ _REDUCED = frozenset({"accumulate_without_no_sync"})
 
 def _then_reduced(place: Place) -> Iterable[Case]:
     for model in ("mlp", "deep_nest", "uneven"):
-        cycle = [local(0), local(1), micro(2), Step(), ZeroGrad()]
-        yield place.case(model, *cycle, local(3), micro(4), Observe(), Step(), optimizer=ADAMW)
+        cycle = [*accumulated(0, 1, 2), Step(), ZeroGrad()]
+        yield place.case(model, *cycle, *accumulated(3, 4), Observe(), Step(), optimizer=ADAMW)
 
 
 def _without(place: Place) -> Iterable[Case]:
     for model in ("mlp", "deep_nest", "uneven"):
-        cycle = [micro(0), micro(1), micro(2), Step(), ZeroGrad()]
-        yield place.case(model, *cycle, micro(3), micro(4), Observe(), Step(), optimizer=ADAMW)
+        cycle = [*micro_batches(0, 1, 2), Step(), ZeroGrad()]
+        yield place.case(model, *cycle, *micro_batches(3, 4), Observe(), Step(), optimizer=ADAMW)
 
 
 def _alternating(place: Place) -> Iterable[Case]:
     yield place.case(
-        "mlp", micro(0), local(1), micro(2), Step(), ZeroGrad(), micro(3), local(4), local(5), micro(6), Step()
+        "mlp", micro_batch(0), *accumulated(1, 2), Step(), ZeroGrad(), micro_batch(3), *accumulated(4, 5, 6), Step()
     )
-    yield place.case("deep_nest", local(0), micro(1), local(2), micro(3), Step(), ZeroGrad(), *iterations(1, first=4))
+    yield place.case("deep_nest", *accumulated(0, 1), *accumulated(2, 3), Step(), ZeroGrad(), *iterations(1, first=4))
 
 
 def _ends_local(place: Place) -> Iterable[Case]:
-    yield place.case("mlp", *iterations(1), local(1))
-    yield place.case("mlp", micro(0), Step(), ZeroGrad(), local(1), look(2), micro(3), Step(), optimizer=PLAIN_SGD)
-    yield place.case("deep_nest", local(0))
+    yield place.case("mlp", *iterations(1), no_sync_batch(1))
+    yield place.case("mlp", *iteration(0), no_sync_batch(1), forward(2), micro_batch(3), Step(), optimizer=PLAIN_SGD)
+    yield place.case("deep_nest", no_sync_batch(0))
 
 
 def _looks_between(place: Place) -> Iterable[Case]:
     for mode in ("eval", "no_grad"):
-        program = (local(0), look(1, mode), local(2), look(3, mode), micro(4), look(5, mode), Step(), look(6, mode))
+        program = (
+            no_sync_batch(0),
+            forward(1, mode),
+            no_sync_batch(2),
+            forward(3, mode),
+            micro_batch(4),
+            forward(5, mode),
+            Step(),
+            forward(6, mode),
+        )
         yield place.case("mlp", *program)
 
 
 def _magnitudes(place: Place) -> Iterable[Case]:
-    program = (local(0, scale=1.0), local(1, scale=10.0), micro(2, scale=0.1), Observe(), Step())
+    program = (no_sync_batch(0, scale=1.0), no_sync_batch(1, scale=10.0), micro_batch(2, scale=0.1), Observe(), Step())
     yield place.case("mlp", *program, optimizer=PLAIN_SGD)
-    yield place.case("mlp", local(0, scale=0.1), micro(1, scale=1.0), micro(2, scale=10.0), Step(), optimizer=PLAIN_SGD)
+    yield place.case(
+        "mlp",
+        no_sync_batch(0, scale=0.1),
+        micro_batch(1, scale=1.0),
+        micro_batch(2, scale=10.0),
+        Step(),
+        optimizer=PLAIN_SGD,
+    )
 
 
 def _clipped(place: Place) -> Iterable[Case]:
-    yield place.case("mlp", local(0), micro(1), Clip(0.5), Step(), ZeroGrad(), local(2), micro(3), dtype="float32")
+    yield place.case("mlp", *accumulated(0, 1), Clip(0.5), Step(), ZeroGrad(), *accumulated(2, 3), dtype="float32")
 
 
 def _several_forwards(place: Place) -> Iterable[Case]:
@@ -58,15 +86,15 @@ def _several_forwards(place: Place) -> Iterable[Case]:
         for model in ("mlp", "deep_nest"):
             first = SeveralForwards((Batch(0), Batch(1)), reverse)
             second = SeveralForwards((Batch(2), Batch(3), Batch(4)), reverse)
-            yield place.case(model, first, Observe(), Step(), ZeroGrad(), micro(5), second, Observe(), Step())
+            yield place.case(model, first, Observe(), Step(), ZeroGrad(), micro_batch(5), second, Observe(), Step())
 
 
 def _stale_weights(place: Place) -> Iterable[Case]:
     # A unit that stays gathered after a local micro-batch must see the step that follows.
     yield place.case(
-        "mlp", local(0), micro(1), Step(), ZeroGrad(), look(2), local(3), micro(4), Step(), ZeroGrad(), look(5)
+        "mlp", *accumulated(0, 1), Step(), ZeroGrad(), forward(2), *accumulated(3, 4), Step(), ZeroGrad(), forward(5)
     )
-    yield place.case("deep_nest", *iterations(1), local(1), look(2, "train"), micro(3), Step(), ZeroGrad(), look(4))
+    yield place.case("deep_nest", *iterations(1), no_sync_batch(1), forward(2, "train"), *iteration(3), forward(4))
 
 
 CHECKS = (

@@ -18,9 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.second_oracle import PairedObservation, review_pair
-from fsdp_testing.implementations import registry, torch_ddp
+from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.implementations.protocol import Precision, Setup
+from fsdp_testing.implementations.torch import ddp as torch_ddp
 from fsdp_testing.pool import Failed
 from fsdp_testing.pool.world import current_world
 from fsdp_testing.programs import models
@@ -28,7 +29,7 @@ from fsdp_testing.programs.execute import RankProgram
 from fsdp_testing.programs.runner import Special
 from fsdp_testing.programs.setup import setup_of
 from fsdp_testing.records import Case, MixedPrecisionSpec, Observe, RankObservation, Step, WrappingPlan, ZeroGrad
-from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Check, Place, iterations, local, micro
+from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Check, Place, accumulated, iterations, micro_batch
 
 _SOURCE = "torch.nn.parallel.DistributedDataParallel on the same ranks"
 
@@ -110,19 +111,19 @@ def _offloaded(place: Place) -> Iterable[Case]:
 
 
 def _offloaded_accumulation(place: Place) -> Iterable[Case]:
-    program = (local(0), micro(1), Observe(), Step(), ZeroGrad(), *iterations(1, first=2))
+    program = (*accumulated(0, 1), Observe(), Step(), ZeroGrad(), *iterations(1, first=2))
     yield replace(place.case("mlp", *program), cpu_offload=True)
 
 
 def _accumulated(place: Place) -> Iterable[Case]:
-    program = (local(0), local(1), micro(2), Observe(), Step(), ZeroGrad(), local(3), micro(4), Step())
+    program = (*accumulated(0, 1, 2), Observe(), Step(), ZeroGrad(), *accumulated(3, 4), Step())
     yield place.case("uneven", *program, optimizer=ADAMW)
 
 
 def _lowered(place: Place) -> Iterable[Case]:
     # One reduction, from equal values: what two low precisions make of a difference in the last bit is bounded by nothing.
     for precision in _PRECISIONS:
-        yield place.case("mlp", micro(0), Observe(), dtype="float32", optimizer=PLAIN_SGD, precision=precision)
+        yield place.case("mlp", micro_batch(0), Observe(), dtype="float32", optimizer=PLAIN_SGD, precision=precision)
 
 
 _PRECISIONS = (

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fsdp_testing.records import Case, Observe
-from fsdp_testing.suites.check import Check, Place, iterations, local, look, micro
+from fsdp_testing.suites.check import Check, Place, accumulated, forward, iterations
 
 _NEEDS = frozenset({"buffers"})
 
 
 def _kept(place: Place) -> Iterable[Case]:
-    yield place.case("buffers", Observe(), *iterations(3), look(9, "eval"))
+    yield place.case("buffers", Observe(), *iterations(3), forward(9, "eval"))
 
 
 def _statistics(place: Place) -> Iterable[Case]:
@@ -20,7 +20,7 @@ def _statistics(place: Place) -> Iterable[Case]:
 
 def _accumulated(place: Place) -> Iterable[Case]:
     for model in ("buffers", "batch_norm"):
-        yield place.case(model, local(0), micro(1), Observe())
+        yield place.case(model, *accumulated(0, 1), Observe())
 
 
 CHECKS = (

@@ -65,7 +65,7 @@ class Place:
         precision: MixedPrecisionSpec | None = None,
         **model_fields: Any,
     ) -> Case:
-        """Returns a case at this place.
+        """Return a case at this place.
 
         Args:
             model: Name of a zoo model.
@@ -88,7 +88,7 @@ class Place:
 
 
 Builder = Callable[[Place], Iterable[Case]]
-Judge = Callable[[CaseRunner, str, Case, Comparison], Judgement]
+Judge = Callable[[CaseRunner, Adapter, Case, Comparison], Judgement]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class Check:
     meshes: Mapping[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
     def places(self, claimed: frozenset[str], world_sizes: Iterable[int], backend: str) -> list[Place]:
-        """Returns where the check runs for an implementation that claims `claimed`."""
+        """Return where the check runs for an implementation that claims `claimed`."""
         strategies = [name for name in self.strategies if STRATEGIES[name] in claimed]
         found: list[Place] = []
         for size in world_sizes:
@@ -131,11 +131,11 @@ class Check:
                 found += [Place(size, strategy, backend, mesh) for mesh in meshes]
         return found
 
-    def judged(self, runner: CaseRunner, name: str, case: Case) -> Judgement:
-        """Returns what `case` says of implementation `name`."""
+    def judged(self, runner: CaseRunner, adapter: Adapter, case: Case) -> Judgement:
+        """Return what `case` shows of an implementation."""
         if self.judge is not None:
-            return self.judge(runner, name, case, self.comparison)
-        return runner.judge(name, case, self.comparison, special=self.special)
+            return self.judge(runner, adapter, case, self.comparison)
+        return runner.judge(adapter.reference, case, self.comparison, special=self.special)
 
     def matches(self, patterns: Iterable[str]) -> bool:
         """Whether the check's name, or its suite, matches one of the patterns (fnmatch)."""
@@ -144,7 +144,7 @@ class Check:
 
 
 def needs_of(case: Case) -> frozenset[str]:
-    """Returns every capability that a case needs, its model's included, but for the wrapping by hand.
+    """Return every capability that a case needs, its model's included, but for the wrapping by hand.
 
     An implementation that knows no units is given none: whole models are its claim.
     """
@@ -152,30 +152,40 @@ def needs_of(case: Case) -> frozenset[str]:
 
 
 def adapt(case: Case, adapter: Adapter) -> Case:
-    """Returns the case as this implementation runs it: fitted, and without inner units if it knows none."""
+    """Return the case as this implementation runs it: fitted, and without inner units if it knows none."""
     if "nested_wrapping" not in adapter.capabilities and case.wrapping.units:
         case = replace(case, wrapping=replace(case.wrapping, units=()))
     return fitted(case, adapter)
 
 
-def micro(seed: int, **batch: Any) -> ForwardBackward:
+def micro_batch(seed: int, **batch: Any) -> ForwardBackward:
     """A micro-batch whose gradients are reduced."""
     return ForwardBackward(Batch(seed, **batch))
 
 
-def local(seed: int, **batch: Any) -> ForwardBackward:
+def no_sync_batch(seed: int, **batch: Any) -> ForwardBackward:
     """A micro-batch inside `no_sync`."""
     return ForwardBackward(Batch(seed, **batch), no_sync=True)
 
 
-def look(seed: int, mode: str = "eval", **batch: Any) -> Forward:
+def micro_batches(*seeds: int) -> tuple[Operation, ...]:
+    """Return micro-batches whose gradients are reduced, each by itself."""
+    return tuple(micro_batch(seed) for seed in seeds)
+
+
+def accumulated(*seeds: int) -> tuple[Operation, ...]:
+    """Return micro-batches inside `no_sync`, and a last one that reduces the sum."""
+    return (*(no_sync_batch(seed) for seed in seeds[:-1]), micro_batch(seeds[-1]))
+
+
+def forward(seed: int, mode: str = "eval", **batch: Any) -> Forward:
     """A forward that no backward follows."""
     return Forward(Batch(seed, **batch), mode)
 
 
 def iteration(seed: int, **batch: Any) -> tuple[Operation, ...]:
     """One training iteration: micro-batch, step, gradients cleared."""
-    return micro(seed, **batch), Step(), ZeroGrad()
+    return micro_batch(seed, **batch), Step(), ZeroGrad()
 
 
 def iterations(count: int, first: int = 0, **batch: Any) -> tuple[Operation, ...]:

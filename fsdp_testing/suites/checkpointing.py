@@ -7,7 +7,17 @@ from dataclasses import replace
 
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.records import Case, MixedPrecisionSpec, Observe, Step, WrappingPlan, ZeroGrad
-from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Builder, Check, Place, iterations, local, look, micro
+from fsdp_testing.suites.check import (
+    ADAMW,
+    PLAIN_SGD,
+    Builder,
+    Check,
+    Place,
+    accumulated,
+    forward,
+    iterations,
+    micro_batch,
+)
 from fsdp_testing.zoo import MODELS
 
 _NEEDS = frozenset({"activation_checkpointing"})
@@ -31,7 +41,7 @@ def _trained(*, reentrant: bool = False, outside: bool = False) -> Builder:
     def build(place: Place) -> Iterable[Case]:
         for model in ("mlp",) if outside else ("mlp", "embedding"):
             wrapping = plan(model, reentrant=reentrant, outside=outside)
-            yield place.case(model, *iterations(2), micro(2), wrapping=wrapping, optimizer=ADAMW)
+            yield place.case(model, *iterations(2), micro_batch(2), wrapping=wrapping, optimizer=ADAMW)
 
     return build
 
@@ -44,7 +54,7 @@ def _nested(place: Place) -> Iterable[Case]:
 
 
 def _accumulated(place: Place) -> Iterable[Case]:
-    program = (local(0), local(1), micro(2), Observe(), Step(), ZeroGrad(), *iterations(1, first=3))
+    program = (*accumulated(0, 1, 2), Observe(), Step(), ZeroGrad(), *iterations(1, first=3))
     for outside in (False, True):
         yield place.case("mlp", *program, wrapping=plan("mlp", outside=outside), optimizer=PLAIN_SGD)
 
@@ -52,12 +62,12 @@ def _accumulated(place: Place) -> Iterable[Case]:
 def _evaluated(place: Place) -> Iterable[Case]:
     wrapping = plan("mlp")
     # A forward without gradients never runs again, and must leave nothing for a later backward.
-    yield place.case("mlp", *iterations(1), look(5, "no_grad"), micro(1), Step(), wrapping=wrapping)
+    yield place.case("mlp", *iterations(1), forward(5, "no_grad"), micro_batch(1), Step(), wrapping=wrapping)
 
 
 def _mixed(place: Place) -> Iterable[Case]:
     precision = MixedPrecisionSpec("bfloat16", "float32")
-    case = place.case("mlp", *iterations(2), micro(2), dtype="float32", optimizer=ADAMW, precision=precision)
+    case = place.case("mlp", *iterations(2), micro_batch(2), dtype="float32", optimizer=ADAMW, precision=precision)
     for outside in (False, True):
         yield replace(case, wrapping=plan("mlp", outside=outside))
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 from fsdp_testing.records import Case, Clip, Observe, Step, ZeroGrad
-from fsdp_testing.suites.check import Builder, Check, Place, iterations, micro
+from fsdp_testing.suites.check import Builder, Check, Place, iterations, micro_batch
 
 _NEEDS = frozenset({"clip_grad_norm"})
 _SOURCE = "torch.nn.utils.clip_grad_norm_"
@@ -16,12 +16,12 @@ def _clipped(norm_type: float, dtype: str = "float32") -> Builder:
     def build(place: Place) -> Iterable[Case]:
         for model in ("mlp", "uneven"):
             program = (
-                micro(0),
+                micro_batch(0),
                 Clip(0.1, norm_type),
                 Observe(),
                 Step(),
                 ZeroGrad(),
-                micro(1),
+                micro_batch(1),
                 Clip(0.5, norm_type),
                 Step(),
             )
@@ -32,30 +32,32 @@ def _clipped(norm_type: float, dtype: str = "float32") -> Builder:
 
 def _not_needed(place: Place) -> Iterable[Case]:
     for norm_type in (1.0, 2.0, math.inf):
-        yield place.case("mlp", micro(0), Clip(1e6, norm_type), Observe(), Step(), dtype="float32")
+        yield place.case("mlp", micro_batch(0), Clip(1e6, norm_type), Observe(), Step(), dtype="float32")
 
 
 def _frozen(place: Place) -> Iterable[Case]:
     for norm_type in (2.0, math.inf):
-        yield place.case("frozen_body", micro(0), Clip(0.1, norm_type), Step(), dtype="float32")
+        yield place.case("frozen_body", micro_batch(0), Clip(0.1, norm_type), Step(), dtype="float32")
 
 
 def _shared(place: Place) -> Iterable[Case]:
-    yield place.case("tied_within", micro(0), Clip(0.1), Observe(), Step(), dtype="float32")
+    yield place.case("tied_within", micro_batch(0), Clip(0.1), Observe(), Step(), dtype="float32")
 
 
 def _repeated(place: Place) -> Iterable[Case]:
-    yield place.case("mlp", *iterations(1), micro(1), Clip(0.5), Clip(0.1), Clip(0.1, 1.0), Step(), dtype="float32")
+    yield place.case(
+        "mlp", *iterations(1), micro_batch(1), Clip(0.5), Clip(0.1), Clip(0.1, 1.0), Step(), dtype="float32"
+    )
 
 
 def _some_ranks_empty(place: Place) -> Iterable[Case]:
     for norm_type in (1.0, 2.0, math.inf):
-        yield place.case("one_element", micro(0), Clip(0.1, norm_type), Observe(), Step(), dtype="float32")
+        yield place.case("one_element", micro_batch(0), Clip(0.1, norm_type), Observe(), Step(), dtype="float32")
 
 
 def _unit_dtypes(place: Place) -> Iterable[Case]:
     for norm_type in (1.0, 2.0, math.inf):
-        yield place.case("two_dtypes", micro(0), Clip(0.1, norm_type), Observe(), Step(), dtype="float32")
+        yield place.case("two_dtypes", micro_batch(0), Clip(0.1, norm_type), Observe(), Step(), dtype="float32")
 
 
 def _no_gradient_on_some_rank(place: Place) -> Iterable[Case]:
@@ -66,14 +68,22 @@ def _no_gradient_on_some_rank(place: Place) -> Iterable[Case]:
     )
     for model, patterns in frozen:
         for norm_type in (2.0, math.inf) if model == "mlp" else (2.0,):
-            program = (micro(0), Clip(0.1, norm_type), Observe(), Step(), ZeroGrad(), *iterations(1, first=1))
+            program = (micro_batch(0), Clip(0.1, norm_type), Observe(), Step(), ZeroGrad(), *iterations(1, first=1))
             yield place.case(model, *program, dtype="float32", freeze=patterns)
 
 
 def _earlier_norms(place: Place) -> Iterable[Case]:
     frozen = ("layers.0.*", "layers.1.*", "layers.2.weight")
     for norm_type in (2.0, math.inf):
-        program = (micro(0), Clip(1e6, math.inf), ZeroGrad(), micro(1), Clip(0.1, norm_type), Observe(), Step())
+        program = (
+            micro_batch(0),
+            Clip(1e6, math.inf),
+            ZeroGrad(),
+            micro_batch(1),
+            Clip(0.1, norm_type),
+            Observe(),
+            Step(),
+        )
         yield place.case("mlp", *program, dtype="float32", freeze=frozen)
 
 

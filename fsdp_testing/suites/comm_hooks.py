@@ -41,7 +41,7 @@ from fsdp_testing.records import (
     Step,
     ZeroGrad,
 )
-from fsdp_testing.suites.check import PLAIN_SGD, Check, Place, iterations, local, micro
+from fsdp_testing.suites.check import PLAIN_SGD, Check, Place, accumulated, iterations, micro_batch
 
 _NEEDS = frozenset({"comm_hook"})
 _LOCKSTEP = Comparison(lockstep=True)
@@ -161,12 +161,12 @@ def _as_reduced_in(wire: str, case: Case) -> Case:
 def _never_stepping(place: Place) -> Iterable[Case]:
     # No step: gradients are a function of the initial values, so the rank's own are known without the other ranks.
     for model in ("uneven", "deep_nest"):
-        yield place.case(model, micro(0), ZeroGrad(), micro(1), Observe(), optimizer=PLAIN_SGD)
+        yield place.case(model, micro_batch(0), ZeroGrad(), micro_batch(1), Observe(), optimizer=PLAIN_SGD)
 
 
 def _accumulating(place: Place) -> Iterable[Case]:
-    yield place.case("mlp", local(0), local(1), micro(2), Observe(), ZeroGrad(), micro(3), optimizer=PLAIN_SGD)
-    yield place.case("deep_nest", local(0), micro(1), Observe(), optimizer=PLAIN_SGD)
+    yield place.case("mlp", *accumulated(0, 1, 2), Observe(), ZeroGrad(), micro_batch(3), optimizer=PLAIN_SGD)
+    yield place.case("deep_nest", *accumulated(0, 1), Observe(), optimizer=PLAIN_SGD)
 
 
 def _trained(place: Place) -> Iterable[Case]:
@@ -174,7 +174,9 @@ def _trained(place: Place) -> Iterable[Case]:
 
 
 def _compressed(place: Place) -> Iterable[Case]:
-    yield place.case("uneven", micro(0), Observe(), Step(), ZeroGrad(), micro(1), dtype="float32", optimizer=PLAIN_SGD)
+    yield place.case(
+        "uneven", micro_batch(0), Observe(), Step(), ZeroGrad(), micro_batch(1), dtype="float32", optimizer=PLAIN_SGD
+    )
 
 
 # ----------------------------------------------------------------------------------------------- in the oracle

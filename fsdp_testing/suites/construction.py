@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.records import Case, Observe, PolicySpec, WrappingPlan
-from fsdp_testing.suites.check import ADAMW, Check, Place, iterations, look, micro
+from fsdp_testing.suites.check import ADAMW, Check, Place, forward, iterations, micro_batch
 
 _WRAP_SOURCE = "https://pytorch.org/docs/stable/fsdp.html"
 
@@ -22,7 +22,7 @@ def _buffers(place: Place) -> Iterable[Case]:
 
 def _first_forward(place: Place) -> Iterable[Case]:
     for model in ("mlp", "deep_nest", "keywords", "bare_root"):
-        yield place.case(model, look(0, "train"), look(1, "no_grad"))
+        yield place.case(model, forward(0, "train"), forward(1, "no_grad"))
 
 
 def _root_only(place: Place) -> Iterable[Case]:
@@ -58,7 +58,7 @@ def _ignored(place: Place) -> Iterable[Case]:
 
 def _ignored_trained(place: Place) -> Iterable[Case]:
     plan = WrappingPlan(units=("layers.1", "layers.2"), ignored=("layers.0",))
-    yield place.case("mlp", micro(0), Observe(), wrapping=plan)
+    yield place.case("mlp", micro_batch(0), Observe(), wrapping=plan)
 
 
 CHECKS = (
@@ -68,13 +68,7 @@ CHECKS = (
         _WRAP_SOURCE,
         _unchanged,
     ),
-    Check(
-        "construction.keeps_buffers",
-        "Wrapping keeps every buffer.",
-        _WRAP_SOURCE,
-        _buffers,
-        frozenset({"buffers"}),
-    ),
+    Check("construction.keeps_buffers", "Wrapping keeps every buffer.", _WRAP_SOURCE, _buffers, frozenset({"buffers"})),
     Check(
         "construction.first_forward",
         "The first forward gives what the unwrapped module gives.",

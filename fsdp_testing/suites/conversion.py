@@ -19,16 +19,8 @@ from fsdp_testing.programs.execute import RankProgram
 from fsdp_testing.programs.observe import snapshot_of
 from fsdp_testing.programs.runner import Special
 from fsdp_testing.programs.setup import setup_of
-from fsdp_testing.records import (
-    BuildOptimizer,
-    Case,
-    ForwardBackward,
-    Move,
-    Observe,
-    RankObservation,
-    Step,
-)
-from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Check, Place, iterations, look, micro
+from fsdp_testing.records import BuildOptimizer, Case, ForwardBackward, Move, Observe, RankObservation, Step
+from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Check, Place, forward, iterations, micro_batch
 
 _COPY = "deepcopy"
 """Label of the observation at which the model is copied."""
@@ -84,7 +76,7 @@ def run_copying(name: str, case: Case, observe_all: bool) -> RankObservation | F
 
 
 def _copied(place: Place) -> Iterable[Case]:
-    after = (micro(1), Observe(), Step())
+    after = (micro_batch(1), Observe(), Step())
     yield place.case("mlp", *iterations(1), Observe(_COPY), *after, optimizer=PLAIN_SGD)
     yield place.case("mlp", Observe(_COPY), *after, optimizer=PLAIN_SGD)
 
@@ -100,7 +92,7 @@ def _cast_buffers(place: Place) -> Iterable[Case]:
 
 
 def _moved(place: Place) -> Iterable[Case]:
-    yield place.case("uneven", Move(), *iterations(1), Move(), *iterations(1, first=1), look(5), optimizer=ADAMW)
+    yield place.case("uneven", Move(), *iterations(1), Move(), *iterations(1, first=1), forward(5), optimizer=ADAMW)
 
 
 CHECKS = (

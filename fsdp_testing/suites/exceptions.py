@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fsdp_testing.records import Batch, Case, Interrupt, Observe, Step, ZeroGrad
-from fsdp_testing.suites.check import ADAMW, Builder, Check, Place, iterations, local, micro
+from fsdp_testing.suites.check import ADAMW, Builder, Check, Place, accumulated, iterations, micro_batch
 
 _NEEDS = frozenset({"exception_recovery"})
 _SOURCE = "what a pass changed is put back on every way out of it"
@@ -31,12 +31,11 @@ def _in_no_sync(place: Place) -> Iterable[Case]:
         program = (
             *iterations(1),
             _raised(9, 1, backward=backward, where="no_sync"),
-            micro(1),
+            micro_batch(1),
             Observe(),
             Step(),
             ZeroGrad(),
-            local(2),
-            micro(3),
+            *accumulated(2, 3),
             Step(),
         )
         yield place.case("mlp", *program)
@@ -44,7 +43,7 @@ def _in_no_sync(place: Place) -> Iterable[Case]:
 
 def _in_summon(place: Place) -> Iterable[Case]:
     yield place.case(
-        "mlp", _raised(9, 0, where="summon"), *iterations(1), _raised(8, 0, where="summon"), micro(1), Step()
+        "mlp", _raised(9, 0, where="summon"), *iterations(1), _raised(8, 0, where="summon"), micro_batch(1), Step()
     )
 
 

@@ -5,43 +5,54 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fsdp_testing.records import Case, Observe, Step, ZeroGrad
-from fsdp_testing.suites.check import Builder, Check, Place, iterations, look, micro
+from fsdp_testing.suites.check import Builder, Check, Place, forward, iterations, micro_batch
 
 _NEEDS = frozenset({"forward_only"})
 
 
 def _everywhere(mode: str) -> Builder:
     def build(place: Place) -> Iterable[Case]:
-        yield place.case("mlp", look(10, mode), *iterations(2), look(11, mode))
+        yield place.case("mlp", forward(10, mode), *iterations(2), forward(11, mode))
         program = (
-            micro(0),
-            look(10, mode),
+            micro_batch(0),
+            forward(10, mode),
             Step(),
-            look(11, mode),
+            forward(11, mode),
             ZeroGrad(),
-            look(12, mode),
+            forward(12, mode),
             *iterations(1, first=1),
         )
         yield place.case("mlp", *program)
         yield place.case("deep_nest", *program)  # its root holds parameters, and roots have rules of their own
-        yield place.case("deep_nest", *iterations(1), look(10, mode), look(11, mode), *iterations(2, first=1))
+        yield place.case("deep_nest", *iterations(1), forward(10, mode), forward(11, mode), *iterations(2, first=1))
 
     return build
 
 
 def _modes_mixed(place: Place) -> Iterable[Case]:
     modes = ("eval", "train", "no_grad", "eval", "train")
-    program = [op for seed, mode in enumerate(modes) for op in (look(20 + seed, mode), *iterations(1, first=seed))]
+    program = [op for seed, mode in enumerate(modes) for op in (forward(20 + seed, mode), *iterations(1, first=seed))]
     yield place.case("mlp", *program)
 
 
 def _keeps_state(place: Place) -> Iterable[Case]:
-    program = (micro(0), Observe(), look(1), look(2, "no_grad"), look(3, "train"), Observe(), Step(), Observe())
+    program = (
+        micro_batch(0),
+        Observe(),
+        forward(1),
+        forward(2, "no_grad"),
+        forward(3, "train"),
+        Observe(),
+        Step(),
+        Observe(),
+    )
     yield place.case("mlp", *program)
 
 
 def _batch_norm(place: Place) -> Iterable[Case]:
-    yield place.case("batch_norm", *iterations(2), look(10), look(11, "no_grad"), *iterations(1, first=2), look(12))
+    yield place.case(
+        "batch_norm", *iterations(2), forward(10), forward(11, "no_grad"), *iterations(1, first=2), forward(12)
+    )
 
 
 CHECKS = (

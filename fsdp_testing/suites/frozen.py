@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.records import Case, Freeze, Observe, Step, Thaw, ZeroGrad
-from fsdp_testing.suites.check import ADAMW, Check, Place, iterations, local, look, micro
+from fsdp_testing.suites.check import ADAMW, Check, Place, accumulated, forward, iterations, micro_batches
 
 _FROZEN = frozenset({"frozen_parameters"})
 _THAWED = _FROZEN | {"thawed_parameters"}
@@ -19,7 +19,7 @@ def _body(place: Place) -> Iterable[Case]:
 
 
 def _schedule(place: Place) -> Iterable[Case]:
-    yield place.case("frozen_body", local(0), micro(1), Step(), ZeroGrad(), look(2), *iterations(1, first=3))
+    yield place.case("frozen_body", *accumulated(0, 1), Step(), ZeroGrad(), forward(2), *iterations(1, first=3))
 
 
 def _stem(place: Place) -> Iterable[Case]:
@@ -29,7 +29,7 @@ def _stem(place: Place) -> Iterable[Case]:
 
 def _in_unit(place: Place) -> Iterable[Case]:
     yield place.case("frozen_bias", *iterations(3), optimizer=ADAMW)
-    yield place.case("frozen_bias", micro(0), micro(1), Observe(), Step())
+    yield place.case("frozen_bias", *micro_batches(0, 1), Observe(), Step())
 
 
 def _all(place: Place) -> Iterable[Case]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fsdp_testing.records import Case, Clip, Observe, Step, ZeroGrad
-from fsdp_testing.suites.check import ADAMW, HYBRID, Check, Place, iterations, local, micro
+from fsdp_testing.suites.check import ADAMW, HYBRID, Check, Place, accumulated, iterations, micro_batch, micro_batches
 
 _NEEDS = frozenset({"hybrid"})
 _EVEN = {4: ((2, 2),), 2: ()}
@@ -19,12 +19,12 @@ def _trained(place: Place) -> Iterable[Case]:
 
 def _schedule(place: Place) -> Iterable[Case]:
     yield place.case(
-        "mlp", local(0), micro(1), Observe(), Clip(0.1), Step(), ZeroGrad(), micro(2), micro(3), dtype="float32"
+        "mlp", *accumulated(0, 1), Observe(), Clip(0.1), Step(), ZeroGrad(), *micro_batches(2, 3), dtype="float32"
     )
 
 
 def _gradients(place: Place) -> Iterable[Case]:
-    yield place.case("mlp", micro(0), Observe(), Step())
+    yield place.case("mlp", micro_batch(0), Observe(), Step())
 
 
 CHECKS = (

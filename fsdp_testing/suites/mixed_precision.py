@@ -10,7 +10,18 @@ from collections.abc import Iterable
 
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.records import Case, MixedPrecisionSpec, Observe, Step, Thaw, ZeroGrad
-from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Builder, Check, Place, iterations, local, look, micro
+from fsdp_testing.suites.check import (
+    ADAMW,
+    PLAIN_SGD,
+    Builder,
+    Check,
+    Place,
+    accumulated,
+    forward,
+    iterations,
+    micro_batch,
+    micro_batches,
+)
 
 _LOCKSTEP = Comparison(lockstep=True)
 _SOURCE = "pytorch PR 90660, 90657"
@@ -19,19 +30,21 @@ _SOURCE = "pytorch PR 90660, 90657"
 def _trained(precision: MixedPrecisionSpec, *models: str) -> Builder:
     def build(place: Place) -> Iterable[Case]:
         for model in models or ("mlp", "uneven"):
-            yield place.case(model, *iterations(2), micro(2), dtype="float32", optimizer=ADAMW, precision=precision)
+            yield place.case(
+                model, *iterations(2), micro_batch(2), dtype="float32", optimizer=ADAMW, precision=precision
+            )
 
     return build
 
 
 def _accumulated(place: Place) -> Iterable[Case]:
     for precision in (MixedPrecisionSpec("bfloat16", "float32"), MixedPrecisionSpec("bfloat16")):
-        program = (local(0), micro(1), Observe(), Step(), ZeroGrad(), micro(2), micro(3))
+        program = (*accumulated(0, 1), Observe(), Step(), ZeroGrad(), *micro_batches(2, 3))
         yield place.case("mlp", *program, dtype="float32", optimizer=PLAIN_SGD, precision=precision)
 
 
 def _evaluated(place: Place) -> Iterable[Case]:
-    program = (*iterations(1), look(5, "eval"), look(6, "no_grad"), *iterations(1, first=1), look(7, "eval"))
+    program = (*iterations(1), forward(5, "eval"), forward(6, "no_grad"), *iterations(1, first=1), forward(7, "eval"))
     yield place.case("mlp", *program, dtype="float32", precision=MixedPrecisionSpec("bfloat16"))
 
 
@@ -43,7 +56,7 @@ def _buffers(place: Place) -> Iterable[Case]:
 
 def _thawed(place: Place) -> Iterable[Case]:
     for precision in (MixedPrecisionSpec("bfloat16", "float32"), MixedPrecisionSpec("bfloat16")):
-        program = (*iterations(1), Thaw(("layers.1.*",)), Observe(), *iterations(2, first=1), micro(3))
+        program = (*iterations(1), Thaw(("layers.1.*",)), Observe(), *iterations(2, first=1), micro_batch(3))
         yield place.case("mlp", *program, dtype="float32", precision=precision, freeze=("layers.1.*",))
 
 

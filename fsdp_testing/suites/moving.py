@@ -47,9 +47,9 @@ class SavingObservation(RankObservation):
 
 
 def judge_moved(
-    runner: CaseRunner, name: str, case: Case, comparison: Comparison, *, optimizer: bool = True
+    runner: CaseRunner, adapter: Adapter, case: Case, comparison: Comparison, *, optimizer: bool = True
 ) -> Judgement:
-    """Judges the case on N ranks, then on N+1 from what those saved, then on N from what these saved."""
+    """Judge the case on N ranks, then on N+1 from what those saved, then on N from what these saved."""
     size = case.world.size
     cases: list[Case] = []
     saved: Saved | None = None
@@ -59,7 +59,7 @@ def judge_moved(
         world = replace(case.world, size=ranks)
         cases.append(replace(case, world=world, program=_other_batches(case, 10 * place)))
         special = Special(run_and_save, (saved, optimizer), expect_moved, (tuple(cases[:-1]), optimizer))
-        judgements.append(runner.judge(name, cases[-1], comparison, special=special))
+        judgements.append(runner.judge(adapter.reference, cases[-1], comparison, special=special))
         observed = judgements[-1].ranks
         saved = next((rank.saved for rank in observed if isinstance(rank, SavingObservation) and rank.saved), None)
         if judgements[-1].finding is not None or saved is None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from fsdp_testing.records import Case, Clip, Observe, Step, ZeroGrad
-from fsdp_testing.suites.check import ADAMW, Check, Place, iterations, local, micro
+from fsdp_testing.suites.check import ADAMW, Check, Place, accumulated, iterations, micro_batch, micro_batches
 
 _NEEDS = frozenset({"cpu_offload"})
 
@@ -21,15 +21,15 @@ def _trained(place: Place) -> Iterable[Case]:
 
 
 def _accumulated(place: Place) -> Iterable[Case]:
-    yield _offloaded(place.case("mlp", local(0), micro(1), Observe(), Step(), ZeroGrad(), *iterations(1, first=2)))
+    yield _offloaded(place.case("mlp", *accumulated(0, 1), Observe(), Step(), ZeroGrad(), *iterations(1, first=2)))
 
 
 def _reduced(place: Place) -> Iterable[Case]:
-    yield _offloaded(place.case("mlp", micro(0), micro(1), Observe(), Step()))
+    yield _offloaded(place.case("mlp", *micro_batches(0, 1), Observe(), Step()))
 
 
 def _clipped(place: Place) -> Iterable[Case]:
-    yield _offloaded(place.case("mlp", micro(0), Clip(0.1), Observe(), Step(), dtype="float32"))
+    yield _offloaded(place.case("mlp", micro_batch(0), Clip(0.1), Observe(), Step(), dtype="float32"))
 
 
 CHECKS = (

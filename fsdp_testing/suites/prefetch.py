@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.records import Case, Observe, Step, WrappingPlan, ZeroGrad
-from fsdp_testing.suites.check import PLAIN_SGD, Check, Place, iterations, local, look, micro
+from fsdp_testing.suites.check import PLAIN_SGD, Check, Place, accumulated, forward, iteration, iterations, micro_batch
 from fsdp_testing.zoo import MODELS
 
 _NEEDS = frozenset({"prefetch"})
@@ -17,22 +17,18 @@ def _plan(model: str, backward: str, *, forward: bool) -> WrappingPlan:
 
 
 def _every_kind(place: Place) -> Iterable[Case]:
-    for backward, forward in (("pre", True), ("post", False), ("none", False)):
-        yield place.case("mlp", *iterations(2), wrapping=_plan("mlp", backward, forward=forward))
+    for backward, ahead in (("pre", True), ("post", False), ("none", False)):
+        yield place.case("mlp", *iterations(2), wrapping=_plan("mlp", backward, forward=ahead))
 
 
 def _order_changes(place: Place) -> Iterable[Case]:
     # What was prefetched by the order of the last iteration may not be wanted in this one.
     none, all_of_it = ((False, False, False),), ((True, True, True),)
     program = (
-        micro(0, usage=all_of_it),
-        Step(),
-        ZeroGrad(),
-        micro(1, usage=none),
-        Step(),
-        ZeroGrad(),
-        look(2, "no_grad", usage=none),
-        micro(3, usage=all_of_it),
+        *iteration(0, usage=all_of_it),
+        *iteration(1, usage=none),
+        forward(2, "no_grad", usage=none),
+        micro_batch(3, usage=all_of_it),
         Observe(),
         Step(),
     )
@@ -40,7 +36,7 @@ def _order_changes(place: Place) -> Iterable[Case]:
 
 
 def _accumulated(place: Place) -> Iterable[Case]:
-    program = (local(0), local(1), micro(2), Step(), ZeroGrad(), *iterations(1, first=3))
+    program = (*accumulated(0, 1, 2), Step(), ZeroGrad(), *iterations(1, first=3))
     yield place.case("deep_nest", *program, wrapping=_plan("deep_nest", "post", forward=True))
 
 

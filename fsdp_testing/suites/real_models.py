@@ -6,7 +6,17 @@ from collections.abc import Iterable
 
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.records import Case, Clip, MixedPrecisionSpec, Step, ZeroGrad
-from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Builder, Check, Place, iterations, local, look, micro
+from fsdp_testing.suites.check import (
+    ADAMW,
+    PLAIN_SGD,
+    Builder,
+    Check,
+    Place,
+    accumulated,
+    forward,
+    iterations,
+    micro_batches,
+)
 
 _GPT = frozenset({"shared_parameters"})
 
@@ -20,8 +30,8 @@ def _trained(model: str) -> Builder:
 
 def _schedule(model: str) -> Builder:
     def build(place: Place) -> Iterable[Case]:
-        first = (local(0), micro(1), Clip(0.5), Step(), ZeroGrad(), look(2, "no_grad"))
-        last = (micro(3), micro(4), Clip(0.5, 1.0), Step(), ZeroGrad(), look(5))
+        first = (*accumulated(0, 1), Clip(0.5), Step(), ZeroGrad(), forward(2, "no_grad"))
+        last = (*micro_batches(3, 4), Clip(0.5, 1.0), Step(), ZeroGrad(), forward(5))
         yield place.case(model, *first, *last, dtype="float32")
 
     return build

@@ -24,20 +24,23 @@ class Where:
     backend: str = "gloo"
 
 
-def judge_check(runner: CaseRunner, name: str, adapter: Adapter, check: Check, where: Where) -> CheckResult:
-    """Judges one check on one implementation.
+def judge_check(
+    runner: CaseRunner, adapter: Adapter, check: Check, where: Where, *, stop_at_first: bool = False
+) -> CheckResult:
+    """Judge one check on one implementation.
 
     Args:
         runner: Runs the cases.
-        name: How ranks find the implementation: registered name or import string.
-        adapter: The implementation, for its claims.
+        adapter: The implementation, loaded by its name, which is how ranks find it and what results call it.
         check: The check.
         where: World sizes and backend.
+        stop_at_first: Run no further case once one has refuted the claim.
 
     Returns:
         The result; a check that crashes is `UNKNOWN` with its traceback, never an exception.
     """
     start = time.perf_counter()
+    name = adapter.reference
     missing = sorted(check.needs - adapter.capabilities)
     if missing:
         return _result(name, check, Verdict.NOT_CLAIMED, f"does not claim {', '.join(missing)}", start)
@@ -45,7 +48,7 @@ def judge_check(runner: CaseRunner, name: str, adapter: Adapter, check: Check, w
         return _result(name, check, Verdict.NOT_CLAIMED, _NO_GRADIENTS, start)
     try:
         cases, skipped = _cases(adapter, check, where)
-        judgements = _judge_all(runner, name, cases, check)
+        judgements = _judge_all(runner, adapter, cases, check, stop_at_first)
     except Exception:  # noqa: BLE001 - a check's own mistake says nothing about the implementation
         return _result(name, check, Verdict.UNKNOWN, f"the check itself crashed\n{traceback.format_exc()}", start)
     if not judgements:
@@ -53,13 +56,15 @@ def judge_check(runner: CaseRunner, name: str, adapter: Adapter, check: Check, w
     return replace(_merged(name, check, judgements, start), not_run=_not_run(cases, judgements, skipped))
 
 
-def _judge_all(runner: CaseRunner, name: str, cases: Sequence[Case], check: Check) -> list[Judgement]:
-    """Judges the cases in order, up to the first that hangs: the claim is refuted then, and each hang costs a deadline."""
+def _judge_all(
+    runner: CaseRunner, adapter: Adapter, cases: Sequence[Case], check: Check, stop_at_first: bool
+) -> list[Judgement]:
+    """Judge the cases in order, up to the first that hangs: the claim is refuted then, and each hang costs a deadline."""
     judgements: list[Judgement] = []
     for case in cases:
-        judgements.append(check.judged(runner, name, case))
+        judgements.append(check.judged(runner, adapter, case))
         finding = judgements[-1].finding
-        if finding is not None and finding.kind == "hung":
+        if finding is not None and (stop_at_first or finding.kind == "hung"):
             break
     return judgements
 
@@ -82,7 +87,11 @@ def _not_run(cases: Sequence[Case], judgements: Sequence[Judgement], skipped: Ma
     """How many cases were not run, by reason."""
     reasons = {f"does not claim {tags}": count for tags, count in skipped.items()}
     left = len(cases) - len(judgements)
-    return reasons | ({"an earlier case of the check hung": left} if left else {})
+    if not left:
+        return reasons
+    last = judgements[-1].finding
+    hung = last is not None and last.kind == "hung"
+    return reasons | {f"an earlier case of the check {'hung' if hung else 'failed'}": left}
 
 
 def _nothing_to_run(adapter: Adapter, check: Check, where: Where, skipped: Iterable[str]) -> str:
@@ -102,17 +111,7 @@ def _merged(name: str, check: Check, judgements: Sequence[Judgement], start: flo
     verdict = merge(outcome.verdict for outcome in outcomes)
     errors = [outcome.error for outcome in outcomes if outcome.error]
     explanation = findings[0].explanation if findings else (errors[0] if errors else "")
-    return CheckResult(
-        implementation=name,
-        check=check.name,
-        meaning=check.meaning,
-        capabilities=tuple(sorted(check.needs)),
-        verdict=verdict,
-        explanation=explanation,
-        findings=findings,
-        cases=outcomes,
-        seconds=time.perf_counter() - start,
-    )
+    return replace(_result(name, check, verdict, explanation, start), findings=findings, cases=outcomes)
 
 
 def _result(name: str, check: Check, verdict: Verdict, explanation: str, start: float) -> CheckResult:

@@ -10,7 +10,17 @@ from collections.abc import Iterable
 from functools import partial
 
 from fsdp_testing.records import Case, Observe, OptimizerSpec, Reload, SetLr, Step
-from fsdp_testing.suites.check import ADAMW, MOMENTUM, PLAIN_SGD, Builder, Check, Place, iterations, look, micro
+from fsdp_testing.suites.check import (
+    ADAMW,
+    MOMENTUM,
+    PLAIN_SGD,
+    Builder,
+    Check,
+    Place,
+    forward,
+    iterations,
+    micro_batch,
+)
 from fsdp_testing.suites.moving import judge_moved
 
 _FULL = frozenset({"full_state_dict"})
@@ -75,7 +85,7 @@ def _before_first_step(place: Place) -> Iterable[Case]:
 
 
 def _twice(place: Place) -> Iterable[Case]:
-    program = (*iterations(1), Reload(), *iterations(1, first=1), Reload(), micro(2), Step(), look(3))
+    program = (*iterations(1), Reload(), *iterations(1, first=1), Reload(), micro_batch(2), Step(), forward(3))
     yield place.case("mlp", *program, optimizer=ADAMW)
 
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fsdp_testing.records import Case, Observe, Step, ZeroGrad
-from fsdp_testing.suites.check import ADAMW, Builder, Check, Place, iterations, local, micro
+from fsdp_testing.suites.check import ADAMW, Builder, Check, Place, accumulated, iterations, micro_batch
 
 
 def _trained(model: str) -> Builder:
     def build(place: Place) -> Iterable[Case]:
         yield place.case(model, *iterations(3), optimizer=ADAMW)
-        yield place.case(model, micro(0), Observe(), Step(), ZeroGrad(False), micro(1), Step())
+        yield place.case(model, micro_batch(0), Observe(), Step(), ZeroGrad(False), micro_batch(1), Step())
 
     return build
 
 
 def _accumulated(place: Place) -> Iterable[Case]:
     for model in ("tied_within", "called_twice"):
-        yield place.case(model, local(0), local(1), micro(2), Observe(), Step())
+        yield place.case(model, *accumulated(0, 1, 2), Observe(), Step())
 
 
 CHECKS = (

@@ -5,26 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fsdp_testing.records import Case, Clip, Observe, Step, WrappingPlan, ZeroGrad
-from fsdp_testing.suites.check import ADAMW, Builder, Check, Place, iterations, local, micro
+from fsdp_testing.suites.check import ADAMW, Builder, Check, Place, accumulated, iterations, micro_batch
 
 
 def _trained(*models: str) -> Builder:
     def build(place: Place) -> Iterable[Case]:
         for model in models:
             yield place.case(model, *iterations(3), optimizer=ADAMW)
-            yield place.case(model, micro(0), Observe(), Step(), ZeroGrad(False), micro(1), Observe())
+            yield place.case(model, micro_batch(0), Observe(), Step(), ZeroGrad(False), micro_batch(1), Observe())
 
     return build
 
 
 def _clipped_and_accumulated(place: Place) -> Iterable[Case]:
     for model in ("uneven", "one_element"):
-        yield place.case(model, local(0), micro(1), Clip(0.1), Step(), dtype="float32")
+        yield place.case(model, *accumulated(0, 1), Clip(0.1), Step(), dtype="float32")
 
 
 def _two_dtypes(place: Place) -> Iterable[Case]:
     for wrapping in (None, WrappingPlan()):
-        yield place.case("two_dtypes", *iterations(2), micro(2), Observe(), Step(), wrapping=wrapping)
+        yield place.case("two_dtypes", *iterations(2), micro_batch(2), Observe(), Step(), wrapping=wrapping)
 
 
 CHECKS = (

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from fsdp_testing.records import Batch, Case, EditFullParameters, Observe, Step, ZeroGrad
 from fsdp_testing.records.operations_state import AssignData, ReplaceParameters
-from fsdp_testing.suites.check import ADAMW, Check, Place, iterations, look, micro
+from fsdp_testing.suites.check import ADAMW, Check, Place, forward, iterations, micro_batch
 
 _NEEDS = frozenset({"summon_writeback"})
 _SOURCE = "torch.distributed.fsdp.FullyShardedDataParallel.summon_full_params"
@@ -22,7 +22,7 @@ def _written(place: Place) -> Iterable[Case]:
             *iterations(1),
             _edit(),
             Observe(),
-            look(9),
+            forward(9),
             *iterations(1, first=1),
             _edit(("*.weight",)),
             Observe(),
@@ -31,11 +31,11 @@ def _written(place: Place) -> Iterable[Case]:
 
 
 def _before_first(place: Place) -> Iterable[Case]:
-    yield place.case("mlp", _edit(), look(9), *iterations(2))
+    yield place.case("mlp", _edit(), forward(9), *iterations(2))
 
 
 def _between(place: Place) -> Iterable[Case]:
-    yield place.case("mlp", micro(0), _edit(), Observe(), Step(), ZeroGrad(), *iterations(1, first=1))
+    yield place.case("mlp", micro_batch(0), _edit(), Observe(), Step(), ZeroGrad(), *iterations(1, first=1))
 
 
 def _read_only(place: Place) -> Iterable[Case]:
@@ -44,7 +44,15 @@ def _read_only(place: Place) -> Iterable[Case]:
 
 def _discarded(place: Place) -> Iterable[Case]:
     for model in ("mlp", "uneven"):
-        program = (*iterations(1), _edit(writeback=False), Observe(), look(9), micro(1), _edit(writeback=False), Step())
+        program = (
+            *iterations(1),
+            _edit(writeback=False),
+            Observe(),
+            forward(9),
+            micro_batch(1),
+            _edit(writeback=False),
+            Step(),
+        )
         yield place.case(model, *program, optimizer=ADAMW)
 
 
@@ -52,9 +60,11 @@ def _assigned(place: Place) -> Iterable[Case]:
     def assign(seed: int) -> AssignData:
         return AssignData(("layers.0.*", "layers.2.weight"), 0.5, Batch(seed))
 
-    program = (assign(8), Observe(), *iterations(1), assign(9), look(10), *iterations(1, first=1), Observe())
+    program = (assign(8), Observe(), *iterations(1), assign(9), forward(10), *iterations(1, first=1), Observe())
     yield place.case("mlp", *program, optimizer=ADAMW)
-    yield place.case("mlp", *iterations(1), micro(1), look(7, "no_grad"), assign(8), Observe(), Step(), look(9))
+    yield place.case(
+        "mlp", *iterations(1), micro_batch(1), forward(7, "no_grad"), assign(8), Observe(), Step(), forward(9)
+    )
 
 
 def _replaced(place: Place) -> Iterable[Case]:
@@ -62,9 +72,9 @@ def _replaced(place: Place) -> Iterable[Case]:
     for model in ("mlp", "uneven"):
         program = (
             some,
-            look(8),
+            forward(8),
             *iterations(1),
-            micro(1),
+            micro_batch(1),
             other,
             Observe(),
             Step(),

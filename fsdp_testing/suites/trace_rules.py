@@ -13,7 +13,7 @@ from fsdp_testing.programs import jobs
 from fsdp_testing.programs.models import build_model
 from fsdp_testing.programs.runner import Special
 from fsdp_testing.records import Case, Finding, RankObservation, Step, WrappingPlan
-from fsdp_testing.suites.check import FLAT, Check, Place, iterations, local, look, micro
+from fsdp_testing.suites.check import FLAT, Check, Place, accumulated, forward, iterations
 from fsdp_testing.suites.checkpointing import plan
 from fsdp_testing.trace.job import trace_case
 
@@ -57,7 +57,7 @@ def _side_by_side(place: Place) -> Iterable[Case]:
 
 
 def _scheduled(place: Place) -> Iterable[Case]:
-    yield place.case("deep_nest", local(0), micro(1), Step(), look(2, "no_grad"), local(3), micro(4))
+    yield place.case("deep_nest", *accumulated(0, 1), Step(), forward(2, "no_grad"), *accumulated(3, 4))
 
 
 def _single_units(place: Place) -> Iterable[Case]:
@@ -66,7 +66,7 @@ def _single_units(place: Place) -> Iterable[Case]:
 
 
 def _accumulated(place: Place) -> Iterable[Case]:
-    yield place.case("mlp", local(0), local(1), micro(2), Step())
+    yield place.case("mlp", *accumulated(0, 1, 2), Step())
 
 
 def _recomputed(place: Place) -> Iterable[Case]:

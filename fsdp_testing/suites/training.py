@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fsdp_testing.checkers.comparison import Comparison
-from fsdp_testing.records import BuildOptimizer, Case, ForwardBackward, Observe, OptimizerSpec, SetLr, Step, ZeroGrad
-from fsdp_testing.suites.check import ADAMW, MOMENTUM, PLAIN_SGD, Check, Place, iterations, micro
+from fsdp_testing.records import BuildOptimizer, Case, Observe, OptimizerSpec, SetLr, Step, ZeroGrad
+from fsdp_testing.suites.check import ADAMW, MOMENTUM, PLAIN_SGD, Check, Place, iterations, micro_batch, micro_batches
 
 _PAPER = "PyTorch FSDP, VLDB 2023, section 3.2"
 
@@ -25,13 +25,13 @@ def _adamw(place: Place) -> Iterable[Case]:
 
 def _gradients(place: Place) -> Iterable[Case]:
     for model in ("mlp", "deep_nest", "uneven"):
-        yield place.case(model, micro(0), Observe("gradients"), Step(), ZeroGrad(), micro(1))
+        yield place.case(model, micro_batch(0), Observe("gradients"), Step(), ZeroGrad(), micro_batch(1))
 
 
 def _bitwise(place: Place) -> Iterable[Case]:
     for dtype in ("float64", "float32"):
         for model in ("mlp", "uneven"):
-            yield place.case(model, *iterations(2), micro(9), optimizer=ADAMW, dtype=dtype)
+            yield place.case(model, *iterations(2), micro_batch(9), optimizer=ADAMW, dtype=dtype)
 
 
 def _lr(place: Place) -> Iterable[Case]:
@@ -40,8 +40,8 @@ def _lr(place: Place) -> Iterable[Case]:
 
 
 def _late(place: Place) -> Iterable[Case]:
-    yield place.case("mlp", micro(0), ZeroGrad(), BuildOptimizer(), *iterations(2, first=1), optimizer=ADAMW)
-    yield place.case("mlp", micro(0), BuildOptimizer(), Step(), ZeroGrad(), *iterations(1, first=1))
+    yield place.case("mlp", micro_batch(0), ZeroGrad(), BuildOptimizer(), *iterations(2, first=1), optimizer=ADAMW)
+    yield place.case("mlp", micro_batch(0), BuildOptimizer(), Step(), ZeroGrad(), *iterations(1, first=1))
     yield place.case("mlp", BuildOptimizer(), *iterations(2), BuildOptimizer(), *iterations(2, first=2))
 
 
@@ -66,8 +66,7 @@ def _float32(place: Place) -> Iterable[Case]:
 
 
 def _repeated_backward(place: Place) -> Iterable[Case]:
-    batches = [ForwardBackward(op.batch) for op in (micro(0), micro(0))]
-    yield place.case("mlp", *batches, Step(), optimizer=PLAIN_SGD)
+    yield place.case("mlp", *micro_batches(0, 0), Step(), optimizer=PLAIN_SGD)
 
 
 CHECKS = (

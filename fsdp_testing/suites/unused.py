@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.records import Case, Observe, Step, ZeroGrad
-from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Check, Place, iteration, iterations, local, micro
+from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Check, Place, iteration, iterations, micro_batch, no_sync_batch
 
 _NEEDS = frozenset({"unused_parameters"})
 _DIFFER = _NEEDS | {"unused_parameters_differ"}
@@ -33,15 +33,15 @@ def _sometimes(place: Place) -> Iterable[Case]:
 
 def _in_accumulation(place: Place) -> Iterable[Case]:
     program = (
-        local(0, usage=(_ALL,)),
-        local(1, usage=(_FIRST,)),
-        micro(2, usage=(_NONE,)),
+        no_sync_batch(0, usage=(_ALL,)),
+        no_sync_batch(1, usage=(_FIRST,)),
+        micro_batch(2, usage=(_NONE,)),
         Observe(),
         Step(),
         ZeroGrad(),
     )
     yield place.case("conditional", *program, *iteration(3, usage=(_ALL,)), optimizer=PLAIN_SGD)
-    first = (local(0, usage=((True, False),)), micro(1, usage=((False, True),)))
+    first = (no_sync_batch(0, usage=((True, False),)), micro_batch(1, usage=((False, True),)))
     yield place.case(
         "partly_used", *first, Step(), ZeroGrad(False), *iteration(2, usage=((False, False),)), optimizer=PLAIN_SGD
     )

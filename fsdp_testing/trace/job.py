@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_testing.implementations import naming, registry
+from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
+from fsdp_testing.implementations.shared import naming
 from fsdp_testing.ledger import interception
 from fsdp_testing.pool import Failed
 from fsdp_testing.pool.world import current_world

@@ -103,7 +103,7 @@ def test_each_reserved_import_can_be_broken(path: str, source: str) -> None:
     ("path", "source"),
     [
         ("fsdp_testing/pytest_plugin/x.py", "import pytest"),
-        ("fsdp_testing/implementations/x.py", "import fsdp_ref"),
+        ("fsdp_testing/implementations/ref/x.py", "import fsdp_ref"),
         ("fsdp_ref/comm/x.py", "import torch.distributed as dist"),
         ("fsdp_testing/implementations/x.py", "import torch.distributed.fsdp"),
     ],

@@ -51,15 +51,16 @@ def unbroken_of(check: str) -> set[str]:
 WITHOUT = [(check, name) for check in sorted({f.caught_by for f in FAULTS.values()}) for name in unbroken_of(check)]
 
 
-def judged(name: str, check: str) -> CheckResult:
+def judged(name: str, check: str, *, stop_at_first: bool = False) -> CheckResult:
     """The check's result on two ranks, or on four where groups of ranks are the matter."""
-    return run_check(name, check, world_sizes=(4,) if check.startswith("hybrid.") else (2,))
+    sizes = (4,) if check.startswith("hybrid.") else (2,)
+    return run_check(name, check, world_sizes=sizes, stop_at_first=stop_at_first)
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_caught_by_its_check(name):
     fault = FAULTS[name]
-    result = judged(name, fault.caught_by)
+    result = judged(name, fault.caught_by, stop_at_first=True)
     assert result.verdict is Verdict.FAIL, f"{fault.story} {result.explanation}"
     assert result.findings
     for finding in result.findings:

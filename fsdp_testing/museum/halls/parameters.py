@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_ref.access import full_state
-from fsdp_ref.build import plan
-from fsdp_ref.handle import flat_handle
+from fsdp_ref.build import plan, resolve
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.originals import Originals
 from fsdp_testing.museum.exhibit import Exhibit
@@ -92,7 +91,7 @@ EXHIBITS = (
         story="A learnt temperature or loss scale of shape () ended construction; the message asks users to change the "
         "model.",
         source="torch.distributed.fsdp, _flat_param.py",
-        plant=planting((flat_handle, "check_params", instead(_no_scalars))),
+        plant=planting((resolve, "check_params", instead(_no_scalars))),
         checks=("sizes.zero_dim",),
         silent=False,
     ),

@@ -62,7 +62,7 @@ def test_gradients_average_over_shards_and_replicas(lab, path, strategy, by):
     if by == "mesh":
         with mesh_of(2, 2) as mesh:
             model = lab.parity(path=path, policy={lab.Block}, sharding_strategy=strategy, device_mesh=mesh)
-            groups = lab.units(model)[0].groups
+            groups = lab.units(model)[0].config.groups
             assert dist.get_process_group_ranks(groups.shard) == ([0, 1] if lab.world.rank < 2 else [2, 3])
             assert dist.get_process_group_ranks(groups.replicate) == [lab.world.rank % 2, lab.world.rank % 2 + 2]
     else:
@@ -119,7 +119,7 @@ def test_what_hybrid_needs_and_refuses(lab, path):
 def test_with_a_policy_groups_are_made_once_and_shared(lab, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     model = lab.parity(policy={lab.Block}, sharding_strategy=S.HYBRID_SHARD)
-    groups = {(unit.groups.shard, unit.groups.replicate) for unit in lab.units(model)}
+    groups = {(unit.config.groups.shard, unit.config.groups.replicate) for unit in lab.units(model)}
     assert len(groups) == 1
     ((shard, replicate),) = groups
     assert (shard.size(), replicate.size()) == (2, 2)

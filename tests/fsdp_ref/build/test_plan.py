@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from fsdp_ref.build.ignored import Ignored, resolve_ignored
 from fsdp_ref.build.plan import check_frozen, make_plan
 from fsdp_ref.build.targets import Targets, choose_targets
 from fsdp_ref.errors import FsdpValueError
+from fsdp_ref.storage.views import mark_flattened
 from fsdp_ref.wrap import ModuleWrapPolicy
 
 
@@ -45,7 +47,6 @@ def test_units_are_listed_depth_first_and_made_in_reverse():
     root = Node(s1=Node(), s2=Node(ss=Node()))
     plan = plan_for(root, root.s2.ss, root.s1, root.s2)
     assert [unit.fqn for unit in plan.units] == ["", "s1", "s2", "s2.ss"]
-    assert [unit.fqn for unit in plan.init_order()] == ["s2.ss", "s2", "s1", ""]
     assert plan.root.options == {"who": "root"}
     assert plan.units[1].options == {"who": "nested"}
 
@@ -125,18 +126,19 @@ def test_a_module_that_occurs_twice_gives_one_site_with_two_names():
 def test_a_tie_with_a_unit_made_before_is_refused_by_name():
     root = Node(a=lin(), b=lin(), c=lin())
     root.b.weight = root.c.weight = root.a.weight
-    held = root.a.weight
-    set_unit(root.a, object())
+    mark_flattened(root.a.weight)
+    set_unit(root.a, SimpleNamespace(handle=None))
     with pytest.raises(FsdpValueError, match=r"b\.weight \(for the root unit, .*\), c\.weight \(for"):
-        plan_for(root, is_managed=lambda param: param is held)
+        plan_for(root)
 
 
 @pytest.mark.covers("COMP-07", "B011", "IGN-04")
 def test_units_made_before_keep_their_parameters():
     root = Node(a=Node(b=lin()), c=lin())
     set_unit(root.a, object())
-    taken = set(root.a.parameters())
-    plan = plan_for(root, is_managed=lambda param: param in taken)
+    for param in root.a.parameters():
+        mark_flattened(param)
+    plan = plan_for(root)
     assert owners(plan) == {"": ["w", "c.weight"]}
     assert root.a not in plan.root.modules
 
@@ -145,8 +147,9 @@ def test_units_made_before_keep_their_parameters():
 def test_a_unit_around_a_unit_holds_nothing():
     root = Node(a=lin())
     set_unit(root, object())
-    taken = set(root.parameters())
-    assert owners(plan_for(root, is_managed=lambda param: param in taken)) == {"": []}
+    for param in root.parameters():
+        mark_flattened(param)
+    assert owners(plan_for(root)) == {"": []}
 
 
 @pytest.mark.covers("REP-01", "TRAV-03", "B010")

@@ -10,8 +10,8 @@ from torch import nn
 
 from fsdp_ref import wrap as W
 from fsdp_ref.build.ignored import Ignored
-from fsdp_ref.build.targets import choose_targets, is_policy_object
-from fsdp_ref.build.wrap_policy import choose_by_function
+from fsdp_ref.build.targets import choose_targets
+from fsdp_ref.build.wrap_policy import PolicyObject, choose_by_function
 from fsdp_ref.config import MixedPrecision
 from fsdp_ref.errors import FsdpTypeError, FsdpValueError
 
@@ -190,7 +190,7 @@ def test_batch_norms_become_full_precision_units_under_a_policy(object_policy):
     ignored = Ignored(frozenset({root[2]}))
     with pytest.warns(UserWarning, match="These modules will be wrapped as separate FSDP"):
         options = {"mixed_precision": precision}
-        targets = chosen_by(root, policy, options, ignored, mixed_precision=precision)
+        targets = chosen_by(root, policy, options, ignored)
     assert options == {"mixed_precision": precision}, "the root keeps its own precision"
     assert names(root, targets.full_precision) == ["1"]
     assert targets.options[root[1]] == {"mixed_precision": None}
@@ -200,7 +200,7 @@ def test_batch_norms_become_full_precision_units_under_a_policy(object_policy):
 @pytest.mark.covers("WRAP-14")
 def test_without_a_policy_or_a_precision_nothing_is_done_about_batch_norms():
     root = nn.Sequential(lin(), nn.BatchNorm1d(5))
-    assert chosen_by(root, None, mixed_precision=MixedPrecision()).options == {}
+    assert chosen_by(root, None, {"mixed_precision": MixedPrecision()}).options == {}
     assert names(root, chosen_by(root, W.ModuleWrapPolicy({nn.Linear})).options) == ["0"]
 
 
@@ -232,9 +232,9 @@ def test_wrap_is_identity_outside_and_overrides_inside():
 
 @pytest.mark.covers("COMP-02")
 def test_what_counts_as_a_policy_object():
-    assert is_policy_object(W.ModuleWrapPolicy({nn.Linear}))
-    assert is_policy_object(torch_wrap.CustomPolicy(lambda m: True))
-    assert not is_policy_object(W.always_wrap_policy)
+    assert isinstance(W.ModuleWrapPolicy({nn.Linear}), PolicyObject)
+    assert isinstance(torch_wrap.CustomPolicy(lambda m: True), PolicyObject)
+    assert not isinstance(W.always_wrap_policy, PolicyObject)
     with pytest.raises(FsdpTypeError, match="policy object or a callable, got int"):
         chosen_by(lin(), 3)
     with pytest.raises(FsdpTypeError, match="module classes"):

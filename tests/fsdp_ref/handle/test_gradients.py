@@ -11,10 +11,9 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_ref.comm.groups import DataParallelGroups
-from fsdp_ref.config import MixedPrecision, ShardingStrategy
+from fsdp_ref.config import MixedPrecision, ShardingStrategy, UnitConfig
 from fsdp_ref.errors import WritebackError
 from fsdp_ref.handle.flat_handle import FlatHandle
-from fsdp_ref.handle.flatten import HandleConfig
 from fsdp_ref.handle.gradients import dense, fill_flat
 from fsdp_ref.storage.param_sites import sites_below
 from fsdp_ref.storage.views import flat_views
@@ -46,8 +45,8 @@ class Three(nn.Module):
 
 def make(groups, kind, *, strategy=ShardingStrategy.FULL_SHARD, precision=None, model=None) -> FlatHandle:
     model = (model or Three)()
-    config = HandleConfig(strategy, CPU, precision or MixedPrecision(), use_orig_params=kind == "orig")
-    return FlatHandle(sites_below(model, model.parameters()), model, config, groups)
+    config = UnitConfig(strategy, CPU, groups, precision or MixedPrecision(), use_orig_params=kind == "orig")
+    return FlatHandle(sites_below(model, model.parameters()), model, config)
 
 
 def grads(value, *, without=(), dtype=F32):

@@ -12,10 +12,10 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_ref.comm.groups import DataParallelGroups
-from fsdp_ref.config import MixedPrecision, ShardingStrategy
+from fsdp_ref.config import MixedPrecision, ShardingStrategy, UnitConfig
 from fsdp_ref.errors import FlattenError, TransitionError
 from fsdp_ref.handle.flat_handle import FlatHandle
-from fsdp_ref.handle.flatten import HandleConfig, build_layout, flatten
+from fsdp_ref.handle.flatten import build_layout, check_params, flatten
 from fsdp_ref.states import UnitState
 from fsdp_ref.storage.param_sites import sites_below
 
@@ -38,8 +38,8 @@ def module() -> nn.Module:
 
 def make(groups, *, uo=True, strategy=ShardingStrategy.FULL_SHARD, **options) -> FlatHandle:
     model = module()
-    config = HandleConfig(strategy=strategy, device=CPU, use_orig_params=uo, **options)
-    return FlatHandle(sites_below(model, model.parameters()), model, config, groups)
+    config = UnitConfig(strategy=strategy, device=CPU, groups=groups, use_orig_params=uo, **options)
+    return FlatHandle(sites_below(model, model.parameters()), model, config)
 
 
 def worlds():
@@ -97,12 +97,8 @@ def test_states_and_memory(low):
 @pytest.mark.covers("CTOR-06", "CTOR-07", "CTOR-08", "CTOR-09", "CTOR-10", "B079")
 def test_what_cannot_be_flattened_is_refused_by_name():
     def refused(params, match, uo=False):
-        model = nn.Module()
-        for index, param in enumerate(params):
-            model.register_parameter(f"p{index}", param)
-        config = HandleConfig(strategy=ShardingStrategy.FULL_SHARD, device=CPU, use_orig_params=uo)
         with pytest.raises(FlattenError, match=match):
-            FlatHandle(sites_below(model, params), model, config, groups)
+            check_params(params, [f"p{index}" for index in range(len(params))], use_orig_params=uo)
 
     with fake_world(2, 0) as groups:
         one = nn.Parameter(torch.ones(2))
@@ -134,8 +130,8 @@ def test_placeholders_have_shape_strides_and_dtype_of_what_they_stand_for(dtype)
     model[0].weight.data = model[0].weight.data.t().contiguous().t()
     want = {name: (p.shape, p.stride(), p.dtype) for name, p in model.named_parameters()}
     with fake_world(2, 1) as groups:
-        config = HandleConfig(strategy=ShardingStrategy.FULL_SHARD, device=CPU, use_orig_params=False)
-        FlatHandle(sites_below(model, model.parameters()), model, config, groups)
+        config = UnitConfig(strategy=ShardingStrategy.FULL_SHARD, device=CPU, groups=groups, use_orig_params=False)
+        FlatHandle(sites_below(model, model.parameters()), model, config)
         shown = {
             "0.weight": model[0].weight,
             "0.bias": model[0].bias,
@@ -148,7 +144,7 @@ def test_placeholders_have_shape_strides_and_dtype_of_what_they_stand_for(dtype)
 
 def test_flattening_takes_one_tensor_for_each_place():
     model = module()
-    config = HandleConfig(strategy=ShardingStrategy.FULL_SHARD, device=CPU)
+    config = UnitConfig(ShardingStrategy.FULL_SHARD, CPU, groups=None, use_orig_params=True)
     layout = build_layout(sites_below(model, model.parameters()), config, 2).layout
     with pytest.raises(FlattenError, match="flatten: expected 6 tensors, got 5. Pass one each"):
         flatten(list(model.parameters())[:5], layout, CPU)

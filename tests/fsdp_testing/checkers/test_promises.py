@@ -84,8 +84,10 @@ def test_full_parameters_that_are_kept_are_told(program, accounts, strategy):
     assert found is not None
     assert (found.kind, found.quantity) == ("kept", "full parameters")
     assert found.operation == (-1 if accounts[0].index < 0 else len(program) - 1)
-    assert "held on rank 1" in found.sentence
+    assert "stay gathered on rank 1" in found.sentence
     assert "64 bytes" in found.sentence
+    assert (found.rank, found.limit) == (1, 0)
+    assert found.measured == sum(size for _, size in found.units) >= 64
 
 
 HELD = {
@@ -143,6 +145,9 @@ def test_communication_that_nobody_needs_is_told(program, told, strategy, words)
     assert found.kind == "excess"
     assert words in found.sentence
     assert "rank 1" in found.sentence
+    assert (found.rank, found.operation) == (1, len(program) - 1)
+    assert found.measured > found.limit
+    assert str(found.measured) in words
     assert review(program, told, strategy=strategy, theory=None) is None
 
 

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +14,12 @@ import pytest
 from fsdp_testing.cli import examinations
 from fsdp_testing.cli.examinations import Condition, Symptom
 from fsdp_testing.errors import WorldFailed
+from fsdp_testing.pool import Pool
+from fsdp_testing.pool.forkserver import COMMAND
 
 
 def test_it_answers_every_question(verify: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(examinations, "_orphans", lambda: iter(()))
+    monkeypatch.setattr(examinations, "_leftovers", lambda: iter(()))
     ended = verify("doctor")
     assert ended.code == 0, ended.out
     for examination in examinations.EXAMINATIONS:
@@ -39,38 +40,88 @@ def test_a_broken_part_is_exit_code_1_and_the_rest_is_still_examined(
     assert "1 broken" in ended.out
 
 
-def test_a_rank_that_lost_its_controller_is_found() -> None:
-    """A child that ends at once leaves a grandchild behind, which process 1 (or a subreaper) adopts."""
-    orphan_code = "import sys; sys.stdin.read()  # fsdp_testing rank"
-    code = (
-        "import subprocess, sys; null = subprocess.DEVNULL; "
-        f"print(subprocess.Popen([sys.executable, '-c', {orphan_code!r}], stdout=null, stderr=null).pid)"
-    )
+# A fork server that does not notice the end of its controller: stopped in a system call, say.
+LEFTOVER = """
+import os, subprocess, sys
+code = f"import sys; sys.stdin.read(); exit()\\n{sys.argv[1]}(3, 4, {os.getpid()})"
+null = subprocess.DEVNULL
+print(subprocess.Popen([sys.executable, "-c", code], stdout=null, stderr=null).pid)
+"""
+# The same below a process that adopts orphans, as container runtimes, systemd and test runners do.
+SUBREAPER = """
+import ctypes, subprocess, sys
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+found = subprocess.run([sys.executable, "-c", sys.argv[1], sys.argv[2]], stdin=sys.stdin, stdout=subprocess.PIPE).stdout
+print(found.decode().strip(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("adopted", ["as it comes", "by a subreaper"])
+def test_a_rank_that_lost_its_controller_is_found(adopted: str) -> None:
+    """The controller ends at once and leaves its fork server to process 1, or to the subreaper that is nearest."""
+    programs = [LEFTOVER, COMMAND] if adopted == "as it comes" else [SUBREAPER, LEFTOVER, COMMAND]
     reader, writer = os.pipe()
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", code], stdin=reader, capture_output=True, text=True, check=True, timeout=60
-        )
-        orphan = int(done.stdout)
-        parent = int(Path(f"/proc/{orphan}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[1])
-        if parent != 1:
-            pytest.skip("orphans are adopted by a subreaper here")
-        symptom = examinations.leftover_ranks()
+        with subprocess.Popen([sys.executable, "-c", *programs], stdin=reader, stdout=subprocess.PIPE) as started:
+            assert started.stdout is not None
+            orphan = int(started.stdout.readline())
+            if adopted == "as it comes":
+                started.wait(60)
+            symptom = examinations.leftover_ranks()
+            os.close(writer)  # ends the orphan and the subreaper, which read until now
+            writer = -1
         assert symptom.condition is Condition.BROKEN
         assert str(orphan) in symptom.said
         assert str(orphan) in symptom.remedy
     finally:
         os.close(reader)
-        os.close(writer)  # ends the orphan, which reads until now
+        if writer >= 0:
+            os.close(writer)
+
+
+def test_processes_that_have_their_controller_are_no_leftovers() -> None:
+    pool = Pool()
+    try:
+        world = pool.world(2)
+        found = dict(examinations._leftovers())
+        assert not {*world.pids, pool.server().pid} & set(found)
+        world.release()
+    finally:
+        pool.close()
 
 
 def test_processes_of_others_are_no_leftovers() -> None:
-    code = "import sys; print('up', flush=True); sys.stdin.read()  # fsdp_testing rank with a living parent"
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        assert process.pid not in dict(examinations._orphans())
-        process.communicate()
+    """Adopted by nobody, and merely named after the package: an editor, a test run that outlives its shell."""
+    code = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', sys.argv[1]]).pid)"
+    reader, writer = os.pipe()
+    try:
+        bystander = "import sys; sys.stdin.read()  # tests/fsdp_testing"
+        command = [sys.executable, "-c", code, bystander]
+        with subprocess.Popen(command, stdin=reader, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            number = int(process.stdout.readline())
+            assert number not in dict(examinations._leftovers())
+            os.close(writer)
+            writer = -1
+    finally:
+        os.close(reader)
+        if writer >= 0:
+            os.close(writer)
+
+
+def test_shared_memory_that_nothing_of_ours_needs_is_odd_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)
+    symptom = examinations.shared_memory()
+    assert symptom.condition is Condition.ODD
+    assert "NCCL" in symptom.said
+
+
+def test_a_system_without_forks_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("os.memfd_create")
+    symptom = examinations.python()
+    assert symptom.condition is Condition.BROKEN
+    assert "os.memfd_create" in symptom.said
 
 
 def test_an_unknown_host_name_is_odd(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fsdp_testing.museum import hunt as hunting
 from fsdp_testing.museum import tour
 from fsdp_testing.museum.exhibit import Exhibit
 from fsdp_testing.museum.tour import Visit
@@ -88,3 +89,31 @@ def test_an_empty_museum_shows_nothing(verify: Callable[..., Any], collection: C
     ended = verify("museum")
     assert ended.code == 2
     assert "empty collection" in ended.err
+
+
+def test_exhibits_drawn_by_a_seed_are_hunted_and_counted(
+    verify: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, int, float | None]] = []
+
+    def pretended(exhibit: Exhibit, seed: int, *, limit: int, seconds: float | None) -> hunting.Hunt:
+        asked.append((exhibit.id, seed, seconds))
+        return hunting.Hunt(exhibit, None if len(asked) == 2 else 24, 48, 1.5, "the first fact")
+
+    monkeypatch.setattr(hunting, "hunt", pretended)
+    ended = verify("museum", "--exhibits", "3", "--seed", "7", "--seconds", "9")
+    assert ended.code == 1
+    assert asked == [(exhibit.id, 7, 9.0) for exhibit in hunting.drawn_exhibits(3, 7)]
+    assert "2 of 3 exhibits were met" in ended.out
+    assert f"NOT MET {asked[1][0]}" in ended.out
+    asked.clear()
+    assert verify("museum", "--exhibits", "1", "--seed", "7").code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"), [(("--exhibits", "1000"), "expected 1 to"), (("B036", "--exhibits", "2"), "alone")]
+)
+def test_a_hunt_that_cannot_be_is_refused(verify: Callable[..., Any], arguments: tuple[str, ...], said: str) -> None:
+    ended = verify("museum", *arguments)
+    assert ended.code == 2
+    assert said in ended.err

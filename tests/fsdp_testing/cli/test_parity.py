@@ -46,7 +46,7 @@ def test_a_page_that_cannot_be_written_is_refused_before_anything_runs(
         (("torch-fsdp1", "no-such"), "no-such"),
         (("torch-fsdp1", "torch-ddp"), "claim `unit_trace`, got torch-ddp"),
         (("torch-fsdp1", "torch-fsdp2", "--model", "absent"), "absent"),
-        (("torch-fsdp1", "torch-fsdp2", "--world-size", "0"), "at least 1, got 0"),
+        (("torch-fsdp1", "torch-fsdp2", "--world-size", "0"), "at least 1, got '0'"),
     ],
 )
 def test_bad_usage(verify: Callable[..., Any], arguments: tuple[str, ...], said: str) -> None:

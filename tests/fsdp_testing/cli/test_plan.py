@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fsdp_testing.cli import plan
-from fsdp_testing.implementations.ref_layout import unit_layouts
+from fsdp_testing.cli.unit_layouts import unit_layouts
 from fsdp_testing.zoo import MODELS
 
 FACTORIES = """
@@ -98,7 +98,6 @@ def test_an_instance_will_do(verify: Callable[..., Any]) -> None:
         (("planned_models:number",), "got int"),
         (("planned_models:bare",), "nothing to shard"),
         (("planned_models:mixed",), "one dtype in unit 'root', got torch.float32, torch.float64"),
-        (("mlp", "--world-size", "0"), "at least 1, got 0"),
         (("mlp", "--rank", "2"), "expected 0 to 1, got 2"),
         (("mlp", "--rank", "-1"), "expected 0 to 1, got -1"),
         (("mlp", "--unit", "absent.*", "--unit", "Nothing"), "got ['absent.*', 'Nothing']"),
@@ -110,6 +109,12 @@ def test_bad_input(verify: Callable[..., Any], arguments: tuple[str, ...], said:
     assert said in ended.err
     assert ended.err.count("\n") == 1
     assert ended.out == ""
+
+
+def test_a_world_without_ranks_is_refused(verify: Callable[..., Any]) -> None:
+    ended = verify("plan", "mlp", "--world-size", "0")
+    assert ended.code == 2
+    assert "at least 1, got '0'" in ended.err
 
 
 @pytest.mark.parametrize("name", sorted(set(MODELS) - {"two_dtypes"}))

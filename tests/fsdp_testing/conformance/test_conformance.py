@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import pytest
 
 from fsdp_testing import run_conformance
-from fsdp_testing.conformance import run_case, select_checks
+from fsdp_testing.conformance import run_case, run_check, select_checks, shared_runner
 from fsdp_testing.errors import BackendUnavailable, InvalidArgument, InvalidImplementation
+from fsdp_testing.pool import default_pool
+from fsdp_testing.programs.jobs import expect_free
 from fsdp_testing.programs.runner import CaseRunner, Judgement
 from fsdp_testing.records import (
     Batch,
@@ -212,3 +215,34 @@ def test_after_a_hang_the_other_cases_of_the_check_are_not_run():
     assert result.verdict is Verdict.FAIL
     assert len(runner.judged) == 1, "neither does an explanation run what hangs"
     assert result.not_run == {"an earlier case of the check hung": 3}
+
+
+def test_a_check_stops_at_its_first_finding_where_that_is_asked_for():
+    runner = Scripted({"mlp": Verdict.FAIL})
+    result = run_check("torch-ddp", "training.sgd_momentum", runner=runner, stop_at_first=True)
+    assert result.verdict is Verdict.FAIL
+    assert len(result.cases) == len(runner.judged) == 1
+    assert result.not_run == {"an earlier case of the check failed": 3}
+
+
+def test_an_adapter_is_examined_once_and_the_oracle_asked_once_by_all_checks_of_a_runner(monkeypatch):
+    runner = CaseRunner()
+    jobs = Counter()
+    execute = runner._execute
+
+    def counted(spec, job, arguments, name):
+        jobs[job.__name__, name if job is expect_free else ""] += 1
+        return execute(spec, job, arguments, name)
+
+    monkeypatch.setattr(runner, "_execute", counted)
+    for name in ("torch-ddp", "torch-ddp", "single-process"):
+        assert run_check(name, "training.sgd_momentum", runner=runner).verdict is Verdict.PASS
+    assert jobs["examine_on_rank", ""] == 2
+    asked = [count for (job, _), count in jobs.items() if job == "expect_free"]
+    assert asked == [1] * 4
+    assert jobs["run_case", ""] == 12
+
+
+def test_checks_that_are_judged_one_by_one_share_the_runner_of_the_pool():
+    assert shared_runner() is shared_runner()
+    assert shared_runner().pool is default_pool()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pickle
 from importlib import metadata
 
 import pytest
@@ -121,3 +123,17 @@ def test_an_adapter_with_another_name_than_its_entry_is_refused(adapters, monkey
     register(monkeypatch, ("one", "yours", f"{adapters}:mine"))
     with pytest.raises(InvalidImplementation, match="expected an implementation named 'yours', got one named 'mine'"):
         registry.load("yours")
+
+
+def test_an_adapter_travels_by_its_reference_and_is_loaded_once_in_a_process(adapters):
+    adapter = registry.load(f"{adapters}:mine")
+    assert adapter.reference == f"{adapters}:mine"
+    arrived = pickle.loads(pickle.dumps(adapter))
+    assert arrived.reference == adapter.reference
+    assert registry.adapter_of(arrived.reference) is arrived
+    assert registry.adapter_of(adapter) is adapter
+
+
+def test_an_adapter_without_a_reference_cannot_travel():
+    with pytest.raises(InvalidImplementation, match="loaded by its name or import string"):
+        pickle.dumps(dataclasses.replace(registry.load("torch-ddp"), reference=""))

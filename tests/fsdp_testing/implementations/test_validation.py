@@ -16,7 +16,7 @@ import dataclasses
 from contextlib import contextmanager
 import torch
 from torch import nn
-from fsdp_testing.implementations import pieces, naming
+from fsdp_testing.implementations.shared import naming, pieces
 from fsdp_testing.implementations.adapter import TorchStyle
 
 TAGS = {"no_shard", "buffers", "nested_wrapping"}
@@ -133,14 +133,14 @@ def adapter_module(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", registry.BUILT_IN)
 @pytest.mark.parametrize("size", [2, 3])
 def test_what_ships_with_us_is_fit(name, size):
-    assert validation.validate(name, run_ranks, world_size=size).name == name
+    validation.validate(registry.load(name), run_ranks, world_size=size)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_told_as_the_adapters_own(mistake, adapter_module):
     body, told = MISTAKES[mistake]
     with pytest.raises(InvalidImplementation) as caught:
-        validation.validate(adapter_module(body), run_ranks)
+        validation.validate(registry.load(adapter_module(body)), run_ranks)
     assert told in str(caught.value)
     assert "This is the adapter's mistake" in str(caught.value)
 
@@ -149,7 +149,7 @@ def test_mistakes_are_told_as_the_adapters_own(mistake, adapter_module):
 def test_what_wrapping_changes_is_for_a_check_to_tell(fault, adapter_module):
     body, check, told = FAULTS[fault]
     name = adapter_module(body)
-    assert validation.validate(name, run_ranks).name == "broken"
+    validation.validate(registry.load(name), run_ranks)
     result = run_check(name, check)
     assert result.verdict is Verdict.FAIL
     assert told in result.explanation
@@ -157,7 +157,7 @@ def test_what_wrapping_changes_is_for_a_check_to_tell(fault, adapter_module):
 
 def test_the_same_adapter_without_a_mistake_is_fit(adapter_module):
     body = "IT = style(tags=['summon_writeback'], local_pieces=first_piece(lambda p: p))"
-    assert validation.validate(adapter_module(body), run_ranks).name == "broken"
+    validation.validate(registry.load(adapter_module(body)), run_ranks)
 
 
 def claims(*tags: str, **more) -> Adapter:

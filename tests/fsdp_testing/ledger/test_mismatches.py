@@ -11,8 +11,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from legal_programs import me, rank, run, scatter_single, single
 
-from fsdp_testing.pool import Pool
-from fsdp_testing.pool.outcome import Fate
+from fsdp_testing.pool import Fate, Pool
 from fsdp_testing.pool.world import current_world
 
 

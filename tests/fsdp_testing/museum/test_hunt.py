@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from fsdp_testing.campaign.campaign import Plan
 from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.fuzz.campaign import Plan
-from fsdp_testing.fuzz.discovery import Discovery
-from fsdp_testing.fuzz.signature import Signature
+from fsdp_testing.findings.discovery import Discovery
+from fsdp_testing.judging.signature import Signature
 from fsdp_testing.museum import hunt as hunts
 from fsdp_testing.museum.collection import PATHS, exhibits
 from fsdp_testing.museum.exhibit import Exhibit

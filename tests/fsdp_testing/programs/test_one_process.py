@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fsdp_testing.campaign.batch import Watch
+from fsdp_testing.campaign.lane import Lane
 from fsdp_testing.errors import InvalidRecord
-from fsdp_testing.fuzz.batch import Watch
-from fsdp_testing.fuzz.lane import Lane
 from fsdp_testing.pool import default_pool
 from fsdp_testing.programs import models, one_process
 from fsdp_testing.programs.replay import Replay

@@ -18,7 +18,7 @@ from fsdp_testing.records import (
     void_operations,
 )
 from fsdp_testing.suites import CHECKS
-from fsdp_testing.suites.check import FLAT, Check, Place, adapt, micro, needs_of
+from fsdp_testing.suites.check import FLAT, Check, Place, adapt, micro_batch, needs_of
 from fsdp_testing.zoo import MODELS
 
 EVERYTHING = frozenset(CAPABILITIES)
@@ -102,13 +102,13 @@ def test_an_implementation_without_units_is_given_none():
 def test_an_engine_that_owns_its_step_is_asked_in_its_own_words():
     """Gradients are cleared after each step, for the oracle too, and nothing is asked in a dtype it does not train in."""
     place = Place(2, "full_shard")
-    asked = place.case("mlp", micro(0), Step(), micro(1), Step())
+    asked = place.case("mlp", micro_batch(0), Step(), micro_batch(1), Step())
     engine = replace(claiming(EVERYTHING), step_clears_gradients=True, widest_dtype="float32")
     got = adapt(asked, engine)
-    assert got.program == (micro(0), Step(), ZeroGrad(), micro(1), Step(), ZeroGrad())
+    assert got.program == (micro_batch(0), Step(), ZeroGrad(), micro_batch(1), Step(), ZeroGrad())
     assert got.model.dtype == "float32"
     assert adapt(got, engine) == got
-    low = place.case("mlp", micro(0), dtype="bfloat16")
+    low = place.case("mlp", micro_batch(0), dtype="bfloat16")
     assert adapt(low, engine).model.dtype == "bfloat16"
 
 

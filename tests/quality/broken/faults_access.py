@@ -14,8 +14,8 @@ from torch import nn
 from toy import Toy, ToyAdapter
 from toy_more import MoreAdapter, MoreToy
 
-from fsdp_testing.implementations import pieces
 from fsdp_testing.implementations.protocol import Piece, Setup
+from fsdp_testing.implementations.shared import pieces
 from fsdp_testing.zoo import tensors_in
 
 

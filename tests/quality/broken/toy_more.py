@@ -16,7 +16,7 @@ from torch import nn
 from toy import Toy, ToyAdapter
 
 from fsdp_testing.implementations.protocol import Setup
-from fsdp_testing.implementations.torch_checkpointing import checkpoint_modules
+from fsdp_testing.implementations.shared.checkpointing import checkpoint_modules
 
 MORE = frozenset(
     {

@@ -1,0 +1,1 @@
+"""How does a campaign of random cases go? Draw, run in batches, judge, investigate, remember."""

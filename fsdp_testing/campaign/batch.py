@@ -1,0 +1,239 @@
+"""What do the ranks do with a batch of cases? Run them one after the other until one goes wrong."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import hashlib
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch.distributed import DeviceMesh
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_testing.campaign import arcs, stream
+from fsdp_testing.campaign.account import Accountant, AccountedProgram, accountant_for
+from fsdp_testing.compat import process_groups
+from fsdp_testing.implementations import registry
+from fsdp_testing.implementations.adapter import Adapter
+from fsdp_testing.implementations.protocol import Setup
+from fsdp_testing.ledger.interception import listen
+from fsdp_testing.ledger.recorder import Call, GroupIdentity
+from fsdp_testing.pool import Failed
+from fsdp_testing.pool.world import World, current_world
+from fsdp_testing.programs.execute import RankProgram
+from fsdp_testing.programs.fitting import fitted
+from fsdp_testing.programs.setup import setup_of
+from fsdp_testing.records import Case, RaisedError, RankObservation, WorldSpec
+
+_MESHES: dict[tuple[int, ...], DeviceMesh] = {}
+"""Two-dimensional meshes of this world: making one creates process groups, which costs more than a case."""
+LASTING = frozenset({"process group", "open file", "thread"})
+"""Kinds of state that a batch leaves changed: the groups of `_MESHES`, with their connections and threads."""
+
+OUTLIVES = "the model outlives its case: something refers to it for good"
+_FREEZE_AFTER = 2
+_ROUNDS = 4
+_PATIENCE_SECONDS = 0.1
+_done = [0]
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What is looked at besides the numbers.
+
+    Attributes:
+        operations: Take a snapshot after every operation, so that the first one that diverges is known.
+        models: Whether models outlive their case.
+        arcs: Places in the batch of cases whose way through the implementation's source is recorded.
+        sources: Parts of file names that make a file part of the implementation.
+    """
+
+    operations: bool = False
+    models: bool = False
+    arcs: tuple[int, ...] = ()
+    sources: tuple[str, ...] = ()
+
+
+def run_batch(name: str, cases: Sequence[Case], directory: str, watch: Watch) -> int | Failed:
+    """Runs cases through implementation `name`, up to the first one that leaves the ranks in different places.
+
+    An exception that every rank raised in the same operation ends its case only.
+
+    Args:
+        name: Registered name or import string.
+        cases: For this size of world.
+        directory: Where the observations go.
+        watch: What is looked at besides.
+
+    Returns:
+        How many cases were begun; marked as failed if the ranks cannot go on together after the last one.
+
+    Collectives: those of the implementation; every rank of the world runs the same call.
+    """
+    world = current_world()
+    adapter = _adapter(name)
+    cases = [fitted(case, adapter) for case in cases]
+    models: list[tuple[int, weakref.ref[nn.Module]]] = []
+    with stream.path_of(directory, world.rank).open("ab") as file, _garbage_kept(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as for every program that is judged: whatever filters the caller has
+        for index, case in enumerate(cases):
+            tracer = arcs.Tracer(watch.sources) if index in watch.arcs and world.rank == 0 else None
+            record, model = _run(adapter, case, world, index, watch, tracer)
+            models.append((index, model))
+            stream.append(file, record)
+            error = record.observation.error
+            if record.leaks or (error is not None and not _everyone_raised(directory, world, index, error)):
+                return Failed(index + 1)
+        survivors = _survivors(models)
+        for index in survivors if watch.models else ():
+            stream.append(file, stream.CaseRecord(index, RankObservation(world.rank), {}, (OUTLIVES,)))
+    return len(cases)
+
+
+@contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """No collection amid a batch: it would go through all that torch keeps, over and over, at places left to chance."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _everyone_raised(directory: str, world: World, index: int, mine: RaisedError) -> bool:
+    """Whether every other rank raised the same kind of exception in the same operation; waits a moment for them.
+
+    Asked through the files, since the ranks may no longer agree about their next collective. The answer only decides
+    whether these ranks go on: the judge reads what every rank told, within the pool's grace period too.
+    """
+    limit = time.monotonic() + _PATIENCE_SECONDS
+    missing = set(range(world.size)) - {world.rank}
+    while missing and time.monotonic() < limit:
+        for rank in sorted(missing):
+            told = [r for r in stream.read(directory, rank) if r.index == index]
+            if told:
+                error = told[0].observation.error
+                if error is None or (error.index, error.type_name) != (mine.index, mine.type_name):
+                    return False
+                missing.discard(rank)
+        if missing:
+            time.sleep(0.001)
+    return not missing
+
+
+@functools.cache
+def _adapter(name: str) -> Adapter:
+    return registry.load(name)
+
+
+def _run(
+    adapter: Adapter, case: Case, world: World, index: int, watch: Watch, tracer: arcs.Tracer | None
+) -> tuple[stream.CaseRecord, weakref.ref[nn.Module]]:
+    mesh = _mesh(world, case.world.mesh_shape)
+    before = _fingerprint()
+    accountant = accountant_for(adapter)
+    issued = _Issued(accountant)
+
+    def make_setup(c: Case, module: nn.Module) -> Setup:
+        return _setup(world, mesh, c, module)
+
+    if accountant is None:
+        program = RankProgram(case, adapter, world.rank, make_setup)
+    else:
+        program = AccountedProgram(case, accountant, world.rank, make_setup)
+    with listen(issued), tracer or nullcontext(), accountant or nullcontext():
+        observation = program.run(observe_all=watch.operations or case.mixed_precision is not None)
+        adapter.finish(program.model)
+    leaks = _differences(before, _fingerprint())
+    taken = frozenset() if tracer is None else tracer.taken()
+    accounts = () if accountant is None else tuple(accountant.accounts)
+    return stream.CaseRecord(index, observation, issued.summary(), leaks, taken, accounts), weakref.ref(program.model)
+
+
+class _Issued:
+    """Counts the collectives of one case and keeps a digest of what they were, group by group."""
+
+    def __init__(self, accountant: Accountant | None = None) -> None:
+        self._texts: dict[int, list[str]] = {}
+        self._accountant = accountant
+
+    def __call__(self, group: GroupIdentity, call: Call, _site: str) -> None:
+        self._texts.setdefault(group.key, []).append(call.text)
+        if self._accountant is not None:
+            self._accountant.collective(call)
+
+    def summary(self) -> dict[int, tuple[int, int]]:
+        """Returns number and digest by group key."""
+        return {key: (len(texts), _digest(texts)) for key, texts in self._texts.items()}
+
+
+def _digest(texts: list[str]) -> int:
+    return int.from_bytes(hashlib.blake2b("|".join(texts).encode(), digest_size=8).digest(), "little")
+
+
+def _survivors(models: list[tuple[int, weakref.ref[nn.Module]]]) -> list[int]:
+    """Collects garbage, and returns the cases whose model is still there although the case is over."""
+    for _ in range(_ROUNDS):
+        # What a finalizer of one round let go of, only the next one sees.
+        gc.collect()
+        if all(model() is None for _, model in models):
+            break
+    _done[0] += 1
+    if _done[0] == _FREEZE_AFTER:
+        # What is imported and cached by now stays for good; leaving it out makes each later collection cheap.
+        gc.freeze()
+    return [index for index, model in models if model() is not None]
+
+
+def _mesh(world: World, shape: tuple[int, ...]) -> DeviceMesh:
+    if len(shape) != 2:
+        return world.mesh
+    if shape not in _MESHES:
+        _MESHES[shape] = init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    return _MESHES[shape]
+
+
+def _setup(world: World, mesh: DeviceMesh, case: Case, module: nn.Module) -> Setup:
+    # Translated as for a flat world, since the translation would make a mesh of its own.
+    flat = replace(case, world=WorldSpec(case.world.size, case.world.backend))
+    setup = setup_of(flat, module, world.rank, world.device, world.group, mesh)
+    shape = case.world.mesh_shape
+    return replace(setup, shard_size=shape[-1]) if len(shape) == 2 else setup
+
+
+def _fingerprint() -> tuple[object, ...]:
+    """State of this process that no case may change; cheap enough to read after every one."""
+    return (
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_num_threads(),
+        threading.active_count(),
+        len(list(process_groups())),
+    )
+
+
+_NAMES = (
+    "default dtype",
+    "grad mode",
+    "inference mode",
+    "autocast",
+    "deterministic algorithms",
+    "torch threads",
+    "Python threads",
+    "process groups",
+)
+
+
+def _differences(before: tuple[object, ...], after: tuple[object, ...]) -> tuple[str, ...]:
+    return tuple(f"{name}: {a} before, {b} after" for name, a, b in zip(_NAMES, before, after) if a != b)

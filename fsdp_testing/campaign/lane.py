@@ -1,0 +1,149 @@
+"""How does a batch of cases become results, whatever happens to the ranks? One lane lends worlds and sees to it.
+
+A bad case costs itself only: what the ranks told before it is judged, what comes after it runs again on a new world.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fsdp_testing.campaign.batch import LASTING, Watch, run_batch
+from fsdp_testing.errors import PoolBroken
+from fsdp_testing.judging.judge import CaseNote, judge_batch
+from fsdp_testing.judging.signature import Signature
+from fsdp_testing.pool import Fate, Pool, WorldOutcome
+from fsdp_testing.records import Case
+
+SECONDS_PER_CASE = 0.5
+BATCHES_PER_WORLD = 100
+
+
+@dataclass(frozen=True, slots=True)
+class CaseResult:
+    """What one case gave; `account` tells what became of the ranks where something did."""
+
+    case: Case
+    note: CaseNote
+    account: str = ""
+
+
+class Lane:
+    """Runs batches on worlds of one pool; one batch at a time.
+
+    Args:
+        pool: Where worlds come from.
+        name: The implementation.
+        deadline: Seconds that one case may take before it counts as hung.
+        scratch: Where the folders of batches are made; whoever gives it removes it.
+    """
+
+    def __init__(self, pool: Pool, name: str, deadline: float = 30.0, scratch: str | None = None) -> None:
+        self._pool = pool
+        self._name = name
+        self._deadline = deadline
+        self._scratch = scratch
+        self._batches = 0
+        self.worlds_lost = 0
+
+    def run(
+        self,
+        cases: Sequence[Case],
+        watch: Watch = Watch(),
+        *,
+        until: Signature | None = None,
+        deadline: float | None = None,
+    ) -> list[CaseResult]:
+        """Runs and judges cases that all need the same number of ranks.
+
+        Args:
+            cases: What to run.
+            watch: What is looked at.
+            until: Nothing is run any more on new ranks once a case has failed in this way.
+            deadline: As for the lane, if it is to be shorter this time.
+
+        Returns:
+            One result for each case, in order; up to the first one that failed as asked, if that was asked.
+        """
+        results: list[CaseResult] = []
+        limit = self._deadline if deadline is None else min(deadline, self._deadline)
+        while len(results) < len(cases):
+            results += self._attempt(cases, len(results), watch, limit)
+            found = [place for place, one in enumerate(results) if until is not None and one.note.signature == until]
+            if found:
+                return results[: found[0] + 1]
+        return results
+
+    def _attempt(self, cases: Sequence[Case], start: int, watch: Watch, deadline: float) -> list[CaseResult]:
+        todo = cases[start:]
+        shifted = Watch(
+            watch.operations, watch.models, tuple(i - start for i in watch.arcs if i >= start), watch.sources
+        )
+        directory = tempfile.mkdtemp(prefix="fsdp-fuzz-", dir=self._scratch)
+        try:
+            outcome = self._run(todo, directory, shifted, deadline)
+            notes = self._judge(todo, directory, shifted)
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+        results: list[CaseResult] = []
+        for case, note in zip(todo, notes):
+            if note.status == "unfinished":
+                if results:
+                    break  # it may be this case or what an earlier one left behind: it goes first in the next attempt
+                note = lost_note(note, outcome)
+            elif _is_echo(note, outcome):
+                # What the survivors raise is an echo of the death, whatever it says.
+                note = lost_note(note, outcome)
+            account = outcome.describe() if note.status not in ("passed", "leaked") and not outcome.ok else ""
+            results.append(CaseResult(case, note, account))
+            if note.signature is not None and note.signature.kind in ("died", "hung"):
+                break
+        return results
+
+    def _run(self, cases: Sequence[Case], directory: str, watch: Watch, deadline: float) -> WorldOutcome:
+        first = cases[0].world
+        world = self._pool.world(first.size, backend=first.backend)
+        try:
+            timeout = deadline + SECONDS_PER_CASE * len(cases)
+            arguments = (self._name, cases, directory, watch)
+            outcome = world.execute(run_batch, arguments, timeout=timeout, name="batch", lasting=LASTING)
+            self._batches += 1
+            if self._batches % BATCHES_PER_WORLD == 0:
+                world.leave()  # what implementations keep in memory for good must not add up
+        finally:
+            world.release()
+        self.worlds_lost += not outcome.ok
+        return outcome
+
+    def _judge(self, cases: Sequence[Case], directory: str, watch: Watch) -> list[CaseNote]:
+        world = self._pool.world(1)
+        try:
+            arguments = (self._name, cases, cases[0].world.size, directory, watch)
+            outcome = world.execute(judge_batch, arguments, timeout=300.0, name="judge")
+        finally:
+            world.release()
+        if not outcome.ok:
+            raise PoolBroken(f"the judge of a batch was lost. {outcome.describe()}")
+        notes: list[CaseNote] = outcome.ranks[0].value
+        return notes
+
+
+def _is_echo(note: CaseNote, outcome: WorldOutcome) -> bool:
+    """Whether a rank raised because another one had died."""
+    one = note.signature is not None and note.signature.kind == "one_raised"
+    return one and any(rank.fate is Fate.DIED for rank in outcome.ranks)
+
+
+def lost_note(note: CaseNote, outcome: WorldOutcome) -> CaseNote:
+    """Returns the note of a case during which a rank was lost."""
+    fates = {rank.fate for rank in outcome.ranks}
+    if outcome.ok or fates <= {Fate.RETURNED, Fate.RAISED}:
+        why = outcome.cause or "a rank told nothing of it"
+        return CaseNote(note.index, "unjudged", why, arcs=note.arcs)
+    kind = "died" if Fate.DIED in fates else "hung"
+    how = next(
+        (rank.signal_name or f"exit code {rank.exit_code}" for rank in outcome.ranks if rank.fate is Fate.DIED), ""
+    )
+    return CaseNote(note.index, "suspect", outcome.cause, signature=Signature(kind, how), arcs=note.arcs)

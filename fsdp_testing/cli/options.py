@@ -1,0 +1,102 @@
+"""What do the options that several commands have mean? One spelling for one thing, and the old ones for one version more.
+
+`--timeout`: seconds until a rank counts as hung. `--jobs`: how much goes on at a time. `--seed`: what choices follow from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+Subparsers = argparse._SubParsersAction  # the only name argparse gives it
+
+
+def seconds(text: str) -> float:
+    """Parse a positive, finite number of seconds."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text!r}")
+    return value
+
+
+def allowance(text: str) -> float:
+    """Parse a number of seconds that may be zero."""
+    return 0.0 if text.strip() in ("0", "0.0") else seconds(text)
+
+
+def count(text: str) -> int:
+    """Parse a whole number of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
+    return value
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    """Parse world sizes as the user writes them: `2` or `2,3`; each once, in the order given."""
+    try:
+        found = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1:
+        raise argparse.ArgumentTypeError(f"expected sizes of at least 1, such as 2 or 2,3, got {text!r}")
+    return found
+
+
+def add_timeout(group: argparse._ActionsContainer, default: float) -> argparse.Action:
+    """Declare `--timeout`."""
+    said = f"until a rank counts as hung (default {default:g})"
+    return group.add_argument("--timeout", type=seconds, default=default, metavar="SECONDS", help=said)
+
+
+def add_world_sizes(group: argparse._ActionsContainer, said: str = "numbers of ranks (default 2)") -> argparse.Action:
+    """Declare `--world-size`, which takes one or several."""
+    return group.add_argument("--world-size", type=sizes, default=(2,), metavar="N[,N...]", help=said)
+
+
+def add_seed(group: argparse._ActionsContainer, said: str) -> argparse.Action:
+    """Declare `--seed`."""
+    return group.add_argument("--seed", type=int, default=0, metavar="S", help=f"{said} (default 0)")
+
+
+def add_old_spelling(group: argparse._ActionsContainer, old: str, action: argparse.Action) -> None:
+    """Accept `old` for the option of `action` too, with a warning and out of sight of the help, for one version."""
+    group.add_argument(
+        old,
+        action=_OldSpelling,
+        spelled_now=action.option_strings[-1],
+        dest=action.dest,
+        type=action.type,  # type: ignore[arg-type]  # typeshed: None may be stored but not given
+        default=argparse.SUPPRESS,
+        help=argparse.SUPPRESS,
+    )
+
+
+class _OldSpelling(argparse.Action):
+    def __init__(self, option_strings: Sequence[str], dest: str, *, spelled_now: str, **others: Any) -> None:
+        super().__init__(option_strings, dest, **others)
+        self._spelled_now = spelled_now
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        warn_old_spelling(parser.prog, str(option_string), self._spelled_now)
+        setattr(namespace, self.dest, values)
+
+
+def warn_old_spelling(program: str, old: str, new: str) -> None:
+    """Say on standard error that `old` is called `new` now."""
+    print(f"{program}: {old} is called {new} now; the old spelling goes with the next version", file=sys.stderr)

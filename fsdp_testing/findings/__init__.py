@@ -1,0 +1,1 @@
+"""What is known of a failure: its record, the rule that recognises it, the script that shows it."""

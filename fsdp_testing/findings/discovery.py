@@ -1,0 +1,168 @@
+"""What is made of a failure: confirmed alone, shrunk, told in a sentence, written down so that anyone can run it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fsdp_testing.campaign.batch import Watch
+from fsdp_testing.campaign.lane import CaseResult, Lane
+from fsdp_testing.errors import InvalidRecord
+from fsdp_testing.findings.known import Rule
+from fsdp_testing.findings.tags import tags, tokens
+from fsdp_testing.judging.signature import Signature
+from fsdp_testing.records import Case
+from fsdp_testing.records.document import check_format, load_json, to_json
+from fsdp_testing.shrinking.shrink import Shrinker
+
+FINDING_FORMAT = "fsdp_testing/fuzz_finding"
+FINDING_VERSION = 1
+
+# Tags that every case has one way or another; a rule made from a finding does not ask for them.
+_PLAIN = ("strategy:full_shard", "world:2", "dtype:float64", "optimizer:sgd", "units:0", "node:linear")
+_PLAIN_NEEDS = ("needs:full_shard", "needs:uneven_parameters")
+
+
+@dataclass(frozen=True, slots=True)
+class Discovery:
+    """One failure, understood as far as a machine can.
+
+    Attributes:
+        implementation: Name.
+        signature: What it looks like.
+        original: The case in which it was met.
+        case: The simplest case that fails in the same way.
+        reason: First fact that differs.
+        account: What became of the ranks, where something did.
+        confirmed: It fails in the same way alone in new processes.
+        attempts: Cases run to shrink it.
+        seconds: Time taken to shrink it.
+    """
+
+    implementation: str
+    signature: Signature
+    original: Case
+    case: Case
+    reason: str
+    account: str = ""
+    confirmed: bool = True
+    attempts: int = 0
+    seconds: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Folder name: what it looks like, and the identity of the case."""
+        words = "".join(c if c.isalnum() else "-" for c in f"{self.signature.kind}-{self.signature.operation}")
+        return f"{words}-{self.case.identity}"
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for findings that are one defect as far as can be told: signature, operations, what else is needed."""
+        needed = frozenset(
+            tag for tag in tags(self.case) if not tag.startswith(("units:", "node:", "batch:", "world:"))
+        )
+        return (self.signature, tuple(sorted(set(tokens(self.case)))), needed)
+
+    def sentence(self) -> str:
+        """One sentence for people."""
+        what = ", ".join(tokens(self.case))
+        return f"{self.implementation}: after {what or 'wrapping'}: {self.signature}. {self.reason}"
+
+    def rule(self) -> Rule:
+        """Returns the rule that lets a campaign avoid it."""
+        names = tokens(self.case)
+        plain = ("forward_backward", "step", "observe")
+        drop = next((name for name in reversed(names) if name not in plain), "")
+        asked = tuple(sorted(t for t in tags(self.case) if t not in (*_PLAIN, *_PLAIN_NEEDS)))
+        return Rule(self.name, self.reason[:200], operations=names, tags=asked, drop=drop)
+
+    def to_json(self) -> str:
+        """Returns it as a JSON document."""
+        data = {
+            "format": FINDING_FORMAT,
+            "version": FINDING_VERSION,
+            "implementation": self.implementation,
+            "signature": list(self.signature),
+            "reason": self.reason,
+            "account": self.account,
+            "confirmed": self.confirmed,
+            "attempts": self.attempts,
+            "seconds": round(self.seconds, 3),
+        }
+        import json
+
+        cases = {"case": json.loads(self.case.to_json()), "original": json.loads(self.original.to_json())}
+        return to_json({**data, **cases}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str, where: str) -> Discovery:
+        """Reads a finding.
+
+        Raises:
+            InvalidRecord: It is damaged or newer than this version.
+        """
+        data = load_json(text, where)
+        check_format(data, FINDING_FORMAT, FINDING_VERSION, where)
+        try:
+            kind, quantity, operation = data["signature"]
+            return cls(
+                implementation=str(data["implementation"]),
+                signature=Signature(kind, quantity, operation),
+                original=Case.from_document(data["original"], f"{where}.original"),
+                case=Case.from_document(data["case"], f"{where}.case"),
+                reason=str(data["reason"]),
+                account=str(data.get("account", "")),
+                confirmed=bool(data.get("confirmed", True)),
+                attempts=int(data.get("attempts", 0)),
+                seconds=float(data.get("seconds", 0.0)),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, InvalidRecord):
+                raise
+            raise InvalidRecord(f"{where}: expected a finding, got {error!r}. The file is damaged.") from error
+
+
+def investigate(
+    lane: Lane,
+    name: str,
+    result: CaseResult,
+    shape: Callable[[Case], Case],
+    fair: Callable[[Case], bool],
+    seconds: float,
+) -> Discovery | None:
+    """Confirms and shrinks a suspect.
+
+    Args:
+        lane: Runs the attempts.
+        name: The implementation.
+        result: The suspect.
+        shape: Gives the legal case nearest to a reduced one.
+        fair: Whether the implementation may be asked a case.
+        seconds: Time for shrinking.
+
+    Returns:
+        The discovery; not confirmed if the case passes alone, and None if nothing can be said of it alone.
+    """
+    alone = lane.run([result.case], Watch(operations=True, models=result.note.status == "leaked"))[0]
+    if alone.note.signature is None:
+        if alone.note.status != "passed" or result.note.signature is None:
+            return None
+        return Discovery(
+            name, result.note.signature, result.case, result.case, result.note.reason, result.account, confirmed=False
+        )
+    shrunk = Shrinker(lane, shape, fair, seconds).shrink(result.case, alone.note.signature)
+    last = lane.run([shrunk.case], Watch(operations=True, models=result.note.status == "leaked"))[0]
+    kept = last if last.note.signature == alone.note.signature else alone
+    discovery = Discovery(
+        name,
+        alone.note.signature,
+        result.case,
+        kept.case,
+        kept.note.reason,
+        kept.account,
+        True,
+        shrunk.attempts,
+        shrunk.seconds,
+    )
+    return replace(discovery, confirmed=kept is last)

@@ -1,0 +1,166 @@
+"""Does a case give the same again? Read from any file that holds one, run on new processes, told with its bits."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdp_testing.campaign import stream
+from fsdp_testing.campaign.batch import LASTING, Watch, run_batch
+from fsdp_testing.campaign.lane import lost_note
+from fsdp_testing.errors import InvalidArgument, InvalidRecord
+from fsdp_testing.findings.discovery import FINDING_FORMAT, Discovery
+from fsdp_testing.implementations.adapter import Adapter
+from fsdp_testing.judging.judge import CaseNote, judge_batch
+from fsdp_testing.pool import Pool
+from fsdp_testing.records import Case, RankObservation, RunReport
+from fsdp_testing.records.document import load_json
+from fsdp_testing.records.outcome import REPORT_FORMAT
+from fsdp_testing.strategies import legal_case, needs_of_case
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A case as a file tells it, and the implementation on which it was met, if the file says so."""
+
+    case: Case
+    implementation: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What one run of a case gave.
+
+    Attributes:
+        note: The judge's word.
+        digest: Of every bit that every rank reported; empty if a rank was lost.
+        account: What became of the ranks, where something did.
+    """
+
+    note: CaseNote
+    digest: str
+    account: str
+
+
+def read_recorded(path: Path) -> list[Recorded]:
+    """Returns every case in a file: a case, a finding of a campaign, or the failures of a report.
+
+    Raises:
+        InvalidRecord: The file is damaged, newer than this version, or holds no legal case.
+        InvalidArgument: It cannot be read.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgument(f"{path}: expected a readable text file, got {error}. Give a case or finding.") from error
+    data = load_json(text, str(path))
+    if data.get("format") == FINDING_FORMAT:
+        found = Discovery.from_json(text, str(path))
+        return [Recorded(_checked(found.case, path), found.implementation)]
+    if data.get("format") == REPORT_FORMAT:
+        report = RunReport.from_json(text, str(path))
+        cases = [
+            Recorded(finding.case, result.implementation) for result in report.results for finding in result.findings
+        ]
+        if not cases:
+            raise InvalidRecord(
+                f"{path}: expected a report with failures, got one without. There is nothing to replay."
+            )
+        return cases
+    return [Recorded(_checked(Case.from_document(data, str(path)), path))]
+
+
+def _checked(case: Case, path: Path) -> Case:
+    """A case is run as it is written or not at all: what would be dropped from it is told."""
+    legal = legal_case(case)
+    if legal != case:
+        where = "model.tree" if legal.model != case.model else "wrapping, program or world"
+        raise InvalidRecord(
+            f"{path}.{where}: expected a legal case, got parts that have no meaning where they stand. "
+            f"The nearest legal case is {legal.to_json()}"
+        )
+    return case
+
+
+def check_claims(case: Case, adapter: Adapter) -> None:
+    """Raises InvalidArgument if the implementation does not claim what the case asks for; every tag is named."""
+    missing = sorted(needs_of_case(case) - adapter.capabilities - {"nested_wrapping"})
+    if missing:
+        raise InvalidArgument(
+            f"{adapter.name}: expected claims of everything that the case needs, got none of {', '.join(missing)}. "
+            "What is not claimed is not judged; name another implementation."
+        )
+
+
+def replay(pool: Pool, name: str, case: Case, deadline: float = 30.0) -> Replayed:
+    """Runs one case on new processes of `pool` and judges it."""
+    directory = tempfile.mkdtemp(prefix="fsdp-replay-")
+    watch = Watch(operations=True)
+    world = pool.world(case.world.size, backend=case.world.backend, isolation="fresh")
+    try:
+        arguments: tuple[Any, ...] = (name, [case], directory, watch)
+        outcome = world.execute(run_batch, arguments, timeout=deadline, name="replay", lasting=LASTING)
+        digest = _digest(directory, case.world.size)
+        note = _judged(pool, name, case, directory, watch)
+        if note.status == "unfinished":
+            note = lost_note(note, outcome)
+        return Replayed(note, digest, "" if outcome.ok else outcome.describe())
+    finally:
+        world.release()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _judged(pool: Pool, name: str, case: Case, directory: str, watch: Watch) -> CaseNote:
+    world = pool.world(1)
+    try:
+        arguments = (name, [case], case.world.size, directory, watch)
+        outcome = world.execute(judge_batch, arguments, timeout=120.0, name="judge")
+    finally:
+        world.release()
+    if not outcome.ok:
+        return CaseNote(0, "unjudged", outcome.describe())
+    note: CaseNote = outcome.ranks[0].value[0]
+    return note
+
+
+def _digest(directory: str, size: int) -> str:
+    total = hashlib.sha256()
+    for rank in range(size):
+        records = stream.read(directory, rank)
+        if not records:
+            return ""
+        for part in _parts(records[0].observation):
+            total.update(part)
+    return total.hexdigest()[:16]
+
+
+def _parts(observation: RankObservation) -> Iterator[bytes]:
+    for result in observation.results:
+        yield repr((result.index, sorted(result.values))).encode()
+        yield from (_bits(result.values[name]) for name in sorted(result.values))
+    for snapshot in observation.snapshots:
+        for fqn, held in sorted(snapshot.parameters.items()):
+            yield repr((fqn, held.shape, held.dtype, held.requires_grad, held.grad_dtype)).encode()
+            for piece in (*held.pieces, *(held.grad_pieces or ())):
+                yield repr((piece.start, piece.stop)).encode()
+                yield _bits(piece.value)
+        for fqn, buffer in sorted(snapshot.buffers.items()):
+            yield fqn.encode() + _bits(buffer.value)
+        for fqn, state in sorted((snapshot.optimizer or {}).items()):
+            yield repr((fqn, sorted(state.scalars.items()))).encode()
+            yield from (_bits(p.value) for name in sorted(state.tensors) for p in state.tensors[name])
+    error = observation.error
+    if error is not None:
+        yield repr((error.index, error.type_name)).encode()
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().contiguous().reshape(-1)
+    return bytes(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else b""

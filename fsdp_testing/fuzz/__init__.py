@@ -1,1 +1,0 @@
-"""Look for divergences that nobody wrote a test for: campaigns of random cases, shrinking, replay, findings."""

@@ -1,0 +1,279 @@
+"""The reference as two implementations: `fsdp_ref-wrapper` and `fsdp_ref-composable`, one code path under both.
+
+They claim whatever the reference does; a check that needs what it does not do yet (sharded and optimizer state) is not
+claimed.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_ref import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+    fully_shard,
+    unshard_params,
+)
+from fsdp_ref.annotations import units_under
+from fsdp_ref.build.wrap_policy import choose_by_function
+from fsdp_ref.comm.division import DivideFactors
+from fsdp_ref.handle.flat_handle import FlatHandle
+from fsdp_ref.runtime import reduction_settings
+from fsdp_ref.runtime.events import UnitEvent, UnitEventKind, observe
+from fsdp_ref.training import clip
+from fsdp_ref.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
+from fsdp_testing.implementations.adapter import TorchStyle
+from fsdp_testing.implementations.protocol import Division, Setup, WrapPolicy
+from fsdp_testing.implementations.ref import handle_pieces
+from fsdp_testing.implementations.shared import naming
+from fsdp_testing.implementations.shared.checkpointing import checkpoint_modules
+from fsdp_testing.implementations.shared.fsdp_options import Words
+from fsdp_testing.implementations.shared.sites import innermost_first, replace_module
+from fsdp_testing.records.capabilities import CAPABILITIES
+
+_NOT_CLAIMED = frozenset(
+    {
+        # One gradient per flat parameter and one reduction per unit, as behind every FSDP of this kind.
+        "unused_gradient_is_none",
+        "unused_parameters_differ",
+        # Of state only the full form of the model is there yet.
+        "sharded_state_dict",
+        "local_state_dict",
+        "optim_state",
+        # FSDP's API has no word for these.
+        "explicit_unshard",
+        "mixed_dtype_units",
+    }
+)
+
+_WORDS = Words(
+    strategies={
+        "full_shard": ShardingStrategy.FULL_SHARD,
+        "shard_grad_op": ShardingStrategy.SHARD_GRAD_OP,
+        "no_shard": ShardingStrategy.NO_SHARD,
+        "hybrid_shard": ShardingStrategy.HYBRID_SHARD,
+        "hybrid_shard_zero2": ShardingStrategy._HYBRID_SHARD_ZERO2,
+    },
+    prefetch={"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None},
+    mixed_precision=MixedPrecision,
+    cpu_offload=CPUOffload,
+    module_policy=ModuleWrapPolicy,
+    size_policy=size_based_auto_wrap_policy,
+    custom_policy=CustomPolicy,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _ByFunction:
+    """A callable policy as the object that the composable API expects."""
+
+    function: Callable[..., bool]
+
+    def _run_policy(
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
+    ) -> dict[nn.Module, dict[str, Any]]:
+        ignored = frozenset(p for module in ignored_modules for p in module.parameters())
+        return {
+            module: dict(root_kwargs)
+            for module in choose_by_function(root_module, self.function, frozenset(ignored_modules), ignored)
+        }
+
+
+def _shared_across_units(module: nn.Module, setup: Setup) -> bool:
+    """Whether a parameter is reached through several units, or a unit and what is outside: one call must own it."""
+    owners: dict[int, set[str]] = {}
+    for fqn, parameter in module.named_parameters(remove_duplicate=False):
+        inside = [name for name in setup.units if fqn.startswith(name + ".")]
+        owners.setdefault(id(parameter), set()).add(max(inside, key=len, default=""))
+    return any(len(names) > 1 for names in owners.values())
+
+
+Apply = Callable[[nn.Module, Setup, str, dict[str, Any]], nn.Module]
+
+
+def _wrap(apply: Apply, module: nn.Module, setup: Setup) -> nn.Module:
+    """Every unit, children first, then the root. Collectives: those of the settings; every rank calls."""
+    checkpoint_modules(module, setup.checkpointed, reentrant=setup.checkpoint_reentrant)
+    ignored = [module.get_submodule(name) for name in setup.ignored]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # NO_SHARD over several ranks is judged, not recommended
+        if setup.units and setup.policy is None and _shared_across_units(module, setup):
+            setup = replace(setup, units=(), policy=WrapPolicy(names=setup.units))
+        for name, unit in innermost_first(module, setup.units):
+            inside = {id(inner) for inner in unit.modules()}
+            options = _WORDS.options(setup, name) | {"ignored_modules": [m for m in ignored if id(m) in inside]}
+            sharded = apply(unit, setup, name, options)
+            if sharded is not unit:
+                replace_module(module, unit, sharded)
+        if not setup.wrap_root:
+            return module
+        options = _WORDS.options(setup, "") | {"ignored_modules": ignored}
+        if setup.policy is not None:
+            options["auto_wrap_policy"] = _WORDS.policy(module, setup.policy)
+        return apply(module, setup, "", options)
+
+
+def _as_wrapper(
+    use_orig_params: bool, module: nn.Module, setup: Setup, name: str, options: dict[str, Any]
+) -> nn.Module:
+    strategy = _WORDS.strategy(setup, name)
+    return FullyShardedDataParallel(
+        module,
+        sharding_strategy=strategy,
+        backward_prefetch=_WORDS.prefetch[setup.backward_prefetch],
+        use_orig_params=use_orig_params,
+        **options,
+    )
+
+
+def _as_composable(module: nn.Module, setup: Setup, name: str, options: dict[str, Any]) -> nn.Module:
+    policy = options.pop("auto_wrap_policy", None)
+    if policy is not None and not hasattr(policy, "_run_policy"):
+        policy = _ByFunction(policy)
+    strategy = _WORDS.strategy(setup, name)
+    return fully_shard(module, strategy=strategy, policy=policy, **options)
+
+
+def _roots(model: nn.Module) -> list[Any]:
+    """The units that no other unit encloses."""
+    found = units_under(model)
+    outermost = [(name, unit) for name, _, unit in found]
+    return [unit for name, unit in outermost if not any(_encloses(other, name) for other, _ in outermost)]
+
+
+def _encloses(outer: str, inner: str) -> bool:
+    return outer != inner and (not outer or inner.startswith(outer + "."))
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """`no_sync` of every root."""
+    with ExitStack() as stack:
+        for unit in _roots(model):
+            stack.enter_context(reduction_settings.no_sync(unit))
+        yield
+
+
+def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float) -> torch.Tensor:
+    """The reference's own clipping. Collectives: all-reduces over the shard groups; every rank calls."""
+    (root,) = _roots(model)
+    return clip.clip_grad_norm_(root, max_norm, norm_type)
+
+
+@contextmanager
+def full_parameters(model: nn.Module, *, writeback: bool) -> Iterator[Mapping[str, torch.Tensor]]:
+    """`summon_full_params` (the same for both paths). Collectives: an all-gather per unit; every rank enters."""
+    with unshard_params(model, writeback=writeback):
+        yield {naming.original(fqn): parameter.data for fqn, parameter in model.named_parameters()}
+
+
+def full_state_dict(model: nn.Module) -> Mapping[str, torch.Tensor]:
+    """The model's own `state_dict`. Collectives: an all-gather per unit; every rank calls."""
+    state: dict[str, torch.Tensor] = model.state_dict()
+    return state
+
+
+def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """The model's own `load_state_dict`. Collectives: an all-gather per unit; every rank calls."""
+    model.load_state_dict(dict(state))
+
+
+def division(setup: Setup) -> Division:
+    """Two factors near the square root of the number of ranks, around the sum."""
+    factors = DivideFactors.for_world(setup.world_size)
+    return Division(before=factors.before, after=factors.after)
+
+
+def units(model: nn.Module) -> list[tuple[str, tuple[str, ...]]]:
+    """Units with parameters in the order of the reference's own list, depth first."""
+    return [
+        (name, tuple(original.fqn for original in handle_pieces.originals(name, handle)))
+        for name, handle in handle_pieces.handles(model)
+    ]
+
+
+def trace_units(model: nn.Module, emit: Callable[[str, str, tuple[str, ...]], None]) -> AbstractContextManager[None]:
+    """Subscribe to the reference's own unit events."""
+    gathering = {name: handle.needs_buffer for name, handle in handle_pieces.handles(model)}
+
+    def tell(event: UnitEvent) -> None:
+        if not event.fqns:
+            return
+        transition = _TRANSITIONS.get(event.kind)
+        # A unit whose shard is the whole parameter asks like the others, and fills no memory.
+        if transition is not None and (transition != "gather" or gathering.get(naming.original(event.unit), True)):
+            emit(naming.original(event.unit), transition, ())
+        if event.kind is UnitEventKind.RESHARD and event.freed:
+            emit(naming.original(event.unit), "free", ())
+
+    return observe(tell)
+
+
+def gathered_bytes(model: nn.Module) -> dict[str, int]:
+    """Memory of the full buffers that units have, of every dtype they computed in."""
+    known = _HANDLES.get(model)
+    if known is None:
+        known = _HANDLES[model] = [(name, weakref.ref(handle)) for name, handle in handle_pieces.handles(model)]
+    found: dict[str, int] = {}
+    for name, reference in known:
+        handle = reference()
+        for buffer in handle._buffers.values() if handle is not None else ():
+            size = buffer.tensor.untyped_storage().size()
+            if size:
+                found[name] = found.get(name, 0) + size
+    return found
+
+
+_HANDLES: weakref.WeakKeyDictionary[nn.Module, list[tuple[str, weakref.ref[FlatHandle]]]] = weakref.WeakKeyDictionary()
+"""Looked up once for each model: finding them takes longer than asking all of them. Weakly, since they hold the model."""
+
+
+_TRANSITIONS = {UnitEventKind.UNSHARD: "unshard", UnitEventKind.GATHER: "gather", UnitEventKind.RESHARD: "reshard"}
+
+
+def _implementation(name: str, apply: Apply, without: frozenset[str] = frozenset()) -> TorchStyle:
+    return TorchStyle(
+        name=name,
+        wrap=partial(_wrap, apply),
+        capabilities=frozenset(CAPABILITIES) - _NOT_CLAIMED - without,
+        source="docs/reference.md",
+        no_sync=no_sync,
+        clip_grad_norm=clip_grad_norm,
+        full_parameters=full_parameters,
+        local_pieces=handle_pieces.local_pieces,
+        optimizer_pieces=handle_pieces.optimizer_pieces,
+        division=division,
+        register_comm_hook=_register_comm_hook,
+        full_state_dict=full_state_dict,
+        load_full_state_dict=load_full_state_dict,
+        units=units,
+        trace_units=trace_units,
+        gathered_bytes=gathered_bytes,
+    )
+
+
+def _register_comm_hook(model: nn.Module, state: object, hook: Callable[..., Any]) -> None:
+    (root,) = _roots(model)
+    reduction_settings.register_comm_hook(root, state, hook)
+
+
+WRAPPER = _implementation("fsdp_ref-wrapper", partial(_as_wrapper, True))
+FLAT = _implementation(
+    "fsdp_ref-flat",
+    partial(_as_wrapper, False),
+    # One flat parameter has one gradient and one flag, and the original ones are not there between iterations.
+    without=frozenset({"frozen_mixed_unit", "thawed_parameters", "unused_gradient_is_none", "data_assignment"}),
+)
+COMPOSABLE = _implementation("fsdp_ref-composable", _as_composable)

@@ -1,0 +1,41 @@
+"""How is state saved and loaded where every rank holds everything? As without any data parallelism."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_testing.implementations.shared import naming
+
+
+def full_state_dict(model: nn.Module) -> Mapping[str, torch.Tensor]:
+    """The unwrapped module's `state_dict`, by original names. Collectives: none."""
+    state = naming.unwrapped(model).state_dict()
+    return {naming.original(fqn): tensor.detach().clone() for fqn, tensor in state.items()}
+
+
+def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """The unwrapped module's `load_state_dict`. Collectives: none."""
+    inside = naming.unwrapped(model)
+    inside.load_state_dict({fqn: state[naming.original(fqn)] for fqn in inside.state_dict()})
+
+
+def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
+    """The optimizer's state by original name instead of by place. Collectives: none."""
+    named = dict(naming.named_parameters(model))
+    state = {fqn: copy.deepcopy(optimizer.state[p]) for fqn, p in named.items() if p in optimizer.state}
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return {"state": state, "param_groups": groups}
+
+
+def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Puts the state where the parameters of these names are. Collectives: none."""
+    for fqn, parameter in naming.named_parameters(model):
+        if fqn in state["state"]:
+            optimizer.state[parameter] = copy.deepcopy(state["state"][fqn])
+    for group, kept in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        group.update(kept)

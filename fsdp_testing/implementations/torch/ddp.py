@@ -1,0 +1,107 @@
+"""torch's DistributedDataParallel, judged as "every rank holds everything".
+
+Claims follow the class documentation and the DDP note. `find_unused_parameters` is on, since parts that no rank or
+not every rank uses are claimed; synchronising buffers in forward is off, since with it the buffers of all ranks but
+the first are overwritten instead of computed. Thawing after construction is excluded by the documentation and not
+claimed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_testing.errors import InvalidImplementation
+from fsdp_testing.implementations.adapter import TorchStyle
+from fsdp_testing.implementations.protocol import Division, Setup
+from fsdp_testing.implementations.shared import replicated
+from fsdp_testing.implementations.shared.checkpointing import checkpoint_modules
+
+CAPABILITIES = frozenset(
+    {
+        "no_shard",
+        "nested_wrapping",  # units mean nothing to it, and naming some changes nothing
+        "no_sync",
+        "accumulate_without_no_sync",
+        "forward_only",
+        "data_assignment",
+        "inference_mode",
+        "late_optimizer",
+        "shared_parameters",
+        "shared_across_units",
+        "reused_modules",
+        "frozen_parameters",
+        "frozen_mixed_unit",
+        "unused_parameters",
+        "unused_parameters_differ",
+        "unused_gradient_is_none",
+        "uneven_parameters",
+        "zero_dim_parameters",
+        "empty_parameters",
+        "strided_parameters",
+        "mixed_dtype_units",
+        "buffers",
+        "container_outputs",
+        "uneven_batches",
+        "loss_bypasses_output",
+        "inplace_on_output",
+        "clip_grad_norm",
+        "optimizer_pieces",
+        "summon_writeback",
+        "full_state_dict",
+        "optim_state",
+        "sync_module_states",
+        "activation_checkpointing",
+        "ignored_parameters",
+    }
+)
+
+#: torch 2.13 renamed the option; the old name warns there.
+_NO_BUFFER_SYNC: dict[str, Any] = (
+    {"forward_sync_buffers": False}
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+    else {"broadcast_buffers": False}
+)
+
+
+def wrap(module: nn.Module, setup: Setup) -> nn.Module:
+    """DDP around the whole module; units and policies mean nothing to it.
+
+    Collectives: DDP compares parameter shapes and, on construction, broadcasts rank 0's parameters and buffers.
+    """
+    if setup.strategy != "no_shard":
+        raise InvalidImplementation(
+            f"torch-ddp: expected strategy 'no_shard', got {setup.strategy!r}. Run only what it claims."
+        )
+    checkpoint_modules(module, setup.checkpointed, reentrant=setup.checkpoint_reentrant)
+    inside = tuple(f"{name}." for name in setup.ignored)
+    ignored = [fqn for fqn, _ in module.named_parameters(remove_duplicate=False) if fqn.startswith(inside)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
+    return DistributedDataParallel(
+        module,
+        process_group=setup.group,
+        **_NO_BUFFER_SYNC,
+        find_unused_parameters=bool(setup.extra.get("find_unused_parameters", True)),
+        init_sync=True,
+    )
+
+
+def division(setup: Setup) -> Division:
+    """Each rank's gradient is multiplied by the reciprocal of the world size before the sum (torch's reducer)."""
+    return Division(before=setup.world_size, after=1, by_reciprocal=True)
+
+
+IMPLEMENTATION = TorchStyle(
+    name="torch-ddp",
+    wrap=wrap,
+    capabilities=CAPABILITIES,
+    source="https://pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html",
+    division=division,
+    full_state_dict=replicated.full_state_dict,
+    load_full_state_dict=replicated.load_full_state_dict,
+    full_optimizer_state=replicated.full_optimizer_state,
+    load_full_optimizer_state=replicated.load_full_optimizer_state,
+)

@@ -1,0 +1,211 @@
+"""torch's FullyShardedDataParallel (FSDP1) on the CPU, with `use_orig_params` (`torch-fsdp1`) and without (`-flat`).
+
+Claims follow the class documentation and what its constructor accepts for `device_id=cpu`. Not claimed: CPU offload and
+`sync_module_states` (both need an accelerator), 0-dim parameters (refused), parameters shared across units
+(documented as unsupported), parts that only some ranks use, None for unused gradients (a flat parameter's gradient
+is one tensor).
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
+
+from fsdp_testing.implementations.adapter import TorchStyle
+from fsdp_testing.implementations.protocol import Division, Setup
+from fsdp_testing.implementations.shared import naming
+from fsdp_testing.implementations.shared.checkpointing import checkpoint_modules
+from fsdp_testing.implementations.shared.fsdp_options import Words
+from fsdp_testing.implementations.shared.sites import innermost_first, replace_module
+from fsdp_testing.implementations.torch import fsdp1_flat, saved_state, unit_trace
+
+_SHARED_CLAIMS = frozenset(
+    {
+        "full_shard",
+        "shard_grad_op",
+        "no_shard",
+        "hybrid",
+        "nested_wrapping",
+        "policy_wrapping",
+        "ignored_parameters",
+        "no_sync",
+        "accumulate_without_no_sync",
+        "forward_only",
+        "inference_mode",
+        "late_optimizer",
+        "shared_parameters",
+        "reused_modules",
+        "frozen_parameters",
+        "unused_parameters",
+        "uneven_parameters",
+        "strided_parameters",
+        "buffers",
+        "container_outputs",
+        "uneven_batches",
+        "mixed_precision",
+        "reduce_dtype",
+        "buffer_dtype",
+        "clip_grad_norm",
+        "summon_writeback",
+        "full_state_dict",
+        "sharded_state_dict",
+        "optim_state",
+        "optimizer_pieces",
+        "comm_hook",
+        "activation_checkpointing",
+        "reentrant_checkpointing",
+        "dtype_cast",
+        "meta_init",
+        "prefetch",
+        "unit_trace",
+    }
+)
+
+#: Only with original parameters: one unit may mix frozen and trainable ones, and flags may change.
+_ORIGINAL_CLAIMS = frozenset({"frozen_mixed_unit", "thawed_parameters"})
+
+#: Only with flat parameters: with original ones torch saves the local form and cannot load it again.
+_FLAT_CLAIMS = frozenset({"local_state_dict"})
+
+_WORDS = Words(
+    strategies={
+        "full_shard": ShardingStrategy.FULL_SHARD,
+        "shard_grad_op": ShardingStrategy.SHARD_GRAD_OP,
+        "no_shard": ShardingStrategy.NO_SHARD,
+        "hybrid_shard": ShardingStrategy.HYBRID_SHARD,
+        "hybrid_shard_zero2": ShardingStrategy._HYBRID_SHARD_ZERO2,
+    },
+    prefetch={"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None},
+    mixed_precision=MixedPrecision,
+    cpu_offload=CPUOffload,
+    module_policy=ModuleWrapPolicy,
+    size_policy=size_based_auto_wrap_policy,
+    custom_policy=CustomPolicy,
+)
+
+
+def wrap(module: nn.Module, setup: Setup, *, use_orig_params: bool) -> nn.Module:
+    """FSDP around every unit, children first, then around the root.
+
+    Collectives: those of group creation for a 2-D mesh, which `setup.mesh` has behind it.
+    """
+    checkpoint_modules(module, setup.checkpointed, reentrant=setup.checkpoint_reentrant)
+    ignored = [module.get_submodule(name) for name in setup.ignored]
+    with warnings.catch_warnings():
+        # Deprecated, but documented and judged: NO_SHARD; the class itself since 2.13.
+        warnings.simplefilter("ignore", FutureWarning)
+        for name, unit in innermost_first(module, setup.units):
+            options = _options(setup, name, use_orig_params)
+            inside = {id(m) for m in unit.modules()}
+            options["ignored_modules"] = [m for m in ignored if id(m) in inside]
+            replace_module(module, unit, FullyShardedDataParallel(unit, **options))
+        options = _options(setup, "", use_orig_params) | {"ignored_modules": ignored}
+        if setup.policy is not None:
+            options["auto_wrap_policy"] = _WORDS.policy(module, setup.policy)
+        return FullyShardedDataParallel(module, **options) if setup.wrap_root else module
+
+
+def _options(setup: Setup, name: str, use_orig_params: bool) -> dict[str, Any]:
+    return _WORDS.options(setup, name) | {
+        "sharding_strategy": _WORDS.strategy(setup, name),
+        "backward_prefetch": _WORDS.prefetch[setup.backward_prefetch],
+        "use_orig_params": use_orig_params,
+    }
+
+
+def no_sync(model: nn.Module) -> AbstractContextManager[Any]:
+    """`no_sync` of the root, or of every unit that is a root of its own under a plain module."""
+    if isinstance(model, FullyShardedDataParallel):
+        return model.no_sync()
+    return _no_sync_of_each(model)
+
+
+@contextmanager
+def _no_sync_of_each(model: nn.Module) -> Iterator[None]:
+    with ExitStack() as stack:
+        for unit in FullyShardedDataParallel.fsdp_modules(model, root_only=True):
+            stack.enter_context(unit.no_sync())
+        yield
+
+
+def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float) -> torch.Tensor:
+    """FSDP's own clipping. Collectives: one all-reduce over the shard group; every rank calls."""
+    assert isinstance(model, FullyShardedDataParallel)
+    return model.clip_grad_norm_(max_norm, norm_type)
+
+
+@contextmanager
+def full_parameters(model: nn.Module, *, writeback: bool) -> Iterator[Mapping[str, torch.Tensor]]:
+    """`summon_full_params`. Collectives: an all-gather per unit; every rank enters."""
+    with FullyShardedDataParallel.summon_full_params(model, writeback=writeback):
+        yield {naming.original(fqn): parameter.data for fqn, parameter in model.named_parameters()}
+
+
+def register_comm_hook(model: nn.Module, state: object, hook: Callable[..., Any]) -> None:
+    """FSDP's own registration."""
+    assert isinstance(model, FullyShardedDataParallel)
+    model.register_comm_hook(state, hook)
+
+
+def local_state_dict(model: nn.Module) -> Mapping[str, Any]:
+    """Flat shards as they are. Collectives: none."""
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        return copy.deepcopy(model.state_dict())
+
+
+def load_local_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Loads what `local_state_dict` gave on this rank."""
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        model.load_state_dict(dict(state))
+
+
+def division(setup: Setup) -> Division:
+    """The factor is split in two around the sum, in every dtype."""
+    return saved_state.split_division(setup.world_size)
+
+
+def _implementation(name: str, *, use_orig_params: bool) -> TorchStyle:
+    return TorchStyle(
+        name=name,
+        wrap=partial(wrap, use_orig_params=use_orig_params),
+        capabilities=_SHARED_CLAIMS | (_ORIGINAL_CLAIMS if use_orig_params else _FLAT_CLAIMS),
+        source="https://pytorch.org/docs/stable/fsdp.html",
+        no_sync=no_sync,
+        clip_grad_norm=clip_grad_norm,
+        full_parameters=full_parameters,
+        local_pieces=fsdp1_flat.local_pieces,
+        optimizer_pieces=fsdp1_flat.optimizer_pieces,
+        division=division,
+        units=unit_trace.fsdp1_units,
+        trace_units=unit_trace.fsdp1_trace,
+        gathered_bytes=unit_trace.fsdp1_gathered_bytes,
+        register_comm_hook=register_comm_hook,
+        full_state_dict=saved_state.full_state_dict,
+        load_full_state_dict=saved_state.load_full_state_dict,
+        sharded_state_dict=saved_state.sharded_state_dict,
+        load_sharded_state_dict=saved_state.load_sharded_state_dict,
+        local_state_dict=local_state_dict,
+        load_local_state_dict=load_local_state_dict,
+        full_optimizer_state=saved_state.full_optimizer_state,
+        load_full_optimizer_state=saved_state.load_full_optimizer_state,
+    )
+
+
+IMPLEMENTATION = _implementation("torch-fsdp1", use_orig_params=True)
+FLAT = _implementation("torch-fsdp1-flat", use_orig_params=False)

@@ -1,0 +1,202 @@
+"""torch's composable fully_shard (FSDP2): every parameter a DTensor, sharded on its first dimension.
+
+Claims follow the `fully_shard` documentation. Not claimed: `no_shard` (it has none), `buffer_dtype` (the policy has
+none), summoning (it has `unshard`, which this adapter offers), scalar parameters (refused at construction),
+parameters shared across units (refused), and parts that only some ranks use (the documentation expects every rank to
+run the same units).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from fsdp_testing.errors import InvalidImplementation
+from fsdp_testing.implementations.adapter import TorchStyle
+from fsdp_testing.implementations.protocol import Division, Piece, Precision, Setup, StateEntry
+from fsdp_testing.implementations.shared import naming, pieces
+from fsdp_testing.implementations.shared.checkpointing import checkpoint_modules
+from fsdp_testing.implementations.shared.sites import innermost_first, parameters_of
+from fsdp_testing.implementations.torch import saved_state, unit_trace
+
+CAPABILITIES = frozenset(
+    {
+        "full_shard",
+        "shard_grad_op",
+        "hybrid",
+        "nested_wrapping",
+        "ignored_parameters",
+        "no_sync",
+        "accumulate_without_no_sync",
+        "forward_only",
+        "several_forwards",
+        "inference_mode",
+        "late_optimizer",
+        "shared_parameters",
+        "reused_modules",
+        "frozen_parameters",
+        "frozen_mixed_unit",
+        "thawed_parameters",
+        "unused_parameters",
+        "unused_gradient_is_none",
+        "uneven_parameters",
+        "buffers",
+        "container_outputs",
+        "uneven_batches",
+        "mixed_precision",
+        "reduce_dtype",
+        "cpu_offload",
+        "clip_grad_norm",
+        "optimizer_pieces",
+        "full_state_dict",
+        "sharded_state_dict",
+        "optim_state",
+        "activation_checkpointing",
+        "reentrant_checkpointing",
+        "dtype_cast",
+        "explicit_unshard",
+        "prefetch",
+        "unit_trace",
+    }
+)
+
+_NO_RESHARD = {"shard_grad_op", "hybrid_shard_zero2"}
+
+#: The sharded parameters of each model, as they were when it was sharded. `named_parameters` of a unit that is
+#: unsharded yields the gathered tensors, and reading it at any other time could not tell a stale shard from a fresh
+#: one.
+_SHARDED: WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = WeakKeyDictionary()
+
+
+def wrap(module: nn.Module, setup: Setup) -> nn.Module:
+    """`fully_shard` on every unit, children first, then on the root.
+
+    Collectives: none but those of mesh creation, which `setup.mesh` has behind it.
+    """
+    if setup.mesh is None or setup.strategy == "no_shard":
+        raise InvalidImplementation(
+            f"torch-fsdp2: expected a mesh and a sharding strategy, got {setup.mesh} and {setup.strategy!r}. "
+            "Run only what it claims."
+        )
+    checkpoint_modules(module, setup.checkpointed, reentrant=setup.checkpoint_reentrant)
+    ignored = parameters_of(module, setup.ignored)
+    for name, unit in innermost_first(module, setup.units):
+        fully_shard(unit, **_options(setup, name, ignored))
+    if setup.wrap_root:
+        fully_shard(module, **_options(setup, "", ignored))
+    _SHARDED[module] = dict(naming.named_parameters(module))
+    return module
+
+
+def _options(setup: Setup, name: str, ignored: set[nn.Parameter]) -> dict[str, Any]:
+    precision = setup.unit_precisions.get(name, setup.precision)
+    strategy = setup.unit_strategies.get(name, setup.strategy)
+    options: dict[str, Any] = {
+        "mesh": setup.mesh,
+        "mp_policy": _precision_policy(precision),
+        "offload_policy": CPUOffloadPolicy(pin_memory=False) if setup.cpu_offload else OffloadPolicy(),
+        "reshard_after_forward": False if strategy in _NO_RESHARD else None,
+    }
+    return options | ({"ignored_params": ignored} if ignored else {})
+
+
+def _precision_policy(precision: Precision) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(
+        param_dtype=precision.param_dtype,
+        # Said, not left open: from torch 2.15 on, None means the parameter's own dtype, until then `param_dtype`.
+        reduce_dtype=precision.on_the_wire,
+        cast_forward_inputs=precision.cast_inputs,
+    )
+
+
+def _units(model: nn.Module) -> list[tuple[str, FSDPModule]]:
+    """`(original FQN, unit)` of every unit, outermost first."""
+    return [(naming.original(name), unit) for name, unit in model.named_modules() if isinstance(unit, FSDPModule)]
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Gradient reduction off in every unit, and on again at the end."""
+    roots = _roots(model)
+    for root in roots:
+        root.set_requires_gradient_sync(False, recurse=True)
+    try:
+        yield
+    finally:
+        for root in roots:
+            root.set_requires_gradient_sync(True, recurse=True)
+
+
+def _roots(model: nn.Module) -> list[FSDPModule]:
+    found: list[tuple[str, FSDPModule]] = []
+    for name, unit in _units(model):
+        if not any(outer == "" or name.startswith(outer + ".") for outer, _ in found):
+            found.append((name, unit))
+    return [unit for _, unit in found]
+
+
+def local_pieces(model: nn.Module) -> Mapping[str, tuple[Piece, ...]]:
+    """The shards themselves, whether a gathered copy is on the module or not."""
+    return pieces.of_parameters(_sharded(model).items())
+
+
+def optimizer_pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Mapping[str, StateEntry]]:
+    """State of the shards."""
+    return pieces.optimizer_state(_sharded(model), optimizer)
+
+
+def _sharded(model: nn.Module) -> dict[str, nn.Parameter]:
+    return _SHARDED.get(model) or dict(naming.named_parameters(model))
+
+
+def division(setup: Setup) -> Division:
+    """One AVG reduction in float32 and bfloat16; in other dtypes the factor is split in two around the sum."""
+    wire = setup.precision.on_the_wire
+    if wire in (torch.float32, torch.bfloat16):
+        return Division(before=1, after=setup.world_size, mean_by_backend=True)
+    return saved_state.split_division(setup.world_size)
+
+
+def unshard(model: nn.Module, unit: str) -> None:
+    """Gather one unit now. Collectives: an all-gather on its mesh; every rank calls."""
+    dict(_units(model))[unit].unshard()
+
+
+def reshard(model: nn.Module, unit: str) -> None:
+    """Free one unit's gathered parameters."""
+    dict(_units(model))[unit].reshard()
+
+
+IMPLEMENTATION = TorchStyle(
+    name="torch-fsdp2",
+    wrap=wrap,
+    capabilities=CAPABILITIES,
+    source="https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html",
+    no_sync=no_sync,
+    local_pieces=local_pieces,
+    optimizer_pieces=optimizer_pieces,
+    division=division,
+    units=unit_trace.fsdp2_units,
+    trace_units=unit_trace.fsdp2_trace,
+    gathered_bytes=unit_trace.fsdp2_gathered_bytes,
+    unshard=unshard,
+    reshard=reshard,
+    full_state_dict=saved_state.full_state_dict,
+    load_full_state_dict=saved_state.load_full_state_dict,
+    sharded_state_dict=saved_state.sharded_state_dict,
+    load_sharded_state_dict=saved_state.load_sharded_state_dict,
+    full_optimizer_state=saved_state.full_optimizer_state,
+    load_full_optimizer_state=saved_state.load_full_optimizer_state,
+)

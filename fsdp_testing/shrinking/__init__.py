@@ -1,0 +1,1 @@
+"""What is the simplest case that still fails in the same way?"""

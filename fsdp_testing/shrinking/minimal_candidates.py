@@ -1,0 +1,84 @@
+"""Which much simpler cases are worth a try before a failure is taken apart piece by piece?
+
+Most failures need two operations, the simplest settings and hardly any model. Asking for that outright costs a few
+attempts, where one part at a time costs dozens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from fsdp_testing.judging.signature import Signature
+from fsdp_testing.records import Case, ModelSpec, WorldSpec, WrappingPlan
+from fsdp_testing.shrinking.reductions import PLAIN_OPTIMIZER, Node, joined, operations, settings, with_width
+
+_SKELETONS: tuple[tuple[list[Node], tuple[str, ...]], ...] = (
+    ([{"kind": "linear", "name": "a", "out": 2}], ()),
+    ([{"kind": "linear", "name": "a", "out": 2}, {"kind": "linear", "name": "b", "out": 2}], ("a",)),
+    ([{"kind": "linear", "name": "a", "out": 2}, {"kind": "linear", "name": "b", "out": 2}], ("a", "b")),
+)
+"""Small models to which many failures do not mind being moved, with the units that are wrapped."""
+
+
+def leaps(case: Case) -> Iterator[Case]:
+    """Yields the case on a very small model, and with all its settings at their simplest."""
+    plain = _plain_settings(case)
+    for nodes, units in _SKELETONS:
+        model = ModelSpec("tree", dtype=case.model.dtype, tree={"width": 2, "nodes": [dict(node) for node in nodes]})
+        if case.model.tree is None or len(case.model.tree["nodes"]) > len(nodes) or case.wrapping.units != units:
+            small = replace(case, model=model, wrapping=WrappingPlan(units))
+            yield replace(_plain_settings(small), wrapping=WrappingPlan(units))
+            yield small
+    if case.model.tree is not None:
+        thin = replace(case.model, tree=with_width(case.model.tree, 2))
+        yield _plain_settings(replace(case, model=thin))
+        yield replace(case, model=thin)
+    yield plain
+
+
+def _plain_settings(case: Case) -> Case:
+    return replace(
+        case,
+        model=replace(case.model, dtype="float64"),
+        world=WorldSpec(case.world.size, case.world.backend),
+        mixed_precision=None,
+        cpu_offload=False,
+        strategy="full_shard" if case.strategy != "no_shard" else "no_shard",
+        optimizer=PLAIN_OPTIMIZER,
+    )
+
+
+def beginnings(case: Case, signature: Signature) -> Iterator[Case]:
+    """Yields the case up to one of the operations after which it may be that the failure shows; the shortest first."""
+    for end in _ends(case, signature):
+        if end < len(case.program):
+            yield replace(case, program=case.program[:end])
+
+
+def _ends(case: Case, signature: Signature) -> list[int]:
+    length = len(case.program)
+    ends = [place + 1 for place, one in enumerate(case.program) if one.kind == signature.operation]
+    return ends or sorted({length // 4, length // 2, 3 * length // 4, length} - {0})
+
+
+def cores(case: Case) -> Iterator[Case]:
+    """Yields the case with its last operation alone, and with one other before it."""
+    if len(case.program) > 2:
+        *before, last = case.program
+        yield replace(case, program=(last,))
+        for one in reversed(before):
+            yield replace(case, program=(one, last))
+
+
+def every_core(case: Case, signature: Signature) -> Iterator[Case]:
+    """Yields the cores of all beginnings, the smallest first."""
+    found = [core for end in _ends(case, signature) for core in cores(replace(case, program=case.program[:end]))]
+    yield from sorted(found, key=lambda core: len(core.program))
+
+
+def barest(case: Case) -> Case:
+    """Returns the case with all settings and all operations at their simplest."""
+    for kind in (settings, operations):
+        case = joined(kind, case, [step.key for step in kind(case)])
+    return case

@@ -1,0 +1,66 @@
+"""Campaigns find planted faults within 500 cases, find nothing where nothing is, and tell each defect once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import faults_gradients  # noqa: F401 - registers its faults
+import faults_state  # noqa: F401 - registers its faults
+import pytest
+from fault import FAULTS
+
+from fsdp_testing.campaign.campaign import Campaign, Plan, Tally
+from fsdp_testing.findings.discovery import Discovery
+from fsdp_testing.findings.known import KnownFailures
+from fsdp_testing.findings.tags import tokens
+from fsdp_testing.implementations import registry
+from fsdp_testing.pool import default_pool
+from fsdp_testing.strategies import Scope
+
+SOME = ("faults_gradients:SumForMean", "faults_gradients:LastLocalLost", "faults_gradients:OneUlp")
+
+
+def campaign(name: str, state: Path, examples: int, known: KnownFailures = KnownFailures(), **plan: bool) -> Tally:
+    def ignore(_found: Discovery, _state: object) -> None:
+        pass
+
+    scope = Scope(registry.load(name).capabilities)
+    asked = Plan(name, scope, state, seconds=None, examples=examples, lanes=1, known=known, **plan)  # type: ignore[arg-type]  # flags only
+    return Campaign(asked, default_pool(), lambda _: None, ignore).run()
+
+
+@pytest.mark.parametrize("name", [*SOME, *(pytest.param(n, marks=pytest.mark.slow) for n in FAULTS if n not in SOME)])
+def test_a_planted_fault_is_found_within_500_cases(name: str, tmp_path: Path):
+    tally = campaign(name, tmp_path, 500, stop_at_first=True)
+    found = [discovery for discovery in tally.discovered if discovery.confirmed]
+    assert found, FAULTS[name].story
+    assert len(found[0].case.program) <= 4, found[0].case.program
+
+
+def test_nothing_is_found_where_nothing_is(tmp_path: Path):
+    tally = campaign("toy:UNBROKEN", tmp_path, 150)
+    assert not tally.discovered, tally.discovered[0].sentence()
+    assert tally.run == sum(tally.statuses.values()) >= 120
+    assert set(tally.statuses) == {"passed"}, tally.unjudged
+
+
+def test_a_defect_is_told_once_and_then_avoided(tmp_path: Path):
+    tally = campaign("fuzz_faults:WRONG_IN_CLIP", tmp_path, 300)
+    confirmed = [discovery for discovery in tally.discovered if discovery.confirmed]
+    assert 1 <= len(confirmed) <= 3
+    assert tokens(confirmed[0].case) == ("forward_backward", "clip")
+    assert confirmed[0].rule().applies(confirmed[0].case)
+    assert tally.rules[confirmed[0].name]
+
+
+def test_a_known_failure_is_avoided_and_a_stale_rule_is_told(tmp_path: Path):
+    first = campaign("fuzz_faults:WRONG_IN_CLIP", tmp_path / "a", 300, stop_at_first=True).discovered[0]
+    rule = first.rule()
+    import json
+    from dataclasses import replace
+
+    known = KnownFailures((replace(rule, tags=(), example=json.loads(first.case.to_json())),))
+    avoiding = campaign("fuzz_faults:WRONG_IN_CLIP", tmp_path / "b", 60, known)
+    assert not avoiding.stale
+    healthy = campaign("toy:UNBROKEN", tmp_path / "c", 20, known)
+    assert healthy.stale == [rule.name]

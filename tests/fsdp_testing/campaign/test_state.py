@@ -1,0 +1,106 @@
+"""What a campaign leaves on disk is whole, is read again, and damage to it is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fuzz_cases import case, micro
+
+from fsdp_testing.campaign.state import Progress, StateDirectory, write_atomically
+from fsdp_testing.errors import InvalidArgument, InvalidRecord
+from fsdp_testing.findings.discovery import Discovery
+from fsdp_testing.findings.replay import check_claims, read_recorded
+from fsdp_testing.implementations import registry
+from fsdp_testing.judging.signature import Signature
+from fsdp_testing.records import Freeze, Step
+
+FOUND = Discovery(
+    "torch-ddp", Signature("diverged", "value", "step"), case(micro(1), Step()), case(Step()), "is off by 1"
+)
+
+
+def test_progress_corpus_and_findings_come_back(tmp_path: Path):
+    state = StateDirectory(tmp_path / "state", "torch-ddp")
+    assert state.load() == Progress("torch-ddp")
+    progress = Progress("torch-ddp", 10, 8, 1.5, {"passed": 8}, (1, 2), (3,), {"why": 1}, {"rule": 2})
+    state.save(progress)
+    state.add_to_corpus(case(micro(1)))
+    state.write_files(FOUND.name, [("finding.json", FOUND.to_json())])
+    again = StateDirectory(tmp_path / "state", "torch-ddp")
+    assert again.load() == progress
+    assert again.corpus() == ([case(micro(1))], [])
+    (folder,) = again.found()
+    assert Discovery.from_json((folder / "finding.json").read_text(), "here") == FOUND
+
+
+def test_an_interrupted_write_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = tmp_path / "state.json"
+    write_atomically(file, "old")
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(file, "new")
+    assert file.read_text() == "old"
+
+
+def test_a_damaged_state_is_told(tmp_path: Path):
+    state = StateDirectory(tmp_path, "torch-ddp")
+    state.save(Progress("torch-ddp"))
+    text = (tmp_path / "state.json").read_text()
+    for damaged in (text[:-5], text.replace('"version": 1', '"version": 9'), text.replace("torch-ddp", "other")):
+        (tmp_path / "state.json").write_text(damaged)
+        with pytest.raises(InvalidRecord, match=r"state\.json"):
+            state.load()
+
+
+def test_a_damaged_corpus_entry_is_left_out_and_told(tmp_path: Path):
+    state = StateDirectory(tmp_path, "torch-ddp")
+    state.add_to_corpus(case(micro(1)))
+    (tmp_path / "corpus" / "bad.json").write_text("{")
+    cases, damaged = state.corpus()
+    assert cases == [case(micro(1))]
+    assert len(damaged) == 1
+    assert "bad.json" in damaged[0]
+
+
+def test_cases_are_read_from_every_file_that_holds_one(tmp_path: Path):
+    alone = tmp_path / "case.json"
+    alone.write_text(FOUND.case.to_json())
+    assert [recorded.implementation for recorded in read_recorded(alone)] == [""]
+    finding = tmp_path / "finding.json"
+    finding.write_text(FOUND.to_json())
+    (recorded,) = read_recorded(finding)
+    assert (recorded.case, recorded.implementation) == (FOUND.case, "torch-ddp")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "expected a JSON document"),
+        ("[1]", "expected a JSON object"),
+        (FOUND.case.to_json()[:-3], "Is the file complete"),
+        (FOUND.case.to_json().replace('"version": 1', '"version": 2'), "newer"),
+        (FOUND.case.to_json().replace('"step"', '"stop"'), "a known kind of operation"),
+        (FOUND.to_json().replace('"signature"', '"sig"'), "expected a finding"),
+        (case(Freeze(("nothing.*",))).to_json(), "parts that have no meaning"),
+    ],
+)
+def test_a_bad_file_is_refused(tmp_path: Path, text: str, told: str):
+    file = tmp_path / "case.json"
+    file.write_text(text)
+    with pytest.raises(InvalidRecord, match=told):
+        read_recorded(file)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path):
+    with pytest.raises(InvalidArgument, match="readable text file"):
+        read_recorded(tmp_path / "none.json")
+
+
+def test_what_is_not_claimed_is_not_replayed():
+    with pytest.raises(InvalidArgument, match="thawed_parameters"):
+        check_claims(case(Freeze(("*",))), registry.load("torch-ddp"))

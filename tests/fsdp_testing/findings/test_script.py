@@ -1,0 +1,170 @@
+"""Scripts of findings: they compile for every drawn case they are written for, use nothing of ours, and tell the truth."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from fuzz_cases import LINEAR, case, micro
+
+from fsdp_testing.campaign.state import StateDirectory
+from fsdp_testing.findings.discovery import Discovery
+from fsdp_testing.findings.script import script_for
+from fsdp_testing.findings.source import model_source
+from fsdp_testing.findings.writing import try_script, write_discovery
+from fsdp_testing.implementations import registry
+from fsdp_testing.judging.signature import Signature
+from fsdp_testing.records import Batch, Case, Clip, EditFullParameters, Forward, Step, WrappingPlan
+from fsdp_testing.strategies import CaseDrawer, Scope, SeededChoices
+from fsdp_testing.zoo.tree import tree_model
+
+NAMES = ("torch-ddp", "torch-fsdp1", "torch-fsdp2")
+
+
+def discovery(name: str, found: Case) -> Discovery:
+    return Discovery(name, Signature("diverged", "value", "step"), found, found, 'a "quoted" reason \\ with a slash')
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scripts_compile_and_import_nothing_of_ours(name: str):
+    drawer = CaseDrawer(Scope(registry.load(name).capabilities))
+    written = 0
+    for seed in range(150):
+        script = script_for(discovery(name, drawer.draw(SeededChoices(seed))))
+        if script is None:
+            continue
+        written += 1
+        for node in ast.walk(ast.parse(script)):
+            imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            imported += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not any(module.startswith("fsdp_testing") for module in imported)
+    assert written > 40
+
+
+def test_a_model_written_as_source_computes_what_the_tree_computes(monkeypatch: pytest.MonkeyPatch):
+    drawer = CaseDrawer(Scope())
+    compared = 0
+    for seed in range(120):
+        drawn = drawer.draw(SeededChoices(seed))
+        if drawn.model.tree is None:
+            continue
+        header = (
+            "import torch\nfrom dataclasses import dataclass\nfrom typing import NamedTuple\n"
+            "from torch import nn\nfrom torch.nn import functional as F\n"
+        )
+        names = types.ModuleType("written_model").__dict__
+        monkeypatch.setitem(sys.modules, "written_model", types.ModuleType("written_model"))  # dataclasses look there
+        with torch.random.fork_rng(devices=[]):
+            exec(header + model_source(drawn.model.tree), names)
+        model = tree_model(drawn.model.tree)
+        torch.set_default_dtype(torch.float64)
+        try:
+            written: torch.nn.Module = names["build"]()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        ours = model.build(1, torch.float64)
+        buffers = dict(ours.named_buffers())
+        for name, parameter in written.named_parameters():
+            parameter.data.copy_(ours.get_parameter(name).data)
+        for name, buffer in written.named_buffers():
+            buffer.copy_(buffers[name])
+        inputs = model.make_input(1, 0, 0, 3, torch.float64, use=(True, False, True))
+        torch.manual_seed(3)
+        expected = model.loss(ours(*inputs.args, **inputs.kwargs)).detach()
+        torch.manual_seed(3)
+        assert torch.allclose(model.loss(written(*inputs.args, **inputs.kwargs)).detach(), expected), drawn.model.tree
+        compared += 1
+    assert compared > 80
+
+
+def test_what_cannot_be_told_with_torch_alone_gets_no_script():
+    assert script_for(discovery("toy:UNBROKEN", case(micro(1)))) is None
+    zoo = case(micro(1))
+    assert script_for(discovery("torch-ddp", replace(zoo, model=replace(zoo.model, name="mlp", tree=None)))) is None
+    assert script_for(discovery("torch-fsdp2", case(EditFullParameters(("*",), 0.5), strategy="full_shard"))) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "program", "reproduces"),
+    [
+        ("torch-ddp", (micro(1), Clip(0.5), Step(), micro(2)), False),
+        ("torch-fsdp2", (micro(1), Step(), micro(2), Step()), False),
+        ("torch-fsdp2", (micro(1), Forward(Batch(2)), Step(), micro(3)), True),
+    ],
+)
+def test_a_script_says_whether_it_reproduces(name: str, program: tuple[object, ...], reproduces: bool, tmp_path: Path):
+    strategy = "no_shard" if name == "torch-ddp" else "full_shard"
+    found = discovery(name, case(*program, strategy=strategy, nodes=(LINEAR,)))  # type: ignore[arg-type]  # operations
+    folder = write_discovery(found, StateDirectory(tmp_path, name))
+    tried = try_script(folder)
+    assert tried.reproduces is reproduces, tried.said
+    assert (folder / "script_output.txt").read_text().startswith("reproduces" if reproduces else "does not reproduce")
+
+
+def costly(name: str, found: Case, kind: str, quantity: str, operation: str, reason: str) -> str:
+    script = script_for(Discovery(name, Signature(kind, quantity, operation), found, found, reason))
+    assert script is not None
+    return script
+
+
+def run_script(script: str, folder: Path) -> tuple[bool | None, str]:
+    (folder / "reproduce.py").write_text(script)
+    tried = try_script(folder)
+    return tried.reproduces, tried.said
+
+
+TWO = ({"kind": "linear", "name": "a", "out": 2}, {"kind": "linear", "name": "b", "out": 2})
+IN_VAIN = case(
+    Forward(Batch(1)), micro(2), nodes=TWO, width=2, strategy="full_shard", wrapping=WrappingPlan(("a", "b"))
+)
+
+
+def test_a_gather_for_nothing_is_shown_without_us(tmp_path: Path):
+    reason = "unit b is gathered 3 times on rank 0, 2 would do"
+    reproduces, said = run_script(
+        costly("torch-fsdp2", IN_VAIN, "excess", "gathers", "forward_backward", reason), tmp_path
+    )
+    assert reproduces, said
+    assert "1 forward_backward, gathers beyond 4: 1.0, one process gives 0.0" in said
+
+
+HELD = (
+    "kept",
+    "full parameters",
+    "forward",
+    "full parameters stay gathered on rank 0: (root) (96 bytes), b (48 bytes)",
+)
+BYTES = ("excess", "gathers", "forward", "470 bytes are gathered on rank 0, 8 with all padding would do")
+REDUCED = ("excess", "reductions", "forward_backward", "3 reductions are issued on rank 0, {} would do")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "told", "limit", "shown"),
+    [
+        ("torch-fsdp1", HELD, 0, "full parameters that stay:"),
+        ("torch-fsdp2", HELD, 0, "full parameters that stay:"),
+        ("torch-fsdp1", BYTES, 0, "bytes gathered beyond 8:"),
+        ("torch-fsdp2", REDUCED, 0, "reductions beyond 0: 1.0"),
+        ("torch-fsdp1", REDUCED, 1, "agree"),
+    ],
+)
+def test_what_a_script_measures_is_there_and_no_more(name, told, limit, shown, tmp_path):
+    # A forward leaves the root gathered, and has gathered it; a micro-batch reduces once.
+    kind, quantity, operation, reason = told
+    asked = case(Forward(Batch(1)) if operation == "forward" else micro(1), nodes=TWO, width=2, strategy="full_shard")
+    reproduces, said = run_script(costly(name, asked, kind, quantity, operation, reason.format(limit)), tmp_path)
+    assert reproduces == (shown != "agree"), said
+    assert shown in said
+
+
+def test_a_cost_without_a_measure_gets_no_script():
+    told = Discovery("torch-ddp", Signature("kept", "full parameters", "forward"), IN_VAIN, IN_VAIN, "?")
+    assert script_for(told) is None
+    gone = Discovery("torch-fsdp2", Signature("excess", "gathers", "step"), IN_VAIN, IN_VAIN, "?")
+    assert script_for(gone) is None

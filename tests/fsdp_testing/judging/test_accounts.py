@@ -1,0 +1,148 @@
+"""What no number shows: gathered memory that stays, and collectives that nobody needs, are met by random cases."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fuzz_cases import case, micro
+
+from fsdp_testing.campaign.account import accountant_for
+from fsdp_testing.campaign.campaign import Campaign, Plan
+from fsdp_testing.campaign.lane import Lane
+from fsdp_testing.findings.known import shipped_known
+from fsdp_testing.implementations import registry
+from fsdp_testing.judging.communication_budget import theory_of
+from fsdp_testing.pool import default_pool
+from fsdp_testing.records import (
+    Batch,
+    Case,
+    Forward,
+    ForwardBackward,
+    MixedPrecisionSpec,
+    Move,
+    Step,
+    WorldSpec,
+    WrappingPlan,
+)
+from fsdp_testing.strategies import Scope
+
+TWO = ({"kind": "linear", "name": "a", "out": 3}, {"kind": "linear", "name": "b", "out": 3})
+TRAINED = case(
+    micro(1),
+    Step(),
+    ForwardBackward(Batch(2), no_sync=True),
+    micro(3),
+    Forward(Batch(4), "eval"),
+    nodes=TWO,
+    strategy="full_shard",
+    wrapping=WrappingPlan(("a", "b")),
+)
+FAULTS = {
+    "fuzz_costly:NEVER_FREED": "kept full parameters",
+    "fuzz_costly:GATHERS_TWICE": "excess gathers",
+    "fuzz_costly:REDUCES_MORE": "excess reductions",
+    "faults_trace:NeverFreed": "kept full parameters",
+    "faults_trace:GathersTwice": "excess gathers",
+    "faults_trace:ReducesTwice": "excess reductions",
+}
+
+
+def note_of(name: str, asked: Case = TRAINED):
+    return Lane(default_pool(), name).run([asked])[0].note
+
+
+@pytest.mark.parametrize("name", ["fsdp_ref-wrapper", "fsdp_ref-composable", "fsdp_ref-flat", "torch-fsdp1"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+def test_sound_implementations_keep_their_promises(name: str, strategy: str):
+    from dataclasses import replace
+
+    note = note_of(name, replace(TRAINED, strategy=strategy))
+    assert note.status == "passed", note.reason
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_that_no_number_shows_is_told(name: str):
+    plain = case(micro(1), Step(), micro(2), strategy="full_shard", nodes=TWO)
+    note = note_of(name, plain if name.startswith("faults_trace") else TRAINED)
+    assert str(note.signature).startswith(FAULTS[name]), note
+    assert note.status == "suspect"
+
+
+@pytest.mark.parametrize(
+    "name", [next(iter(FAULTS)), *(pytest.param(n, marks=pytest.mark.slow) for n in [*FAULTS][1:])]
+)
+def test_it_is_met_within_500_random_cases(name: str, tmp_path: Path):
+    scope = Scope(registry.load(name).capabilities)
+    known = shipped_known("fsdp_ref-composable")
+    plan = Plan(
+        name, scope, tmp_path, seconds=None, examples=500, lanes=1, known=known, stop_at_first=True, shrink_seconds=200
+    )
+    tally = Campaign(plan, default_pool(), lambda _: None, lambda *_: None).run()
+    found = [discovery for discovery in tally.discovered if discovery.confirmed]
+    assert found, tally.statuses
+    assert str(found[0].signature).startswith(FAULTS[name]), found[0].sentence()
+    assert len(found[0].case.program) <= 2, found[0].case.program
+
+
+def test_who_does_not_tell_of_units_is_not_asked():
+    assert accountant_for(registry.load("torch-ddp")) is None
+    assert accountant_for(registry.load("torch-fsdp2")) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("torch-fsdp2", "prefetch-after-lone-forward"),
+        ("torch-fsdp2", "prefetch-across-forwards"),
+        ("torch-fsdp1", "unused-unit-stays-gathered"),
+    ],
+)
+def test_what_torch_is_known_to_waste_is_recognized(name: str, rule: str):
+    known = shipped_known(name)
+    (example,) = [asked for told, asked in known.examples() if told.name == rule]
+    note = note_of(name, example)
+    assert note.signature is not None, note
+    found = known.recognize(note.signature, example)
+    assert found is not None
+    assert found.name == rule
+
+
+class TestTheory:
+    def test_it_counts_every_parameter_with_its_padding_once(self):
+        asked = case(micro(1), nodes=({"kind": "linear", "name": "a", "out": 3, "bias": False},), width=5)
+        # Three rows of five float64 on two ranks: four rows; one unit with its alignment.
+        assert theory_of(asked).padded_bytes == 4 * 5 * 8 + 2 * 16
+
+    def test_a_cast_to_a_wider_dtype_counts(self):
+        narrow = case(micro(1), dtype="float32")
+        wide = case(Move("float64"), micro(1), dtype="float32")
+        # What float32 aligned by four elements stays so, at eight bytes each.
+        assert theory_of(wide).padded_bytes == 2 * theory_of(narrow).padded_bytes
+
+    def test_parameters_are_aligned_in_the_dtype_that_computes(self):
+        plain = case(micro(1), dtype="float32")
+        low = replace(plain, mixed_precision=MixedPrecisionSpec("float16"))
+        assert theory_of(low).padded_bytes > theory_of(plain).padded_bytes
+        assert theory_of(replace(plain, mixed_precision=MixedPrecisionSpec())) == theory_of(plain)
+
+    def test_what_is_called_twice_is_used_twice_and_a_mesh_reduces_twice(self):
+        twice = ({"kind": "group", "name": "g", "calls": 2, "nodes": [{"kind": "linear", "name": "a", "out": 3}]},)
+        asked = case(micro(1), nodes=twice, world=WorldSpec(4, mesh=(2, 2)), wrapping=WrappingPlan(("g",)))
+        theory = theory_of(asked)
+        assert (theory.uses, theory.reductions) == (2, 4)
+
+    def test_what_cannot_be_looked_into_may_be_gathered_again(self):
+        hidden = (
+            {"kind": "group", "name": "g", "returns": "opaque", "nodes": [{"kind": "linear", "name": "a", "out": 3}]},
+        )
+        assert theory_of(case(micro(1), nodes=hidden)).uses == 2
+
+    def test_nothing_is_said_of_recomputed_modules_and_models_of_the_zoo(self):
+        from dataclasses import replace
+
+        from fsdp_testing.records import ModelSpec
+
+        assert theory_of(case(micro(1), wrapping=WrappingPlan(checkpointed=("a",)))) is None
+        assert theory_of(replace(TRAINED, model=ModelSpec("mlp"))) is None

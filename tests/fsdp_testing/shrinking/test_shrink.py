@@ -1,0 +1,203 @@
+"""Reductions are legal and simpler; shrinking keeps the signature and ends with what a failure needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fuzz_cases import case, micro
+
+from fsdp_testing.campaign.batch import Watch
+from fsdp_testing.campaign.lane import CaseResult, Lane
+from fsdp_testing.findings.tags import tags, tokens
+from fsdp_testing.judging.judge import CaseNote
+from fsdp_testing.judging.signature import Signature
+from fsdp_testing.pool import default_pool
+from fsdp_testing.records import Case, Clip, Forward, ModelSpec, Step
+from fsdp_testing.shrinking import minimal_candidates as cores
+from fsdp_testing.shrinking import reductions
+from fsdp_testing.shrinking.shrink import Shrinker
+from fsdp_testing.strategies import CaseDrawer, Scope, SeededChoices, legal_case
+
+FAILS = Signature("diverged", "value", "step")
+OTHER = Signature("diverged", "gradient", "clip")
+
+
+class Pretended(Lane):
+    """A lane that runs nothing: a case fails if `needed` of its tokens and tags are all there."""
+
+    def __init__(self, *needed: str, fails: Signature = FAILS) -> None:
+        super().__init__(default_pool(), "nobody")
+        self.needed = frozenset(needed)
+        self.fails = fails
+        self.ran = self.batches = self.failed = 0
+        self.deadlines: set[float | None] = set()
+
+    def run(
+        self,
+        cases: Sequence[Case],
+        watch: Watch = Watch(),
+        *,
+        until: Signature | None = None,
+        deadline: float | None = None,
+    ) -> list[CaseResult]:
+        self.batches += 1
+        self.deadlines.add(deadline)
+        results: list[CaseResult] = []
+        for one in cases:
+            if until is not None and results and results[-1].note.signature == until:
+                break
+            self.ran += 1
+            held = {*tokens(one), *tags(one)}
+            # A case that has lost only the step fails in another way, which must not be taken.
+            signature = self.fails if self.needed <= held else OTHER if self.needed - {"step"} <= held else None
+            self.failed += signature == self.fails
+            status = "passed" if signature is None else "suspect"
+            results.append(CaseResult(one, CaseNote(0, status, signature=signature)))
+        return results
+
+
+def drawn(count: int) -> list[Case]:
+    drawer = CaseDrawer(Scope())
+    return [drawer.draw(SeededChoices(seed)) for seed in range(count)]
+
+
+KINDS = (
+    reductions.deletions,
+    reductions.pairs,
+    reductions.settings,
+    reductions.cuts,
+    reductions.trees,
+    reductions.operations,
+)
+
+
+def test_every_reduction_of_every_part_is_legal():
+    tried = 0
+    for one in drawn(40):
+        smaller = [step.case for kind in KINDS for step in kind(one)]
+        smaller += [*cores.leaps(one), *cores.cores(one), *cores.every_core(one, FAILS), cores.barest(one)]
+        for candidate in smaller:
+            legal = legal_case(candidate)
+            assert legal_case(legal) == legal
+            tried += 1
+    assert tried > 1000
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_have_keys_of_their_own_that_can_be_joined(kind: reductions.Kind):
+    for one in drawn(40):
+        steps = list(kind(one))
+        assert len({step.key for step in steps}) == len(steps)
+        assert reductions.joined(kind, one, []) == one
+        for step in steps:
+            assert reductions.joined(kind, one, [step.key]) == step.case
+
+
+def test_operations_left_out_together_are_those_that_were_left_out_one_by_one():
+    one = next(one for one in drawn(40) if len(one.program) > 5)
+    left = reductions.joined(reductions.deletions, one, [(0,), (3,), (4,)])
+    assert left.program == (one.program[1], one.program[2], *one.program[5:])
+
+
+def test_parts_of_a_tree_left_out_together_are_those_that_were_left_out_one_by_one():
+    nodes = [{"kind": "linear", "name": name} for name in "abc"] + [
+        {"kind": "group", "name": "d", "nodes": [{"kind": "norm", "name": "a"}, {"kind": "norm", "name": "b"}]}
+    ]
+    start = replace(case(micro(1)), model=ModelSpec("tree", tree={"width": 4, "nodes": nodes}))
+    left = reductions.joined(reductions.cuts, start, [(0,), (1,), (3, 0)])
+    assert left.model.tree == {
+        "width": 4,
+        "nodes": [nodes[2], {"kind": "group", "name": "d", "nodes": [{"kind": "norm", "name": "b"}]}],
+    }
+
+
+@pytest.mark.parametrize("needed", [("step", "clip"), ("step", "strategy:shard_grad_op"), ("step", "node:embed")])
+def test_what_is_left_is_what_the_failure_needs(needed: tuple[str, ...]):
+    found = 0
+    for one in drawn(600):
+        if found < 6 and set(needed) <= {*tokens(one), *tags(one)}:
+            lane = Pretended(*needed)
+            shrunk = Shrinker(lane, legal_case, lambda _: True, seconds=60).shrink(one, FAILS)
+            assert shrunk.complete
+            assert set(needed) <= {*tokens(shrunk.case), *tags(shrunk.case)}
+            assert len(shrunk.case.program) == sum(1 for name in needed if ":" not in name)
+            assert lane.ran < 300
+            assert lane.batches < 60
+            found += 1
+    assert found == 6
+
+
+@pytest.mark.parametrize("kind", ["one_raised", "died", "hung", "desynchronised"])
+def test_a_failure_that_costs_the_ranks_is_met_rarely(kind: str):
+    """Deleting one part at a time would meet it once for each of them."""
+    signature = Signature(kind, "", "step")
+    met = parts = found = 0
+    for one in drawn(1500):
+        if (
+            found < 6
+            and {"step", "clip", "node:embed"} <= {*tokens(one), *tags(one)}
+            and len(str(one.model.tree)) > 600
+        ):
+            lane = Pretended("step", "clip", "node:embed", fails=signature)
+            shrunk = Shrinker(lane, legal_case, lambda _: True, seconds=60).shrink(one, signature)
+            assert sorted(tokens(shrunk.case)) == ["clip", "step"]
+            met += lane.failed
+            parts += len(one.program) + len(list(reductions.cuts(one))) + len(one.wrapping.units)
+            assert (5.0 in lane.deadlines) is (kind == "hung")
+            found += 1
+    assert found == 6
+    assert met < 0.4 * parts  # one part at a time: nearly half
+
+
+def test_what_a_failure_needs_three_times_is_left_three_times():
+    """No core of two operations has it: it is left by what may go and what may not, one by one, then at once."""
+
+    class Thrice(Pretended):
+        def run(self, cases: Sequence[Case], watch: Watch = Watch(), **options: Any) -> list[CaseResult]:
+            self.batches += 1
+            kept = [sum(isinstance(o, Step) for o in one.program) >= 3 for one in cases]
+            return [
+                CaseResult(one, CaseNote(0, "suspect" if bad else "passed", signature=FAILS if bad else None))
+                for one, bad in zip(cases, kept)
+            ]
+
+    program = [
+        micro(1),
+        Step(),
+        Clip(0.5),
+        micro(2),
+        Step(),
+        Clip(1.0),
+        micro(3),
+        Step(),
+        Clip(2.0),
+        Forward(micro(4).batch),
+    ]
+    lane = Thrice()
+    shrunk = Shrinker(lane, lambda one: one, lambda _: True).shrink(case(*program), FAILS)
+    assert shrunk.case.program == (Step(), Step(), Step())
+    assert lane.batches < 20
+
+
+def test_a_failure_of_another_signature_is_not_taken():
+    lane = Pretended("step", "clip")
+    shrunk = Shrinker(lane, legal_case, lambda _: True).shrink(case(micro(1), Step(), Clip(0.5)), FAILS)
+    assert "step" in tokens(shrunk.case)
+
+
+def test_what_the_implementation_does_not_claim_is_not_tried():
+    lane = Pretended("step")
+    start = case(micro(1), Step(), Forward(micro(2).batch))
+    shrunk = Shrinker(lane, legal_case, lambda one: "forward[train]" in tokens(one)).shrink(start, FAILS)
+    assert set(tokens(shrunk.case)) == {"step", "forward[train]"}
+
+
+def test_time_ends_it():
+    lane = Pretended("step")
+    start = next(one for one in drawn(50) if "step" in tokens(one))
+    shrunk = Shrinker(lane, legal_case, lambda _: True, seconds=0.0).shrink(start, FAILS)
+    assert not shrunk.complete
+    assert shrunk.case == start
