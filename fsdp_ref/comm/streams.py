@@ -2,7 +2,7 @@
 
 On CUDA: gathers run on the *unshard* stream, casts and host-to-device copies before them on the *pre-unshard*
 stream, gradient casts and reductions on the *post-backward* stream, compute on whatever stream is current. On CPU
-there are no streams; :class:`NullStreams` has the same methods, so that the runtime has one path.
+there are no streams; :class:`Streams` has the same methods and does nothing, so that the runtime has one path.
 
 Discipline, in one place: (1) memory is allocated on the stream that fills it; (2) whoever reads on another stream
 first waits for an event; (3) memory freed after use on another stream is recorded there (``record_stream``), so that
@@ -13,23 +13,27 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+_HERE = nullcontext()
 
-class Streams(Protocol):
-    """What the runtime asks of streams."""
+
+class Streams:
+    """What the runtime asks of streams, where there are none (CPU): everything runs where it is called."""
 
     def unshard(self) -> AbstractContextManager[object]:
         """Issue gathers inside."""
+        return _HERE
 
     def pre_unshard(self) -> AbstractContextManager[object]:
         """Issue what prepares a gather (casts, copies from the host) inside."""
+        return _HERE
 
     def post_backward(self) -> AbstractContextManager[object]:
         """Issue gradient casts, reductions and copies to the host inside."""
+        return _HERE
 
     def gather_after_compute(self) -> None:
         """Make gathers wait for what the current stream did so far to shards (the optimizer step, a user's edit)."""
@@ -46,11 +50,11 @@ class Streams(Protocol):
     def compute_after_reduce(self) -> None:
         """Make the current stream wait for the post-backward stream."""
 
-    def host_after_reduce(self) -> None:
-        """Make the host wait for the post-backward stream, which copied gradients to it without blocking."""
-
     def host_after_prepare(self) -> None:
         """Make the host wait for the pre-unshard stream, which copies shards from it without blocking."""
+
+    def host_after_reduce(self) -> None:
+        """Make the host wait for the post-backward stream, which copied gradients to it without blocking."""
 
     def used_by_compute(self, tensor: Tensor) -> None:
         """Record that the current stream reads ``tensor``, which is about to be freed."""
@@ -65,53 +69,7 @@ class Streams(Protocol):
         """Remember that a full parameter was freed here (see :meth:`limit_gathers`)."""
 
 
-class NullStreams:
-    """CPU: everything runs where it is called, so nothing waits."""
-
-    def unshard(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def pre_unshard(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def post_backward(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def gather_after_compute(self) -> None:
-        """Nothing to wait for."""
-
-    def gather_after_prepare(self) -> None:
-        """Nothing to wait for."""
-
-    def compute_after_gather(self) -> None:
-        """Nothing to wait for."""
-
-    def reduce_after_compute(self) -> None:
-        """Nothing to wait for."""
-
-    def compute_after_reduce(self) -> None:
-        """Nothing to wait for."""
-
-    def host_after_reduce(self) -> None:
-        """Nothing to wait for."""
-
-    def host_after_prepare(self) -> None:
-        """Nothing to wait for."""
-
-    def used_by_compute(self, tensor: Tensor) -> None:
-        """Memory is freed when its last use has ended."""
-
-    def used_by_reduce(self, tensor: Tensor) -> None:
-        """Memory is freed when its last use has ended."""
-
-    def limit_gathers(self) -> None:
-        """The host cannot run ahead."""
-
-    def note_free(self) -> None:
-        """The host cannot run ahead."""
-
-
-class CudaStreams:
+class CudaStreams(Streams):
     """The streams of one root on one CUDA device; all of its units share them.
 
     Args:
@@ -183,4 +141,4 @@ def streams_for(device: torch.device, *, limit_all_gathers: bool) -> Streams:
     """Return the streams for a compute device."""
     if device.type == "cuda":
         return CudaStreams(device, limit_all_gathers=limit_all_gathers)
-    return NullStreams()
+    return Streams()

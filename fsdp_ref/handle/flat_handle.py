@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_ref.comm.collectives import SILENT, Collectives, Pending, collectives_for
-from fsdp_ref.comm.streams import NullStreams, Streams
+from fsdp_ref.comm.streams import Streams
 from fsdp_ref.compat import labelled
 from fsdp_ref.config import ShardingStrategy, UnitConfig
 from fsdp_ref.errors import FsdpRuntimeError, FsdpTypeError
@@ -79,7 +79,7 @@ class FlatHandle:
         self.fqns = [managed.fqn for managed in params]
         self.precision = Precision.of(params[0].param.dtype, config.mixed_precision)
         self.collectives: Collectives = collectives_for(groups.shard, config.device)
-        self.streams: Streams = NullStreams()
+        self.streams: Streams = Streams()
         self.life = LifeCycle()
         self.full_precision = False
         self._pending: Pending | None = None
@@ -303,7 +303,7 @@ class FlatHandle:
             "_views": {},
             "_cast_S": None,
         }
-        vars(copied).update({**vars(self), **fresh, "streams": NullStreams(), "shard_S": self.shard_S.detach().clone()})
+        vars(copied).update({**vars(self), **fresh, "streams": Streams(), "shard_S": self.shard_S.detach().clone()})
         vars(copied).update(module=copy.deepcopy(self.module, memo))
         flat = like_flat(copy.deepcopy(self.flat_param, memo), self.flat_param)
         set_data(flat, copied.shard_S)

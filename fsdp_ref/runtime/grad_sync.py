@@ -171,20 +171,17 @@ class GradSync:
 
 def gather_local(handle: FlatHandle, grads: Sequence[Tensor | None], dtype: torch.dtype, divisor: float) -> Tensor:
     """Return all local gradients as one flat tensor in ``dtype``, divided by ``divisor``, padding zero."""
-    kept_F = handle.grads.take_local()
-    if kept_F is not None:
-        handle.grads.local_F = kept_F
-        handle.grads.add_local(grads)
-        kept_F = handle.grads.take_local()
-    if kept_F is not None:
-        handle.streams.used_by_reduce(kept_F)
-    if kept_F is not None and kept_F.dtype == dtype and not handle.sharded:
-        return kept_F.div_(divisor) if divisor != 1.0 else kept_F
-    flat_F = SCRATCH.take(handle.shard_map.padded_numel, dtype, handle.config.device)
+    kept_F = handle.grads.take_local(grads)
     if kept_F is None:
+        flat_F = SCRATCH.take(handle.shard_map.padded_numel, dtype, handle.config.device)
         fill_flat(flat_F, handle.layout, grads, divisor)
+        return flat_F
+    # Made by kernels of the current stream in an earlier backward; given up by the store just now.
+    handle.streams.used_by_reduce(kept_F)
+    if kept_F.dtype == dtype and not handle.sharded:
+        flat_F = kept_F
     else:
+        flat_F = SCRATCH.take(handle.shard_map.padded_numel, dtype, handle.config.device)
         flat_F.copy_(kept_F)
-        if divisor != 1.0:
-            flat_F.div_(divisor)
+    divide(flat_F, divisor)
     return flat_F

@@ -225,6 +225,8 @@ class Root:
         self.streams.compute_after_reduce()
         for unit in self.in_pass:
             if unit.handle is not None:
+                # Waiting for a copy to the host may be waiting for ranks that will not come.
+                unit.handle.grads.drop_arriving()
                 unit.handle.grads.publish()
         self._loosen()
 

@@ -318,3 +318,33 @@ def test_sparse_gradients_become_dense():
     assert dense(sparse).tolist() == [[0.0, 0.0], [2.0, 3.0], [0.0, 0.0]]
     strided = torch.ones(2)
     assert dense(strided) is strided
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_local_part_is_added_up_in_the_dtype_of_reduction(groups, kind):
+    handle = make(groups, kind, precision=MixedPrecision(param_dtype=BF16, reduce_dtype=F32))
+    handle.grads.add_local(grads(1.0, dtype=BF16))
+    for _ in range(64):  # each alone is half of the last bit that bfloat16 keeps beside 1
+        handle.grads.add_local(grads(2.0**-8, dtype=BF16))
+    handle.grads.publish()
+    want = [[1.25]] * 3
+    assert [view.unique().tolist() for view in flat_views(handle.grads.take_local(), handle.layout)] == want
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_host_never_waits_for_each_parameter(groups, kind, monkeypatch):
+    reads = []
+    for name in ("__bool__", "item", "tolist"):
+        original = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda self, _read=original: reads.append(self.shape) or _read(self))
+    handle = make(groups, kind)
+    handle.grads.add_reduced(reduced(handle, 7.0))
+    handle.grads.add_local(grads(1.0))
+    handle.grads.publish()
+    handle.grads.add_local(grads(1.0))
+    handle.grads.publish()
+    assert reads == []
+    for grad in shown(handle):
+        grad.mul_(2.0)
+    handle.grads.absorb()
+    assert len(reads) == 1

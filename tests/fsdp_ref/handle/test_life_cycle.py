@@ -17,6 +17,7 @@ from fsdp_ref.errors import FlattenError, TransitionError
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.flatten import build_layout, check_params, flatten
 from fsdp_ref.states import UnitState
+from fsdp_ref.storage.flat_buffer import FlatBuffer
 from fsdp_ref.storage.param_sites import sites_below
 
 CPU = torch.device("cpu")
@@ -148,3 +149,23 @@ def test_flattening_takes_one_tensor_for_each_place():
     layout = build_layout(sites_below(model, model.parameters()), config, 2).layout
     with pytest.raises(FlattenError, match="flatten: expected 6 tensors, got 5. Pass one each"):
         flatten(list(model.parameters())[:5], layout, CPU)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_gather_that_raised_is_made_again(size, monkeypatch):
+    with fake_world(size, 0) as groups:
+        handle = make(groups, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+        failing = ValueError("no memory")
+
+        def refuse(*args):
+            raise failing
+
+        with monkeypatch.context() as patch:
+            patch.setattr(FlatBuffer, "allocate", refuse)
+            with pytest.raises(ValueError, match="no memory"):
+                handle.start_unshard()
+        assert handle.state is UnitState.SHARDED
+        assert handle.start_unshard()
+        handle.finish_unshard()
+        assert handle.unsharded
+        assert handle.full_F().untyped_storage().size() == handle.full_F().nbytes
