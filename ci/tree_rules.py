@@ -148,6 +148,10 @@ def bare_ignores(path: str, source: str) -> Iterator[Offence]:
             yield Offence("noqa", path, token.start[0], "", "name the rule: noqa: B007")
 
 
+def is_stored_attribute(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+
+
 # ---------------------------------------------------------------------------------------------- imports
 def imported_modules(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """(line, dotted module) of every import statement, those inside functions included."""
@@ -159,7 +163,7 @@ def imported_modules(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
-def _is_below(module: str, parent: str) -> bool:
+def is_below(module: str, parent: str) -> bool:
     return module == parent or module.startswith(parent + ".")
 
 
@@ -175,7 +179,7 @@ def reserved_import_offences(path: str, source: str, rules: list[dict[str, Any]]
             applies = any(_in_folder(path, top) for top in [rule["within"]] if top) if "within" in rule else True
             permitted = any(_in_folder(path, place) for place in rule["only"])
             key = (line, rule["module"])
-            if applies and not permitted and _is_below(module, rule["module"]) and key not in seen:
+            if applies and not permitted and is_below(module, rule["module"]) and key not in seen:
                 seen.add(key)
                 yield Offence("reserved_import", path, line, "", f"imports {module}. {rule['reason']}")
 
@@ -193,30 +197,10 @@ def stdlib_only_offences(path: str, source: str, rules: list[dict[str, Any]]) ->
                 names = [node.module or "."]
             for name in names:
                 permitted = name.split(".")[0] in sys.stdlib_module_names
-                permitted |= any(_is_below(name, ally) for ally in rule["may_also"])
+                permitted |= any(is_below(name, ally) for ally in rule["may_also"])
                 if not permitted:
                     said = f"imports {name}; {rule['folder']} needs the standard library alone"
                     yield Offence("stdlib_only", path, getattr(node, "lineno", 1), "", said)
-
-
-def private_torch_offences(path: str, source: str, allowed: list[str]) -> Iterator[Offence]:
-    """Imports of, and attribute chains through, private names of torch."""
-    if path in allowed:
-        return
-    tree = ast.parse(source)
-    for line, module in imported_modules(tree):
-        parts = module.split(".")
-        if parts[0] == "torch" and any(_is_private(part) for part in parts):
-            yield Offence("private_torch", path, line, "", f"imports {module}; go through compat.py")
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and _is_private(node.attr):
-            chain = ast.unparse(node).split(".")
-            if chain[0] in {"torch", "dist"}:
-                yield Offence("private_torch", path, node.lineno, "", f"uses {'.'.join(chain)}; go through compat.py")
-
-
-def _is_private(part: str) -> bool:
-    return part.startswith("_") and not part.startswith("__")
 
 
 def import_cycle(sources: dict[str, str]) -> list[str] | None:

@@ -1,10 +1,11 @@
 """Reference implementation of fully sharded data parallel (flat-parameter FSDP).
 
 ``from fsdp_ref import FullyShardedDataParallel as FSDP`` replaces the import of torch's class; the modules ``wrap``,
-``composable``, ``comm_hooks`` and ``flat_param`` hold what torch keeps under those or similar names.
+``composable``, ``comm_hooks`` and ``flat_param`` have what torch keeps under those or similar names.
 """
 
-from fsdp_ref.api.fully_shard import fully_shard, unshard_params
+from fsdp_ref.api.fully_shard import fully_shard
+from fsdp_ref.api.trees import clip_grad_norm_, no_sync, register_comm_hook, unshard_params
 from fsdp_ref.api.wrapper import FullyShardedDataParallel
 from fsdp_ref.config import (
     BackwardPrefetch,
@@ -43,6 +44,9 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "clip_grad_norm_",
     "fully_shard",
+    "no_sync",
+    "register_comm_hook",
     "unshard_params",
 ]

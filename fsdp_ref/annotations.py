@@ -14,18 +14,20 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from fsdp_ref.runtime.unit import Unit
+
 UNIT_KEY: Final = "_fsdp_ref_unit"
 REGISTRY_KEY: Final = "_fsdp_ref_registry"
 REPLICATE: Final = "replicate"
 """Name under which the replicating API registers itself."""
 
 
-def unit_of(module: nn.Module) -> Any | None:
+def unit_of(module: nn.Module) -> Unit | None:
     """Return the unit that ``module`` is: a wrapper module, or a module that the composable API was applied to."""
     return module.__dict__.get(UNIT_KEY)
 
 
-def set_unit(module: nn.Module, unit: object) -> None:
+def set_unit(module: nn.Module, unit: Unit) -> None:
     """Make ``module`` known as ``unit`` (bypasses ``__setattr__``, which would register a unit that is a module)."""
     module.__dict__[UNIT_KEY] = unit
 
@@ -49,11 +51,11 @@ def unregister(module: nn.Module, api: str) -> None:
 
 
 def is_replicated(module: nn.Module) -> bool:
-    """Tell whether the replicating API was applied to this very module."""
+    """Return whether the replicating API was applied to this very module."""
     return REPLICATE in (registry_of(module) or {})
 
 
-def walk(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _outside_replicas(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield every module once as (name, module), in ``named_modules()`` order, leaving out replicated subtrees.
 
     A replicated subtree belongs to another parallelism, units inside it included (pytorch PR 91044).
@@ -72,7 +74,12 @@ def walk(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         stack.extend(reversed(children))
 
 
-def units_under(root: nn.Module) -> list[tuple[str, nn.Module, Any]]:
+def units_under(root: nn.Module) -> list[tuple[str, nn.Module, Unit]]:
     """Return every unit at or below ``root`` as (name, module, unit), depth first, without duplicates."""
-    found = [(name, module, unit_of(module)) for name, module in walk(root)]
+    found = [(name, module, unit_of(module)) for name, module in _outside_replicas(root)]
     return [(name, module, unit) for name, module, unit in found if unit is not None]
+
+
+def units_in(root: nn.Module) -> list[Unit]:
+    """Return the units at or below ``root``, depth first."""
+    return [unit for _, _, unit in units_under(root)]

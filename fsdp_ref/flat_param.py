@@ -6,7 +6,7 @@ delegated to :class:`fsdp_ref.handle.flat_handle.FlatHandle`. Source: ``torch.di
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -24,33 +24,19 @@ from fsdp_ref.layout.inclusive_view import (
     FlatParamShardMetadata,
     ShardParamInfo,
     infos_between,
-    is_padding_mask,
-    numels_with_padding,
     shard_metadata,
-    shard_param_infos,
 )
 from fsdp_ref.storage.param_sites import sites_below
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fsdp_ref.layout import FlatLayout
-
 __all__ = [
     "FlatParamHandle",
     "FlatParamShardMetadata",
     "FlatParameter",
-    "ParamInfo",
     "ShardParamInfo",
 ]
-
-
-class ParamInfo(NamedTuple):
-    """Where a parameter hangs first."""
-
-    param_name: str
-    module: nn.Module
-    module_name: str
 
 
 class FlatParamHandle:
@@ -58,7 +44,7 @@ class FlatParamHandle:
 
     Args:
         params: parameters to flatten.
-        fully_sharded_module: the module that holds them, anywhere below it.
+        fully_sharded_module: the module that has them, anywhere below it.
         device: where they compute.
         sharding_strategy: ours or torch's.
         offload_params: keep the shard on the CPU.
@@ -86,19 +72,16 @@ class FlatParamHandle:
         use_orig_params: bool,
     ) -> None:
         params = list(params)
-        flat = [str(index) for index, param in enumerate(params) if isinstance(param, FlatParameter)]
-        if flat:
-            raise FlattenError(f"Cannot flatten a `FlatParameter`: got parameters {listing(flat)}. A unit holds them.")
+        check_params(params, [f"number {index}" for index in range(len(params))], use_orig_params=use_orig_params)
         managed = sites_below(fully_sharded_module, params)
         found = {id(each.param) for each in managed}
         missing = [f"number {index}" for index, param in enumerate(params) if id(param) not in found]
         if missing:
             raise FlattenError(
                 f"FlatParamHandle: `params` were not found below {type(fully_sharded_module).__name__}: expected "
-                f"parameters of the module, got {listing(missing)}. Pass the module that holds them."
+                f"parameters of the module, got {listing(missing)}. Pass the module that has them."
             )
         precision = MixedPrecision(mp_param_dtype, mp_reduce_dtype, keep_low_precision_grads=keep_low_precision_grads)
-        check_params(params, [each.fqn for each in managed], use_orig_params=use_orig_params)
         config = UnitConfig(
             coerce_sharding_strategy(sharding_strategy) or _Strategy.FULL_SHARD,
             torch.device(device),
@@ -116,13 +99,8 @@ class FlatParamHandle:
         return self.handle.flat_param
 
     @property
-    def layout(self) -> FlatLayout:
-        """Where each parameter lies."""
-        return self.handle.layout
-
-    @property
     def uses_sharded_strategy(self) -> bool:
-        """Whether ranks hold different pieces."""
+        """Whether ranks have different pieces."""
         return self.handle.config.strategy is not _Strategy.NO_SHARD
 
     @property
@@ -131,11 +109,11 @@ class FlatParamHandle:
         return self.handle.grads.reduced_S
 
     def is_sharded(self, tensor: Tensor) -> bool:
-        """Tell whether ``tensor`` has the size of this rank's shard; never with NO_SHARD."""
+        """Return whether ``tensor`` has the size of this rank's shard; never with NO_SHARD."""
         return self.uses_sharded_strategy and tensor.numel() == self.handle.shard_map.shard_numel
 
     def needs_unshard(self) -> bool:
-        """Tell whether the full parameter must be gathered before it can be read."""
+        """Return whether the full parameter must be gathered before it can be read."""
         return self.uses_sharded_strategy and not self.handle.unsharded
 
     def unshard(self) -> None:
@@ -149,39 +127,21 @@ class FlatParamHandle:
             self.handle.reshard()
 
     def shard_metadata(self) -> FlatParamShardMetadata:
-        """Describe the parameters that this rank holds."""
+        """Describe the parameters of which this rank has a piece."""
         return shard_metadata(self.handle.shard_map, self.handle.shard_rank)
-
-    def shard_param_infos(self) -> tuple[ShardParamInfo, ...]:
-        """Return one info per parameter for this rank's shard."""
-        return shard_param_infos(self.handle.shard_map, self.handle.shard_rank)
 
     def _get_shard_metadata(self, start: int, last: int) -> tuple[ShardParamInfo, ...]:
         """Return one info per parameter for the flat elements ``start`` to ``last`` inclusive."""
-        return infos_between(self.layout, start, last)
-
-    def numels_with_padding(self) -> tuple[int, ...]:
-        """Return the sizes of parameters, gaps and tail in buffer order."""
-        return numels_with_padding(self.layout)
-
-    def is_padding_mask(self) -> tuple[bool, ...]:
-        """Return which of :meth:`numels_with_padding` are padding."""
-        return is_padding_mask(self.layout)
-
-    def param_infos(self) -> tuple[ParamInfo, ...]:
-        """Return where each parameter hangs first."""
-        return tuple(
-            ParamInfo(site.name, site.module, site.fqn.rpartition(".")[0])
-            for site in (managed.sites[0] for managed in self.handle.originals.managed)
-        )
+        return infos_between(self.handle.layout, start, last)
 
     def param_module_names(self) -> list[tuple[str, str]]:
         """Return (parameter name, module name) of each parameter."""
-        return [(info.param_name, info.module_name) for info in self.param_infos()]
+        sites = [managed.sites[0] for managed in self.handle.originals.managed]
+        return [(site.name, site.fqn.rpartition(".")[0]) for site in sites]
 
     def flatten_tensors(self, tensors: Sequence[Tensor]) -> Tensor:
         """Flatten other tensors of the same shapes, with the padding of the flat parameter."""
-        return flatten(tensors, self.layout, self.handle.config.device)
+        return flatten(tensors, self.handle.layout, self.handle.config.device)
 
     def __repr__(self) -> str:
         return f"FlatParamHandle(flat_fqns={self.handle.fqns})"

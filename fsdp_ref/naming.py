@@ -5,10 +5,7 @@ A wrapper adds one attribute to every name below it. Users and checkpoints speak
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
-
-if TYPE_CHECKING:
-    from collections.abc import MutableMapping
+from typing import Final
 
 FSDP_WRAPPED_MODULE: Final = "_fsdp_wrapped_module"
 """Attribute of our wrapper that is the module it wraps."""
@@ -34,21 +31,6 @@ def clean_tensor_name(name: str) -> str:
 def without_wrappers(name: str) -> str:
     """Return ``name`` without our wrapper's segments; those of activation checkpointing stay, as in the plain module."""
     return ".".join(part for part in name.split(".") if part != FSDP_WRAPPED_MODULE)
-
-
-def replace_prefix(mapping: MutableMapping[str, Any], old: str, new: str) -> None:
-    """Rename, in place and in order, the keys that start with ``old``; reversible by swapping the arguments.
-
-    Raises:
-        ValueError: both prefixes are equal, so that the call would do nothing.
-    """
-    if old == new:
-        raise ValueError(
-            f"replace_prefix: expected two different prefixes, got {old!r} twice. Pass the old and the new."
-        )
-    for key in list(mapping):
-        value = mapping.pop(key)
-        mapping[new + key.removeprefix(old) if key.startswith(old) else key] = value
 
 
 def join_fqn(prefix: str, name: str) -> str:

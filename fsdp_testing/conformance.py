@@ -35,7 +35,7 @@ class RunListener(Protocol):
         ...
 
     def started(self, implementation: str, check: str) -> None:
-        """This pair runs now."""
+        """Hear that this pair runs now."""
         ...
 
     def finished(self, result: CheckResult) -> None:
@@ -250,7 +250,7 @@ def select_checks(patterns: Sequence[str], *, extended: bool = False) -> list[Ch
 
 
 def _expectations(given: Mapping[str, Any] | None, names: Sequence[str]) -> dict[str, Mapping[str, str]]:
-    """Expected failures per implementation; both forms of the argument are taken."""
+    """Return expected failures per implementation; both forms of the argument are taken."""
     per_name: dict[str, dict[str, str]] = {name: {} for name in names}
     problems: list[str] = []
     for key, entry in (given or {}).items():

@@ -1,15 +1,26 @@
-"""What does pytest load when this package is installed? This module: options and a marker, nothing heavy.
+"""What does pytest load when this package is installed? This module: options, a marker, three fixtures, nothing heavy.
 
-It imports neither torch nor pytest nor the pool, so that a project that merely has the package in its environment pays
-nothing for it. The work is in `fsdp_testing.pytest_plugin`, loaded by name when pytest is configured.
+A session without tests on ranks imports this and little more. What runs tests on ranks stands in
+`fsdp_testing.pytest_plugin` and is imported at the first need: an option, a launcher's variables, a file that mentions
+ranks, a marked test, the fixture `worlds`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Generator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-_CONTROLLER = "fsdp_testing.pytest_plugin.controller"
+import pytest
 
+from fsdp_testing import env
+
+if TYPE_CHECKING:
+    from fsdp_testing.pytest_plugin.protocol import Protocol
+
+_HINTS = (b"mark.world", b"worlds")
+_REFUSAL = pytest.StashKey[str]()
+_RUNNING = pytest.StashKey[pytest.Item]()
 
 _OPTIONS: tuple[tuple[str, str, str], ...] = (
     (
@@ -47,7 +58,7 @@ _FLAGS: tuple[tuple[str, str], ...] = (
 )
 
 
-def pytest_addoption(parser: Any) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options of multi-rank tests."""
     group = parser.getgroup("fsdp-testing", "tests on N ranks (marker `world`)")
     for name, metavar, text in _OPTIONS:
@@ -62,11 +73,132 @@ def pytest_addoption(parser: Any) -> None:
     )
 
 
-def pytest_configure(config: Any) -> None:
-    """Register the marker and the part that runs tests on ranks."""
+# ---------------------------------------------------------------------------------------------- configuration
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker; validate options, if there are any of ours, before anything is collected."""
     config.addinivalue_line(
         "markers",
         "world(size=2, backend='gloo', timeout=60, isolation='warm', rank=None): run this test on `size` ranks; a list "
         "of sizes gives one test id each. `rank` is for the backend 'fake': which rank the one process stands for.",
     )
-    config.pluginmanager.import_plugin(_CONTROLLER)
+    given = any(config.getoption(name) is not None for name, _, _ in _OPTIONS)
+    if given or env.get("WORLD_SIZE") is not None:
+        from fsdp_testing.pytest_plugin.controller import validate
+
+        validate(config)
+
+
+def _protocol(config: pytest.Config) -> Protocol:
+    from fsdp_testing.pytest_plugin.controller import protocol_of
+
+    return protocol_of(config)
+
+
+# ---------------------------------------------------------------------------------------------- collection
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> None:
+    """Start the fork server when a file looks as if it had tests for ranks: both processes import torch at once."""
+    if parent.config.option.collectonly:
+        return
+    try:
+        text = module_path.read_bytes()
+    except OSError:
+        return  # pytest itself will say that the file cannot be read
+    if any(hint in text for hint in _HINTS):
+        from fsdp_testing.pytest_plugin.controller import start_ahead
+
+        start_ahead(parent.config)
+
+
+# First in both processes: the order of parameters is the order in the id, and plugins are registered differently.
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give a test one id for each size of a list."""
+    if metafunc.definition.get_closest_marker("world") is not None:
+        from fsdp_testing.pytest_plugin.selection import parametrize_sizes
+
+        parametrize_sizes(metafunc)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Find out which items run on ranks, and which of them cannot."""
+    marked = [item for item in items if item.get_closest_marker("world") is not None]
+    if marked:
+        from fsdp_testing.pytest_plugin.controller import select
+
+        for item, sentence in select(config, marked).items():
+            item.stash[_REFUSAL] = sentence
+    if any("worlds" in getattr(item, "fixturenames", ()) for item in items):
+        from fsdp_testing.pytest_plugin.controller import start_ahead
+
+        start_ahead(config)
+
+
+# ---------------------------------------------------------------------------------------------- running
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> None:
+    """Note which item runs, for `worlds`, which lives as long as the session."""
+    item.config.stash[_RUNNING] = item
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Fail a marked test that cannot run on ranks, with the one sentence that says why."""
+    if _REFUSAL in item.stash:
+        pytest.fail(item.stash[_REFUSAL], pytrace=False)
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, Any, Any]:
+    """End the ranks inside of pytest-cov's own wrapper, which combines the data they save."""
+    try:
+        return (yield)
+    finally:
+        protocol: Any = session.config.pluginmanager.get_plugin("fsdp_testing.protocol")
+        if protocol is not None:
+            protocol.leases.close()
+
+
+# ---------------------------------------------------------------------------------------------- fixtures
+
+
+@pytest.fixture(name="fsdp_world_size")
+def _size(request: pytest.FixtureRequest) -> Any:
+    """Carries the size that a list in the marker made part of the test's id."""
+    return getattr(request, "param", None)
+
+
+@pytest.fixture
+def world(request: pytest.FixtureRequest) -> Any:
+    """In a test marked `world`: this rank's view of its world. Here, in the controlling process, an error.
+
+    Under torchrun this process is a rank.
+    """
+    attached: Any = request.config.pluginmanager.get_plugin("fsdp_testing.attached")
+    found = attached.world_of(request.node) if attached is not None else None
+    if found is not None:
+        return found
+    pytest.fail(
+        f"{request.node.nodeid}: fixture world: expected a test on ranks, got one without the `world` marker. "
+        "Mark it: @pytest.mark.world(2).",
+        pytrace=False,
+    )
+
+
+@pytest.fixture(scope="session")
+def worlds(request: pytest.FixtureRequest) -> Any:
+    """Run functions on ranks from a test of the controlling process: `worlds(size=2).run(function, *args)`."""
+    from fsdp_testing.pytest_plugin.controller import platform_refusal
+
+    refusal = platform_refusal()
+    if refusal is not None:
+        pytest.fail(f"fixture worlds: {refusal}", pytrace=False)
+    from fsdp_testing.pytest_plugin.worlds import Worlds
+
+    return Worlds(request.session, _protocol(request.config).leases, lambda: request.config.stash[_RUNNING])

@@ -6,7 +6,6 @@ hooks, ours around all others. Source: the composable ``fully_shard`` of torch 2
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,7 +14,6 @@ import torch
 from torch import nn
 
 from fsdp_ref.access.full_state import install
-from fsdp_ref.access.summon import SummonOptions, summon
 from fsdp_ref.annotations import is_replicated, unit_of
 from fsdp_ref.build.attach import attach
 from fsdp_ref.build.contract import check_one_module, contract
@@ -157,15 +155,3 @@ class _ForwardHooks:
             calls.abort(frame)
             return output
         return exit_forward(frame, output)
-
-
-def unshard_params(
-    module: nn.Module,
-    recurse: bool = True,
-    writeback: bool = True,
-    rank0_only: bool = False,
-    offload_to_cpu: bool = False,
-    with_grads: bool = False,
-) -> contextlib.AbstractContextManager[None]:
-    """Show full parameters of the units at or below ``module``; as ``summon_full_params`` of the wrapper."""
-    return summon(module, SummonOptions(recurse, writeback, rank0_only, offload_to_cpu, with_grads))

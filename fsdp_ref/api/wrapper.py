@@ -16,16 +16,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_ref.access.full_state import install
-from fsdp_ref.access.summon import SummonOptions, summon
 from fsdp_ref.access.user_changes import absorb, gather_early
-from fsdp_ref.annotations import unit_of, units_under
+from fsdp_ref.annotations import unit_of, units_in, units_under
 from fsdp_ref.api.attributes import UnitAttributes
+from fsdp_ref.api.trees import unshard_params
 from fsdp_ref.build.attach import attach
 from fsdp_ref.build.contract import check_one_module
 from fsdp_ref.build.ignored import resolve_ignored
 from fsdp_ref.build.plan import PlannedUnit
 from fsdp_ref.config import BackwardPrefetch
 from fsdp_ref.errors import TrainingStateError
+from fsdp_ref.handle.writeback import refuse_other_device
 from fsdp_ref.naming import FSDP_WRAPPED_MODULE, without_wrappers
 from fsdp_ref.runtime.forward import call_unit
 from fsdp_ref.runtime.reduction_settings import no_sync, register_comm_hook
@@ -162,17 +163,9 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
     ) -> contextlib.AbstractContextManager[None]:
         """Show full parameters of the units at or below ``module``.
 
-        Args:
-            module: any module.
-            recurse: also units below; otherwise only the module's own.
-            writeback: keep edits.
-            rank0_only: only rank 0 of each shard group sees them; with ``writeback`` its edits reach all ranks.
-            offload_to_cpu: show them on the CPU.
-            with_grads: show full averaged gradients too (original parameters only).
-
-        See ``access.summon.summon`` for errors and collectives.
+        See ``api.trees.unshard_params``.
         """
-        return summon(module, SummonOptions(recurse, writeback, rank0_only, offload_to_cpu, with_grads))
+        return unshard_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Apply ``fn`` to every module with full parameters visible; edits persist.
@@ -201,11 +194,18 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
             yield (without_wrappers(name) if clean else name), buffer
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FullyShardedDataParallel:
-        """Cast or move the module; the flat parameters follow at once."""
-        for _, _, unit in units_under(self):
+        """Cast the module; the flat parameters follow at once.
+
+        Raises:
+            FsdpRuntimeError: It would move units to another device; nothing is moved then.
+        """
+        found = units_in(self)
+        for handle in (unit.handle for unit in found if unit.handle is not None):
+            refuse_other_device(handle, fn(torch.empty_like(handle.shard_S[:0])).device)
+        for unit in found:
             unit.reshard(ReshardReason.OUT_OF_DATE)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        for _, _, unit in units_under(self):
+        for unit in found:
             absorb(unit)
         return self
 

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_ref.compat import storage_key
-from fsdp_ref.errors import ParametersChangedError, SharedParameterError, WritebackError, explain, listing
+from fsdp_ref.errors import (
+    FsdpRuntimeError,
+    ParametersChangedError,
+    SharedParameterError,
+    WritebackError,
+    explain,
+    listing,
+)
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.originals import Shown
 from fsdp_ref.storage.views import mark_flattened
@@ -82,8 +89,22 @@ def _same_memory(param: Tensor, view: Tensor) -> bool:
     return param.data_ptr() == view.data_ptr() if view.numel() else storage_key(param) == storage_key(view)
 
 
+def refuse_other_device(handle: FlatHandle, device: torch.device) -> None:
+    """Refuse a unit whose parameters were moved as a whole: it computes, and has its groups, where it was made.
+
+    Raises:
+        FsdpRuntimeError: ``device`` is not where the shard is.
+    """
+    if device != handle.shard_S.device:
+        raise FsdpRuntimeError(
+            f"An FSDP-managed module unexpectedly has parameters on {device} ({handle.name or handle.fqns[0]!r}): expected "
+            f"{handle.shard_S.device}, got a move after sharding. Move it back; pass device_id to shard on a device."
+        )
+
+
 def _absorb_flat(handle: FlatHandle) -> bool:
     flat = handle.flat_param
+    refuse_other_device(handle, flat.device)
     if flat.data_ptr() == handle.shard_S.data_ptr() and flat.dtype == handle.shard_S.dtype:
         return False
     if flat.shape != handle.shard_S.shape:
@@ -135,6 +156,9 @@ def _absorb_data(handle: FlatHandle) -> bool:
     ]
     if not changed:
         return False
+    devices = {param.device for param in originals.params}
+    if len(devices) == 1:
+        refuse_other_device(handle, devices.pop())
     values = {index: originals.params[index].data for index in changed}
     bad = [index for index in changed if values[index].shape != expected[index].shape]
     if bad:

@@ -258,6 +258,7 @@ class Unit:
             for name in ("module", "holder", "modules", "buffers", "ignored", "handle")
         }
         vars(copied).update(own)
+        # Also settings: a ``no_sync`` that is open around the copying ends for the original alone.
         copied._begin_life()
         return copied
 

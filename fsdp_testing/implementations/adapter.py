@@ -32,13 +32,56 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 class TorchStyle:
     """An adapter as data: three required fields, and a callable for whatever the defaults do not cover.
 
+    FQNs are those of the module before it was wrapped; every rank calls, in the same order. Methods that observe
+    (`local_pieces`, `optimizer_pieces`, `units`, `gathered_bytes`) change nothing (no collective, no unshard, no reshard,
+    no lazy initialisation) and may be called at any point between operations, also by one rank alone.
+
     Attributes:
         name: As registered; shown in reports.
         wrap: `(module, setup) -> model`, called on every rank.
         capabilities: What the implementation claims; anything not claimed is reported so and not judged.
         source: Where the implementation documents its claims, for the report.
-
-    The other fields have the meaning of the method of that name in `fsdp_testing.implementations.protocol`.
+        no_sync: Context in which backwards accumulate on this rank; the next one outside reduces everything.
+        clip_grad_norm: `(model, max_norm, norm_type)`: clip by the norm of all ranks' gradients and return that norm (0-dim
+            plain tensor, before clipping).
+        full_parameters: `(model, *, writeback)`: context with the full parameters by FQN; edits in place last if `writeback`.
+        local_pieces: What this rank has now of each parameter, by FQN (tied parameters under the first name, once).
+        optimizer_pieces: This rank's optimizer state, by FQN and state name.
+        named_parameters: The parameters an optimizer takes, by FQN; for a flat parameter the FQN of its unit plus `.flat`.
+        named_buffers: Live buffers by FQN.
+        division: How the mean over ranks is formed in a setup, for comparing low precision bit by bit.
+        full_state_dict: Whole parameters and persistent buffers, on every rank.
+        load_full_state_dict: Load what `full_state_dict` of any implementation gave.
+        sharded_state_dict: This rank's part, in whatever form the implementation loads again.
+        load_sharded_state_dict: Load what `sharded_state_dict` gave on the same world size.
+        local_state_dict: This rank's shards as they lie in memory, for a model that is wrapped just so; no collective.
+        load_local_state_dict: Load what `local_state_dict` gave on the same rank.
+        full_optimizer_state: `{"state": {fqn: {name: value}}, "param_groups": [...]}` with complete tensors, on every rank.
+        load_full_optimizer_state: Load what `full_optimizer_state` gave, also into a fresh optimizer.
+        register_comm_hook: `(model, state, hook)`: the user's hook reduces gradients from now on; called once, before the
+            first forward. Once per unit and synchronised backward the hook is called with `state`, the unit's whole
+            gradient on this rank (flat, undivided, in the dtype that goes on the wire) and, where the unit is sharded,
+            the tensor that takes this rank's span of the result; without it the gradient is reduced in place. The hook
+            alone divides.
+        unshard: `(model, unit FQN)`: gather one unit now.
+        reshard: `(model, unit FQN)`: free one unit's gathered parameters.
+        units: `(unit FQN, FQNs of its parameters)` in the implementation's own order.
+        trace_units: `(model, emit)`: context in which `emit(unit FQN, transition, parameter FQNs)` is called at each
+            `unshard` (asked for), `gather` (memory is filled), `reshard` (given up) and `free` (memory is released).
+        gathered_bytes: Bytes of gathered parameters that are allocated now, by unit FQN, read from the storages; shards do
+            not count, and units without any may be left out. The fuzzer reads it after every operation, since a unit may
+            be reported as free while its memory is not.
+        finish: Called on every rank when a case is over, to drop what the implementation keeps globally.
+        build_optimizer: `(model, make)`: `make(parameters)` gives the case's optimizer. Return what the next two get, with
+            `param_groups`. Called after `wrap` and before the first training pass; a forward without backward may come
+            first where `late_optimizer` is claimed.
+        backward: Instead of `loss.backward()`; inside `no_sync` where the program says so.
+        step: Instead of `optimizer.step()`.
+        zero_grad: Instead of `optimizer.zero_grad(set_to_none)`; the optimizer is None if none is built.
+        step_clears_gradients: The engine's step clears gradients too. Every program then clears them after each step, so
+            that the oracle does too.
+        widest_dtype: Dtype in which the engine keeps what it trains, if that is narrower than float64: models of wider
+            ones are built in this one, and bounds are those of this one.
     """
 
     name: str
@@ -155,7 +198,7 @@ class Adapter:
 
 
 def _dtype(implementation: object) -> str:
-    """The widest dtype, which must be one that cases know."""
+    """Return the widest dtype, which must be one that cases know."""
     given: object = getattr(implementation, "widest_dtype", "float64")
     if given not in DTYPES:
         raise InvalidImplementation(

@@ -1,6 +1,6 @@
 """What does the harness do where an adapter leaves a method out?
 
-Torch-style models name their methods alike (`no_sync`, `clip_grad_norm_`), hold parameters that are complete or are
+Torch-style models name their methods alike (`no_sync`, `clip_grad_norm_`), have parameters that are complete or are
 DTensors, and can be gathered. These defaults use that and nothing of any one implementation.
 """
 
@@ -24,7 +24,7 @@ _Given = Mapping[str, Callable[..., Any]]
 
 
 def methods(implementation: object, given: _Given) -> dict[str, Callable[..., Any]]:
-    """A default for every optional method of the protocol, made from the methods that are `given`."""
+    """Return a default for every optional method of the protocol, made from the methods that are `given`."""
     name = str(getattr(implementation, "name", "?"))
     local = given.get("local_pieces") or _default_local_pieces(name, given)
     named = given.get("named_parameters", naming.named_parameters)
@@ -91,7 +91,7 @@ def checkpointing_outside(wrap: Callable[[nn.Module, Setup], nn.Module]) -> Call
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float) -> torch.Tensor:
-    """The model's own `clip_grad_norm_` if it has one, else torch's, whose result over DTensors is made complete.
+    """Call the model's own `clip_grad_norm_` if it has one, else torch's, whose result over DTensors is made complete.
 
     Collectives: those of the model's method, or of DTensor's norm; every rank calls.
     """
@@ -138,9 +138,9 @@ def _default_local_pieces(name: str, given: _Given) -> Callable[[nn.Module], Map
             flags = {fqn: parameter.requires_grad for fqn, parameter in named(model)}
             with full_parameters(model, writeback=False) as full:
                 # Cloned: the complete tensors may be freed or overwritten as soon as the context is left.
-                held = {fqn: tensor.detach().clone() for fqn, tensor in full.items()}
+                copied = {fqn: tensor.detach().clone() for fqn, tensor in full.items()}
                 flags = {fqn: flags.get(fqn, tensor.requires_grad) for fqn, tensor in full.items()}
-            return {fqn: (pieces.whole(tensor.requires_grad_(flags[fqn])),) for fqn, tensor in held.items()}
+            return {fqn: (pieces.whole(tensor.requires_grad_(flags[fqn])),) for fqn, tensor in copied.items()}
 
         return through_gathering
 
@@ -155,10 +155,10 @@ def _gathering_full_parameters(
 ) -> Callable[..., AbstractContextManager[Mapping[str, torch.Tensor]]]:
     @contextmanager
     def full_parameters(model: nn.Module, *, writeback: bool) -> Iterator[Mapping[str, torch.Tensor]]:
-        held = local_pieces(model)
-        full = pieces.gather(held)
+        local = local_pieces(model)
+        full = pieces.gather(local)
         yield full
         if writeback:
-            pieces.scatter_back(full, held)
+            pieces.scatter_back(full, local)
 
     return full_parameters

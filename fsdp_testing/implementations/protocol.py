@@ -1,9 +1,9 @@
-"""What must an implementation offer to be judged, and what is it told about the world it runs in?
+"""What must an implementation offer to be judged, and what does it get to know about the world it runs in?
 
 An implementation is any object with `name`, `capabilities` and `wrap`; nothing is inherited. Everything else is
-optional: a capability that is claimed names the methods that it needs (`METHODS_OF_CAPABILITY`), and a method that
-is absent is filled in from what is present where that is possible
-(`fsdp_testing.implementations.adapter.Adapter.of`). Checks and the engine only ever see that completed form.
+optional (`fsdp_testing.implementations.adapter.TorchStyle` has every method with its meaning): a capability that is
+claimed names the methods that it needs (`METHODS_OF_CAPABILITY`), and a method that is absent is filled in from what is
+present where that is possible (`Adapter.of`). Checks and the engine only ever see that completed form.
 
 FQNs are always those of the module before it was wrapped. Spans are half-open and count elements of the parameter
 flattened in row-major (logical) order, whatever its strides are.
@@ -11,8 +11,7 @@ flattened in row-major (logical) order, whatever its strides are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -70,9 +69,8 @@ class WrapPolicy:
 
     Attributes:
         classes: Every instance of one of these becomes a unit.
-        min_numel: A module becomes a unit when its elements that no inner unit holds reach this number.
-        names: Every module with one of these FQNs becomes a unit, told to the implementation as a predicate over
-            modules.
+        min_numel: A module becomes a unit when its elements outside inner units reach this number.
+        names: Every module with one of these FQNs becomes a unit; the implementation gets a predicate over modules.
     """
 
     classes: tuple[type[nn.Module], ...] = ()
@@ -82,7 +80,7 @@ class WrapPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """All that `wrap` is told; equal on every rank but for `rank` and `device`.
+    """All that `wrap` gets to know; equal on every rank but for `rank` and `device`.
 
     Attributes:
         rank: This rank in `group`.
@@ -102,8 +100,8 @@ class Setup:
         ignored: FQNs of modules that the implementation must leave alone.
         checkpointed: FQNs of modules whose activations are recomputed in backward.
         checkpoint_reentrant: By torch's reentrant way; without the capability of that name it is never asked for.
-        checkpoint_outside: Around the wrapped units instead of inside them. The harness does it after `wrap`, which is
-            told of no checkpointed module then.
+        checkpoint_outside: Around the wrapped units instead of inside them. The harness does it after `wrap`, whose
+            setup names no checkpointed module then.
         sync_module_states: Rank 0's parameters and buffers are broadcast at construction.
         forward_prefetch: Ask for prefetching in forward, where the implementation has the option.
         backward_prefetch: One of "pre", "post", "none".
@@ -136,7 +134,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What this rank holds of one span of one parameter: views, never copies.
+    """What this rank has of one span of one parameter: views, never copies.
 
     A span whose value and gradient are both here is one piece. Where they live apart (a gradient that is accumulated
     unsharded under `no_sync` while the value is sharded) they are separate pieces with the other side `None`.
@@ -144,7 +142,7 @@ class Piece:
     Attributes:
         shape: Shape of the whole parameter.
         start: First element, in the parameter flattened in row-major order.
-        stop: One past the last element; equal to `start` where this rank holds the parameter object but no element.
+        stop: One past the last element; equal to `start` where this rank has the parameter object but no element.
         value: Detached tensor of `stop - start` elements, of any shape and strides, which flattened in row-major
             order is the span; `None` if this piece is about the gradient alone.
         grad: The same for the gradient; `None` if there is no gradient, or this piece is about the value alone.
@@ -202,185 +200,5 @@ class Implementation(Protocol):
         The values of parameters and buffers, `requires_grad` flags and the training mode are those of `module`.
 
         Collectives: as the implementation likes; called by every rank.
-        """
-        ...
-
-
-class Accumulates(Protocol):
-    """Gives the capability `no_sync`."""
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Backwards that run inside accumulate on this rank; the next one outside reduces everything."""
-        ...
-
-
-class Clips(Protocol):
-    """Gives the capability `clip_grad_norm`."""
-
-    def clip_grad_norm(self, model: nn.Module, max_norm: float, norm_type: float) -> torch.Tensor:
-        """Clip by the norm of all ranks' gradients and return that norm (0-dim plain tensor, before clipping)."""
-        ...
-
-
-class Summons(Protocol):
-    """Gives the capability `summon_writeback`, and a default for observation and state."""
-
-    def full_parameters(
-        self, model: nn.Module, *, writeback: bool
-    ) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
-        """Full parameters by original FQN while the context is open; edits in place last if `writeback`.
-
-        Collectives: allowed; every rank enters.
-        """
-        ...
-
-
-class Observable(Protocol):
-    """Lets a program be compared at any point without disturbing it."""
-
-    def local_pieces(self, model: nn.Module) -> Mapping[str, tuple[Piece, ...]]:
-        """What this rank holds now of each parameter, by original FQN (tied parameters under the first name, once).
-
-        Collectives: none, and no change of state: no unshard, no reshard, no lazy initialisation. It may be called at
-        any point between operations, also by one rank alone.
-        """
-        ...
-
-    def optimizer_pieces(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> Mapping[str, Mapping[str, StateEntry]]:
-        """This rank's optimizer state, by original FQN and state name. Same rules as `local_pieces`."""
-        ...
-
-
-class Named(Protocol):
-    """Original names of what the wrapped model holds, where stripping known prefixes is not enough."""
-
-    def named_parameters(self, model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
-        """The parameters an optimizer takes, by original FQN; for a flat parameter the FQN of its unit plus `.flat`."""
-        ...
-
-    def named_buffers(self, model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-        """Live buffers by original FQN."""
-        ...
-
-
-class Replayable(Protocol):
-    """Lets low precision be compared bit by bit."""
-
-    def division(self, setup: Setup) -> Division:
-        """How this implementation forms the mean over ranks in this setup."""
-        ...
-
-
-class Stateful(Protocol):
-    """Gives `full_state_dict`, `sharded_state_dict`, `local_state_dict` and `optim_state`."""
-
-    def full_state_dict(self, model: nn.Module) -> Mapping[str, torch.Tensor]:
-        """Whole parameters and persistent buffers on every rank. Collectives: allowed; every rank calls."""
-        ...
-
-    def load_full_state_dict(self, model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-        """Load what `full_state_dict` of any implementation gave. Collectives: allowed; every rank calls."""
-        ...
-
-    def sharded_state_dict(self, model: nn.Module) -> Mapping[str, Any]:
-        """This rank's part, in whatever form the implementation loads again."""
-        ...
-
-    def load_sharded_state_dict(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Load what `sharded_state_dict` gave on the same world size."""
-        ...
-
-    def local_state_dict(self, model: nn.Module) -> Mapping[str, Any]:
-        """This rank's shards as they lie in memory, for a model that is wrapped just so. Collectives: none."""
-        ...
-
-    def load_local_state_dict(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Load what `local_state_dict` gave on the same rank."""
-        ...
-
-    def full_optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
-        """`{"state": {fqn: {name: value}}, "param_groups": [...]}` with complete tensors, on every rank."""
-        ...
-
-    def load_full_optimizer_state(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
-    ) -> None:
-        """Load what `full_optimizer_state` gave, also into a fresh optimizer."""
-        ...
-
-
-class Drives(Protocol):
-    """For an engine that owns the backward, the step or the optimizer; each is optional, and absent it is torch's own.
-
-    Attributes:
-        step_clears_gradients: The engine's step clears gradients too. Every program then clears them after each step, so
-            that the oracle does too.
-        widest_dtype: Dtype in which the engine keeps what it trains, if that is narrower than float64: models of wider
-            ones are built in this one, and bounds are those of this one.
-    """
-
-    step_clears_gradients: bool
-    widest_dtype: str
-
-    def build_optimizer(self, model: nn.Module, make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]) -> Any:
-        """`make` gives the case's optimizer over parameters. Return what the other methods get, with `param_groups`.
-
-        Called after `wrap` and before the first training pass; a forward without backward may come first where
-        `late_optimizer` is claimed. Collectives: allowed; every rank calls.
-        """
-        ...
-
-    def backward(self, model: nn.Module, loss: torch.Tensor) -> None:
-        """Instead of `loss.backward()`; inside `no_sync` where the program says so."""
-        ...
-
-    def step(self, model: nn.Module, optimizer: Any) -> None:
-        """Instead of `optimizer.step()`."""
-        ...
-
-    def zero_grad(self, model: nn.Module, optimizer: Any, set_to_none: bool) -> None:
-        """Instead of `optimizer.zero_grad(set_to_none)`; `optimizer` is None if none is built."""
-        ...
-
-
-class Hookable(Protocol):
-    """Gives the capability `comm_hook`."""
-
-    def register_comm_hook(self, model: nn.Module, state: object, hook: Callable[..., Any]) -> None:
-        """The user's `hook` reduces gradients from now on; called once, on every rank, before the first forward.
-
-        Once per unit and synchronised backward it is called with `state`, the unit's whole gradient on this rank, flat
-        and undivided, in the dtype that goes on the wire, and, where the unit is sharded, the tensor that takes this
-        rank's span of the result: `hook(state, grad, output)`. Without `output` the gradient is reduced in place. The
-        hook alone divides.
-        """
-        ...
-
-
-class Traceable(Protocol):
-    """Gives the capability `unit_trace`."""
-
-    def units(self, model: nn.Module) -> Sequence[tuple[str, tuple[str, ...]]]:
-        """`(unit FQN, FQNs of its parameters)` in the implementation's own order. Collectives: none."""
-        ...
-
-    def trace_units(
-        self, model: nn.Module, emit: Callable[[str, str, tuple[str, ...]], None]
-    ) -> AbstractContextManager[Any]:
-        """While the context is open, call `emit(unit FQN, transition, parameter FQNs)` at each transition.
-
-        Transitions: `unshard` (asked for), `gather` (memory is filled), `reshard` (given up), `free` (memory is
-        released).
-        """
-        ...
-
-    def gathered_bytes(self, model: nn.Module) -> Mapping[str, int]:
-        """Bytes of gathered parameters that are allocated now, by unit FQN; units without any may be left out. Optional.
-
-        What a strategy promises to free is looked for here after every operation of the fuzzer, since a unit may be
-        told as free while its memory is not. Read the storages; the shards themselves do not count. Same rules as
-        `Observable.local_pieces`.
         """
         ...

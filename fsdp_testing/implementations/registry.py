@@ -142,7 +142,7 @@ def _completed(target: str, where: str, registered_name: str | None) -> Adapter:
             found = found()
         except Exception as error:
             raise InvalidImplementation(
-                f"{where}: expected {target} to return an implementation, got {_told(error)}. Correct the adapter."
+                f"{where}: expected {target} to return an implementation, got {_text_of(error)}. Correct the adapter."
             ) from error
     adapter = Adapter.of(found)
     if registered_name is not None and adapter.name != registered_name:
@@ -164,7 +164,7 @@ def _resolve(target: str, where: str, hops: int) -> Any:
             found = getattr(found, part)
     except Exception as error:
         raise InvalidImplementation(
-            f"{where}: expected {target} to be importable, got {_told(error)}. "
+            f"{where}: expected {target} to be importable, got {_text_of(error)}. "
             "Correct the adapter or install what it needs."
         ) from error
     if isinstance(found, str):
@@ -174,6 +174,6 @@ def _resolve(target: str, where: str, hops: int) -> Any:
     return found
 
 
-def _told(error: BaseException) -> str:
+def _text_of(error: BaseException) -> str:
     text = str(error).strip()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -22,57 +22,23 @@ from fsdp_testing.implementations.protocol import Division, Setup
 from fsdp_testing.implementations.shared import replicated
 from fsdp_testing.implementations.shared.checkpointing import checkpoint_modules
 
-CAPABILITIES = frozenset(
-    {
-        "no_shard",
-        "nested_wrapping",  # units mean nothing to it, and naming some changes nothing
-        "policy_wrapping",
-        "no_sync",
-        "accumulate_without_no_sync",
-        "forward_only",
-        "several_forwards",
-        "data_assignment",
-        "inference_mode",
-        "late_optimizer",
-        "shared_parameters",
-        "shared_across_units",
-        "reused_modules",
-        "frozen_parameters",
-        "frozen_mixed_unit",
-        "thawed_parameters",
-        "unused_parameters",
-        "unused_parameters_differ",
-        "unused_gradient_is_none",
-        "uneven_parameters",
-        "zero_dim_parameters",
-        "empty_parameters",
-        "strided_parameters",
-        "mixed_dtype_units",
-        "buffers",
-        "container_outputs",
-        "opaque_outputs",
-        "loss_bypasses_output",
-        "inplace_on_output",
-        "uneven_batches",
-        "clip_grad_norm",
-        "optimizer_pieces",
-        "summon_writeback",
-        "full_state_dict",
-        "optim_state",
-        "activation_checkpointing",
-        "reentrant_checkpointing",
-        "dtype_cast",
-        "exception_recovery",
-    }
-)
+CAPABILITIES = replicated.CLAIMS | {
+    "policy_wrapping",
+    "several_forwards",
+    "thawed_parameters",
+    "opaque_outputs",
+    "reentrant_checkpointing",
+    "dtype_cast",
+    "exception_recovery",
+}
 
 
 class _Averaging:
-    """Averages a module's gradients over a group at the end of every backward, unless told not to."""
+    """Averages a module's gradients over a group at the end of every backward, unless switched off."""
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None) -> None:
         self.enabled = True
-        # Weakly: the hooks on the parameters hold this object, through C++ where the collector does not see it.
+        # Weakly: the hooks on the parameters keep this object alive, through C++ where the collector does not see it.
         self._module = ref(module)
         self._group = group
         self._queued = False
@@ -83,7 +49,7 @@ class _Averaging:
         return [] if module is None else [p for p in module.parameters() if p.requires_grad]
 
     def watch_parameters(self) -> None:
-        """Looked at in every forward, since a parameter may have been thawed."""
+        """Hook new parameters; called in every forward, since one may have been thawed."""
         self._queued = False  # a backward that raised has left it set
         for parameter in self._parameters():
             if id(parameter) not in self._hooked:
@@ -96,7 +62,7 @@ class _Averaging:
             after_backward(self._average)
 
     def _average(self) -> None:
-        """Collectives: one all-reduce of flags, then one per parameter that some rank has a gradient for."""
+        """Average. Collectives: one all-reduce of flags, then one per parameter that some rank has a gradient for."""
         self._queued = False
         parameters = self._parameters()
         present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
@@ -113,7 +79,7 @@ _AVERAGING: WeakKeyDictionary[nn.Module, _Averaging] = WeakKeyDictionary()
 
 
 def wrap(module: nn.Module, setup: Setup) -> nn.Module:
-    """The module itself, with hooks. Collectives: none."""
+    """Put hooks on the module itself. Collectives: none."""
     if setup.strategy != "no_shard":
         raise InvalidImplementation(
             f"single-process: expected strategy 'no_shard', got {setup.strategy!r}. Run only what it claims."

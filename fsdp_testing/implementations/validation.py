@@ -1,9 +1,9 @@
-"""Is this adapter fit to be judged? Its own mistakes are told apart from those of the implementation behind it.
+"""Is this adapter fit to be judged? Its own mistakes are separated from those of the implementation behind it.
 
 What can only be the adapter's fault ends the run here: names, spans, methods that are promised and missing. What the
 implementation may do as well, such as changing values, buffers or flags while wrapping, is a check's business
 (`construction.keeps_numbers`, `construction.keeps_buffers`) and has a verdict. One case of the former looks like the
-latter, values shown at the wrong place: it is told apart where the adapter shows the right ones by another way.
+latter, values shown at the wrong place: it counts as the adapter's where the adapter shows the right ones by another way.
 
 Two steps. `check_claims` reads the adapter alone. `examine_on_rank` runs on every rank of a small world: it wraps the
 simplest models and examines what comes back, before any gradient is computed. `validate` does both and raises
@@ -66,7 +66,7 @@ def validate(adapter: Adapter, run_on_ranks: Callable[..., list[Any]], world_siz
 
 
 def _account(failed: WorldFailed) -> str:
-    """What the ranks that raised said, each text once; the whole account where none did (a rank died or hung)."""
+    """Return what the ranks that raised said, each text once; the whole account where none did (a rank died or hung)."""
     errors = [rank.error for rank in getattr(failed.outcome, "ranks", ()) if rank.error is not None]
     texts = [error.message for error in errors if error.type_name.endswith("InvalidImplementation")]
     return "\n".join(f"  - {text}" for text in dict.fromkeys(texts)) or str(failed)
@@ -128,8 +128,8 @@ def _examine(adapter: Adapter, model: ZooModel, rank: int, size: int, mesh: Devi
     except Exception as error:
         # Raised and not returned: other ranks may wait for this one in a collective, and the world must end for all.
         last = traceback.extract_tb(error.__traceback__)[-1]
-        told = f"{model.name}: {type(error).__name__}: {error} (at {last.filename}:{last.lineno})"
-        raise InvalidImplementation(told) from error
+        text = f"{model.name}: {type(error).__name__}: {error} (at {last.filename}:{last.lineno})"
+        raise InvalidImplementation(text) from error
     return found
 
 
@@ -156,25 +156,25 @@ def _wrong_module(wrapped: object, original: nn.Module, name: str) -> Iterator[s
 
 def _wrong_content(adapter: Adapter, wrapped: nn.Module, original: nn.Module) -> Iterator[str]:
     expected = dict(original.named_parameters())
-    held = adapter.local_pieces(wrapped)
-    yield from _wrong_names("local_pieces", set(expected), set(held))
+    local = adapter.local_pieces(wrapped)
+    yield from _wrong_names("local_pieces", set(expected), set(local))
     buffers, original_buffers = dict(adapter.named_buffers(wrapped)), dict(original.named_buffers())
     yield from _wrong_names("named_buffers", set(original_buffers), set(buffers))
     if not any(isinstance(p, nn.Parameter) for _, p in adapter.named_parameters(wrapped)):
         yield "named_parameters gives no parameter, so there is nothing for an optimizer"
-    problems = [p for fqn, pieces in held.items() if fqn in expected for p in _wrong_spans(fqn, pieces, expected[fqn])]
+    problems = [p for fqn, pieces in local.items() if fqn in expected for p in _wrong_spans(fqn, pieces, expected[fqn])]
     yield from problems
     # Every rank takes part, also one that has found something: the others wait for it.
     gathered: list[dict[str, list[tuple[int, int]]] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, {fqn: [(p.start, p.stop) for p in pieces] for fqn, pieces in held.items()})
+    dist.all_gather_object(gathered, {fqn: [(p.start, p.stop) for p in pieces] for fqn, pieces in local.items()})
     ranks = [part for part in gathered if part is not None]
     for fqn, parameter in expected.items():
         covered = set().union(*(range(a, b) for part in ranks for a, b in part.get(fqn, ())))
-        shown = any(fqn in part for part in ranks)  # a name that is missing everywhere has been told already
+        shown = any(fqn in part for part in ranks)  # a name that is missing everywhere has been reported already
         if shown and not problems and len(covered) != parameter.numel():
             yield f"local_pieces[{fqn!r}] of all ranks cover {len(covered)} of {parameter.numel()} elements"
-    if not problems and set(held) == set(expected):
-        yield from _misplaced(adapter, wrapped, held, expected)
+    if not problems and set(local) == set(expected):
+        yield from _misplaced(adapter, wrapped, local, expected)
 
 
 def _wrong_names(method: str, expected: set[str], got: set[str]) -> Iterator[str]:
@@ -200,7 +200,7 @@ def _wrong_spans(fqn: str, pieces: tuple[Piece, ...], parameter: nn.Parameter) -
 
 
 def _misplaced(
-    adapter: Adapter, wrapped: nn.Module, held: Mapping[str, tuple[Piece, ...]], expected: Mapping[str, nn.Parameter]
+    adapter: Adapter, wrapped: nn.Module, local: Mapping[str, tuple[Piece, ...]], expected: Mapping[str, nn.Parameter]
 ) -> Iterator[str]:
     """Parameters whose pieces show other values than they have, as the adapter's own `full_parameters` shows.
 
@@ -212,7 +212,9 @@ def _misplaced(
         kept = {fqn for fqn in expected if fqn in full and torch.equal(full[fqn].detach(), expected[fqn].detach())}
     for fqn in sorted(kept):
         flat = expected[fqn].detach().reshape(-1)
-        if any(p.value is not None and not torch.equal(p.value.reshape(-1), flat[p.start : p.stop]) for p in held[fqn]):
+        if any(
+            p.value is not None and not torch.equal(p.value.reshape(-1), flat[p.start : p.stop]) for p in local[fqn]
+        ):
             yield f"local_pieces shows the values of {fqn!r} at the wrong place: full_parameters shows the right ones"
 
 

@@ -41,8 +41,8 @@ def exhibits() -> dict[str, Exhibit]:
 
 
 def implementation_of(exhibit: Exhibit) -> Adapter:
-    """The reference with the bug: planted when a model is wrapped, taken out when its case is over."""
-    sound = registry.load(PATHS[exhibit.path])
+    """Return the reference with the bug: planted when a model is wrapped, taken out when its case is over."""
+    sound = registry.adapter_of(PATHS[exhibit.path])
     planted = ExitStack()
 
     def wrap(module: nn.Module, setup: Any) -> nn.Module:

@@ -51,7 +51,7 @@ class Hunt:
 
 
 def drawn_exhibits(count: int, seed: int) -> list[Exhibit]:
-    """Chooses `count` exhibits at random, equally for equal seeds, out of those that random cases can show.
+    """Choose `count` exhibits at random, equally for equal seeds, out of those that random cases can show.
 
     Raises:
         InvalidArgument: There are not so many.
@@ -67,7 +67,7 @@ def drawn_exhibits(count: int, seed: int) -> list[Exhibit]:
 def hunt(
     exhibit: Exhibit, seed: int, *, limit: int = RANDOM_CASES, seconds: float | None = None, pool: Pool | None = None
 ) -> Hunt:
-    """Runs random cases on the reference with the bug until one fails that passes without it.
+    """Run random cases on the reference with the bug until one fails that passes without it.
 
     Args:
         exhibit: The bug.
@@ -79,7 +79,7 @@ def hunt(
     worlds = pool or default_pool()
     started = time.monotonic()
     known = joined([shipped_known(PATHS[exhibit.path]), _NO_LEAKS])
-    run, told = 0, ""
+    run, text = 0, ""
     own: list[Discovery] = []
     with tempfile.TemporaryDirectory(prefix="fsdp-hunt-") as folder:
         while not own and run < limit and (seconds is None or time.monotonic() - started < seconds):
@@ -92,7 +92,7 @@ def hunt(
             if not own and (not met or not tally.run):
                 break
             # What the sound reference fails too is not hunted: the hunt goes on past it.
-            told = "; ".join(f"the sound reference fails this too: {found.sentence()}" for found in met)
+            text = "; ".join(f"the sound reference fails this too: {found.sentence()}" for found in met)
             for found in met:
                 known = known.with_rule(found.rule())
     return Hunt(
@@ -100,7 +100,7 @@ def hunt(
         min(run, limit) if own else None,
         run,
         time.monotonic() - started,
-        own[0].sentence() if own else told,
+        own[0].sentence() if own else text,
         own[0].case if own else None,
     )
 
@@ -108,11 +108,11 @@ def hunt(
 def _plan(
     exhibit: Exhibit, seed: int, folder: Path, known: KnownFailures, examples: int, seconds: float | None
 ) -> Plan:
-    """A campaign that ends with the first finding; a later one in the same folder goes on where it ended."""
+    """Return the plan of a campaign that ends with the first finding; a later one in the same folder goes on where it ended."""
     sizes = dict.fromkeys((*exhibit.world_sizes, 2))
     return Plan(
         exhibit.target,
-        Scope(registry.load(exhibit.target).capabilities, tuple(sizes)),
+        Scope(registry.adapter_of(exhibit.target).capabilities, tuple(sizes)),
         folder,
         seconds=seconds,
         examples=examples,
@@ -124,6 +124,6 @@ def _plan(
 
 
 def own_bugs(met: Iterable[Discovery], sound: str, worlds: Pool) -> list[Discovery]:
-    """Returns those whose case implementation `sound`, which has no bug planted, passes."""
+    """Return those whose case implementation `sound`, which has no bug planted, passes."""
     lane = Lane(worlds, sound)
     return [found for found in met if lane.run([found.case], Watch(operations=True))[0].note.status == "passed"]

@@ -35,7 +35,7 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
 
 
 def planting(*changes: tuple[Any, str, Callable[[Any], Any]]) -> Callable[[], Any]:
-    """A plant that makes all `changes` (owner, name, make) together."""
+    """Return a plant that makes all `changes` (owner, name, make) together."""
 
     @contextmanager
     def plant() -> Iterator[None]:

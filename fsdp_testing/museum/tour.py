@@ -56,7 +56,7 @@ class Visit:
 
 
 def chosen(ids: Iterable[str]) -> list[Exhibit]:
-    """The exhibits named; all of them when none is.
+    """Return the exhibits named; all of them when none is.
 
     Raises:
         InvalidArgument: an id that is not in the collection; every one is listed.

@@ -1,4 +1,4 @@
-"""What is an implementation told about a case? The case, translated into the implementations' own vocabulary."""
+"""What does an implementation get to know about a case? The case, translated into the implementations' own vocabulary."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.implementations.protocol import Precision, Setup, WrapPolicy
+from fsdp_testing.pool.world import current_world
 from fsdp_testing.programs.models import dtype_of
 from fsdp_testing.records import Case, MixedPrecisionSpec, PolicySpec
 
@@ -16,7 +17,7 @@ from fsdp_testing.records import Case, MixedPrecisionSpec, PolicySpec
 def setup_of(
     case: Case, module: nn.Module, rank: int, device: torch.device, group: ProcessGroup | None, mesh: DeviceMesh | None
 ) -> Setup:
-    """Translates `case` for one rank.
+    """Translate `case` for one rank.
 
     Collectives: making the two-dimensional mesh of a hybrid case creates subgroups; every rank must call.
     """
@@ -42,6 +43,12 @@ def setup_of(
         forward_prefetch=case.wrapping.forward_prefetch,
         backward_prefetch=case.wrapping.backward_prefetch,
     )
+
+
+def setup_in_world(case: Case, module: nn.Module) -> Setup:
+    """Translate `case` for this rank of the current world; collectives as `setup_of`."""
+    world = current_world()
+    return setup_of(case, module, world.rank, world.device, world.group, world.mesh)
 
 
 def precision_of(spec: MixedPrecisionSpec | None) -> Precision:

@@ -38,7 +38,7 @@ class BoundCheck:
     backend: str = "gloo"
 
     def __call__(self) -> CheckResult:
-        """Runs the check.
+        """Run the check.
 
         Returns:
             The result, if the claim holds.
@@ -54,7 +54,7 @@ class BoundCheck:
         if result.verdict is Verdict.UNKNOWN:
             raise CheckUnknown(f"{self.implementation} {self.name}: {result.explanation}")
         if result.verdict is Verdict.FAIL:
-            raise CheckFailed(_told(result))
+            raise CheckFailed(_text_of(result))
         return result
 
 
@@ -98,7 +98,7 @@ def parametrize_with_checks(
     return pytest.mark.parametrize("check", parameters)
 
 
-def _told(result: CheckResult) -> str:
+def _text_of(result: CheckResult) -> str:
     lines = [f"{result.implementation} {result.check}: {result.explanation}", f"claim: {result.meaning}"]
     for finding in result.findings[:3]:
         lines.append(f"  {finding.case.strategy}, {finding.case.world.size} ranks: {finding.explanation}")

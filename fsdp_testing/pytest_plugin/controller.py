@@ -1,38 +1,76 @@
-"""What does the pytest process that users start do? Collect as ever, send marked tests to ranks, report one result.
+"""What does the pytest process that users start do with tests on ranks? Choose them, start the ranks, run the protocol.
 
-This module registers the parts; they live as long as the session.
+Called by the plugin's entry at the first need. The parts that are registered here live as long as the session. Nothing
+at the top of this file needs the pool: it is imported where there can be no ranks, too.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from fsdp_testing import env
 from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.pool.world import inside_rank
-from fsdp_testing.pytest_plugin.attached import NAME as ATTACHED
-from fsdp_testing.pytest_plugin.attached import Attached
-from fsdp_testing.pytest_plugin.selection import SIZE_FIXTURE, defaults_of, parametrize_sizes, world_request
+from fsdp_testing.pytest_plugin.selection import defaults_of, refusal_to_draw, world_request
+from fsdp_testing.pytest_plugin.terminal import debugged_rank
+
+if TYPE_CHECKING:
+    from fsdp_testing.pytest_plugin.protocol import Protocol
+
+_NEEDED = ("fork", "memfd_create", "register_at_fork")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Validate the options; make the part that runs tests."""
-    from fsdp_testing.pytest_plugin.protocol import Protocol, Sweep
+def platform_refusal() -> str | None:
+    """Return why no rank can be made on this platform; None where it can."""
+    missing = [f"os.{name}" for name in _NEEDED if not hasattr(os, name)]
+    if not missing:
+        return None
+    return (
+        f"expected Linux, where ranks are forked, got {sys.platform} without {', '.join(missing)}. "
+        "Run tests on ranks on Linux: in WSL, a container or CI."
+    )
 
+
+def validate(config: pytest.Config) -> None:
+    """Check this plugin's options; under torchrun, join its world.
+
+    Raises:
+        pytest.UsageError: Lists every wrong option.
+    """
     try:
         defaults_of(config)
-        _attach(config)
-        protocol = Protocol(config)
+        debugged_rank(config)
+        if platform_refusal() is None and env.torchrun() is not None:
+            protocol_of(config)
     except InvalidArgument as error:
         raise pytest.UsageError(str(error)) from None
-    config.pluginmanager.register(protocol, "fsdp_testing.protocol")
-    config.pluginmanager.register(Sweep(protocol.leases), "fsdp_testing.sweep")
+
+
+def protocol_of(config: pytest.Config) -> Protocol:
+    """Return the part of this session that runs tests on ranks, made at the first call.
+
+    Raises:
+        InvalidArgument: The options contradict each other.
+    """
+    made: Any = config.pluginmanager.get_plugin("fsdp_testing.protocol")
+    if made is None:
+        from fsdp_testing.pytest_plugin.protocol import Protocol, Sweep
+
+        _attach(config)
+        made = Protocol(config)
+        config.pluginmanager.register(made, "fsdp_testing.protocol")
+        config.pluginmanager.register(Sweep(made.leases), "fsdp_testing.sweep")
+    return made
 
 
 def _attach(config: pytest.Config) -> None:
     """Under torchrun its processes are the world: worlds of our own would be made once in each of them."""
+    from fsdp_testing.pool.world import inside_rank
+
     launch = None if inside_rank() else env.torchrun()
     if launch is None:
         return
@@ -41,62 +79,48 @@ def _attach(config: pytest.Config) -> None:
             f"pytest-xdist: expected no -n under torchrun, got -n {config.option.numprocesses}. The processes of "
             "torchrun are the ranks; run either."
         )
-    config.pluginmanager.register(Attached(config, launch), ATTACHED)
+    from fsdp_testing.pytest_plugin import attached
+
+    config.pluginmanager.register(attached.Attached(config, launch), attached.NAME)
 
 
-# First in both processes: the order of parameters is the order in the id, and plugins are registered differently.
-@pytest.hookimpl(tryfirst=True)
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test id for each size of a list."""
-    parametrize_sizes(metafunc)
+def start_ahead(config: pytest.Config) -> None:
+    """Start the fork server, without waiting, where this process is to have ranks."""
+    if platform_refusal() is None:
+        protocol = protocol_of(config)
+        if not config.option.collectonly and not config.pluginmanager.has_plugin("fsdp_testing.attached"):
+            protocol.leases.start()
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Find out which items run on ranks; wrong markers end the session with every offence listed."""
-    protocol: Any = config.pluginmanager.get_plugin("fsdp_testing.protocol")
-    attached: Any = config.pluginmanager.get_plugin(ATTACHED)
+def select(config: pytest.Config, marked: Sequence[pytest.Item]) -> dict[pytest.Item, str]:
+    """Have each marked item run on its world.
+
+    Returns:
+        Why, for each item that cannot.
+
+    Raises:
+        pytest.UsageError: Markers are wrong; lists every offence.
+    """
+    refused: dict[pytest.Item, str] = {}
     problems: list[str] = []
-    for item in items:
+    no_ranks = platform_refusal()
+    attached: Any = None
+    protocol: Any = None
+    if no_ranks is None:
+        protocol = protocol_of(config)
+        attached = config.pluginmanager.get_plugin("fsdp_testing.attached")
+    for item in marked:
         try:
             request = world_request(item)
         except InvalidArgument as error:
             problems.append(str(error))
             continue
-        if request is not None:
+        refusal = no_ranks or refusal_to_draw(item)
+        if refusal is not None:
+            refused[item] = f"{item.nodeid}: marker world: {refusal}"
+        else:
             # The fake backend is one process anywhere.
             (protocol if attached is None or request.backend == "fake" else attached).take(item, request)
     if problems:
         raise pytest.UsageError(*problems)
-
-
-@pytest.fixture(name=SIZE_FIXTURE)
-def _size(request: pytest.FixtureRequest) -> Any:
-    """Carries the size that a list in the marker made part of the test's id."""
-    return getattr(request, "param", None)
-
-
-@pytest.fixture
-def world(request: pytest.FixtureRequest) -> Any:
-    """In a test marked `world`: this rank's view of its world. Here, in the controlling process, an error.
-
-    Under torchrun this process is a rank.
-    """
-    attached: Any = request.config.pluginmanager.get_plugin(ATTACHED)
-    found = attached.world_of(request.node) if attached is not None else None
-    if found is not None:
-        return found
-    pytest.fail(
-        f"{request.node.nodeid}: fixture world: expected a test on ranks, got one without the `world` marker. "
-        "Mark it: @pytest.mark.world(2).",
-        pytrace=False,
-    )
-
-
-@pytest.fixture
-def worlds(request: pytest.FixtureRequest) -> Any:
-    """Run functions on ranks from a test of the controlling process: `worlds(size=2).run(function, *args)`."""
-    from fsdp_testing.pytest_plugin.worlds import Worlds
-
-    protocol: Any = request.config.pluginmanager.get_plugin("fsdp_testing.protocol")
-    return Worlds(request, protocol.leases)
+    return refused

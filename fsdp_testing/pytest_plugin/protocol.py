@@ -6,7 +6,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Generator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,17 +13,15 @@ import pytest
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.pool import PooledWorld, WorldOutcome
 from fsdp_testing.pytest_plugin.aftermath import Aftermath, WorldHygieneWarning
-from fsdp_testing.pytest_plugin.attached import NAME as ATTACHED
 from fsdp_testing.pytest_plugin.leases import IN_RANK, Leases, shared_length
 from fsdp_testing.pytest_plugin.longrepr import build, text_element
 from fsdp_testing.pytest_plugin.marker import WorldRequest
 from fsdp_testing.pytest_plugin.merge import merge
 from fsdp_testing.pytest_plugin.records import Debugging, ItemTask, Merged, RankResult
+from fsdp_testing.pytest_plugin.selection import collected_id
 from fsdp_testing.pytest_plugin.terminal import debugged_rank
 
-_HINTS = (b"mark.world", b"worlds")
 _REQUEST = pytest.StashKey[WorldRequest]()
-_NODEID = pytest.StashKey[str]()
 
 
 class Protocol:
@@ -43,21 +40,6 @@ class Protocol:
     def take(self, item: pytest.Item, request: WorldRequest) -> None:
         """Have `item` run on ranks."""
         item.stash[_REQUEST] = request
-
-    def pytest_itemcollected(self, item: pytest.Item) -> None:
-        """Note the id that ranks will know the item by: pytest-xdist may append to it later."""
-        item.stash[_NODEID] = item.nodeid
-
-    def pytest_pycollect_makemodule(self, module_path: Path) -> None:
-        """Start the fork server when a file looks as if it had tests for ranks: both processes import torch at once."""
-        if self.leases.started or self.config.option.collectonly or self.config.pluginmanager.has_plugin(ATTACHED):
-            return
-        try:
-            text = module_path.read_bytes()
-        except OSError:
-            return  # pytest itself will say that the file cannot be read
-        if any(hint in text for hint in _HINTS):
-            self.leases.start()
 
     # ------------------------------------------------------------------ running
 
@@ -119,9 +101,7 @@ class Protocol:
             chain = item.listchain()
             keep = shared_length(chain, nextitem.listchain()) if nextitem is not None and world.kept else 0
             debugging = self._debugging(request)
-            task = ItemTask(
-                item.stash.get(_NODEID, item.nodeid), str(item.path), keep, last=not world.kept, debugging=debugging
-            )
+            task = ItemTask(collected_id(item), str(item.path), keep, last=not world.kept, debugging=debugging)
             spec, directory = self.leases.introduction(world)
             outcome = world.execute(
                 f"{IN_RANK}:run_item",
@@ -213,14 +193,6 @@ class Protocol:
         return made
 
     # ------------------------------------------------------------------ the end
-
-    @pytest.hookimpl(wrapper=True, trylast=True)
-    def pytest_runtestloop(self) -> Generator[None, Any, Any]:
-        """End the ranks inside of pytest-cov's own wrapper, which combines the data they save."""
-        try:
-            return (yield)
-        finally:
-            self.leases.close()
 
     def pytest_sessionfinish(self) -> None:
         """Tell what went wrong after the last test: it belongs to no test any more."""

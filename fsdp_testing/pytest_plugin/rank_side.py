@@ -19,7 +19,7 @@ from fsdp_testing import compat
 from fsdp_testing.pool.hygiene import Snapshot, take_snapshot
 from fsdp_testing.pool.world import World, current_world
 from fsdp_testing.pytest_plugin.records import Phase, WarningRecord
-from fsdp_testing.pytest_plugin.selection import SIZE_FIXTURE, parametrize_sizes
+from fsdp_testing.pytest_plugin.selection import SIZE_FIXTURE, collected_id, parametrize_sizes
 from fsdp_testing.records.dirt import Dirt
 
 NAME = "fsdp_testing.rank"
@@ -125,7 +125,7 @@ class RankPlugin:
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         """Know the item by its id, whatever later hooks deselect."""
-        self.items.setdefault(item.nodeid, item)
+        self.items.setdefault(collected_id(item), item)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_collect_directory(self, path: Path, parent: Any) -> Generator[None, Any, Any]:
@@ -199,7 +199,7 @@ def world() -> World:
     return current_world()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def worlds() -> None:
     """Refused: a rank cannot run other ranks."""
     pytest.fail(

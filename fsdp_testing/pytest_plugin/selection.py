@@ -10,28 +10,21 @@ from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.pytest_plugin.marker import Defaults, Request, WorldRequest, read_defaults, read_marker
 
 SIZE_FIXTURE = "fsdp_world_size"
+_BACKENDS = pytest.StashKey[tuple[str, ...]]()
 _DEFAULTS = pytest.StashKey[Defaults]()
 
 
-def known_backends() -> tuple[str, ...]:
-    """Names of backends; finding a vendor's takes milliseconds, so it is asked once per session."""
-    from fsdp_testing.backends import registered_backends
-
-    return registered_backends()
-
-
-_BACKENDS = pytest.StashKey[tuple[str, ...]]()
-
-
 def backends_of(config: pytest.Config) -> tuple[str, ...]:
-    """Backend names known to this session."""
+    """Return the names of backends; finding a vendor's takes milliseconds, so it is asked once per session."""
     if _BACKENDS not in config.stash:
-        config.stash[_BACKENDS] = known_backends()
+        from fsdp_testing.backends import registered_backends
+
+        config.stash[_BACKENDS] = registered_backends()
     return config.stash[_BACKENDS]
 
 
 def defaults_of(config: pytest.Config) -> Defaults:
-    """What the command line says, validated once.
+    """Return what the command line says, validated once.
 
     Raises:
         InvalidArgument: Lists every wrong option.
@@ -45,7 +38,7 @@ def defaults_of(config: pytest.Config) -> Defaults:
 
 
 def request_of(node: Any) -> Request | None:
-    """What the closest `world` marker of a node asks for; None without a marker.
+    """Return what the closest `world` marker of a node asks for; None without a marker.
 
     Raises:
         InvalidArgument: The marker's arguments are wrong.
@@ -71,16 +64,20 @@ def parametrize_sizes(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(SIZE_FIXTURE, request.sizes, ids=ids, indirect=True)
 
 
-def world_request(item: pytest.Item) -> WorldRequest | None:
-    """The one world that a collected item runs on; None for an ordinary test.
+def collected_id(item: pytest.Item) -> str:
+    """Return the id that every process gives an item when it collects it, whatever plugins append to it later."""
+    return f"{item.parent.nodeid}::{item.name}" if item.parent is not None else item.nodeid
+
+
+def world_request(item: pytest.Item) -> WorldRequest:
+    """Return the one world that a marked item runs on.
 
     Raises:
         InvalidArgument: The marker's arguments are wrong, or sizes were listed where no ids can be made of them.
     """
     request = request_of(item)
     if request is None:
-        return None
-    _refuse_drawing_in_ranks(item)
+        raise InvalidArgument(f"{item.nodeid}: expected a test with the marker world, got one without.")
     callspec = getattr(item, "callspec", None)
     size = callspec.params.get(SIZE_FIXTURE) if callspec is not None else None
     if size is None and len(request.sizes) > 1:
@@ -91,15 +88,17 @@ def world_request(item: pytest.Item) -> WorldRequest | None:
     return request.at(size if size is not None else request.sizes[0])
 
 
-def _refuse_drawing_in_ranks(item: pytest.Item) -> None:
+def refusal_to_draw(item: pytest.Item) -> str | None:
+    """Return why a Hypothesis test cannot run on ranks; None for a test that draws nothing, or the same everywhere."""
     function = getattr(item, "obj", None)
     if not getattr(function, "is_hypothesis_test", False):
-        return
+        return None
     # Not promised by Hypothesis, hence read with care: without it, examples count as random.
     settings = getattr(function, "_hypothesis_internal_use_settings", None)
-    if not getattr(settings, "derandomize", False):
-        raise InvalidArgument(
-            f"{item.nodeid}: marker world: expected a test that does the same on every rank, got a Hypothesis test, which "
-            "would draw other examples on each. Draw in the controlling process: remove the marker and call "
-            "worlds(size=2).run(function, example); or set @settings(derandomize=True)."
-        )
+    if getattr(settings, "derandomize", False):
+        return None
+    return (
+        "expected a test that does the same on every rank, got a Hypothesis test, which would draw other examples on "
+        "each. Draw in the controlling process: remove the marker and call worlds(size=2).run(function, example); or set "
+        "@settings(derandomize=True)."
+    )

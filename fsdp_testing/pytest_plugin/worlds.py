@@ -25,11 +25,16 @@ class RanksFailed(AssertionError, WorldFailed):
 
 
 class Worlds:
-    """The fixture `worlds`: `worlds(size=2, backend="gloo").run(function, *args)` gives one result per rank."""
+    """The fixture `worlds`: `worlds(size=2, backend="gloo").run(function, *args)` gives one result per rank.
 
-    def __init__(self, request: pytest.FixtureRequest, leases: Leases) -> None:
-        self._request = request
-        self._leases = leases
+    It lives as long as the session, so that Hypothesis may share it among examples; what belongs to one test, such as
+    what its functions leave behind, is reported on the test that `running` names.
+    """
+
+    def __init__(self, session: pytest.Session, leases: Leases, running: Callable[[], pytest.Item]) -> None:
+        self.session = session
+        self.leases = leases
+        self.running = running
 
     def __call__(self, size: int = 2, *args: Any, **kwargs: Any) -> BoundWorld:
         """A world by the arguments of the marker.
@@ -37,21 +42,22 @@ class Worlds:
         Raises:
             InvalidArgument: An argument is wrong; one call takes one size.
         """
-        config, where = self._request.config, "fixture worlds"
+        config, where = self.session.config, "fixture worlds"
         asked = read_marker(
             (size, *args), kwargs, where=where, defaults=defaults_of(config), backends=backends_of(config)
         )
         if len(asked.sizes) != 1:
             raise InvalidArgument(f"{where}: expected one size, got {list(asked.sizes)}. Call worlds once per size.")
-        return BoundWorld(self._request, self._leases, asked.at(asked.sizes[0]))
+        return BoundWorld(self, asked.at(asked.sizes[0]))
 
 
 class BoundWorld:
     """A world of one size and backend, for any number of runs."""
 
-    def __init__(self, request: pytest.FixtureRequest, leases: Leases, asked: WorldRequest) -> None:
-        self._request = request
-        self._leases = leases
+    def __init__(self, worlds: Worlds, asked: WorldRequest) -> None:
+        self._session = worlds.session
+        self._leases = worlds.leases
+        self._running = worlds.running
         self._asked = asked
 
     def run(self, function: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> list[Any]:
@@ -70,11 +76,11 @@ class BoundWorld:
             UnsendableFunction: The function has no name that a rank could import.
         """
         __tracebackhide__ = True
-        attached: Any = self._request.config.pluginmanager.get_plugin(ATTACHED)
+        attached: Any = self._session.config.pluginmanager.get_plugin(ATTACHED)
         if attached is not None:
             return run_attached(attached.launch, function, (args, kwargs), self._asked.size, self._asked.backend)
         target = target_of(function)
-        collected = {str(item.path) for item in self._request.session.items}
+        collected = {str(item.path) for item in self._session.items}
         test_file = target.path if target.path in collected else ""
         arguments = dumps((args, kwargs))
         world = self._leases.lend(self._asked)
@@ -95,10 +101,10 @@ class BoundWorld:
                 self._leases.forget(world)
         if not outcome.ok:
             raise RanksFailed(outcome.describe(), outcome)
-        self._tell_dirt(outcome)
+        self._report_dirt(outcome)
         return [loads(payload) for payload, _ in outcome.values]
 
-    def _tell_dirt(self, outcome: WorldOutcome) -> None:
+    def _report_dirt(self, outcome: WorldOutcome) -> None:
         found: dict[str, list[int]] = {}
         for rank, (_, dirt) in enumerate(outcome.values):
             for entry in dict.fromkeys(map(str, dirt)):
@@ -106,6 +112,6 @@ class BoundWorld:
         if not found:
             return
         text = "; ".join(f"{rank_names(ranks)} left {entry}" for entry, ranks in found.items())
-        if self._request.config.option.strict_hygiene:
+        if self._session.config.option.strict_hygiene:
             raise RanksFailed(f"the function left something behind (--strict-hygiene): {text}", outcome)
-        self._request.node.warn(WorldHygieneWarning(text))
+        self._running().warn(WorldHygieneWarning(text))

@@ -1,4 +1,4 @@
-"""Which checks are there? Every suite's, by name, in the order in which a report tells them."""
+"""Which checks are there? Every suite's, by name, in the order in which reports list them."""
 
 from __future__ import annotations
 

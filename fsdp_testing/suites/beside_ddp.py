@@ -27,7 +27,7 @@ from fsdp_testing.pool.world import current_world
 from fsdp_testing.programs import models
 from fsdp_testing.programs.execute import RankProgram
 from fsdp_testing.programs.runner import Special
-from fsdp_testing.programs.setup import setup_of
+from fsdp_testing.programs.setup import setup_in_world
 from fsdp_testing.records import Case, MixedPrecisionSpec, Observe, RankObservation, Step, WrappingPlan, ZeroGrad
 from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Check, Place, accumulated, iterations, micro_batch
 
@@ -43,7 +43,7 @@ class LowPrecision(nn.Module):
         self.dtype = dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Casts parameters and inputs, then runs the module."""
+        """Cast parameters and inputs, then run the module."""
         cast = {fqn: self._low(parameter) for fqn, parameter in self.inner.named_parameters()}
         inputs = models.map_tensors(self._low, (args, kwargs))
         return torch.func.functional_call(self.inner, cast, inputs[0], inputs[1])
@@ -70,7 +70,7 @@ def ddp(module: nn.Module, setup: Setup) -> nn.Module:
     model = torch_ddp.wrap(inner, setup)
     if precision.on_the_wire is not None and isinstance(model, DistributedDataParallel):
         # DDP reads annotations, and wants types where postponed ones are text: a lambda has none.
-        model.register_comm_hook(precision.on_the_wire, lambda wire, bucket: _reduce_in(wire, bucket))  # noqa: PLW0108 - as told above
+        model.register_comm_hook(precision.on_the_wire, lambda wire, bucket: _reduce_in(wire, bucket))  # noqa: PLW0108 - see above
     return model
 
 
@@ -82,26 +82,22 @@ SECOND = Adapter.of(replace(torch_ddp.IMPLEMENTATION, wrap=ddp, named_parameters
 """DDP, in any precision."""
 
 
-def run_beside_ddp(name: str, case: Case, observe_all: bool) -> RankObservation | Failed:
-    """Runs the case with the implementation, and then with DDP.
+def run_beside_ddp(implementation: str | Adapter, case: Case, observe_all: bool) -> RankObservation | Failed:
+    """Run the case with the implementation, and then with DDP.
 
     Collectives: those of both; every rank of the world runs the same call.
     """
-    world = current_world()
-    adapter = registry.load(name)
-
-    def make_setup(case: Case, module: nn.Module) -> Setup:
-        return setup_of(case, module, world.rank, world.device, world.group, world.mesh)
+    adapter = registry.adapter_of(implementation)
 
     plain = replace(case, strategy="no_shard", wrapping=WrappingPlan(), cpu_offload=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        program = RankProgram(case, adapter, world.rank, make_setup)
+        program = RankProgram(case, adapter, current_world().rank, setup_in_world)
         seen = program.run(observe_all=observe_all)
         if seen.error is not None:
             return Failed(seen)
         adapter.finish(program.model)
-        other = RankProgram(plain, SECOND, world.rank, make_setup).run(observe_all=observe_all)
+        other = RankProgram(plain, SECOND, current_world().rank, setup_in_world).run(observe_all=observe_all)
     shown = adapter.observes_gradients
     return PairedObservation(seen.rank, seen.results, seen.snapshots, None, seen.seconds, other, shown)
 

@@ -159,12 +159,12 @@ def adapt(case: Case, adapter: Adapter) -> Case:
 
 
 def micro_batch(seed: int, **batch: Any) -> ForwardBackward:
-    """A micro-batch whose gradients are reduced."""
+    """Return a micro-batch whose gradients are reduced."""
     return ForwardBackward(Batch(seed, **batch))
 
 
 def no_sync_batch(seed: int, **batch: Any) -> ForwardBackward:
-    """A micro-batch inside `no_sync`."""
+    """Return a micro-batch inside `no_sync`."""
     return ForwardBackward(Batch(seed, **batch), no_sync=True)
 
 
@@ -179,7 +179,7 @@ def accumulated(*seeds: int) -> tuple[Operation, ...]:
 
 
 def forward(seed: int, mode: str = "eval", **batch: Any) -> Forward:
-    """A forward that no backward follows."""
+    """Return a forward that no backward follows."""
     return Forward(Batch(seed, **batch), mode)
 
 

@@ -21,6 +21,7 @@ from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.hook_calls import HookCall, HookedObservation
 from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.implementations import registry
+from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.implementations.protocol import Setup
 from fsdp_testing.pool import Failed
 from fsdp_testing.pool.world import current_world
@@ -30,7 +31,7 @@ from fsdp_testing.programs.execute import RankProgram
 from fsdp_testing.programs.reduction import Reduced
 from fsdp_testing.programs.replay import Replay
 from fsdp_testing.programs.runner import Special
-from fsdp_testing.programs.setup import setup_of
+from fsdp_testing.programs.setup import setup_in_world
 from fsdp_testing.records import (
     Case,
     Finding,
@@ -69,7 +70,7 @@ class HookState:
 
 
 def reduce_gradient(state: HookState, gradient: torch.Tensor, output: torch.Tensor | None = None) -> None:
-    """The user's hook. Collectives: one reduce-scatter or all-reduce over the group; every rank calls."""
+    """Reduce as the user's hook. Collectives: one reduce-scatter or all-reduce over the group; every rank calls."""
     squares = float(gradient.detach().double().square().sum())
     given = -1 if output is None else output.numel()
     dtype = str(gradient.dtype).removeprefix("torch.")
@@ -89,13 +90,13 @@ def reduce_gradient(state: HookState, gradient: torch.Tensor, output: torch.Tens
 # ----------------------------------------------------------------------------------------------- on the ranks
 
 
-def run_hooked(name: str, case: Case, observe_all: bool, way: Way) -> RankObservation | Failed:
-    """Runs the case with the hook registered, and tells of its calls.
+def run_hooked(implementation: str | Adapter, case: Case, observe_all: bool, way: Way) -> RankObservation | Failed:
+    """Run the case with the hook registered, and report its calls.
 
     Collectives: those of the implementation and of the hook; every rank of the world runs the same call.
     """
     world = current_world()
-    adapter = registry.load(name)
+    adapter = registry.adapter_of(implementation)
     calls: list[HookCall] = []
     state = HookState(way, world.group, lambda: program.index, calls)
 
@@ -104,10 +105,7 @@ def run_hooked(name: str, case: Case, observe_all: bool, way: Way) -> RankObserv
         adapter.register_comm_hook(model, state, reduce_gradient)
         return model
 
-    def make_setup(case: Case, module: nn.Module) -> Setup:
-        return setup_of(case, module, world.rank, world.device, world.group, world.mesh)
-
-    program = RankProgram(case, replace(adapter, wrap=wrap), world.rank, make_setup)
+    program = RankProgram(case, replace(adapter, wrap=wrap), world.rank, setup_in_world)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         seen = program.run(observe_all=observe_all)
@@ -139,12 +137,12 @@ def _own_gradients(case: Case, rank: int) -> tuple[dict[int, float], int]:
 
 
 def review_calls(case: Case, ranks: Sequence[RankObservation], _expectation: Expectation) -> Finding | None:
-    """Looks at the calls of every rank."""
+    """Review the calls of every rank."""
     return hook_calls.check_calls(case, ranks, _units_with_parameters(case), case.model.dtype)
 
 
 def _units_with_parameters(case: Case) -> int:
-    """How many units hold trainable parameters of their own: those that no inner unit holds."""
+    """Return how many units have trainable parameters of their own, outside inner units."""
     names = [name for name, p in models.build_model(case).named_parameters() if p.requires_grad]
     owners = set()
     for name in names:
@@ -154,7 +152,7 @@ def _units_with_parameters(case: Case) -> int:
 
 
 def _as_reduced_in(wire: str, case: Case) -> Case:
-    """The case as the oracle sees it: gradients are reduced in `wire`, by whoever does it."""
+    """Return the case as the oracle sees it: gradients are reduced in `wire`, by whoever does it."""
     return replace(case, mixed_precision=MixedPrecisionSpec(reduce_dtype=wire))
 
 
@@ -192,7 +190,7 @@ class _Scaled(Replay):
 
 
 def expect_scaled(case: Case, observe_all: bool, factor: float) -> Expectation:
-    """What the case gives if the hook multiplies the mean by `factor`."""
+    """Return what the case gives if the hook multiplies the mean by `factor`."""
 
     def make(disturbance: Disturbance) -> Replay:
         replay = _Scaled(case, disturbance=disturbance)

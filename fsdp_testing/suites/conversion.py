@@ -11,14 +11,14 @@ from torch import nn
 
 from fsdp_testing.checkers.copies import Copied, CopyingObservation, review_copies
 from fsdp_testing.implementations import registry
-from fsdp_testing.implementations.protocol import Setup
+from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.pool import Failed
 from fsdp_testing.pool.world import current_world
 from fsdp_testing.programs import models
 from fsdp_testing.programs.execute import RankProgram
 from fsdp_testing.programs.observe import snapshot_of
 from fsdp_testing.programs.runner import Special
-from fsdp_testing.programs.setup import setup_of
+from fsdp_testing.programs.setup import setup_in_world
 from fsdp_testing.records import BuildOptimizer, Case, ForwardBackward, Move, Observe, RankObservation, Step
 from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Check, Place, forward, iterations, micro_batch
 
@@ -32,7 +32,7 @@ class CopyingProgram(RankProgram):
     copied: Copied | None = None
 
     def look(self, label: str) -> None:
-        """Takes a snapshot, after the copy has done the next micro-batch and one step."""
+        """Take a snapshot, after the copy has done the next micro-batch and one step."""
         if label == _COPY:
             self.copied = self._copy(
                 next(op for op in self.case.program[self.index :] if isinstance(op, ForwardBackward))
@@ -54,18 +54,13 @@ class CopyingProgram(RankProgram):
         return Copied("", forwarded.values(), snapshot)
 
 
-def run_copying(name: str, case: Case, observe_all: bool) -> RankObservation | Failed:
-    """Runs the case, copying the model where it says so.
+def run_copying(implementation: str | Adapter, case: Case, observe_all: bool) -> RankObservation | Failed:
+    """Run the case, copying the model where it says so.
 
     Collectives: those of the implementation; every rank of the world runs the same call.
     """
-    world = current_world()
-    adapter = registry.load(name)
-
-    def make_setup(case: Case, module: nn.Module) -> Setup:
-        return setup_of(case, module, world.rank, world.device, world.group, world.mesh)
-
-    program = CopyingProgram(case, adapter, world.rank, make_setup)
+    adapter = registry.adapter_of(implementation)
+    program = CopyingProgram(case, adapter, current_world().rank, setup_in_world)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         seen = program.run(observe_all=observe_all)

@@ -19,7 +19,6 @@ from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
-from fsdp_testing.implementations.protocol import Setup
 from fsdp_testing.pool import Failed
 from fsdp_testing.pool.world import current_world
 from fsdp_testing.programs import oracle
@@ -27,7 +26,7 @@ from fsdp_testing.programs.disturbance import Disturbance
 from fsdp_testing.programs.execute import RankProgram
 from fsdp_testing.programs.replay import Replay
 from fsdp_testing.programs.runner import CaseRunner, Judgement, Special
-from fsdp_testing.programs.setup import setup_of
+from fsdp_testing.programs.setup import setup_in_world
 from fsdp_testing.records import Case, RankObservation
 
 
@@ -68,7 +67,7 @@ def judge_moved(
 
 
 def _merged(judgements: Sequence[Judgement]) -> Judgement:
-    """The last world's verdict, with the comparisons of all of them; a world that saved nothing has said so itself."""
+    """Return the last world's verdict, with the comparisons of all of them; a world that saved nothing has said so itself."""
     last = judgements[-1]
     outcome = replace(
         last.outcome,
@@ -97,7 +96,7 @@ class MovingProgram(RankProgram):
     saved: Saved | None = None
 
     def build_optimizer(self) -> None:
-        """Loads the model first: an optimizer may look at what it is given."""
+        """Load the model first: an optimizer may look at what it is given."""
         if self.saved is not None:
             self.adapter.load_full_state_dict(self.model, self.saved.model)
         super().build_optimizer()
@@ -106,19 +105,15 @@ class MovingProgram(RankProgram):
 
 
 def run_and_save(
-    name: str, case: Case, observe_all: bool, saved: Saved | None, optimizer: bool
+    implementation: str | Adapter, case: Case, observe_all: bool, saved: Saved | None, optimizer: bool
 ) -> RankObservation | Failed:
-    """Loads what was saved, runs the case, saves the model and, if asked, the optimizer.
+    """Load what was saved, run the case, save the model and, if asked, the optimizer.
 
     Collectives: those of the implementation; every rank of the world runs the same call.
     """
     world = current_world()
-    adapter = registry.load(name)
-
-    def make_setup(case: Case, module: nn.Module) -> Setup:
-        return setup_of(case, module, world.rank, world.device, world.group, world.mesh)
-
-    program = MovingProgram(case, adapter, world.rank, make_setup)
+    adapter = registry.adapter_of(implementation)
+    program = MovingProgram(case, adapter, world.rank, setup_in_world)
     program.saved = saved
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -164,7 +159,7 @@ class _Continued(Replay):
 
 
 def expect_moved(case: Case, observe_all: bool, earlier: tuple[Case, ...], optimizer: bool) -> Expectation:
-    """Replays the earlier cases and then `case`, each from where the one before it ended."""
+    """Replay the earlier cases and then `case`, each from where the one before it ended."""
 
     def continued(disturbance: Disturbance) -> Replay:
         before: Replay | None = None

@@ -70,7 +70,7 @@ def _judge_all(
 
 
 def _cases(adapter: Adapter, check: Check, where: Where) -> tuple[list[Case], Counter[str]]:
-    """The cases that the implementation claims, and how many others which missing capabilities keep out."""
+    """Return the cases that the implementation claims, and how many others which missing capabilities keep out."""
     cases: list[Case] = []
     skipped: Counter[str] = Counter()
     for place in check.places(adapter.capabilities, where.world_sizes, where.backend):

@@ -23,7 +23,7 @@ _PAPER = "PyTorch FSDP, VLDB 2023, section 3"
 
 
 def run_traced(name: str, case: Case, observe_all: bool) -> RankObservation | Failed:
-    """Runs the case and records what this rank does; one that is observed everywhere is run without a record.
+    """Run the case and records what this rank does; one that is observed everywhere is run without a record.
 
     Collectives: those of the implementation; every rank of the world runs the same call.
     """

@@ -17,7 +17,7 @@ from fsdp_testing.ledger import interception
 from fsdp_testing.pool import Failed
 from fsdp_testing.pool.world import current_world
 from fsdp_testing.programs.execute import RankProgram, SetupMaker
-from fsdp_testing.programs.setup import setup_of
+from fsdp_testing.programs.setup import setup_in_world
 from fsdp_testing.records import Case, RankObservation
 from fsdp_testing.records.event import Event
 from fsdp_testing.trace.modules import watch_modules
@@ -36,14 +36,13 @@ class RankTrace:
     observation: RankObservation
 
 
-def trace_case(name: str, case: Case) -> RankTrace | Failed:
-    """Run `case` through implementation `name` on this rank and record what happens.
+def trace_case(implementation: str | Adapter, case: Case) -> RankTrace | Failed:
+    """Run `case` through the implementation on this rank and record what happens.
 
     Collectives: those of the implementation; every rank of the world runs the same call.
     """
-    world = current_world()
-    adapter = registry.load(name)
-    program = _TimedProgram(case, adapter, world.rank, _setup)
+    adapter = registry.adapter_of(implementation)
+    program = _TimedProgram(case, adapter, current_world().rank, setup_in_world)
     recorder = program.recorder
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as for programs that are judged: they decide nothing
@@ -58,7 +57,7 @@ def trace_case(name: str, case: Case) -> RankTrace | Failed:
 
 
 class _TimedProgram(RankProgram):
-    """A program that tells its recorder when each operation begins."""
+    """A program that informs its recorder when each operation begins."""
 
     def __init__(self, case: Case, adapter: Adapter, rank: int, make_setup: SetupMaker) -> None:
         self._index = -1
@@ -76,13 +75,8 @@ class _TimedProgram(RankProgram):
         self.recorder.operation()
 
 
-def _setup(case: Case, module: nn.Module) -> Any:
-    world = current_world()
-    return setup_of(case, module, world.rank, world.device, world.group, world.mesh)
-
-
 def _watching_after_wrap(adapter: Adapter, recorder: TraceRecorder, stack: ExitStack, units: Units) -> Adapter:
-    """The adapter, with a `wrap` that switches unit and module sources on as soon as there is a model.
+    """Return the adapter, with a `wrap` that switches unit and module sources on as soon as there is a model.
 
     It notes the units then: later some may show their full parameters, whose names an adapter need not know.
     """

@@ -18,7 +18,7 @@ from fsdp_testing.trace.recorder import TraceRecorder
 def watch_modules(recorder: TraceRecorder, names: Mapping[nn.Module, str]) -> Iterator[None]:
     """Record pre_forward, post_forward and pre_backward of the modules in `names` while the context lasts.
 
-    pre_backward is told by the first gradient that reaches an output of the module; modules whose outputs need no
+    pre_backward is reported at the first gradient that reaches an output of the module; modules whose outputs need no
     gradient have none.
     """
 
@@ -30,11 +30,11 @@ def watch_modules(recorder: TraceRecorder, names: Mapping[nn.Module, str]) -> It
         if module not in names:
             return
         recorder.autograd(names[module], "post_forward")
-        told: list[bool] = []
+        reported: list[bool] = []
         # Most modules give one tensor; walking a tree of one costs more than everything else here.
         for leaf in (output,) if isinstance(output, torch.Tensor) else tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(lambda _grad, name=names[module]: _tell_once(recorder, name, told))
+                leaf.register_hook(lambda _grad, name=names[module]: _report_once(recorder, name, reported))
 
     handles = [register_module_forward_pre_hook(before), register_module_forward_hook(after)]
     try:
@@ -44,7 +44,7 @@ def watch_modules(recorder: TraceRecorder, names: Mapping[nn.Module, str]) -> It
             handle.remove()
 
 
-def _tell_once(recorder: TraceRecorder, name: str, told: list[bool]) -> None:
-    if not told:
-        told.append(True)
+def _report_once(recorder: TraceRecorder, name: str, reported: list[bool]) -> None:
+    if not reported:
+        reported.append(True)
         recorder.autograd(name, "pre_backward")

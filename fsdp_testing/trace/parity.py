@@ -58,7 +58,7 @@ class CaseParity:
 
 
 def parity_program() -> tuple[Operation, ...]:
-    """Two iterations, a look without gradients between them, and an accumulation without `no_sync`."""
+    """Two iterations, a forward without gradients between them, and an accumulation without `no_sync`."""
     return (
         ForwardBackward(Batch(1)),
         Step(),
@@ -72,7 +72,7 @@ def parity_program() -> tuple[Operation, ...]:
 
 
 def parity_cases(left: str, right: str, size: int, models: Sequence[str] = ()) -> tuple[Case, ...]:
-    """The cases that both implementations claim.
+    """Return the cases that both implementations claim.
 
     Raises:
         InvalidArgument: an unknown model, an implementation that cannot be traced, or nothing that both claim.
@@ -83,12 +83,12 @@ def parity_cases(left: str, right: str, size: int, models: Sequence[str] = ()) -
         raise InvalidArgument(
             f"parity: expected models among {', '.join(MODELS)}, got {unknown}. Choose from the list."
         )
-    claims = [registry.load(name).capabilities for name in (left, right)]
+    claims = [registry.adapter_of(name).capabilities for name in (left, right)]
     for name, claimed in zip((left, right), claims, strict=True):
         if "unit_trace" not in claimed:
             raise InvalidArgument(
                 f"parity: expected implementations that claim `unit_trace`, got {name}, which does not. "
-                "Its adapter must tell its units and transitions (docs/adapters.md)."
+                "Its adapter must report its units and transitions (docs/adapters.md)."
             )
     both = claims[0] & claims[1]
     cases = tuple(case for case in _candidates(chosen, size) if _needs(case) <= both)
@@ -137,12 +137,12 @@ def _unit_steps(traced: Trace, rank: int) -> list[str]:
 
 
 def _faults(traced: Trace) -> Iterator[str]:
-    told = ranks_agree(traced.history)
-    if told:
-        yield f"{traced.implementation}: ranks disagree, {told}"
+    text = ranks_agree(traced.history)
+    if text:
+        yield f"{traced.implementation}: ranks disagree, {text}"
     for broken in check_lifecycle(traced.history):
-        yield _tell_broken(traced.implementation, broken)
+        yield _broken_text(traced.implementation, broken)
 
 
-def _tell_broken(name: str, broken: BrokenRule) -> str:
+def _broken_text(name: str, broken: BrokenRule) -> str:
     return f"{name}: rank {broken.rank}, operation {broken.operation}: {broken.sentence}"

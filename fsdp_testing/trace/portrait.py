@@ -46,7 +46,7 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def portrait_case(strategy: str, size: int) -> Case:
-    """The program that is drawn: two iterations with a look in between."""
+    """Return the program that is drawn: two iterations with an evaluation in between."""
     return Case(
         model=ModelSpec(MODEL),
         world=WorldSpec(size),
@@ -77,7 +77,7 @@ def take(name: str, case: Case, on_ranks: OnRanks) -> Portrait:
 
 
 def portrait_of(traced: Trace) -> Portrait:
-    """Returns the portrait of a run that was traced."""
+    """Return the portrait of a run that was traced."""
     units = _units(traced)
     events = traced.history.ranks
     begin = min((event.time for rank in events for event in rank if event.operation >= 0), default=0.0)
@@ -225,7 +225,7 @@ def _computed(events: Sequence[Event], units: set[str], end: float) -> Iterator[
 
 
 def _communicated(events: Sequence[Event]) -> Iterator[Stretch]:
-    """Collectives from their issue to the wait that follows them; waits."""
+    """Yield collectives from their issue to the wait that follows them; waits."""
     open_ones: list[CollectiveEvent] = []
     for event in events:
         if isinstance(event, CollectiveEvent):
@@ -241,7 +241,7 @@ def _communicated(events: Sequence[Event]) -> Iterator[Stretch]:
 
 
 def collective_text(event: CollectiveEvent) -> str:
-    """Returns a collective in a few words: all_gather float64[64]."""
+    """Return a collective in a few words: all_gather float64[64]."""
     return f"{event.name.removesuffix('_single').removesuffix('_tensor')} {event.dtype}[{event.numel}]"
 
 

@@ -29,7 +29,7 @@ class TraceRecorder:
     """Events of one rank in the order they happened.
 
     Args:
-        operation: tells the index of the program's operation that runs now.
+        operation: Returns the index of the program's operation that runs now.
     """
 
     def __init__(self, operation: Callable[[], int]) -> None:
@@ -45,7 +45,7 @@ class TraceRecorder:
         return tuple(self._made)
 
     def __len__(self) -> int:
-        """Number of events so far."""
+        """Return the number of events so far."""
         return len(self._told)
 
     def collective(self, group: GroupIdentity, call: Call, site: str) -> None:

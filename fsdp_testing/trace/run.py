@@ -45,7 +45,7 @@ def trace(name: str, case: Case, *, pool: Pool | None = None, timeout: float = 6
 
 
 def trace_on(on_ranks: OnRanks, name: str, case: Case) -> Trace:
-    """The same on ranks that somebody else lends; raises like `trace`."""
+    """Trace on ranks that somebody else lends; raises like `trace`."""
     try:
         return _trace_of(name, case, on_ranks(job.trace_case, name, case, size=case.world.size))
     except WorldFailed as failed:
@@ -62,5 +62,5 @@ def _trace_of(name: str, case: Case, traces: Sequence[job.RankTrace]) -> Trace:
 
 def _failed(name: str, case: Case, outcome: WorldOutcome) -> WorldFailed:
     errors = [r.value.observation.error for r in outcome.ranks if isinstance(r.value, job.RankTrace)]
-    told = "\n".join(f"{error.type_name}: {error.message}" for error in errors if error is not None)
-    return WorldFailed(f"{name} did not run {case.identity} to its end: {told or outcome.describe()}", outcome)
+    text = "\n".join(f"{error.type_name}: {error.message}" for error in errors if error is not None)
+    return WorldFailed(f"{name} did not run {case.identity} to its end: {text or outcome.describe()}", outcome)

@@ -34,21 +34,21 @@ class MetricFact:
 
 
 def between_ranks(ranks: Sequence[Steps], metric: MetricFact) -> str:
-    """Why the ranks of one world return different things.
+    """Return why the ranks of one world give different things; empty where the evidence does not show it.
 
     Args:
         ranks: What each rank saw, step by step.
         metric: The quantity that differs first.
     """
     for step, seen in enumerate(zip(*ranks)):
-        told = _seeds(seen, step) or _not_reduced(seen, step) or _generators(seen, step)
-        if told:
-            return told
+        cause = _seeds(seen, step) or _not_reduced(seen, step) or _generators(seen, step)
+        if cause:
+            return cause
     return _metric(ranks, metric)
 
 
 def between_sizes(reference: Sequence[Steps], other: Sequence[Steps], size: int) -> str:
-    """Why a world of `size` gives another result than the reference world.
+    """Return why a world of `size` gives another result than the reference world.
 
     Args:
         reference: What each rank of the reference world saw.
@@ -56,9 +56,9 @@ def between_sizes(reference: Sequence[Steps], other: Sequence[Steps], size: int)
         size: Number of ranks of the other world.
     """
     for step, (before, after) in enumerate(zip(zip(*reference), zip(*other))):
-        told = _not_reduced(after, step) or _accumulation(before, after, step) or _scaled(before, after, step, size)
-        if told:
-            return told
+        cause = _not_reduced(after, step) or _accumulation(before, after, step) or _scaled(before, after, step, size)
+        if cause:
+            return cause
         random = _random(after, step)
         if random:
             return random
@@ -120,17 +120,17 @@ def _metric(ranks: Sequence[Steps], metric: MetricFact) -> str:
     steps = list(zip(*ranks))
     if not steps or any(len({one.weights for one in seen}) > 1 for seen in steps):
         return ""
-    told = (
+    lead = (
         f"Cause: {metric.name} is not synchronised. The weights are equal on all ranks at every step, so training is in "
         "step and only this quantity is each rank's own"
     )
     if metric.mean_agrees:
         return (
-            f"{told}; its mean over ranks is what one rank alone gives: all-reduce it with AVG before it is recorded."
+            f"{lead}; its mean over ranks is what one rank alone gives: all-reduce it with AVG before it is recorded."
         )
     if metric.sum_agrees:
-        return f"{told}; its sum over ranks is what one rank alone gives: all-reduce it before it is recorded."
-    return f"{told}. Reduce it before it is recorded."
+        return f"{lead}; its sum over ranks is what one rank alone gives: all-reduce it before it is recorded."
+    return f"{lead}. Reduce it before it is recorded."
 
 
 def _norm(seen: Steps) -> float:

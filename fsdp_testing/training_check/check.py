@@ -56,7 +56,7 @@ def check_training(
     roundings: float = ROUNDINGS,
     pool: Pool | None = None,
 ) -> None:
-    """Runs `train` on worlds of several sizes and compares what it returns.
+    """Run `train` on worlds of several sizes and compares what it returns.
 
     `train(world)` must train on the same global data whatever the size, each rank on its share, and return named tensors:
     one for a final quantity, a list for what is recorded at every step. All ranks and all worlds must return the same.
@@ -83,7 +83,7 @@ def check_training(
     reference = _run(lender, target, world_sizes[0], backend, timeout)
     _check_numbers(target, reference)
     again = _run(lender, target, world_sizes[0], backend, timeout)
-    difference = _first_difference(reference.ranks[0], again.ranks[0], 0.0)
+    difference = first_difference(reference.ranks[0], again.ranks[0], 0.0)
     if difference is not None:
         raise TrainingDiffers(
             f"{target}: two runs on {reference.name} differ: {difference}. "
@@ -93,18 +93,18 @@ def check_training(
     for size in world_sizes[1:]:
         other = _run(lender, target, size, backend, timeout)
         _check_ranks(target, other, reference)
-        found = _first_difference(reference.ranks[0], other.ranks[0], roundings)
+        found = first_difference(reference.ranks[0], other.ranks[0], roundings)
         if found is not None:
-            cause = causes.between_sizes(reference.evidence, other.evidence, size) or _suggestion(found, size)
+            cause = causes.between_sizes(reference.evidence, other.evidence, size) or suggestion(found, size)
             raise TrainingDiffers(f"{target}: {other.name} differs from {reference.name}: {found}. {cause}")
 
 
 def train_here(target: Target) -> tuple[Quantities, tuple[StepEvidence, ...]]:
-    """Runs the loop in this rank and returns what it gave, each quantity as a list of steps, and what was seen."""
+    """Run the loop in this rank and return what it gave, each quantity as a list of steps, and what was seen."""
     import torch
 
     witness = Witness()
-    # Luck is to help nobody: neither a quick network nor memory that holds zeros.
+    # Luck is to help nobody: neither a quick network nor memory full of zeros.
     with witness.watch(), deliver_late(), filled_with_garbage():
         returned = resolve(target)(current_world())
     if not isinstance(returned, Mapping):
@@ -131,6 +131,7 @@ class _Difference:
     steps: int
     sentence: str
     ratio: float | None = None
+    numbers: int = 0
 
     def __str__(self) -> str:
         at = f" at step {self.step}" if self.steps > 1 else ""
@@ -170,7 +171,7 @@ def _check_numbers(target: Target, run: _Run) -> None:
 
 def _check_ranks(target: Target, run: _Run, reference: _Run) -> None:
     for rank, quantities in enumerate(run.ranks[1:], start=1):
-        found = _first_difference(run.ranks[0], quantities, 0.0)
+        found = first_difference(run.ranks[0], quantities, 0.0)
         if found is not None:
             cause = causes.between_ranks(run.evidence, _metric_fact(found, run, reference)) or _RANKS_DIFFER
             raise TrainingDiffers(f"{target}: rank {rank} of {run.name} differs from rank 0: {found}. {cause}")
@@ -182,10 +183,10 @@ def _metric_fact(found: _Difference, run: _Run, reference: _Run) -> causes.Metri
 
     def agrees(scale: float) -> bool:
         wanted = reference.ranks[0].get(found.quantity, [])
-        held = [rank.get(found.quantity, []) for rank in run.ranks]
-        if run.size == reference.size or len(wanted) <= found.step or any(len(one) <= found.step for one in held):
+        given = [rank.get(found.quantity, []) for rank in run.ranks]
+        if run.size == reference.size or len(wanted) <= found.step or any(len(one) <= found.step for one in given):
             return False
-        one, others = wanted[found.step].double(), [steps[found.step].double() for steps in held]
+        one, others = wanted[found.step].double(), [steps[found.step].double() for steps in given]
         if any(other.shape != one.shape for other in others):
             return False
         return torch.allclose(torch.stack(others).sum(dim=0) * scale, one, rtol=1e-6, atol=0.0)
@@ -200,8 +201,8 @@ _RANKS_DIFFER = (
 )
 
 
-def _first_difference(reference: Quantities, other: Quantities, roundings: float) -> _Difference | None:
-    """The first difference in the order of steps, and among the quantities of one step in the order returned."""
+def first_difference(reference: Quantities, other: Quantities, roundings: float) -> _Difference | None:
+    """Return the first difference in the order of steps, and among the quantities of one step in the order returned."""
     for name in [*reference, *(name for name in other if name not in reference)]:
         if name not in reference or name not in other:
             return _Difference(name, 0, 1, "is returned by one of them only")
@@ -241,7 +242,7 @@ def _compare(
         f"is off by {float(apart.nan_to_num(float('inf')).max()):.3g} (bound {bound:.3g}), "
         f"first in element {at}: {float(two[at])!r} for {float(one[at])!r}"
     )
-    return _Difference(name, step, steps, sentence, _ratio(one, two))
+    return _Difference(name, step, steps, sentence, _ratio(one, two), one.numel())
 
 
 def _ratio(one: torch.Tensor, two: torch.Tensor) -> float | None:
@@ -254,13 +255,14 @@ def _ratio(one: torch.Tensor, two: torch.Tensor) -> float | None:
     return middle if bool(((ratios - middle).abs() <= 1e-6 * abs(middle)).all()) else None
 
 
-def _suggestion(found: _Difference, size: int) -> str:
+def suggestion(found: _Difference, size: int) -> str:
+    """Return what a difference from the reference world suggests, where the evidence shows no cause."""
     ratio = found.ratio
     if ratio is not None and abs(ratio - size) < 1e-6 * size:
         return f"It is exactly {size} times as large: a sum over ranks where a mean is meant."
     if ratio is not None and abs(ratio - 1 / size) < 1e-6:
         return f"It is exactly 1/{size} of it: divided by the world size once too often, or not summed."
-    if ratio is not None:
+    if ratio is not None and found.numbers > 1:  # of one number, a ratio says nothing
         return f"Every element is {ratio:.6g} times as large: something is scaled by the number of ranks or steps."
     if found.steps > 1 and found.step > 0:
         return (

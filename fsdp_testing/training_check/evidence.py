@@ -1,4 +1,4 @@
-"""What does a rank see of a training loop that it does not know? Public hooks tell, step by step.
+"""What does a rank see of a training loop that it does not know? Public hooks see it, step by step.
 
 A step ends when an optimizer's `step` begins. Nothing of the loop is changed; what is seen explains a difference and
 never decides whether there is one.
@@ -23,7 +23,7 @@ from fsdp_testing.trace.recorder import TraceRecorder
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 DIGESTED = 65536
-"""Elements of a tensor that are looked at: weights that differ do so everywhere, and hashing all of them takes time."""
+"""Elements of a tensor that are digested: weights that differ do so everywhere, and hashing all of them takes time."""
 
 REDUCING = ("all_reduce", "reduce_scatter", "reduce")
 
@@ -36,7 +36,7 @@ class StepEvidence:
         backwards: Backward passes.
         reduced: For each backward pass whether as many elements were reduced, from its beginning to the next one's (or
             to the step), as there are gradients.
-        local: Forwards of a model that was told not to synchronise.
+        local: Forwards of a model that is not to synchronise.
         seed: `torch.initial_seed()` at the first forward.
         drew: Whether the default generator moved between the first forward and the step.
         dropout: Digest of its state at the first active dropout layer; empty without one.
@@ -107,7 +107,7 @@ class Witness:
             self._local += 1
 
     def _before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        # An optimizer or tensor of a kind that nobody thought of must not end a loop that is only looked at.
+        # An optimizer or tensor of a kind that nobody thought of must not end a loop that is only watched.
         with suppress(Exception):
             self._see_step(optimizer)
         self._start_step()
@@ -145,7 +145,7 @@ def _reduced_after_each_backward(events: tuple[Event, ...], due: int) -> Iterato
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor; a DTensor says so itself."""
+    """Return this rank's part of a tensor; a DTensor says so itself."""
     shard = getattr(tensor, "to_local", None)
     return (shard() if callable(shard) else tensor).detach()
 

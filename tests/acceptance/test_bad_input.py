@@ -75,23 +75,6 @@ class TestOld(unittest.TestCase):
     assert "expected one size, got [2, 3]" in verdict.text
 
 
-def test_hypothesis_in_ranks_is_refused_unless_every_rank_draws_the_same(run: Runner) -> None:
-    source = """
-from hypothesis import given, settings, strategies as st
-
-@pytest.mark.world(2)
-@settings(max_examples=5, deadline=None, derandomize=DERANDOMIZE)
-@given(size=st.integers(1, 4))
-def test_drawn(size):
-    value = torch.ones(size)
-    dist.all_reduce(value)
-"""
-    refused = run(source.replace("DERANDOMIZE", "False"))
-    assert refused.code == pytest.ExitCode.USAGE_ERROR, refused.text
-    assert "would draw other examples on each" in refused.text
-    assert run(source.replace("DERANDOMIZE", "True")).counts() == (1, 0, 0)
-
-
 def test_the_fixture_without_the_marker(run: Runner) -> None:
     verdict = run("def test_it(world): pass")
     assert verdict.counts() == (0, 0, 1), verdict.text
@@ -156,7 +139,7 @@ def breaks_on_last_rank(case):
 def test_run(worlds):
     assert worlds(size=2).run(total, Case([2, 3]), scale=4) == [(0, Case([2, 3, 2])), (1, Case([2, 3, 2]))]
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], database=None)
+@settings(max_examples=10, deadline=None, database=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=2))
 def test_drawn(worlds, shape):
     world = worlds(2, backend="gloo")

@@ -101,7 +101,7 @@ class Other:
         runtestprotocol(item, nextitem=nextitem)
         return True
 
-def pytest_sessionstart(session):
+def pytest_collection_finish(session):
     manager = session.config.pluginmanager
     if manager.has_plugin("fsdp_testing.protocol"):  # in the controlling process alone, and after that plugin
         manager.register(Other())

@@ -10,7 +10,6 @@ from tree_rules import (
     banned_offences,
     bare_ignores,
     python_files,
-    settings,
 )
 
 TREE = python_files(*PACKAGES, "tests")

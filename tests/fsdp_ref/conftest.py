@@ -15,9 +15,9 @@ from torch import nn
 
 from fsdp_ref import FullyShardedDataParallel as FSDP
 from fsdp_ref import ShardingStrategy, fully_shard
-from fsdp_ref.annotations import unit_of, units_under
+from fsdp_ref.annotations import units_under
 from fsdp_ref.comm.collectives import Collectives
-from fsdp_ref.runtime.reduction_settings import no_sync
+from fsdp_ref.composable import no_sync
 from fsdp_ref.wrap import ModuleWrapPolicy
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Trial:
             self.compare()
 
     def no_sync(self, wanted: bool = True) -> contextlib.AbstractContextManager[None]:
-        return no_sync(unit_of(self.model)) if wanted else contextlib.nullcontext()
+        return no_sync(self.model) if wanted else contextlib.nullcontext()
 
     def compare(self, tolerance: float = 1e-12) -> None:
         """Compare all parameters, by name; also checks that something was compared."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_ref.naming import clean_tensor_name, join_fqn, replace_prefix
+from fsdp_ref.naming import clean_tensor_name, join_fqn, without_wrappers
+from fsdp_ref.traversal import replace_prefix
 
 
 @pytest.mark.covers("TRAV-06", "AC-05")
@@ -21,6 +22,11 @@ from fsdp_ref.naming import clean_tensor_name, join_fqn, replace_prefix
 )
 def test_wrapper_segments_go_and_nothing_else(name, clean):
     assert clean_tensor_name(name) == clean
+
+
+def test_only_our_wrappers_segments_go_while_parameters_are_summoned():
+    name = "my_fsdp_wrapped_module.a._fsdp_wrapped_module._checkpoint_wrapped_module.w"
+    assert without_wrappers(name) == "my_fsdp_wrapped_module.a._checkpoint_wrapped_module.w"
 
 
 @pytest.mark.covers("TRAV-07")

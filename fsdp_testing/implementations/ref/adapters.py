@@ -6,10 +6,9 @@ claimed.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,30 +16,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_ref import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullyShardedDataParallel,
-    MixedPrecision,
-    ShardingStrategy,
-    fully_shard,
-    unshard_params,
-)
-from fsdp_ref.annotations import units_under
+import fsdp_ref
+import fsdp_ref.wrap
 from fsdp_ref.build.wrap_policy import choose_by_function
 from fsdp_ref.comm.division import DivideFactors
 from fsdp_ref.handle.flat_handle import FlatHandle
-from fsdp_ref.runtime import reduction_settings
 from fsdp_ref.runtime.events import UnitEvent, UnitEventKind, observe
-from fsdp_ref.training import clip
-from fsdp_ref.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 from fsdp_testing.implementations.adapter import TorchStyle
 from fsdp_testing.implementations.protocol import Division, Setup, WrapPolicy
 from fsdp_testing.implementations.ref import handle_pieces
 from fsdp_testing.implementations.shared import naming
-from fsdp_testing.implementations.shared.checkpointing import checkpoint_modules
-from fsdp_testing.implementations.shared.fsdp_options import Words
-from fsdp_testing.implementations.shared.sites import innermost_first, replace_module
+from fsdp_testing.implementations.shared.fsdp_options import Apply, FsdpNames
 from fsdp_testing.records.capabilities import CAPABILITIES
 
 _NOT_CLAIMED = frozenset(
@@ -58,21 +44,7 @@ _NOT_CLAIMED = frozenset(
     }
 )
 
-_WORDS = Words(
-    strategies={
-        "full_shard": ShardingStrategy.FULL_SHARD,
-        "shard_grad_op": ShardingStrategy.SHARD_GRAD_OP,
-        "no_shard": ShardingStrategy.NO_SHARD,
-        "hybrid_shard": ShardingStrategy.HYBRID_SHARD,
-        "hybrid_shard_zero2": ShardingStrategy._HYBRID_SHARD_ZERO2,
-    },
-    prefetch={"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None},
-    mixed_precision=MixedPrecision,
-    cpu_offload=CPUOffload,
-    module_policy=ModuleWrapPolicy,
-    size_policy=size_based_auto_wrap_policy,
-    custom_policy=CustomPolicy,
-)
+_FSDP = FsdpNames(fsdp_ref, fsdp_ref.wrap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,39 +72,19 @@ def _shared_across_units(module: nn.Module, setup: Setup) -> bool:
     return any(len(names) > 1 for names in owners.values())
 
 
-Apply = Callable[[nn.Module, Setup, str, dict[str, Any]], nn.Module]
-
-
 def _wrap(apply: Apply, module: nn.Module, setup: Setup) -> nn.Module:
-    """Every unit, children first, then the root. Collectives: those of the settings; every rank calls."""
-    checkpoint_modules(module, setup.checkpointed, reentrant=setup.checkpoint_reentrant)
-    ignored = [module.get_submodule(name) for name in setup.ignored]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # NO_SHARD over several ranks is judged, not recommended
-        if setup.units and setup.policy is None and _shared_across_units(module, setup):
-            setup = replace(setup, units=(), policy=WrapPolicy(names=setup.units))
-        for name, unit in innermost_first(module, setup.units):
-            inside = {id(inner) for inner in unit.modules()}
-            options = _WORDS.options(setup, name) | {"ignored_modules": [m for m in ignored if id(m) in inside]}
-            sharded = apply(unit, setup, name, options)
-            if sharded is not unit:
-                replace_module(module, unit, sharded)
-        if not setup.wrap_root:
-            return module
-        options = _WORDS.options(setup, "") | {"ignored_modules": ignored}
-        if setup.policy is not None:
-            options["auto_wrap_policy"] = _WORDS.policy(module, setup.policy)
-        return apply(module, setup, "", options)
+    if setup.units and setup.policy is None and _shared_across_units(module, setup):
+        setup = replace(setup, units=(), policy=WrapPolicy(names=setup.units))
+    return _FSDP.wrap(module, setup, apply)
 
 
 def _as_wrapper(
     use_orig_params: bool, module: nn.Module, setup: Setup, name: str, options: dict[str, Any]
 ) -> nn.Module:
-    strategy = _WORDS.strategy(setup, name)
-    return FullyShardedDataParallel(
+    return fsdp_ref.FullyShardedDataParallel(
         module,
-        sharding_strategy=strategy,
-        backward_prefetch=_WORDS.prefetch[setup.backward_prefetch],
+        sharding_strategy=_FSDP.strategy(setup, name),
+        backward_prefetch=_FSDP.prefetch(setup),
         use_orig_params=use_orig_params,
         **options,
     )
@@ -142,51 +94,24 @@ def _as_composable(module: nn.Module, setup: Setup, name: str, options: dict[str
     policy = options.pop("auto_wrap_policy", None)
     if policy is not None and not hasattr(policy, "_run_policy"):
         policy = _ByFunction(policy)
-    strategy = _WORDS.strategy(setup, name)
-    return fully_shard(module, strategy=strategy, policy=policy, **options)
-
-
-def _roots(model: nn.Module) -> list[Any]:
-    """The units that no other unit encloses."""
-    found = units_under(model)
-    outermost = [(name, unit) for name, _, unit in found]
-    return [unit for name, unit in outermost if not any(_encloses(other, name) for other, _ in outermost)]
-
-
-def _encloses(outer: str, inner: str) -> bool:
-    return outer != inner and (not outer or inner.startswith(outer + "."))
-
-
-@contextmanager
-def no_sync(model: nn.Module) -> Iterator[None]:
-    """`no_sync` of every root."""
-    with ExitStack() as stack:
-        for unit in _roots(model):
-            stack.enter_context(reduction_settings.no_sync(unit))
-        yield
-
-
-def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float) -> torch.Tensor:
-    """The reference's own clipping. Collectives: all-reduces over the shard groups; every rank calls."""
-    (root,) = _roots(model)
-    return clip.clip_grad_norm_(root, max_norm, norm_type)
+    return fsdp_ref.fully_shard(module, strategy=_FSDP.strategy(setup, name), policy=policy, **options)
 
 
 @contextmanager
 def full_parameters(model: nn.Module, *, writeback: bool) -> Iterator[Mapping[str, torch.Tensor]]:
     """`summon_full_params` (the same for both paths). Collectives: an all-gather per unit; every rank enters."""
-    with unshard_params(model, writeback=writeback):
+    with fsdp_ref.unshard_params(model, writeback=writeback):
         yield {naming.original(fqn): parameter.data for fqn, parameter in model.named_parameters()}
 
 
 def full_state_dict(model: nn.Module) -> Mapping[str, torch.Tensor]:
-    """The model's own `state_dict`. Collectives: an all-gather per unit; every rank calls."""
+    """Return the model's own `state_dict`. Collectives: an all-gather per unit; every rank calls."""
     state: dict[str, torch.Tensor] = model.state_dict()
     return state
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """The model's own `load_state_dict`. Collectives: an all-gather per unit; every rank calls."""
+    """Call the model's own `load_state_dict`. Collectives: an all-gather per unit; every rank calls."""
     model.load_state_dict(dict(state))
 
 
@@ -208,7 +133,7 @@ def trace_units(model: nn.Module, emit: Callable[[str, str, tuple[str, ...]], No
     """Subscribe to the reference's own unit events."""
     gathering = {name: handle.needs_buffer for name, handle in handle_pieces.handles(model)}
 
-    def tell(event: UnitEvent) -> None:
+    def report(event: UnitEvent) -> None:
         if not event.fqns:
             return
         transition = _TRANSITIONS.get(event.kind)
@@ -218,7 +143,7 @@ def trace_units(model: nn.Module, emit: Callable[[str, str, tuple[str, ...]], No
         if event.kind is UnitEventKind.RESHARD and event.freed:
             emit(naming.original(event.unit), "free", ())
 
-    return observe(tell)
+    return observe(report)
 
 
 def gathered_bytes(model: nn.Module) -> dict[str, int]:
@@ -237,7 +162,7 @@ def gathered_bytes(model: nn.Module) -> dict[str, int]:
 
 
 _HANDLES: weakref.WeakKeyDictionary[nn.Module, list[tuple[str, weakref.ref[FlatHandle]]]] = weakref.WeakKeyDictionary()
-"""Looked up once for each model: finding them takes longer than asking all of them. Weakly, since they hold the model."""
+"""Found once for each model, which takes longer than asking all of them. Weakly: handles keep the model alive."""
 
 
 _TRANSITIONS = {UnitEventKind.UNSHARD: "unshard", UnitEventKind.GATHER: "gather", UnitEventKind.RESHARD: "reshard"}
@@ -249,24 +174,19 @@ def _implementation(name: str, apply: Apply, without: frozenset[str] = frozenset
         wrap=partial(_wrap, apply),
         capabilities=frozenset(CAPABILITIES) - _NOT_CLAIMED - without,
         source="docs/reference.md",
-        no_sync=no_sync,
-        clip_grad_norm=clip_grad_norm,
+        no_sync=fsdp_ref.no_sync,
+        clip_grad_norm=fsdp_ref.clip_grad_norm_,
         full_parameters=full_parameters,
         local_pieces=handle_pieces.local_pieces,
         optimizer_pieces=handle_pieces.optimizer_pieces,
         division=division,
-        register_comm_hook=_register_comm_hook,
+        register_comm_hook=fsdp_ref.register_comm_hook,
         full_state_dict=full_state_dict,
         load_full_state_dict=load_full_state_dict,
         units=units,
         trace_units=trace_units,
         gathered_bytes=gathered_bytes,
     )
-
-
-def _register_comm_hook(model: nn.Module, state: object, hook: Callable[..., Any]) -> None:
-    (root,) = _roots(model)
-    reduction_settings.register_comm_hook(root, state, hook)
 
 
 WRAPPER = _implementation("fsdp_ref-wrapper", partial(_as_wrapper, True))

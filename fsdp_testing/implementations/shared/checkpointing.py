@@ -19,7 +19,7 @@ def checkpoint_modules(module: nn.Module, names: Sequence[str], *, reentrant: bo
 
 
 def checkpoint_outside(model: nn.Module, modules: Sequence[nn.Module], *, reentrant: bool = False) -> None:
-    """The same around what a wrapper made of these modules: the outermost of those with one original name.
+    """Do the same around what a wrapper made of these modules: the outermost of those with one original name.
 
     Raises:
         InvalidImplementation: A module is not in the wrapped model any more.

@@ -1,11 +1,13 @@
-"""What is a unit told, by every implementation that has the arguments of torch's FSDP class?
+"""How is a model wrapped by an implementation that has the arguments of torch's FSDP class?
 
-torch's own and the reference take the same arguments, each as objects of its own classes; `Words` names them.
+torch's own and the reference take the same arguments, each as objects of its own classes; `FsdpNames` finds them under
+the names that both have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,60 +15,91 @@ from typing import Any
 from torch import nn
 
 from fsdp_testing.implementations.protocol import Precision, Setup, WrapPolicy
+from fsdp_testing.implementations.shared.checkpointing import checkpoint_modules
+from fsdp_testing.implementations.shared.sites import innermost_first, replace_module
+
+_STRATEGIES = {
+    "full_shard": "FULL_SHARD",
+    "shard_grad_op": "SHARD_GRAD_OP",
+    "no_shard": "NO_SHARD",
+    "hybrid_shard": "HYBRID_SHARD",
+    "hybrid_shard_zero2": "_HYBRID_SHARD_ZERO2",
+}
+_PREFETCH = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST"}
+
+#: `(module, setup, original FQN, options) -> what stands in its place`.
+Apply = Callable[[nn.Module, Setup, str, dict[str, Any]], nn.Module]
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
-    """One implementation's classes for the same things.
+class FsdpNames:
+    """One implementation's classes.
 
     Attributes:
-        strategies: Its enum's member for each strategy of a setup.
-        prefetch: The same for backward prefetch.
-        mixed_precision: Its class of that name.
-        cpu_offload: Its class of that name.
-        module_policy: Its policy that chooses by module class.
-        size_policy: Its policy that chooses by size.
-        custom_policy: Its policy that chooses by a function of the module.
+        api: The module with `ShardingStrategy`, `BackwardPrefetch`, `MixedPrecision` and `CPUOffload`.
+        wrapping: The module with its wrap policies.
     """
 
-    strategies: Mapping[str, Any]
-    prefetch: Mapping[str, Any]
-    mixed_precision: Callable[..., Any]
-    cpu_offload: Callable[..., Any]
-    module_policy: Callable[..., Any]
-    size_policy: Callable[..., Any]
-    custom_policy: Callable[..., Any]
+    api: Any
+    wrapping: Any
+
+    def wrap(self, module: nn.Module, setup: Setup, apply: Apply) -> nn.Module:
+        """Apply the implementation to every unit, children first, and then to the root.
+
+        Collectives: those of `apply`; every rank calls.
+        """
+        checkpoint_modules(module, setup.checkpointed, reentrant=setup.checkpoint_reentrant)
+        ignored = [module.get_submodule(name) for name in setup.ignored]
+        with warnings.catch_warnings():
+            # Deprecated, but documented and judged: NO_SHARD over several ranks; torch's class itself since 2.13.
+            warnings.simplefilter("ignore", FutureWarning)
+            for name, unit in innermost_first(module, setup.units):
+                inside = {id(inner) for inner in unit.modules()}
+                options = self.options(setup, name) | {"ignored_modules": [m for m in ignored if id(m) in inside]}
+                wrapped = apply(unit, setup, name, options)
+                if wrapped is not unit:
+                    replace_module(module, unit, wrapped)
+            if not setup.wrap_root:
+                return module
+            options = self.options(setup, "") | {"ignored_modules": ignored}
+            if setup.policy is not None:
+                options["auto_wrap_policy"] = self._policy(module, setup.policy)
+            return apply(module, setup, "", options)
 
     def options(self, setup: Setup, name: str) -> dict[str, Any]:
-        """What wrapping is told about the unit `name`, but for strategy and backward prefetch."""
+        """Return the arguments for the unit `name`, but for strategy and backward prefetch."""
         on_mesh = setup.unit_strategies.get(name, setup.strategy).startswith("hybrid")
         return {
             "device_mesh": setup.mesh if on_mesh else None,
             "process_group": None if on_mesh else setup.group,
             "mixed_precision": self._precision(setup.unit_precisions.get(name, setup.precision)),
-            "cpu_offload": self.cpu_offload(offload_params=True) if setup.cpu_offload else None,
+            "cpu_offload": self.api.CPUOffload(offload_params=True) if setup.cpu_offload else None,
             "sync_module_states": setup.sync_module_states,
             "forward_prefetch": setup.forward_prefetch,
             "device_id": setup.device,
         }
 
     def strategy(self, setup: Setup, name: str) -> Any:
-        """The strategy of the unit `name`."""
-        return self.strategies[setup.unit_strategies.get(name, setup.strategy)]
+        """Return the strategy of the unit `name`."""
+        return self.api.ShardingStrategy[_STRATEGIES[setup.unit_strategies.get(name, setup.strategy)]]
 
-    def policy(self, module: nn.Module, policy: WrapPolicy) -> Any:
-        """The automatic wrapping, as an object that the implementation takes."""
+    def prefetch(self, setup: Setup) -> Any:
+        """Return the backward prefetch; None for none."""
+        name = _PREFETCH.get(setup.backward_prefetch)
+        return None if name is None else self.api.BackwardPrefetch[name]
+
+    def _policy(self, module: nn.Module, policy: WrapPolicy) -> Any:
         if policy.classes:
-            return self.module_policy(set(policy.classes))
+            return self.wrapping.ModuleWrapPolicy(set(policy.classes))
         if policy.min_numel is not None:
-            return partial(self.size_policy, min_num_params=policy.min_numel)
+            return partial(self.wrapping.size_based_auto_wrap_policy, min_num_params=policy.min_numel)
         chosen = {id(module.get_submodule(name)) for name in policy.names}
-        return self.custom_policy(lambda candidate: id(candidate) in chosen)
+        return self.wrapping.CustomPolicy(lambda candidate: id(candidate) in chosen)
 
     def _precision(self, precision: Precision) -> Any:
         if precision == Precision():
             return None
-        return self.mixed_precision(
+        return self.api.MixedPrecision(
             param_dtype=precision.param_dtype,
             reduce_dtype=precision.reduce_dtype,
             buffer_dtype=precision.buffer_dtype,

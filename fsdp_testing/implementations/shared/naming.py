@@ -22,7 +22,7 @@ def original(fqn: str) -> str:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside DDP, whose prefix `module` is a plain word and can only be taken off by looking at the type."""
+    """Return the module inside DDP, whose prefix `module` is a plain word and can only be taken off by looking at the type."""
     return unwrapped(model.module) if isinstance(model, DistributedDataParallel) else model
 
 

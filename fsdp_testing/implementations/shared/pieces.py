@@ -1,4 +1,4 @@
-"""Which span of which parameter does this tensor hold, and how are spans put together to whole parameters?
+"""Which span of which parameter is this tensor, and how are spans put together to whole parameters?
 
 Reads plain tensors and DTensors in place. Nothing here communicates but `gather`, and nothing changes state but
 `scatter_back`.
@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor
 from fsdp_testing.errors import InvalidImplementation
 from fsdp_testing.implementations.protocol import Piece, StateEntry
 
-_Box = tuple[tuple[int, int], ...]  # per dimension of the whole tensor: (first index held, number held)
+_Box = tuple[tuple[int, int], ...]  # per dimension of the whole tensor: (first index, number) of what is here
 
 
 def whole(tensor: torch.Tensor) -> Piece:
-    """The piece of a rank that holds all of a parameter."""
+    """Return the piece of a rank that has all of a parameter."""
     return Piece(tuple(tensor.shape), 0, tensor.numel(), tensor.detach(), requires_grad=tensor.requires_grad)
 
 
@@ -48,13 +48,13 @@ def of_tensor(tensor: torch.Tensor) -> tuple[Piece, ...]:
     """Pieces of one tensor, as values."""
     if not isinstance(tensor, DTensor):
         return (whole(tensor),)
-    local, box = tensor.to_local().detach(), _held_box(tensor)
+    local, box = tensor.to_local().detach(), _local_box(tensor)
     shape, flag = tuple(tensor.shape), tensor.requires_grad
     return tuple(Piece(shape, a, b, view, requires_grad=flag) for a, b, view in _runs(shape, box, local))
 
 
-def _held_box(tensor: DTensor) -> _Box:
-    """The box of indices that this rank holds: each sharded dimension is cut as `torch.chunk` cuts it."""
+def _local_box(tensor: DTensor) -> _Box:
+    """Return the box of indices that this rank has: each sharded dimension is cut as `torch.chunk` cuts it."""
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return tuple((0, 0) for _ in tensor.shape)
@@ -80,11 +80,11 @@ def _runs(shape: tuple[int, ...], box: _Box, local: torch.Tensor) -> Iterator[tu
     if local.numel() == 0:
         yield 0, 0, local
         return
-    partial = [dim for dim, (_, held) in enumerate(box) if held != shape[dim]]
+    partial = [dim for dim, (_, count) in enumerate(box) if count != shape[dim]]
     last = partial[-1] if partial else 0
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    length = math.prod(held for _, held in box[last:])
-    for index in itertools.product(*(range(held) for _, held in box[:last])):
+    length = math.prod(count for _, count in box[last:])
+    for index in itertools.product(*(range(count) for _, count in box[:last])):
         start = sum((box[dim][0] + i) * strides[dim] for dim, i in enumerate(index))
         start += box[last][0] * strides[last] if shape else 0
         yield start, start + length, local[index] if index else local
@@ -93,7 +93,7 @@ def _runs(shape: tuple[int, ...], box: _Box, local: torch.Tensor) -> Iterator[tu
 def optimizer_state(
     named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> dict[str, dict[str, StateEntry]]:
-    """The optimizer's state by parameter name: tensors shaped like the parameter as pieces, scalars as floats."""
+    """Return the optimizer's state by parameter name: tensors shaped like the parameter as pieces, scalars as floats."""
     result: dict[str, dict[str, StateEntry]] = {}
     for fqn, parameter in named.items():
         state = optimizer.state.get(parameter)
@@ -108,14 +108,14 @@ def optimizer_state(
     return result
 
 
-def gather(held: Mapping[str, tuple[Piece, ...]]) -> dict[str, torch.Tensor]:
-    """Whole parameters from all ranks' pieces; what no rank holds is NaN (or 0 for an integer parameter).
+def gather(local: Mapping[str, tuple[Piece, ...]]) -> dict[str, torch.Tensor]:
+    """Return whole parameters from all ranks' pieces; what no rank has is NaN (or 0 for an integer parameter).
 
     Collectives: one object all-gather on the default group; every rank calls.
     """
     mine = [
         (fqn, p.shape, p.start, p.stop, p.value.reshape(-1).clone())
-        for fqn, ps in held.items()
+        for fqn, ps in local.items()
         for p in ps
         if p.value is not None
     ]
@@ -131,13 +131,13 @@ def gather(held: Mapping[str, tuple[Piece, ...]]) -> dict[str, torch.Tensor]:
             nothing = float("nan") if values.is_floating_point() or values.is_complex() else 0
             full[fqn] = torch.full(shape, nothing, dtype=values.dtype)
         full[fqn].view(-1)[start:stop] = values
-    return {fqn: full[fqn] for fqn in [*held, *(f for f in full if f not in held)] if fqn in full}
+    return {fqn: full[fqn] for fqn in [*local, *(f for f in full if f not in local)] if fqn in full}
 
 
-def scatter_back(full: Mapping[str, torch.Tensor], held: Mapping[str, tuple[Piece, ...]]) -> None:
+def scatter_back(full: Mapping[str, torch.Tensor], local: Mapping[str, tuple[Piece, ...]]) -> None:
     """Copy each piece's span of the whole parameter into the piece."""
     with torch.no_grad():
-        for fqn, ps in held.items():
+        for fqn, ps in local.items():
             for p in ps:
                 if p.value is not None:
                     p.value.copy_(full[fqn].reshape(-1)[p.start : p.stop].view(p.value.shape))

@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel, judged as "every rank holds everything".
+"""torch's DistributedDataParallel, judged as "every rank has everything".
 
 Claims follow the class documentation and the DDP note. `find_unused_parameters` is on, since parts that no rank or
 not every rank uses are claimed; synchronising buffers in forward is off, since with it the buffers of all ranks but
@@ -20,44 +20,7 @@ from fsdp_testing.implementations.protocol import Division, Setup
 from fsdp_testing.implementations.shared import replicated
 from fsdp_testing.implementations.shared.checkpointing import checkpoint_modules
 
-CAPABILITIES = frozenset(
-    {
-        "no_shard",
-        "nested_wrapping",  # units mean nothing to it, and naming some changes nothing
-        "no_sync",
-        "accumulate_without_no_sync",
-        "forward_only",
-        "data_assignment",
-        "inference_mode",
-        "late_optimizer",
-        "shared_parameters",
-        "shared_across_units",
-        "reused_modules",
-        "frozen_parameters",
-        "frozen_mixed_unit",
-        "unused_parameters",
-        "unused_parameters_differ",
-        "unused_gradient_is_none",
-        "uneven_parameters",
-        "zero_dim_parameters",
-        "empty_parameters",
-        "strided_parameters",
-        "mixed_dtype_units",
-        "buffers",
-        "container_outputs",
-        "uneven_batches",
-        "loss_bypasses_output",
-        "inplace_on_output",
-        "clip_grad_norm",
-        "optimizer_pieces",
-        "summon_writeback",
-        "full_state_dict",
-        "optim_state",
-        "sync_module_states",
-        "activation_checkpointing",
-        "ignored_parameters",
-    }
-)
+CAPABILITIES = replicated.CLAIMS | {"sync_module_states", "ignored_parameters"}
 
 #: torch 2.13 renamed the option; the old name warns there.
 _NO_BUFFER_SYNC: dict[str, Any] = (

@@ -9,7 +9,6 @@ is one tensor).
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -17,22 +16,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullyShardedDataParallel,
-    MixedPrecision,
-    ShardingStrategy,
-    StateDictType,
-)
-from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
+from torch.distributed import fsdp
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
 from fsdp_testing.implementations.adapter import TorchStyle
 from fsdp_testing.implementations.protocol import Division, Setup
 from fsdp_testing.implementations.shared import naming
-from fsdp_testing.implementations.shared.checkpointing import checkpoint_modules
-from fsdp_testing.implementations.shared.fsdp_options import Words
-from fsdp_testing.implementations.shared.sites import innermost_first, replace_module
+from fsdp_testing.implementations.shared.fsdp_options import FsdpNames
 from fsdp_testing.implementations.torch import fsdp1_flat, saved_state, unit_trace
 
 _SHARED_CLAIMS = frozenset(
@@ -83,50 +73,25 @@ _ORIGINAL_CLAIMS = frozenset({"frozen_mixed_unit", "thawed_parameters"})
 #: Only with flat parameters: with original ones torch saves the local form and cannot load it again.
 _FLAT_CLAIMS = frozenset({"local_state_dict"})
 
-_WORDS = Words(
-    strategies={
-        "full_shard": ShardingStrategy.FULL_SHARD,
-        "shard_grad_op": ShardingStrategy.SHARD_GRAD_OP,
-        "no_shard": ShardingStrategy.NO_SHARD,
-        "hybrid_shard": ShardingStrategy.HYBRID_SHARD,
-        "hybrid_shard_zero2": ShardingStrategy._HYBRID_SHARD_ZERO2,
-    },
-    prefetch={"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None},
-    mixed_precision=MixedPrecision,
-    cpu_offload=CPUOffload,
-    module_policy=ModuleWrapPolicy,
-    size_policy=size_based_auto_wrap_policy,
-    custom_policy=CustomPolicy,
-)
+_FSDP = FsdpNames(fsdp, fsdp.wrap)
 
 
 def wrap(module: nn.Module, setup: Setup, *, use_orig_params: bool) -> nn.Module:
-    """FSDP around every unit, children first, then around the root.
+    """Put FSDP around every unit, children first, then around the root.
 
     Collectives: those of group creation for a 2-D mesh, which `setup.mesh` has behind it.
     """
-    checkpoint_modules(module, setup.checkpointed, reentrant=setup.checkpoint_reentrant)
-    ignored = [module.get_submodule(name) for name in setup.ignored]
-    with warnings.catch_warnings():
-        # Deprecated, but documented and judged: NO_SHARD; the class itself since 2.13.
-        warnings.simplefilter("ignore", FutureWarning)
-        for name, unit in innermost_first(module, setup.units):
-            options = _options(setup, name, use_orig_params)
-            inside = {id(m) for m in unit.modules()}
-            options["ignored_modules"] = [m for m in ignored if id(m) in inside]
-            replace_module(module, unit, FullyShardedDataParallel(unit, **options))
-        options = _options(setup, "", use_orig_params) | {"ignored_modules": ignored}
-        if setup.policy is not None:
-            options["auto_wrap_policy"] = _WORDS.policy(module, setup.policy)
-        return FullyShardedDataParallel(module, **options) if setup.wrap_root else module
 
+    def apply(unit: nn.Module, setup: Setup, name: str, options: dict[str, Any]) -> nn.Module:
+        return FullyShardedDataParallel(
+            unit,
+            sharding_strategy=_FSDP.strategy(setup, name),
+            backward_prefetch=_FSDP.prefetch(setup),
+            use_orig_params=use_orig_params,
+            **options,
+        )
 
-def _options(setup: Setup, name: str, use_orig_params: bool) -> dict[str, Any]:
-    return _WORDS.options(setup, name) | {
-        "sharding_strategy": _WORDS.strategy(setup, name),
-        "backward_prefetch": _WORDS.prefetch[setup.backward_prefetch],
-        "use_orig_params": use_orig_params,
-    }
+    return _FSDP.wrap(module, setup, apply)
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[Any]:
@@ -170,13 +135,13 @@ def local_state_dict(model: nn.Module) -> Mapping[str, Any]:
 
 
 def load_local_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Loads what `local_state_dict` gave on this rank."""
+    """Load what `local_state_dict` gave on this rank."""
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
         model.load_state_dict(dict(state))
 
 
 def division(setup: Setup) -> Division:
-    """The factor is split in two around the sum, in every dtype."""
+    """Split the factor in two around the sum, in every dtype."""
     return saved_state.split_division(setup.world_size)
 
 

@@ -75,7 +75,7 @@ CAPABILITIES = frozenset(
 _NO_RESHARD = {"shard_grad_op", "hybrid_shard_zero2"}
 
 #: The sharded parameters of each model, as they were when it was sharded. `named_parameters` of a unit that is
-#: unsharded yields the gathered tensors, and reading it at any other time could not tell a stale shard from a fresh
+#: unsharded yields the gathered tensors, and reading it at any other time would not distinguish a stale shard from a fresh
 #: one.
 _SHARDED: WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = WeakKeyDictionary()
 
@@ -148,7 +148,7 @@ def _roots(model: nn.Module) -> list[FSDPModule]:
 
 
 def local_pieces(model: nn.Module) -> Mapping[str, tuple[Piece, ...]]:
-    """The shards themselves, whether a gathered copy is on the module or not."""
+    """Return the shards themselves, whether a gathered copy is on the module or not."""
     return pieces.of_parameters(_sharded(model).items())
 
 

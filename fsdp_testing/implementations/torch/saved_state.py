@@ -32,12 +32,12 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
 
 
 def sharded_state_dict(model: nn.Module) -> Mapping[str, Any]:
-    """This rank's shards, as torch.distributed.checkpoint would save them."""
+    """Return this rank's shards, as torch.distributed.checkpoint would save them."""
     return dict(get_model_state_dict(model))
 
 
 def load_sharded_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Loads what `sharded_state_dict` gave."""
+    """Load what `sharded_state_dict` gave."""
     set_model_state_dict(model, dict(state))
 
 

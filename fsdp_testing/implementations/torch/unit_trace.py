@@ -1,4 +1,4 @@
-"""When do torch's FSDP1 and FSDP2 gather and free their units? Seen from outside, since neither tells.
+"""When do torch's FSDP1 and FSDP2 gather and free their units? Seen from outside, since neither reports it.
 
 Transitions: `unshard` (asked for), `gather` (memory filled), `reshard` (given up), `free` (memory released). The
 functions watched are private; one that a torch release no longer has is reported, not skipped.
@@ -45,7 +45,7 @@ def _below(unit: str, fqns: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def fsdp1_units(model: nn.Module) -> Units:
-    """Units with a handle, in FSDP1's order, with the parameters each holds."""
+    """Units with a handle, in FSDP1's order, with the parameters of each."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     names = _names(model)
@@ -60,7 +60,7 @@ def fsdp1_units(model: nn.Module) -> Units:
 
 @contextmanager
 def fsdp1_trace(model: nn.Module, emit: Emit) -> Iterator[None]:
-    """Tell `emit` of FSDP1's transitions: calls of its unshard and reshard, and what they really did."""
+    """Report to `emit` FSDP1's transitions: calls of its unshard and reshard, and what they really did."""
     from torch.distributed.fsdp import FullyShardedDataParallel, _runtime_utils
 
     names_of = _names(model)
@@ -81,11 +81,11 @@ def fsdp1_trace(model: nn.Module, emit: Emit) -> Iterator[None]:
 
     def watch_reshard(original: Any) -> Any:
         def reshard(state: Any, handle: Any, free_unsharded_flat_param: bool) -> Any:
-            held = handle in names and handle.uses_sharded_strategy and not handle.needs_unshard()
+            was_full = handle in names and handle.uses_sharded_strategy and not handle.needs_unshard()
             result = original(state, handle, free_unsharded_flat_param)
             if handle in names:
                 emit(names[handle], "reshard", ())
-                if held and free_unsharded_flat_param:
+                if was_full and free_unsharded_flat_param:
                     emit(names[handle], "free", ())
             return result
 
@@ -129,7 +129,7 @@ def _groups_of(module: Any) -> list[Any]:
 
 
 def fsdp2_units(model: nn.Module) -> Units:
-    """Parameter groups in module order, with the parameters each holds."""
+    """Parameter groups in module order, with the parameters of each."""
     by_parameter = {id(parameter): naming.original(fqn) for fqn, parameter in model.named_parameters()}
     names = _names(model)
     return [
@@ -156,7 +156,7 @@ def fsdp2_gathered_bytes(model: nn.Module) -> dict[str, int]:
 
 @contextmanager
 def fsdp2_trace(model: nn.Module, emit: Emit) -> Iterator[None]:
-    """Tell `emit` of FSDP2's transitions, from the parameter groups' own methods."""
+    """Report to `emit` FSDP2's transitions, from the parameter groups' own methods."""
     groups = _groups(model)
     names = _names(model)
     known = {id(group): names[module] for module, group in groups}
@@ -169,7 +169,7 @@ def fsdp2_trace(model: nn.Module, emit: Emit) -> Iterator[None]:
 def _watch_unshard(known: Mapping[int, str], emit: Emit, original: Any) -> Any:
     def unshard(group: Any, *args: Any, **kwargs: Any) -> Any:
         name = known.get(id(group))
-        idle = group._all_gather_result is None and not _holds_full(group)
+        idle = group._all_gather_result is None and not _is_full(group)
         if name is not None:
             emit(name, "unshard", ())
         result = original(group, *args, **kwargs)
@@ -183,11 +183,11 @@ def _watch_unshard(known: Mapping[int, str], emit: Emit, original: Any) -> Any:
 def _watch_reshard(known: Mapping[int, str], emit: Emit, original: Any) -> Any:
     def reshard(group: Any, *args: Any, **kwargs: Any) -> Any:
         name = known.get(id(group))
-        held = _holds_full(group)
+        was_full = _is_full(group)
         result = original(group, *args, **kwargs)
         if name is not None:
             emit(name, "reshard", ())
-            if held and not _holds_full(group):
+            if was_full and not _is_full(group):
                 emit(name, "free", ())
         return result
 
@@ -210,5 +210,5 @@ def _watch_finalize(known: Mapping[int, str], emit: Emit, original: Any) -> Any:
 _FSDP2_WATCHES = {"unshard": _watch_unshard, "reshard": _watch_reshard, "finalize_backward": _watch_finalize}
 
 
-def _holds_full(group: Any) -> bool:
+def _is_full(group: Any) -> bool:
     return bool(group._sharded_state.name == "UNSHARDED")

@@ -166,9 +166,9 @@ class Lab:
 
     def units(self, model: nn.Module) -> list[Any]:
         """Return the units of a sharded model, depth first."""
-        from fsdp_ref.build.traversal import units
+        from fsdp_ref.annotations import units_in
 
-        return units(model)
+        return units_in(model)
 
     @contextmanager
     def full(self, model: nn.Module, **options: Any) -> Iterator[None]:

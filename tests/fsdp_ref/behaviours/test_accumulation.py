@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_ref import CPUOffload, MixedPrecision, ShardingStrategy
-from fsdp_ref.annotations import unit_of
-from fsdp_ref.runtime.reduction_settings import no_sync
+from fsdp_ref.composable import no_sync
 
 S = ShardingStrategy
 ALL = [S.FULL_SHARD, S.SHARD_GRAD_OP, S.NO_SHARD]
@@ -258,7 +257,7 @@ def test_zeroing_in_place_after_no_sync_clears_what_was_reduced_before(lab, path
     model = lab.shard(copy.deepcopy(reference), path)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     lab.loss(model, lab.batch(0)).backward()
-    with no_sync(unit_of(model)):
+    with no_sync(model):
         lab.loss(model, lab.batch(1)).backward()
     optim.zero_grad(set_to_none=False)
     lab.loss(model, lab.batch(2)).backward()
@@ -277,7 +276,7 @@ def test_an_optimizer_over_some_parameters_clears_those_after_no_sync(lab, orig_
     reference = lab.make(build)
     model = lab.shard(copy.deepcopy(reference), orig_path)
     lab.loss(model, lab.batch(0)).backward()
-    with no_sync(unit_of(model)):
+    with no_sync(model):
         lab.loss(model, lab.batch(1)).backward()
     torch.optim.SGD(list(model.parameters())[:2], lr=0.1).zero_grad(set_to_none)
     lab.loss(model, lab.batch(2)).backward()

@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_ref import FullyShardedDataParallel as FSDP
 from fsdp_ref import MixedPrecision, ShardingStrategy
-from fsdp_ref.annotations import unit_of
-from fsdp_ref.runtime.reduction_settings import no_sync
+from fsdp_ref.composable import no_sync
 
 S = ShardingStrategy
 HYBRID = [S.HYBRID_SHARD, S._HYBRID_SHARD_ZERO2]
@@ -187,7 +186,7 @@ def test_partial_sums_of_micro_batches_are_wider_than_what_is_sent(lab, path, st
         options = {"sharding_strategy": strategy, "device_mesh": mesh, "mixed_precision": precision}
         model = lab.shard(lab.make(Scaled, dtype=torch.float32), path, **options)
         for kind, amount in zip(schedule, amounts, strict=True):
-            with no_sync(unit_of(model)) if kind == "n" else nullcontext():
+            with no_sync(model) if kind == "n" else nullcontext():
                 model(torch.full((5,), amount)).sum().backward()
         handle = lab.units(model)[0].handle
         assert handle.grads.reduced_S.dtype == torch.float32

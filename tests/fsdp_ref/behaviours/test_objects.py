@@ -221,10 +221,10 @@ def test_metadata_of_a_handle_without_a_wrapper(lab):
         flat = bare_handle(lab, counting((7, 3), (5, 7), (5, 5)), orig=False)
         whole = bare_handle(lab, counting((7, 3), (5, 7)), strategy=S.NO_SHARD)
     assert seen == []
-    assert made.numels_with_padding() == (21, 3, 35, 1, 25, 1)
-    assert half.numels_with_padding() == (10, 6, 25, 7, 15, 1)
+    assert made.flat_param._numels_with_padding == (21, 3, 35, 1, 25, 1)
+    assert half.flat_param._numels_with_padding == (10, 6, 25, 7, 15, 1)
     assert half.flat_param.dtype == torch.float32
-    assert flat.numels_with_padding() == (21, 35, 25)
+    assert flat.flat_param._numels_with_padding == (21, 35, 25)
     offsets = [((0, 20), (0, 18)), ((19, 34), (0, 24))]
     assert made.shard_metadata().param_offsets == offsets[lab.world.rank]
     assert whole.shard_metadata().param_offsets == ((0, 20), (0, 34))
@@ -239,8 +239,8 @@ def test_metadata_of_a_handle_without_a_wrapper(lab):
 def test_flattening_and_unsharding_without_a_wrapper(lab):
     made = bare_handle(lab, counting((7, 3), (5, 7), (5, 5)))
     again = made.flatten_tensors([torch.zeros(7, 3), torch.ones(5, 7), torch.zeros(5, 5)])
-    assert again.numel() == made.layout.numel
-    assert torch.equal(again[made.layout.span(1).as_slice()], torch.ones(35))
+    assert again.numel() == made.handle.layout.numel
+    assert torch.equal(again[made.handle.layout.span(1).as_slice()], torch.ones(35))
     made.unshard()
     assert not made.needs_unshard()
     made.reshard()

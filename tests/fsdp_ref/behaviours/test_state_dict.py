@@ -11,9 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_ref import CPUOffload, MixedPrecision, ShardingStrategy
-from fsdp_ref.annotations import unit_of
-from fsdp_ref.composable import fully_shard
-from fsdp_ref.runtime.reduction_settings import no_sync
+from fsdp_ref.composable import fully_shard, no_sync
 from fsdp_ref.wrap import ModuleWrapPolicy
 
 
@@ -200,7 +198,7 @@ def test_loaded_values_are_what_computes(lab, path, strict, assign, moment):
     elif moment == "forward":
         model(lab.batch(9))  # no backward follows: what is gathered is out of date after loading
     elif moment == "kept":
-        with no_sync(unit_of(model)):
+        with no_sync(model):
             lab.loss(model, lab.batch(9)).backward()  # full parameters stay for the next forward
         assert all(unit.handle.unsharded for unit in lab.units(model))
         optim.zero_grad()

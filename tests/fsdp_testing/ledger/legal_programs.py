@@ -348,3 +348,6 @@ LEGAL: dict[Callable[[], Any], int] = {
     more_than_the_ring: 2,
     plain_broadcast_rooted_everywhere: 2,
 }
+
+# Point-to-point operations are not the ledger's, and what torch refuses is taken back.
+NOTHING_STAYS = frozenset({point_to_point, one_way_sends, uneven_all_gather})

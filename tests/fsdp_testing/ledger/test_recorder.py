@@ -50,6 +50,12 @@ def issue(rank: recorder.Recorder, group: GroupIdentity, call: Call = SUM, *, bl
     rank.taken()
 
 
+def waiting_for(shared: LedgerMemory) -> tuple[int | None, ...]:
+    """Keys of the groups that ranks 0 and 1 wait in."""
+    found = [area.waiting() for area in shared.areas[:2]]
+    return tuple(None if waiting is None else waiting.group_key for waiting in found)
+
+
 def test_equal_sequences(ranks: list[recorder.Recorder], shared: LedgerMemory) -> None:
     for call in (SUM, MAX, SUM):
         for rank in ranks:
@@ -89,6 +95,10 @@ def test_a_group_is_compared_among_its_members_only(ranks: list[recorder.Recorde
     issue(ranks[2], OTHERS, MAX)
     issue(ranks[1], PAIR, SUM)
     issue(ranks[1], OTHERS, MAX)
+    assert [rank.issued() for rank in ranks] == [{PAIR.key: 1}, {PAIR.key: 1, OTHERS.key: 1}, {OTHERS.key: 1}]
+    issue(ranks[2], OTHERS, MAX)
+    with pytest.raises(CollectiveMismatch, match=r"#2 of the group '2' of ranks \[1, 2\] differs"):
+        issue(ranks[1], OTHERS, SUM)
 
 
 def test_an_earlier_job_does_not_count(ranks: list[recorder.Recorder]) -> None:
@@ -97,6 +107,9 @@ def test_an_earlier_job_does_not_count(ranks: list[recorder.Recorder]) -> None:
     issue(ranks[1], WORLD, MAX)
     ranks[0].start_job(2)
     issue(ranks[0], WORLD, MAX)
+    with pytest.raises(CollectiveMismatch, match="#1 of the default group"):
+        ranks[2].start_job(2)
+        issue(ranks[2], WORLD, SUM)  # of this job, it does
 
 
 def test_a_rank_far_ahead_is_no_difference(ranks: list[recorder.Recorder], shared: LedgerMemory) -> None:
@@ -114,6 +127,11 @@ def test_a_half_written_entry_is_not_believed(ranks: list[recorder.Recorder], sh
     words[at + 1] += 1
     issue(ranks[1], PAIR, SUM)
     assert area.entry(area.slot_of(PAIR.key) or 0, 1) is None
+    line = ranks[1].line(PAIR)
+    ranks[1].withdraw(line, 1)
+    words[at] = memory.stamp(1, 1)  # the same, written whole
+    with pytest.raises(CollectiveMismatch, match="#1"):
+        issue(ranks[1], PAIR, SUM)
 
 
 def test_a_call_that_torch_refuses_is_taken_back(ranks: list[recorder.Recorder], shared: LedgerMemory) -> None:
@@ -137,6 +155,7 @@ def test_a_call_being_asked_for_is_waited_for(ranks: list[recorder.Recorder]) ->
     timer.start()
     issue(ranks[1], PAIR, SUM)
     timer.join()
+    assert [rank.issued() for rank in ranks[:2]] == [{PAIR.key: 0}, {PAIR.key: 1}]
 
 
 # ---- deadlocks
@@ -160,19 +179,26 @@ def test_a_cycle_over_three_ranks(ranks: list[recorder.Recorder]) -> None:
 
 
 @pytest.mark.parametrize("blocking", [(False, True), (True, False)])
-def test_somebody_who_does_not_block(ranks: list[recorder.Recorder], blocking: tuple[bool, bool]) -> None:
+def test_somebody_who_does_not_block(
+    ranks: list[recorder.Recorder], shared: LedgerMemory, blocking: tuple[bool, bool]
+) -> None:
     issue(ranks[0], PAIR, blocking=blocking[0])
     issue(ranks[1], WORLD, blocking=blocking[1])
+    assert waiting_for(shared) == (PAIR.key if blocking[0] else None, WORLD.key if blocking[1] else None)
 
 
-def test_a_group_of_devices_does_not_block(ranks: list[recorder.Recorder]) -> None:
+def test_a_group_of_devices_does_not_block(ranks: list[recorder.Recorder], shared: LedgerMemory) -> None:
     issue(ranks[0], PAIR, blocking=True)
     issue(ranks[1], DEVICE, blocking=True)
+    assert waiting_for(shared) == (PAIR.key, None)
+    assert ranks[1].issued() == {DEVICE.key: 1}
 
 
-def test_who_only_sends_waits_for_nobody(ranks: list[recorder.Recorder]) -> None:
+def test_who_only_sends_waits_for_nobody(ranks: list[recorder.Recorder], shared: LedgerMemory) -> None:
     issue(ranks[0], PAIR, SENT, blocking=True)
     issue(ranks[1], WORLD, blocking=True)
+    assert waiting_for(shared) == (None, WORLD.key)
+    assert ranks[0].issued() == {PAIR.key: 1}
 
 
 def test_who_waits_for_the_root_waits_for_nobody_else(ranks: list[recorder.Recorder], shared: LedgerMemory) -> None:
@@ -184,12 +210,14 @@ def test_who_waits_for_the_root_waits_for_nobody_else(ranks: list[recorder.Recor
     issue(ranks[0], WORLD, SENT, blocking=True)
 
 
-def test_a_wait_that_is_over(ranks: list[recorder.Recorder]) -> None:
+def test_a_wait_that_is_over(ranks: list[recorder.Recorder], shared: LedgerMemory) -> None:
     for rank in ranks[:2]:
         issue(rank, PAIR, blocking=True)
     issue(ranks[1], WORLD, blocking=True)
     issue(ranks[0], PAIR, blocking=False)
     issue(ranks[0], WORLD, blocking=True)
+    assert waiting_for(shared) == (WORLD.key, WORLD.key)
+    assert [rank.issued() for rank in ranks[:2]] == [{PAIR.key: 2, WORLD.key: 1}, {PAIR.key: 1, WORLD.key: 1}]
 
 
 def test_with_threads_no_wait_is_certain(
@@ -213,7 +241,7 @@ def test_more_groups_than_room(ranks: list[recorder.Recorder], shared: LedgerMem
         issue(ranks[0], group_identity(f"g{index}", (0, 1), 3, True))
     ledger = read_rank(shared.areas[0], 1)
     assert ledger.uncompared == 3
-    assert len(ledger.issued) == GROUPS
+    assert list(ledger.issued.values()) == [1] * GROUPS
     ranks[0].start_job(2)
     assert read_rank(shared.areas[0], 2).uncompared == 0
 
@@ -250,13 +278,15 @@ def test_threads_record_side_by_side(ranks: list[recorder.Recorder], shared: Led
 def test_a_rank_alone_compares_with_nobody(shared: LedgerMemory) -> None:
     alone = recorder.Recorder(shared, 0, compare=False)
     alone.start_job(1)
-    issue(alone, group_identity("0", tuple(range(1024)), 1024, True), blocking=True)
+    everybody = group_identity("0", tuple(range(1024)), 1024, True)
+    issue(alone, everybody, blocking=True)
     assert shared.areas[0].waiting() is None
+    assert read_rank(shared.areas[0], 1).issued == {everybody.key: 1}
 
 
-def test_the_listener_is_told(ranks: list[recorder.Recorder]) -> None:
-    told: list[tuple[int, str, str]] = []
-    ranks[0].listener = lambda group, call, site: told.append((group.key, call.text, site))
+def test_the_listener_is_called(ranks: list[recorder.Recorder]) -> None:
+    heard: list[tuple[int, str, str]] = []
+    ranks[0].listener = lambda group, call, site: heard.append((group.key, call.text, site))
     issue(ranks[0], PAIR)
-    assert told[0][:2] == (PAIR.key, "all_reduce(sum)")
-    assert told[0][2].endswith("in test_the_listener_is_told")
+    assert heard[0][:2] == (PAIR.key, "all_reduce(sum)")
+    assert heard[0][2].endswith("in test_the_listener_is_called")

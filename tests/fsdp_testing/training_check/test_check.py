@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp_testing import check_training
 from fsdp_testing.errors import InvalidArgument, WorldFailed
 from fsdp_testing.training_check import TrainingDiffers
+from fsdp_testing.training_check.check import first_difference, suggestion
 
 ROWS, STEPS, PARTS = 12, 4, 2
 
@@ -343,3 +344,17 @@ def low_precision_differs(world):
 def test_low_precision_admits_no_half():
     with pytest.raises(TrainingDiffers, match=r"bound 0.0625"):
         check_training(low_precision_differs, world_sizes=(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("reference", "other", "suggested"),
+    [
+        ([1.0, 2.0], [1.5, 3.0], "Every element is 1.5 times as large"),
+        ([1.0], [1.5], "Look for data that is not split evenly"),  # one number always has one ratio
+        ([1.0], [2.0], "It is exactly 2 times as large"),
+    ],
+)
+def test_a_factor_is_suggested_where_it_says_something(reference, other, suggested):
+    found = first_difference({"loss": [torch.tensor(reference)]}, {"loss": [torch.tensor(other)]}, 0.0)
+    assert found is not None
+    assert suggestion(found, 2).startswith(suggested)

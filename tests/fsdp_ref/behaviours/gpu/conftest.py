@@ -12,10 +12,8 @@ from torch import nn
 
 from fsdp_ref import FullyShardedDataParallel as FSDP
 from fsdp_ref import ShardingStrategy, fully_shard
-from fsdp_ref.annotations import unit_of
+from fsdp_ref.composable import clip_grad_norm_, no_sync
 from fsdp_ref.naming import clean_tensor_name
-from fsdp_ref.runtime.reduction_settings import no_sync
-from fsdp_ref.training.clip import clip_grad_norm_
 from fsdp_ref.wrap import ModuleWrapPolicy
 
 if TYPE_CHECKING:
@@ -115,10 +113,10 @@ class Pair:
             self.compare()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        return no_sync(unit_of(self.model))
+        return no_sync(self.model)
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        return clip_grad_norm_(unit_of(self.model), max_norm)
+        return clip_grad_norm_(self.model, max_norm)
 
     def full(self, **options: Any) -> contextlib.AbstractContextManager[None]:
         return FSDP.summon_full_params(self.model, **options)
@@ -139,9 +137,9 @@ class Pair:
             torch.testing.assert_close(have[name], value, **(tolerance or CLOSE), msg=lambda m, n=name: f"{n}: {m}")
 
     def units(self) -> list[Any]:
-        from fsdp_ref.build.traversal import units
+        from fsdp_ref.annotations import units_in
 
-        return units(self.model)
+        return units_in(self.model)
 
 
 @pytest.fixture

@@ -1,0 +1,125 @@
+"""What can be done with a tree of units, however it was sharded: functions of any module, for the composable API.
+
+The wrapper has methods of the same names on its root. Here ``module`` may be a unit, or a plain module around several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from fsdp_ref.access.summon import SummonOptions, summon
+from fsdp_ref.annotations import units_under
+from fsdp_ref.errors import FsdpValueError, explain, listing
+from fsdp_ref.runtime import reduction_settings
+from fsdp_ref.runtime.unit import Unit
+from fsdp_ref.training import clip
+
+
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Accumulate gradients locally in backward passes inside; the first one outside reduces all of them.
+
+    Args:
+        module: The module that runs: every outermost unit at or below it is meant, with all units below those.
+
+    Raises:
+        FsdpValueError: There is no unit.
+        RootError: A unit belongs to a larger tree.
+        TrainingStateError: Forward, backward or a summon is under way.
+    """
+    with ExitStack() as stack:
+        for unit in _outermost_units(module, "no_sync"):
+            stack.enter_context(reduction_settings.no_sync(unit))
+        yield
+
+
+def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scale all gradients at or below ``module`` so that their joint norm over all ranks is at most ``max_norm``.
+
+    Args:
+        module: A module with one outermost unit.
+        max_norm: The bound.
+        norm_type: The p of the norm, inf included.
+
+    Returns:
+        The norm before clipping, a scalar that is the same on every rank; see ``training.clip``.
+
+    Raises:
+        FsdpValueError: There is no unit, or several outermost ones, whose gradients no one norm covers.
+        RootError: The unit belongs to a larger tree.
+        FsdpRuntimeError: Gradients wait unreduced from ``no_sync``.
+
+    Collectives:
+        One all-reduce per shard group: all ranks must call.
+    """
+    found = _outermost_units(module, "clip_grad_norm_")
+    if len(found) > 1:
+        raise FsdpValueError(
+            explain(
+                "clip_grad_norm_",
+                expected="one outermost unit",
+                got=listing(type(unit.module).__name__ for unit in found),
+                remedy="Make the module around them a unit",
+            )
+        )
+    return clip.clip_grad_norm_(found[0], float(max_norm), float(norm_type))
+
+
+def register_comm_hook(module: nn.Module, state: Any, hook: Callable[..., Any]) -> None:
+    """Let ``hook`` reduce the gradients of every unit at or below ``module``, once, before the first backward.
+
+    Args:
+        module: The module that runs.
+        state: What the hook gets first; see ``fsdp_ref.comm_hooks``.
+        hook: ``hook(state, grad, output)`` for sharded units, ``hook(state, grad)`` for replicated ones.
+
+    Raises:
+        FsdpValueError: There is no unit, or ``hook`` is not callable.
+        CommHookError: A unit belongs to a larger tree, has a hook already, or is of a hybrid strategy.
+    """
+    for unit in _outermost_units(module, "register_comm_hook"):
+        reduction_settings.register_comm_hook(unit, state, hook)
+
+
+def unshard_params(
+    module: nn.Module,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> AbstractContextManager[None]:
+    """Show full parameters of the units at or below ``module`` while the context lasts.
+
+    Args:
+        module: Any module.
+        recurse: Also units below; otherwise only the module's own.
+        writeback: Keep edits.
+        rank0_only: Only rank 0 of each shard group sees them; with ``writeback`` its edits reach all ranks.
+        offload_to_cpu: Show them on the CPU.
+        with_grads: Show full averaged gradients too (original parameters only).
+
+    See ``summon`` for errors and collectives.
+    """
+    return summon(module, SummonOptions(recurse, writeback, rank0_only, offload_to_cpu, with_grads))
+
+
+def _outermost_units(module: nn.Module, api: str) -> list[Unit]:
+    found: list[tuple[str, Unit]] = []
+    for name, _, unit in units_under(module):  # depth first: what is below the last one comes right after it
+        if not found or (found[-1][0] and not name.startswith(found[-1][0] + ".")):
+            found.append((name, unit))
+    if not found:
+        raise FsdpValueError(
+            explain(
+                api,
+                expected="a module with units at or below it",
+                got=f"{type(module).__name__} without any",
+                remedy="Apply fully_shard or FullyShardedDataParallel first",
+            )
+        )
+    return [unit for _, unit in found]
