@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_ref.access.full_state import install
+from fsdp_ref.access.summon import SummonOptions, summon
 from fsdp_ref.access.user_changes import absorb, gather_early
 from fsdp_ref.annotations import unit_of, units_in, units_under
 from fsdp_ref.api.attributes import UnitAttributes
