@@ -127,19 +127,20 @@ def _summoned(unit: Unit, options: SummonOptions) -> Iterator[None]:
     try:
         if summoned is not None:
             summoned.show()
-        yield
-    finally:
         try:
+            yield
+        finally:
             if summoned is not None:
                 summoned.keep_edits(resumes)
-        finally:
-            unit.move(resumes)
-            if summoned is not None:
-                summoned.close()
+    finally:
+        # The unit's own buffer was left alone, and so is what was gathered in it before.
+        unit.move(resumes)
+        if summoned is not None:
+            summoned.close()
 
 
 class _Summoned:
-    """One unit's full parameters while a user has them, in a buffer that is freed with this object."""
+    """One unit's full parameters while a user has them; tensors that he keeps stay valid copies."""
 
     def __init__(self, unit: Unit, handle: FlatHandle, options: SummonOptions) -> None:
         self._unit = unit
@@ -150,7 +151,6 @@ class _Summoned:
         self._shown: list[nn.Parameter] = []
         self._grads: FullGradients | None = None
         self._was_full = False
-        self._opened = False
 
     @property
     def _visible(self) -> bool:
@@ -174,9 +174,10 @@ class _Summoned:
         if self._options.with_grads:
             self._grads = FullGradients(handle)
             self._grads.gather()
-        self._opened = True
         if not self._visible:
-            self._free_unneeded()
+            if not self._options.writeback and handle.sharded:
+                # With writeback the buffer is kept: it receives rank 0's edits.
+                self._full_F = handle.shard_S
             return
         self._views = flat_views(self._full_F, handle.layout)
         self._shown = handle.originals.show_summoned(self._views)
@@ -194,15 +195,8 @@ class _Summoned:
             return whole.clone() if discards else whole
         return handle.gathered_copy(handle.shard_S.dtype).to(device)
 
-    def _free_unneeded(self) -> None:
-        """A rank that may not see full parameters keeps the buffer only to receive rank 0's edits."""
-        if not self._options.writeback:
-            self._release()
-
     def keep_edits(self, resumes: UnitState) -> None:
         """Write what the user made of the parameters to the shard, and to the unit's own buffer if that is filled."""
-        if not self._opened:
-            return
         handle = self._handle
         problem: Exception | None = None
         if self._visible:
@@ -276,10 +270,3 @@ class _Summoned:
         handle.originals.show_sharded()
         if self._was_full and handle.unsharded and all(p.grad is None for p in handle.originals.params):
             handle.originals.show_full()
-        self._views = []
-        self._release()
-
-    def _release(self) -> None:
-        """Let go of the buffer. It is not freed under tensors that the user kept: those stay valid copies."""
-        if self._handle.sharded:
-            self._full_F = self._handle.shard_S

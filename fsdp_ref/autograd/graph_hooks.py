@@ -58,7 +58,7 @@ class OutputHook:
 
 
 class InputsWatch:
-    """Tells once per backward pass when the gradients of all inputs of a unit have arrived.
+    """Reports once per backward pass when the gradients of all inputs of a unit have arrived.
 
     The hooks on the inputs hold the watch weakly, and they go with it: an input may outlive the graph (a prompt that
     is trained in front of a frozen model is the same tensor in every step). They run before whatever else waits for

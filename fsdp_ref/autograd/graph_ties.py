@@ -63,7 +63,7 @@ class PassRecord:
         views: the views of the full parameters that the pass computed with.
         round: the forward pass of the whole tree.
         tracked: whether autograd tracks the views.
-        watch: tells when the gradients of the inputs are there, for units that train nothing.
+        watch: reports when the gradients of the inputs are there, for units that train nothing.
     """
 
     __slots__ = ("__weakref__", "round", "tracked", "views", "watch")

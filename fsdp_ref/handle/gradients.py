@@ -188,7 +188,7 @@ class GradientStore:
     def _forget_zeroed(self, reduced_S: Tensor) -> None:
         """Users saw the local part only. What they zeroed in place means "forget this gradient", the reduced part with it.
 
-        Of several originals one that was zero before is left alone: nobody can tell whether it was zeroed, or not used.
+        Of several originals one that was zero before is left alone: whether it was zeroed or not used cannot be known.
         """
         used = self._used()
         before = used if self._were_used is None else self._were_used

@@ -107,7 +107,7 @@ def _enter(root: Root, unit: Unit, task: int) -> None:
 def reshard_with_inputs(unit: Unit, inputs: Any) -> None:
     """For a unit that trains nothing: give parameters up once the gradients of its inputs are there.
 
-    It has no node in the graph that could tell. When backward does not reach all of them, its end is what tells.
+    It has no node in the graph that could say so. When backward does not reach all of them, its end says so.
     """
     handle, record = unit.handle, unit.graph.record
     if handle is None or record is None or not torch.is_grad_enabled() or any(handle.originals.trainable()):

@@ -214,7 +214,7 @@ class Root:
     def backward_failed(self, task: int) -> None:
         """A backward pass died of an exception: users see parameters, and the gradients that were complete, at once.
 
-        Whatever waits for other ranks is left to :meth:`recover`, so that the exception is not held up here.
+        Whatever waits for other ranks is left to :meth:`recover`, so that the exception is not delayed.
         """
         self._passes.pop(task, None)
         if self._live_passes():
@@ -240,7 +240,7 @@ class Root:
         self._ties.clear()
 
     def keep_open(self, record: PassRecord) -> None:
-        """Hold the record of a unit's forward until the forward of the whole tree ends; later the graph holds it."""
+        """Keep the record of a unit's forward until the forward of the whole tree ends; later the graph keeps it."""
         self._open_records.append(record)
 
     def recover(self) -> None:

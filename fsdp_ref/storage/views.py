@@ -28,7 +28,7 @@ def mark_flattened(param: Tensor) -> None:
 
 
 def is_flattened(param: Tensor) -> bool:
-    """Tell whether a unit holds ``param``: one of its originals, or a flat parameter itself."""
+    """Return whether a unit holds ``param``: one of its originals, or a flat parameter itself."""
     return getattr(param, _FLATTENED, False)
 
 
@@ -95,34 +95,22 @@ class SiteWriters:
         ]
 
     def all_show(self, values: Sequence[Tensor]) -> bool:
-        """Tell whether every place shows exactly ``values[i]``."""
+        """Return whether every place shows exactly ``values[i]``."""
         for index, home, name in self._direct:
             if home.get(name) is not values[index]:
                 return False
         return all(getattr(site.module, site.name, None) is values[index] for index, site in self._through)
 
 
-class ReshapeSites:
-    """Switches places between the registered and the plain form (used around summoning with a flat parameter)."""
-
-    def __init__(self, params: Sequence[ManagedParam]) -> None:
-        self._params = params
-
-    def register(self, values: Sequence[nn.Parameter]) -> None:
-        """Show ``values`` as parameters."""
-        for managed, value in zip(self._params, values):
-            for site in managed.sites:
-                _assign(site, value, registered=True)
-
-    def hide(self, values: Sequence[Tensor]) -> None:
-        """Show ``values`` as plain attributes; nothing of ours stays registered."""
-        for managed, value in zip(self._params, values):
-            for site in managed.sites:
-                _assign(site, value, registered=False)
+def reshape_sites(params: Sequence[ManagedParam], values: Sequence[Tensor], *, registered: bool) -> None:
+    """Put ``values[i]`` at every place of parameter i in either form: as parameters, or so that none stays registered."""
+    for managed, value in zip(params, values):
+        for site in managed.sites:
+            _assign(site, value, registered=registered)
 
 
 def overrides_setattr(module: nn.Module) -> bool:
-    """Tell whether the class of ``module`` wants to hear of attributes being set (recurrent layers do)."""
+    """Return whether the class of ``module`` wants to hear of attributes being set (recurrent layers do)."""
     return type(module).__setattr__ is not nn.Module.__setattr__
 
 

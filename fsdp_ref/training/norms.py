@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""Dtypes whose presence ranks tell each other, in the order of the flags behind the norm."""
+"""Dtypes whose presence ranks exchange, in the order of the flags behind the norm."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 
+import fsdp_ref
 from fsdp_ref.comm.collectives import (
     SILENT,
     Collectives,
@@ -138,3 +142,10 @@ def test_without_communication_each_rank_takes_its_own_for_everybodys(world):
     SILENT.all_reduce(value, world.group, "").wait()
     SILENT.broadcast(value, 1, world.group, "").wait()
     assert value.item() == world.rank
+
+
+def test_nobody_else_communicates():
+    root = Path(fsdp_ref.__file__).parent
+    calls = re.compile(r"\bdist\.(all_|reduce|broadcast|scatter|gather|send|recv|isend|irecv|barrier)")
+    found = {str(path.relative_to(root)) for path in root.rglob("*.py") if calls.search(path.read_text("utf-8"))}
+    assert found == {"comm/collectives.py", "compat.py"}  # the latter chooses between a new name and an old one
