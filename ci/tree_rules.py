@@ -189,18 +189,23 @@ def stdlib_only_offences(path: str, source: str, rules: list[dict[str, Any]]) ->
     for rule in rules:
         if not _in_folder(path, rule["folder"]):
             continue
-        for node in ast.walk(ast.parse(source)):
-            names: list[str] = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [node.module or "."]
+        for node, later in _imports(ast.parse(source)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or "."]
+            allies = [*rule["may_also"], *(rule.get("in_functions", ()) if later else ())]
             for name in names:
                 permitted = name.split(".")[0] in sys.stdlib_module_names
-                permitted |= any(is_below(name, ally) for ally in rule["may_also"])
-                if not permitted:
+                if not permitted and not any(is_below(name, ally) for ally in allies):
                     said = f"imports {name}; {rule['folder']} needs the standard library alone"
                     yield Offence("stdlib_only", path, getattr(node, "lineno", 1), "", said)
+
+
+def _imports(tree: ast.AST, *, later: bool = False) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
+    """Yield the imports that happen, each with whether a function makes it; those for annotations alone never happen."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield node, later
+        elif not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            yield from _imports(node, later=later or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
 
 
 def import_cycle(sources: dict[str, str]) -> list[str] | None:

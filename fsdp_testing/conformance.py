@@ -18,8 +18,8 @@ from fsdp_testing.explanation import budget
 from fsdp_testing.explanation.run import How, explain_results
 from fsdp_testing.implementations import registry, validation
 from fsdp_testing.implementations.adapter import Adapter
+from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.pool import Pool, default_pool
-from fsdp_testing.programs.runner import CaseRunner, Judgement
 from fsdp_testing.records import Case, CheckResult, Portrait, RunReport, check_case
 from fsdp_testing.suites import CHECKS, Check
 from fsdp_testing.suites.check import needs_of
@@ -117,7 +117,7 @@ def run_conformance(
 def _how_of(check: str) -> How | None:
     """How a check judges single programs; None for one that judges in a way of its own."""
     found = CHECKS.get(check)
-    return How(found.comparison, found.special) if found is not None and found.judge is None else None
+    return How(found.comparison, found.mode) if found is not None and found.judge is None else None
 
 
 def _portraits(adapters: Mapping[str, Adapter], where: Where, runner: CaseRunner) -> Iterator[Portrait]:
@@ -160,7 +160,7 @@ def run_check(
     return judge_check(runner, adapters[name], selected[0], where, stop_at_first=stop_at_first)
 
 
-def run_case(name: str, case: Case, *, runner: CaseRunner | None = None, **comparison: Any) -> Judgement:
+def run_case(name: str, case: Case, *, runner: CaseRunner | None = None, **comparison: Any) -> JudgedCase:
     """Run one case, as a replay does: the same case gives the same numbers.
 
     Args:

@@ -19,10 +19,7 @@ from fsdp_testing.implementations.protocol import Setup
 from fsdp_testing.ledger.recorder import Call
 from fsdp_testing.programs.execute import RankProgram, SetupMaker
 from fsdp_testing.records import Case, OperationAccount
-
-_GATHERS = ("all_gather",)
-_REDUCTIONS = ("reduce_scatter", "all_reduce", "all_to_all")
-_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4}
+from fsdp_testing.records.account import GATHERS, REDUCTIONS, wire_bytes
 
 
 class Accountant:
@@ -76,9 +73,9 @@ class Accountant:
     def collective(self, call: Call) -> None:
         """Notes what goes on the wire."""
         name = call.what[0]
-        if name.startswith(_GATHERS):
+        if name.startswith(GATHERS):
             self._gather_bytes.append(_size(call))
-        elif name.startswith(_REDUCTIONS):
+        elif name.startswith(REDUCTIONS):
             self._reduction_bytes.append(_size(call))
 
     def backward(self) -> None:
@@ -114,7 +111,7 @@ class Accountant:
 def _size(call: Call) -> int:
     dtype, sizes = (*call.what, None, None)[2:4]
     numel = sum(sizes) if isinstance(sizes, tuple) else int(sizes or 0)
-    return numel * _BYTES.get(str(dtype), 1)
+    return wire_bytes(str(dtype), numel)
 
 
 class AccountedProgram(RankProgram):

@@ -18,12 +18,13 @@ from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_testing.campaign import arcs, stream
 from fsdp_testing.campaign.account import Accountant, AccountedProgram, accountant_for
 from fsdp_testing.compat import process_groups
 from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.implementations.protocol import Setup
+from fsdp_testing.judging import record_stream
+from fsdp_testing.judging.judge import OUTLIVES
 from fsdp_testing.ledger.interception import listen
 from fsdp_testing.ledger.recorder import Call, GroupIdentity
 from fsdp_testing.pool import Failed
@@ -31,14 +32,13 @@ from fsdp_testing.pool.world import World, current_world
 from fsdp_testing.programs.execute import RankProgram
 from fsdp_testing.programs.fitting import fitted
 from fsdp_testing.programs.setup import setup_of
-from fsdp_testing.records import Case, RaisedError, RankObservation, WorldSpec
+from fsdp_testing.records import Case, CaseRecord, RaisedError, RankObservation, WorldSpec
 
 _MESHES: dict[tuple[int, ...], DeviceMesh] = {}
 """Two-dimensional meshes of this world: making one creates process groups, which costs more than a case."""
 LASTING = frozenset({"process group", "open file", "thread"})
 """Kinds of state that a batch leaves changed: the groups of `_MESHES`, with their connections and threads."""
 
-OUTLIVES = "the model outlives its case: something refers to it for good"
 _FREEZE_AFTER = 2
 _ROUNDS = 4
 _PATIENCE_SECONDS = 0.1
@@ -52,14 +52,10 @@ class Watch:
     Attributes:
         operations: Take a snapshot after every operation, so that the first one that diverges is known.
         models: Whether models outlive their case.
-        arcs: Places in the batch of cases whose way through the implementation's source is recorded.
-        sources: Parts of file names that make a file part of the implementation.
     """
 
     operations: bool = False
     models: bool = False
-    arcs: tuple[int, ...] = ()
-    sources: tuple[str, ...] = ()
 
 
 def run_batch(name: str, cases: Sequence[Case], directory: str, watch: Watch) -> int | Failed:
@@ -82,19 +78,18 @@ def run_batch(name: str, cases: Sequence[Case], directory: str, watch: Watch) ->
     adapter = _adapter(name)
     cases = [fitted(case, adapter) for case in cases]
     models: list[tuple[int, weakref.ref[nn.Module]]] = []
-    with stream.path_of(directory, world.rank).open("ab") as file, _garbage_kept(), warnings.catch_warnings():
+    with record_stream.path_of(directory, world.rank).open("ab") as file, _garbage_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as for every program that is judged: whatever filters the caller has
         for index, case in enumerate(cases):
-            tracer = arcs.Tracer(watch.sources) if index in watch.arcs and world.rank == 0 else None
-            record, model = _run(adapter, case, world, index, watch, tracer)
+            record, model = _run(adapter, case, world, index, watch)
             models.append((index, model))
-            stream.append(file, record)
+            record_stream.append(file, record)
             error = record.observation.error
             if record.leaks or (error is not None and not _everyone_raised(directory, world, index, error)):
                 return Failed(index + 1)
         survivors = _survivors(models)
         for index in survivors if watch.models else ():
-            stream.append(file, stream.CaseRecord(index, RankObservation(world.rank), {}, (OUTLIVES,)))
+            record_stream.append(file, CaseRecord(index, RankObservation(world.rank), leaks=(OUTLIVES,)))
     return len(cases)
 
 
@@ -118,7 +113,7 @@ def _everyone_raised(directory: str, world: World, index: int, mine: RaisedError
     missing = set(range(world.size)) - {world.rank}
     while missing and time.monotonic() < limit:
         for rank in sorted(missing):
-            told = [r for r in stream.read(directory, rank) if r.index == index]
+            told = [r for r in record_stream.read(directory, rank) if r.index == index]
             if told:
                 error = told[0].observation.error
                 if error is None or (error.index, error.type_name) != (mine.index, mine.type_name):
@@ -135,8 +130,8 @@ def _adapter(name: str) -> Adapter:
 
 
 def _run(
-    adapter: Adapter, case: Case, world: World, index: int, watch: Watch, tracer: arcs.Tracer | None
-) -> tuple[stream.CaseRecord, weakref.ref[nn.Module]]:
+    adapter: Adapter, case: Case, world: World, index: int, watch: Watch
+) -> tuple[CaseRecord, weakref.ref[nn.Module]]:
     mesh = _mesh(world, case.world.mesh_shape)
     before = _fingerprint()
     accountant = accountant_for(adapter)
@@ -149,13 +144,12 @@ def _run(
         program = RankProgram(case, adapter, world.rank, make_setup)
     else:
         program = AccountedProgram(case, accountant, world.rank, make_setup)
-    with listen(issued), tracer or nullcontext(), accountant or nullcontext():
+    with listen(issued), accountant or nullcontext():
         observation = program.run(observe_all=watch.operations or case.mixed_precision is not None)
         adapter.finish(program.model)
     leaks = _differences(before, _fingerprint())
-    taken = frozenset() if tracer is None else tracer.taken()
-    accounts = () if accountant is None else tuple(accountant.accounts)
-    return stream.CaseRecord(index, observation, issued.summary(), leaks, taken, accounts), weakref.ref(program.model)
+    accounts = None if accountant is None else tuple(accountant.accounts)
+    return CaseRecord(index, observation, issued.summary(), leaks, accounts), weakref.ref(program.model)
 
 
 class _Issued:

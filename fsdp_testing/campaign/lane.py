@@ -8,14 +8,15 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdp_testing.campaign.batch import LASTING, Watch, run_batch
 from fsdp_testing.errors import PoolBroken
-from fsdp_testing.judging.judge import CaseNote, judge_batch
+from fsdp_testing.judging.batch_judge import CaseNote, judge_batch, note_of
+from fsdp_testing.judging.judge import lost_ranks
 from fsdp_testing.judging.signature import Signature
 from fsdp_testing.pool import Fate, Pool, WorldOutcome
-from fsdp_testing.records import Case
+from fsdp_testing.records import LOSES_RANKS, Case, FailureKind
 
 SECONDS_PER_CASE = 0.5
 BATCHES_PER_WORLD = 100
@@ -78,13 +79,10 @@ class Lane:
 
     def _attempt(self, cases: Sequence[Case], start: int, watch: Watch, deadline: float) -> list[CaseResult]:
         todo = cases[start:]
-        shifted = Watch(
-            watch.operations, watch.models, tuple(i - start for i in watch.arcs if i >= start), watch.sources
-        )
         directory = tempfile.mkdtemp(prefix="fsdp-fuzz-", dir=self._scratch)
         try:
-            outcome = self._run(todo, directory, shifted, deadline)
-            notes = self._judge(todo, directory, shifted)
+            outcome = self._run(todo, directory, watch, deadline)
+            notes = self._judge(todo, directory, watch)
         finally:
             shutil.rmtree(directory, ignore_errors=True)
         results: list[CaseResult] = []
@@ -92,13 +90,13 @@ class Lane:
             if note.status == "unfinished":
                 if results:
                     break  # it may be this case or what an earlier one left behind: it goes first in the next attempt
-                note = lost_note(note, outcome)
+                note = lost_note(case, note, outcome)
             elif _is_echo(note, outcome):
                 # What the survivors raise is an echo of the death, whatever it says.
-                note = lost_note(note, outcome)
+                note = lost_note(case, note, outcome)
             account = outcome.describe() if note.status not in ("passed", "leaked") and not outcome.ok else ""
             results.append(CaseResult(case, note, account))
-            if note.signature is not None and note.signature.kind in ("died", "hung"):
+            if note.signature is not None and note.signature.kind in LOSES_RANKS:
                 break
         return results
 
@@ -120,7 +118,7 @@ class Lane:
     def _judge(self, cases: Sequence[Case], directory: str, watch: Watch) -> list[CaseNote]:
         world = self._pool.world(1)
         try:
-            arguments = (self._name, cases, cases[0].world.size, directory, watch)
+            arguments = (self._name, cases, cases[0].world.size, directory, watch.operations)
             outcome = world.execute(judge_batch, arguments, timeout=300.0, name="judge")
         finally:
             world.release()
@@ -132,18 +130,10 @@ class Lane:
 
 def _is_echo(note: CaseNote, outcome: WorldOutcome) -> bool:
     """Whether a rank raised because another one had died."""
-    one = note.signature is not None and note.signature.kind == "one_raised"
+    one = note.signature is not None and note.signature.kind == FailureKind.ONE_RAISED
     return one and any(rank.fate is Fate.DIED for rank in outcome.ranks)
 
 
-def lost_note(note: CaseNote, outcome: WorldOutcome) -> CaseNote:
-    """Returns the note of a case during which a rank was lost."""
-    fates = {rank.fate for rank in outcome.ranks}
-    if outcome.ok or fates <= {Fate.RETURNED, Fate.RAISED}:
-        why = outcome.cause or "a rank told nothing of it"
-        return CaseNote(note.index, "unjudged", why, arcs=note.arcs)
-    kind = "died" if Fate.DIED in fates else "hung"
-    how = next(
-        (rank.signal_name or f"exit code {rank.exit_code}" for rank in outcome.ranks if rank.fate is Fate.DIED), ""
-    )
-    return CaseNote(note.index, "suspect", outcome.cause, signature=Signature(kind, how), arcs=note.arcs)
+def lost_note(case: Case, note: CaseNote, outcome: WorldOutcome) -> CaseNote:
+    """Return the note of a case during which a rank was lost."""
+    return replace(note_of(lost_ranks(case, outcome)), index=note.index)

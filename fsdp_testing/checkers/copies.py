@@ -12,9 +12,9 @@ from typing import Any
 
 from fsdp_testing.checkers import parity
 from fsdp_testing.checkers.comparison import Comparison
-from fsdp_testing.checkers.explain import finding_of
+from fsdp_testing.checkers.explain import finding, finding_of, ranks_text
 from fsdp_testing.checkers.quantities import Expectation, ExpectedPoint
-from fsdp_testing.records import Case, Finding, OperationResult, RankObservation, Snapshot
+from fsdp_testing.records import Case, FailureKind, Finding, OperationResult, RankObservation, Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +81,6 @@ def _next_points(case: Case, expectation: Expectation) -> tuple[ExpectedPoint, E
 
 
 def _finding(case: Case, ranks: tuple[int, ...], sentence: str) -> Finding:
-    index = _copied_at(case)
-    return Finding(
-        kind="diverged",
-        quantity="deep copy",
-        operation=index,
-        operation_text=f"operation {index} deepcopy",
-        ranks=ranks,
-        explanation=f"after operation {index}: the deep copy {sentence}, on ranks {', '.join(map(str, ranks))}",
-        case=case,
-    )
+    index, statement = _copied_at(case), f"the deep copy {sentence}, on {ranks_text(ranks)}"
+    explanation = f"after operation {index}: {statement}"
+    return finding(case, FailureKind.DIVERGED, "deep copy", index, statement, explanation, ranks=ranks)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from fsdp_testing.checkers.quantities import ExpectedPoint, Quantity
 from fsdp_testing.checkers.tensors import Difference
+from fsdp_testing.records import FailureKind, Mismatch
 
 DECISIVE = 1 / 16
 """Part of the largest number of its kind that an admitted difference may be; a correct run stays far below it."""
@@ -21,25 +22,40 @@ class Divergence:
     """One quantity at one point that is not as it must be.
 
     Attributes:
-        kind: `diverged` (from the oracle), `disagreed` (ranks among themselves), `missing` (not reported, or no rank
-            holds it), `raised`.
+        kind: `diverged` (from the oracle), `disagreed` (ranks among themselves), `missing` (not reported, or on no rank).
         quantity: What.
         index: Operation after which it was seen.
-        ranks: Who holds it.
+        ranks: Whose it is.
         sentence: What is wrong with it, without subject: "is off by 0.5".
+        mismatch: In what it differs.
         max_error: Largest absolute difference, where one exists.
         bound: The admissible difference there.
         derivation: How the bound came about.
     """
 
-    kind: str
+    kind: FailureKind
     quantity: Quantity
     index: int
     ranks: tuple[int, ...]
     sentence: str
+    mismatch: Mismatch = Mismatch.NUMBERS
     max_error: float | None = None
     bound: float | None = None
     derivation: str = ""
+
+    @classmethod
+    def sized(
+        cls,
+        quantity: Quantity,
+        index: int,
+        ranks: tuple[int, ...],
+        sentence: str,
+        found: Difference,
+        derivation: str = "",
+    ) -> Divergence:
+        """Return the divergence of numbers that are off by `found`."""
+        kind, error, bound = FailureKind.DIVERGED, found.error, found.bound
+        return cls(kind, quantity, index, ranks, sentence, Mismatch.NUMBERS, error, bound, derivation)
 
 
 @dataclass(slots=True)
@@ -81,5 +97,4 @@ class Tally:
             )
         else:
             return
-        bound = found.bound
-        self.undecided.append(Divergence("undecided", quantity, point.index, ranks, sentence, found.error, bound))
+        self.undecided.append(Divergence.sized(quantity, point.index, ranks, sentence, found))

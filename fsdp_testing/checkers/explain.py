@@ -1,71 +1,121 @@
-"""How is a divergence told to people? One sentence that names the operation, the quantity, the ranks and the size."""
+"""How does a fact become a finding? With its place in the program, and one sentence that is rendered from the facts."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from fsdp_testing.checkers.divergence import Divergence
-from fsdp_testing.records import Case, Finding, OperationText, RaisedError
+from fsdp_testing.records import Case, FailureKind, Finding, Overrun, RaisedError
 
 
 def operation_text(case: Case, index: int) -> str:
-    """Returns operation `index` in one line; wrapping and the end of the program have names of their own."""
+    """Return operation `index` in one line; wrapping and the end of the program have names of their own."""
     if index < 0:
         return "building and wrapping the model"
     if index >= len(case.program):
         return "the end of the program"
-    return str(OperationText(index, case.program[index]))
+    return case.program[index].text(index)
 
 
 def explain(case: Case, divergence: Divergence, others: int) -> str:
-    """Returns one sentence for `divergence`; `others` more were found at the same point."""
+    """Return one sentence for `divergence`; `others` more were found at the same point."""
     where = "at" if divergence.index >= len(case.program) else "after"
-    sentence = f"{where} {operation_text(case, divergence.index)}: {divergence.quantity} {divergence.sentence}"
-    if divergence.quantity.rank < 0 and divergence.ranks and divergence.kind != "disagreed":
-        sentence += f", on {_ranks(divergence.ranks)}"
-    return sentence + (f"; {others} more quantities diverge there" if others else "")
+    more = f"; {others} more quantities diverge there" if others else ""
+    return f"{where} {operation_text(case, divergence.index)}: {_statement(divergence)}{more}"
 
 
 def finding_of(case: Case, divergence: Divergence, others: int) -> Finding:
-    """Returns the finding that reports `divergence`."""
-    return Finding(
-        kind=divergence.kind,
-        quantity=str(divergence.quantity),
-        operation=divergence.index,
-        operation_text=operation_text(case, divergence.index),
+    """Return the finding that reports `divergence`."""
+    return finding(
+        case,
+        divergence.kind,
+        str(divergence.quantity),
+        divergence.index,
+        _statement(divergence),
+        explain(case, divergence, others),
         ranks=divergence.ranks,
-        explanation=explain(case, divergence, others),
-        case=case,
         max_error=divergence.max_error,
         bound=divergence.bound,
         bound_derivation=divergence.derivation,
+        sort=divergence.quantity.sort,
+        fqn=divergence.quantity.fqn,
+        mismatch=divergence.mismatch,
     )
 
 
-def raised_finding(case: Case, errors: dict[int, RaisedError]) -> Finding:
-    """Returns the finding that ranks raised, told by the earliest one.
+def raised_finding(case: Case, errors: Mapping[int, RaisedError]) -> Finding:
+    """Return the finding that ranks raised, reported by the earliest one.
 
     Args:
         case: The case.
         errors: What each rank raised, by rank; not empty.
     """
     _, error = min(errors.items(), key=lambda item: (item[1].index, item[0]))
-    lines = error.message.strip().splitlines() or [""]
-    who = "every rank" if len(errors) == case.world.size else _ranks(tuple(sorted(errors)))
-    text = operation_text(case, error.index)
-    told = f"{who} raised {error.type_name}: {lines[0]}"
+    line = next(iter(error.message.strip().splitlines()), "")
+    everyone = len(errors) == case.world.size
+    who = "every rank" if everyone else ranks_text(tuple(sorted(errors)))
+    statement = f"{who} raised {error.type_name}: {line}"
     if error.not_supported:
-        told = f"it claims {_claims(case, error.index)}, but {told}, at {_place(error.traceback)}"
-    return Finding(
-        kind="raised",
-        quantity=error.type_name,
-        operation=error.index,
-        operation_text=text,
+        statement = f"it claims {_claims(case, error.index)}, but {statement}, at {_place(error.traceback)}"
+    return finding(
+        case,
+        FailureKind.RAISED if everyone else FailureKind.ONE_RAISED,
+        error.type_name,
+        error.index,
+        statement,
         ranks=tuple(sorted(errors)),
-        explanation=f"in {text}: {told}",
-        case=case,
+        message=line,
         detail="\n".join(f"--- rank {number}\n{item.traceback}" for number, item in sorted(errors.items())),
     )
+
+
+def overrun_finding(case: Case, overrun: Overrun) -> Finding:
+    """Return the finding that an operation takes more memory or communication than it may."""
+    kind, quantity, ranks = overrun.kind, overrun.quantity, (overrun.rank,)
+    return finding(case, kind, quantity, overrun.operation, overrun.sentence, ranks=ranks, overrun=overrun)
+
+
+def finding(
+    case: Case, kind: FailureKind, quantity: str, index: int, statement: str, explanation: str = "", **facts: Any
+) -> Finding:
+    """Return a finding, with the sentence that says where it was and what is wrong.
+
+    Args:
+        case: The case.
+        kind: In which way it fails.
+        quantity: What is wrong, in two or three words.
+        index: In or after which operation.
+        statement: What is wrong, without its place.
+        explanation: The whole sentence; by default the statement, inside the operation.
+        **facts: More fields of `Finding`, `ranks` among them.
+    """
+    text = operation_text(case, index)
+    return Finding(
+        kind=kind,
+        quantity=quantity,
+        operation=index,
+        operation_text=text,
+        explanation=explanation or f"in {text}: {statement}",
+        case=case,
+        statement=statement,
+        **facts,
+    )
+
+
+def ranks_text(ranks: tuple[int, ...]) -> str:
+    """Return ranks in words: rank 1, ranks 0 and 2."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def _statement(divergence: Divergence) -> str:
+    sentence = f"{divergence.quantity} {divergence.sentence}"
+    if divergence.quantity.rank < 0 and divergence.ranks and divergence.kind != FailureKind.DISAGREED:
+        sentence += f", on {ranks_text(divergence.ranks)}"
+    return sentence
 
 
 def _place(account: str) -> str:
@@ -79,9 +129,3 @@ def _claims(case: Case, index: int) -> str:
     inside = 0 <= index < len(case.program)
     needed = (case.program[index].required() if inside else frozenset()) or case.required()
     return ", ".join(sorted(needed))
-
-
-def _ranks(ranks: tuple[int, ...]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

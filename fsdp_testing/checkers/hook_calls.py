@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fsdp_testing.checkers.explain import operation_text
-from fsdp_testing.records import UNIT_ROUNDOFF, Case, Finding, RankObservation
+from fsdp_testing.checkers.explain import finding
+from fsdp_testing.records import UNIT_ROUNDOFF, Case, FailureKind, Finding, RankObservation
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +105,13 @@ def _finding(
     error: float | None = None,
     bound: float | None = None,
 ) -> Finding:
-    text = operation_text(case, index)
-    return Finding(
-        kind="diverged",
-        quantity="calls of the communication hook",
-        operation=index,
-        operation_text=text,
+    return finding(
+        case,
+        FailureKind.DIVERGED,
+        "calls of the communication hook",
+        index,
+        f"{sentence}, on rank {rank.rank}",
         ranks=(rank.rank,),
-        explanation=f"in {text}: {sentence}, on rank {rank.rank}",
-        case=case,
         max_error=error,
         bound=bound,
         bound_derivation="4 x elements x u x sum of squares" if bound is not None else "",

@@ -22,7 +22,7 @@ class BrokenRule:
 
 
 def check_lifecycle(history: History) -> tuple[BrokenRule, ...]:
-    """Every gather is followed by a free before the next gather, and no free comes without a gather."""
+    """Return what breaks this: every gather is followed by a free before the next gather, and no free comes without a gather."""
     broken: list[BrokenRule] = []
     for rank in range(len(history.ranks)):
         gathered: dict[str, int] = {}
@@ -39,13 +39,14 @@ def check_lifecycle(history: History) -> tuple[BrokenRule, ...]:
     return tuple(broken)
 
 
-def still_gathered(history: History) -> tuple[tuple[int, str], ...]:
-    """(rank, unit) of every unit that holds its full parameters at the end."""
-    left: list[tuple[int, str]] = []
+def unsharded_before(history: History, operation: int) -> dict[str, tuple[int, ...]]:
+    """Return units (FQN, the root's is empty) that are gathered when `operation` begins, with the ranks, in order."""
+    found: dict[str, list[int]] = {}
     for rank in range(len(history.ranks)):
         gathered: dict[str, bool] = {}
         for event in history.units(rank):
-            if event.transition in ("gather", "free"):
+            if event.operation < operation and event.transition in ("gather", "free"):
                 gathered[event.unit] = event.transition == "gather"
-        left.extend((rank, unit) for unit, held in gathered.items() if held)
-    return tuple(left)
+        for unit in sorted(unit for unit, open_now in gathered.items() if open_now):
+            found.setdefault(unit, []).append(rank)
+    return {unit: tuple(ranks) for unit, ranks in found.items()}

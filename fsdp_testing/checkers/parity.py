@@ -14,7 +14,7 @@ from fsdp_testing.checkers.divergence import Divergence, Tally
 from fsdp_testing.checkers.quantities import Expectation, ExpectedPoint
 from fsdp_testing.checkers.results import check_results
 from fsdp_testing.errors import HarnessError
-from fsdp_testing.records import OperationResult, RankObservation, Snapshot
+from fsdp_testing.records import FailureKind, OperationResult, RankObservation, Snapshot
 
 
 def compare(expectation: Expectation, ranks: Sequence[RankObservation], comparison: Comparison) -> Tally:
@@ -75,7 +75,7 @@ def first(divergences: Sequence[Divergence]) -> Divergence:
     """Returns the divergence to lead with: a contradiction between ranks explains the rest, then the largest excess."""
 
     def weight(item: Divergence) -> tuple[int, float]:
-        order = {"missing": 0, "disagreed": 1}.get(item.kind, 2)
+        order = {FailureKind.MISSING: 0, FailureKind.DISAGREED: 1}.get(item.kind, 2)
         excess = (item.max_error or 0.0) / (item.bound or 1e-300) if item.max_error is not None else float("inf")
         return order, -excess
 

@@ -25,6 +25,18 @@ class Quantity(NamedTuple):
     part: str = ""
     rank: int = -1
 
+    @property
+    def sort(self) -> str:
+        """Sort of quantity: `gradient`, `value`, `optimizer exp_avg`, `buffer`, `total_norm`, `output`."""
+        if self.kind == "result":
+            return "total_norm" if self.name == "total_norm" else "output"
+        return f"optimizer {self.part}" if self.kind == "optimizer" else self.kind
+
+    @property
+    def fqn(self) -> str:
+        """Parameter or buffer; empty for a result."""
+        return "" if self.kind == "result" else self.name
+
     def __str__(self) -> str:
         text = {
             "result": self.name.replace("_", " ").replace("output.", "output "),

@@ -9,7 +9,7 @@ import torch
 from fsdp_testing.checkers.divergence import Divergence, Tally
 from fsdp_testing.checkers.quantities import Expected, ExpectedPoint, Quantity
 from fsdp_testing.checkers.tensors import difference
-from fsdp_testing.records import OperationResult
+from fsdp_testing.records import FailureKind, Mismatch, OperationResult
 
 
 def check_results(tally: Tally, point: ExpectedPoint, results: Sequence[OperationResult | None]) -> None:
@@ -41,19 +41,19 @@ def compare_tensor(
     ranks, index = (quantity.rank,), point.index
     if actual.shape != wanted.shape:
         sentence = f"has shape {tuple(actual.shape)}, expected {tuple(wanted.shape)}"
-        tally.add(Divergence("diverged", quantity, index, ranks, sentence))
+        tally.add(Divergence(FailureKind.DIVERGED, quantity, index, ranks, sentence, Mismatch.SHAPE))
         return
     # The dtype of a norm is each implementation's own affair; its value is not.
     if actual.dtype != wanted.dtype and quantity.name != "total_norm":
         sentence = f"has dtype {_name(actual)}, expected {_name(wanted)}"
-        tally.add(Divergence("diverged", quantity, index, ranks, sentence))
+        tally.add(Divergence(FailureKind.DIVERGED, quantity, index, ranks, sentence, Mismatch.DTYPE))
         return
     found = difference(actual, wanted, expected.bound)
     if not found.exceeded:
         tally.within(point, quantity, ranks, found)
         return
     sentence = f"is off by {found.error:.3g} (bound {found.bound:.3g}): {found.told}"
-    tally.add(Divergence("diverged", quantity, index, ranks, sentence, found.error, found.bound, expected.derivation))
+    tally.add(Divergence.sized(quantity, index, ranks, sentence, found, expected.derivation))
 
 
 def _check_agreement(tally: Tally, point: ExpectedPoint, results: Sequence[OperationResult | None]) -> None:
@@ -63,12 +63,12 @@ def _check_agreement(tally: Tally, point: ExpectedPoint, results: Sequence[Opera
     if differing and not tally.divergences:
         quantity = Quantity("result", "total_norm")
         sentence = f"differs between ranks: {', '.join(repr(float(norm)) for norm in norms)}"
-        tally.add(Divergence("disagreed", quantity, point.index, (0, *differing), sentence))
+        tally.add(Divergence(FailureKind.DISAGREED, quantity, point.index, (0, *differing), sentence))
 
 
 def _missing(tally: Tally, index: int, quantity: Quantity) -> None:
     sentence = "was not reported"
-    tally.add(Divergence("missing", quantity, index, (quantity.rank,), sentence))
+    tally.add(Divergence(FailureKind.MISSING, quantity, index, (quantity.rank,), sentence))
 
 
 def _name(tensor: torch.Tensor) -> str:

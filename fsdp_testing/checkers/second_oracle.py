@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fsdp_testing.checkers import adoption, parity
+from fsdp_testing.checkers import gathered_state, parity
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.explain import finding_of
 from fsdp_testing.checkers.quantities import Expectation, Expected, ExpectedPoint, Quantity
@@ -44,7 +44,7 @@ def review_pair(case: Case, ranks: Sequence[RankObservation], expectation: Expec
     if len(others) != len(ranks) or wrong:
         told = next((rank.error.message for rank in others if rank.error is not None), "it reported nothing")
         raise HarnessError(f"second oracle: expected DDP to run {case.identity}, got {told}. Run the case by itself.")
-    states = adoption.states(others)
+    states = gathered_state.states(others)
     points = tuple(_point(point, states[point.index]) for point in expectation.points if point.index in states)
     if expectation.notes.get("mode") == "lockstep":
         # Each bound is that of one operation, from the implementation's own state: DDP's is the same before the first.
@@ -62,7 +62,7 @@ def review_pair(case: Case, ranks: Sequence[RankObservation], expectation: Expec
     return replace(found, explanation=f"compared with DDP on the same ranks: {found.explanation}")
 
 
-def _point(point: ExpectedPoint, state: adoption.AdoptedState) -> ExpectedPoint:
+def _point(point: ExpectedPoint, state: gathered_state.GatheredState) -> ExpectedPoint:
     quantities: dict[Quantity, Expected] = {}
     for quantity, expected in point.quantities.items():
         values = {"value": state.values, "gradient": state.gradients}.get(quantity.kind)

@@ -13,7 +13,7 @@ from fsdp_testing.checkers.divergence import Divergence, Tally
 from fsdp_testing.checkers.quantities import Expected, ExpectedPoint, Quantity
 from fsdp_testing.checkers.results import compare_tensor
 from fsdp_testing.checkers.tensors import difference
-from fsdp_testing.records import ParameterObservation, Piece, Snapshot
+from fsdp_testing.records import FailureKind, Mismatch, ParameterObservation, Piece, Snapshot
 
 if TYPE_CHECKING:
     from fsdp_testing.checkers.comparison import Comparison
@@ -39,7 +39,7 @@ def check_state(
 
 def absent_snapshot(point: ExpectedPoint, ranks: tuple[int, ...]) -> Divergence:
     """The divergence that ranks did not report their state at a point."""
-    return Divergence("missing", Quantity("result", "state"), point.index, ranks, "was not reported")
+    return Divergence(FailureKind.MISSING, Quantity("result", "state"), point.index, ranks, "was not reported")
 
 
 class _StateCheck:
@@ -75,10 +75,15 @@ class _StateCheck:
             held.append((rank, seen.pieces))
             wanted = self._point.dtypes.get(quantity.name, seen.dtype)
             if seen.dtype and seen.dtype != wanted:
-                self._report("diverged", quantity, (rank,), f"has dtype {seen.dtype}, expected {wanted}")
+                self._differs(Mismatch.DTYPE, quantity, (rank,), f"has dtype {seen.dtype}, expected {wanted}")
             flag = self._point.requires_grad.get(quantity.name, seen.requires_grad)
             if seen.requires_grad != flag:
-                self._report("diverged", quantity, (rank,), f"has requires_grad={seen.requires_grad}, expected {flag}")
+                self._differs(
+                    Mismatch.REQUIRES_GRAD,
+                    quantity,
+                    (rank,),
+                    f"has requires_grad={seen.requires_grad}, expected {flag}",
+                )
         self._pieces(quantity, held, expected)
 
     def _gradient(self, quantity: Quantity, expected: Expected) -> None:
@@ -88,7 +93,9 @@ class _StateCheck:
             if seen.grad_pieces is not None:
                 held.append((rank, seen.grad_pieces))
                 if seen.dtype and seen.grad_dtype != seen.dtype:
-                    self._report("diverged", quantity, (rank,), f"has dtype {seen.grad_dtype}, expected {seen.dtype}")
+                    self._differs(
+                        Mismatch.DTYPE, quantity, (rank,), f"has dtype {seen.grad_dtype}, expected {seen.dtype}"
+                    )
             elif any(piece.stop > piece.start for piece in seen.pieces):
                 without.append(rank)
         if expected.value is None:
@@ -103,7 +110,7 @@ class _StateCheck:
         self._tally.count()
         size = float(wanted.abs().max()) if wanted.numel() else 0.0
         if size != 0.0 or not self._asked.none_is_zero:
-            self._report("diverged", quantity, without, f"is None, expected numbers (up to {size:.3g})")
+            self._differs(Mismatch.NONE, quantity, without, f"is None, expected numbers (up to {size:.3g})")
 
     def _none(self, quantity: Quantity, held: RankPieces) -> None:
         """One process has no gradient."""
@@ -112,7 +119,7 @@ class _StateCheck:
             filled = [piece for piece in pieces if piece.stop > piece.start]
             size = max((float(piece.value.abs().max()) for piece in filled), default=0.0)
             if filled and not (self._asked.none_is_zero and size == 0.0):
-                self._report("diverged", quantity, (rank,), f"holds numbers (up to {size:.3g}), expected None")
+                self._differs(Mismatch.NOT_NONE, quantity, (rank,), f"holds numbers (up to {size:.3g}), expected None")
 
     def _optimizer(self, quantity: Quantity, expected: Expected) -> None:
         if any(snapshot.optimizer is None for snapshot in self._snapshots) or expected.value is None:
@@ -135,7 +142,7 @@ class _StateCheck:
     def _buffer(self, quantity: Quantity, expected: Expected) -> None:
         seen = self._snapshots[quantity.rank].buffers.get(quantity.name)
         if seen is None:
-            self._report("missing", quantity, (quantity.rank,), "is gone")
+            self._report(FailureKind.MISSING, quantity, (quantity.rank,), "is gone")
         else:
             compare_tensor(self._tally, self._point, quantity, seen.value, expected)
 
@@ -147,11 +154,11 @@ class _StateCheck:
         whole = assemble(held, self._shapes[quantity.name])
         if whole is None or not whole.complete:
             where = "" if whole is None else f" from element {whole.first_hole()} on"
-            self._report("missing", quantity, (), f"is held by no rank{where}")
+            self._report(FailureKind.MISSING, quantity, (), f"is held by no rank{where}")
             return
         for one, other, position in whole.contradictions[:1]:
             sentence = f"differs between ranks {one} and {other}, first in element {position}"
-            self._report("disagreed", quantity, (one, other), sentence)
+            self._report(FailureKind.DISAGREED, quantity, (one, other), sentence)
         self._numbers(quantity, held, whole, expected)
 
     def _numbers(self, quantity: Quantity, held: RankPieces, whole: Assembled, expected: Expected) -> None:
@@ -164,10 +171,13 @@ class _StateCheck:
         ranks = tuple(rank for rank, pieces in held if _diverges(pieces, expected))
         sentence = f"is off by {found.error:.3g} (bound {found.bound:.3g}), element {found.position} is {found.told}"
         index, why = self._point.index, expected.derivation
-        self._tally.add(Divergence("diverged", quantity, index, ranks, sentence, found.error, found.bound, why))
+        self._tally.add(Divergence.sized(quantity, index, ranks, sentence, found, why))
 
-    def _report(self, kind: str, quantity: Quantity, ranks: tuple[int, ...], sentence: str) -> None:
+    def _report(self, kind: FailureKind, quantity: Quantity, ranks: tuple[int, ...], sentence: str) -> None:
         self._tally.add(Divergence(kind, quantity, self._point.index, ranks, sentence))
+
+    def _differs(self, mismatch: Mismatch, quantity: Quantity, ranks: tuple[int, ...], sentence: str) -> None:
+        self._tally.add(Divergence(FailureKind.DIVERGED, quantity, self._point.index, ranks, sentence, mismatch))
 
 
 def _diverges(pieces: Sequence[Piece], expected: Expected) -> bool:

@@ -5,29 +5,28 @@ Each rule reads the events of all ranks and returns the first thing that is wron
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from fsdp_testing.checkers.explain import operation_text
-from fsdp_testing.checkers.lifecycle import check_lifecycle, still_gathered
+from fsdp_testing.checkers.explain import finding, overrun_finding
+from fsdp_testing.checkers.lifecycle import check_lifecycle
 from fsdp_testing.checkers.order import ranks_agree
+from fsdp_testing.checkers.overruns import CommunicationBudget, first_overrun
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.records import (
     AutogradEvent,
     Case,
     CollectiveEvent,
     Event,
+    FailureKind,
     Finding,
     History,
+    Measure,
+    OperationAccount,
     RankObservation,
     UnitEvent,
 )
-
-GATHERS = ("all_gather",)
-REDUCTIONS = ("reduce_scatter", "all_reduce", "all_to_all")
-_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
-_FLAG_BYTES = 16
-"""A reduction of no more than this is a flag or a norm, and no gradient of any model here."""
+from fsdp_testing.records.account import GATHERS, REDUCTIONS, wire_bytes
 
 Units = tuple[tuple[str, tuple[str, ...]], ...]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -42,62 +41,43 @@ class TracedObservation(RankObservation):
     shapes: Mapping[str, tuple[int, ...]] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """What breaks a rule: on which rank, in which operation of the program."""
-
-    rank: int
-    operation: int
-    sentence: str
-
-
-Rule = Callable[[Case, Sequence[TracedObservation]], Broken | None]
+Rule = Callable[[Case, Sequence[TracedObservation]], Finding | None]
 
 
 def review(rules: Sequence[Rule], case: Case, ranks: Sequence[RankObservation]) -> Finding | None:
-    """Returns the first thing that breaks one of `rules`; ranks without a trace say nothing."""
+    """Return the first thing that breaks one of `rules`; nothing is judged of ranks without a trace."""
     traced = [rank for rank in ranks if isinstance(rank, TracedObservation)]
     if len(traced) < len(ranks):
         return None
-    broken = next((found for rule in rules if (found := rule(case, traced)) is not None), None)
-    if broken is None:
-        return None
-    text = operation_text(case, broken.operation)
-    return Finding(
-        kind="uncoordinated",
-        quantity="order of events",
-        operation=broken.operation,
-        operation_text=text,
-        ranks=(broken.rank,),
-        explanation=f"in {text}: {broken.sentence}, on rank {broken.rank}",
-        case=case,
-    )
+    return next((found for rule in rules if (found := rule(case, traced)) is not None), None)
+
+
+def _broken(case: Case, rank: int, operation: int, sentence: str) -> Finding:
+    statement = f"{sentence}, on rank {rank}"
+    return finding(case, FailureKind.UNCOORDINATED, "order of events", operation, statement, ranks=(rank,))
 
 
 # ----------------------------------------------------------------------------------------------- the rules
 
 
-def same_collectives(_case: Case, ranks: Sequence[TracedObservation]) -> Broken | None:
+def same_collectives(case: Case, ranks: Sequence[TracedObservation]) -> Finding | None:
     """Every rank issues the same collectives in the same order."""
     told = ranks_agree(_history(ranks))
-    return Broken(0, -1, f"ranks disagree: {told}") if told else None
+    return _broken(case, 0, -1, f"ranks disagree: {told}") if told else None
 
 
-def gathered_once(_case: Case, ranks: Sequence[TracedObservation]) -> Broken | None:
+def gathered_once(case: Case, ranks: Sequence[TracedObservation]) -> Finding | None:
     """A unit is gathered and freed in turn."""
     found = check_lifecycle(_history(ranks))
-    return Broken(found[0].rank, found[0].operation, found[0].sentence) if found else None
+    return _broken(case, found[0].rank, found[0].operation, found[0].sentence) if found else None
 
 
-def all_freed(case: Case, ranks: Sequence[TracedObservation]) -> Broken | None:
-    """After the last backward no unit holds its full parameters."""
-    left = still_gathered(_history(ranks))
-    if not left:
-        return None
-    return Broken(left[0][0], len(case.program) - 1, f"unit {_shown(left[0][1])} is never freed again")
+def all_freed(case: Case, ranks: Sequence[TracedObservation]) -> Finding | None:
+    """After a backward no unit is unsharded."""
+    return _overrun(case, ranks, Measure.KEPT_PARAMETERS)
 
 
-def held_while_used(_case: Case, ranks: Sequence[TracedObservation]) -> Broken | None:
+def held_while_used(case: Case, ranks: Sequence[TracedObservation]) -> Finding | None:
     """A module runs forward only while its unit is gathered, and backward only after the unit was gathered again."""
     for rank in ranks:
         uses = list(_uses(rank))
@@ -109,44 +89,66 @@ def held_while_used(_case: Case, ranks: Sequence[TracedObservation]) -> Broken |
             if event.moment == "post_forward" or not _gathered_next(rank.events[place:], owner):
                 way = "forward" if event.moment == "post_forward" else "backward"
                 sentence = f"{_shown(event.module)} runs {way} while its unit {_shown(owner)} is freed"
-                return Broken(rank.rank, event.operation, sentence)
+                return _broken(case, rank.rank, event.operation, sentence)
     return None
 
 
-def gathers_needed(case: Case, ranks: Sequence[TracedObservation]) -> Broken | None:
+def gathers_needed(case: Case, ranks: Sequence[TracedObservation]) -> Finding | None:
     """Units are gathered once for forward and once for backward, or once for both; nothing more goes on the wire."""
-    passes = {"full_shard": 2, "shard_grad_op": 1, "no_shard": 0}[case.strategy]
-    for rank in ranks:
-        for operation in _passes(case):
-            counted = [e.unit for e in _units(rank, operation) if e.transition == "gather"]
-            for unit, fqns in rank.units:
-                if fqns and counted.count(unit) > passes:
-                    sentence = f"unit {_shown(unit)} is gathered {counted.count(unit)} times, {passes} would do"
-                    return Broken(rank.rank, operation, sentence)
-            wire = sum(_size(e) for e in _collectives(rank, operation) if e.name.startswith(GATHERS))
-            most = passes * _padded_bytes(case, rank)
-            if wire > most:
-                return Broken(rank.rank, operation, f"{wire} bytes are gathered, {most} with all padding would do")
-    return None
+    return _overrun(case, ranks, Measure.UNIT_GATHERS, Measure.GATHERED_BYTES)
 
 
-def reductions_needed(case: Case, ranks: Sequence[TracedObservation]) -> Broken | None:
+def reductions_needed(case: Case, ranks: Sequence[TracedObservation]) -> Finding | None:
     """Gradients are reduced once for every unit, and not at all inside no_sync."""
-    for rank in ranks:
-        for operation in range(len(case.program)):
-            found = [
-                event
-                for event in _collectives(rank, operation)
-                if event.name.startswith(REDUCTIONS) and not 0 < _size(event) <= _FLAG_BYTES
-            ]
-            most = sum(bool(fqns) for _, fqns in rank.units) if operation in _passes(case) else 0
-            if len(found) > most:
-                sentence = f"{len(found)} reductions are issued, {most} would do"
-                return Broken(rank.rank, operation, sentence)
-    return None
+    return _overrun(case, ranks, Measure.REDUCTIONS)
 
 
-def within_memory(case: Case, ranks: Sequence[TracedObservation]) -> Broken | None:
+def _overrun(case: Case, ranks: Sequence[TracedObservation], *measures: Measure) -> Finding | None:
+    """What is judged of every case by its accounts, here by those of the trace."""
+    units = [unit for unit, fqns in ranks[0].units if fqns]
+    budget = CommunicationBudget(1, _padded_bytes(case, ranks[0]), len(units), casts=False)
+    accounts = [accounts_of(case, rank.events, units) for rank in ranks]
+    found = first_overrun(case, accounts, budget, measures)
+    return None if found is None else overrun_finding(case, found)
+
+
+def accounts_of(case: Case, events: Sequence[Event], units: Collection[str]) -> list[OperationAccount]:
+    """Return what each operation put on the wire and left unsharded, by the events of one rank.
+
+    Args:
+        case: What ran.
+        events: In order.
+        units: Those with parameters.
+    """
+    unsharded: dict[str, int] = {}
+    accounts: list[OperationAccount] = []
+    for index in range(-1, len(case.program)):
+        now = [event for event in events if event.operation == index]
+        changes = [event for event in now if isinstance(event, UnitEvent) and event.unit in units]
+        for event in changes:
+            if event.transition == "gather":
+                unsharded[event.unit] = 0
+            elif event.transition == "free":
+                unsharded.pop(event.unit, None)
+        accounts.append(
+            OperationAccount(
+                index,
+                backward=index >= 0 and case.program[index].kind == "forward_backward",
+                gathered=tuple(event.unit for event in changes if event.transition == "gather"),
+                held=tuple(sorted(unsharded.items())),
+                gather_bytes=_wire(now, GATHERS),
+                reduction_bytes=_wire(now, REDUCTIONS),
+            )
+        )
+    return accounts
+
+
+def _wire(events: Sequence[Event], names: tuple[str, ...]) -> tuple[int, ...]:
+    issued = [event for event in events if isinstance(event, CollectiveEvent) and event.name.startswith(names)]
+    return tuple(wire_bytes(event.dtype, event.numel) for event in issued)
+
+
+def within_memory(case: Case, ranks: Sequence[TracedObservation]) -> Finding | None:
     """Never more full parameters are held than the strategy promises.
 
     With `full_shard` those of the unit that runs, of the units around it, and of one unit gathered ahead.
@@ -165,11 +167,11 @@ def within_memory(case: Case, ranks: Sequence[TracedObservation]) -> Broken | No
             if sum(held.values()) > most:
                 names = ", ".join(_shown(unit) for unit in held)
                 sentence = f"{sum(held.values())} elements are held in full ({names}), the strategy promises {most}"
-                return Broken(rank.rank, event.operation, sentence)
+                return _broken(case, rank.rank, event.operation, sentence)
     return None
 
 
-def in_order(case: Case, ranks: Sequence[TracedObservation]) -> Broken | None:
+def in_order(case: Case, ranks: Sequence[TracedObservation]) -> Finding | None:
     """Units are gathered in the order in which they run, and for backward in the reverse order in which they ended."""
     for rank in ranks:
         for operation in _passes(case)[1:]:
@@ -182,7 +184,9 @@ def in_order(case: Case, ranks: Sequence[TracedObservation]) -> Broken | None:
             # Whether a unit is gathered again for backward is another rule's; here, in which order.
             if got and (first != forward or not all(unit in then for unit in got[len(forward) :])):
                 told, wanted = ", ".join(map(_shown, got)), ", ".join(map(_shown, (*forward, *backward)))
-                return Broken(rank.rank, operation, f"units are gathered in the order {told}; they run in {wanted}")
+                return _broken(
+                    case, rank.rank, operation, f"units are gathered in the order {told}; they run in {wanted}"
+                )
     return None
 
 
@@ -202,14 +206,6 @@ def _passes(case: Case) -> list[int]:
 def _units(rank: TracedObservation, operation: int | None = None) -> list[UnitEvent]:
     found = [event for event in rank.events if isinstance(event, UnitEvent)]
     return [event for event in found if operation is None or event.operation == operation]
-
-
-def _collectives(rank: TracedObservation, operation: int) -> list[CollectiveEvent]:
-    return [e for e in rank.events if isinstance(e, CollectiveEvent) and e.operation == operation]
-
-
-def _size(event: CollectiveEvent) -> int:
-    return event.numel * _BYTES.get(event.dtype, 1)
 
 
 def _uses(rank: TracedObservation) -> Iterator[tuple[int, AutogradEvent, str, set[str]]]:
@@ -263,7 +259,7 @@ def _padded_bytes(case: Case, rank: TracedObservation) -> int:
     for _, fqns in rank.units:
         for fqn in fqns:
             shape = _shape(rank, fqn) or (1,)
-            total += -(-shape[0] // size) * size * _numel(shape[1:]) * _BYTES[case.model.dtype]
+            total += wire_bytes(case.model.dtype, -(-shape[0] // size) * size * _numel(shape[1:]))
         total += size * 16
     return total
 

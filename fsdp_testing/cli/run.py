@@ -156,7 +156,7 @@ def judged(
 ) -> tuple[RunReport, bool]:
     """The report, and whether the user interrupted the run before it was complete."""
     from fsdp_testing.conformance import environment, run_conformance
-    from fsdp_testing.programs.runner import CaseRunner
+    from fsdp_testing.judging.case_runner import CaseRunner
     from fsdp_testing.records import RunReport
     from fsdp_testing.report.progress import ProgressListener
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from fsdp_testing.checkers import parity
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.quantities import Expectation, Expected, ExpectedPoint, Quantity
-from fsdp_testing.records import Case, ForwardBackward, Freeze, Operation, RankObservation, Step
+from fsdp_testing.records import Case, Freeze, RankObservation
 
 Oracle = Callable[[Case], Expectation]
 """Runs a case in one process, freely, and looks after every operation."""
@@ -103,7 +103,7 @@ class WrongNumbers:
     def _without_rank(self, point: ExpectedPoint) -> Likeness | None:
         size = self._case.world.size
         for silent in range(size) if self._kinds == {"gradient"} and size > 1 else ():
-            program = tuple(_without_rows(operation, silent, size) for operation in self._case.program)
+            program = tuple(operation.without_rank(silent, size) for operation in self._case.program)
             other = self._oracle(replace(self._case, program=program))
             if self._agrees(self._values_at(other, point, point.index), point):
                 return Likeness(-1, 1.0, self._kinds, rank=silent)
@@ -114,7 +114,7 @@ class WrongNumbers:
 
         One process is made to do that by freezing their parameters before the gradients of this step come into being.
         """
-        steps = [i for i, operation in enumerate(self._case.program[: self._index]) if isinstance(operation, Step)]
+        steps = [i for i, operation in enumerate(self._case.program[: self._index]) if operation.steps]
         for number, step in reversed(list(enumerate(steps))):
             units = held(step)
             fqns = tuple(fqn for names in units.values() for fqn in names)
@@ -140,14 +140,6 @@ class WrongNumbers:
         only = replace(self._truth, points=(replace(point, quantities=values),))
         tally = parity.compare(only, self._ranks, self._comparison)
         return tally.comparisons > 0 and not tally.divergences and not tally.undecided
-
-
-def _without_rows(operation: Operation, silent: int, size: int) -> Operation:
-    """The operation with an empty batch on one rank."""
-    if not isinstance(operation, ForwardBackward):
-        return operation
-    rows = tuple(0 if rank == silent else operation.batch.rows_of(rank) for rank in range(size))
-    return replace(operation, batch=replace(operation.batch, rows=rows))
 
 
 def _times(expected: Expected, factor: float) -> Expected:

@@ -12,32 +12,36 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from fsdp_testing.checkers import adoption
+from fsdp_testing.checkers import gathered_state
 from fsdp_testing.checkers.comparison import Comparison
-from fsdp_testing.checkers.explain_signature import (
-    FindingSignature,
-    FineSignature,
-    fine_signature_of,
-    schedule_shape,
-    signature_of,
-)
+from fsdp_testing.checkers.lifecycle import unsharded_before
 from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.explanation.budget import Budget
 from fsdp_testing.explanation.casts import OtherCast, other_cast
-from fsdp_testing.explanation.holding import held_before
 from fsdp_testing.explanation.likeness import Likeness, WrongNumbers
 from fsdp_testing.explanation.shortest import shorten, with_schedule
 from fsdp_testing.explanation.telling import tell
 from fsdp_testing.implementations import registry
+from fsdp_testing.judging.case_runner import ORDINARY, CaseRunner, RunMode
+from fsdp_testing.judging.signature import FineSignature, Signature, fine_signature_of, signature_of
 from fsdp_testing.programs import jobs
 from fsdp_testing.programs.fitting import as_observed
-from fsdp_testing.programs.runner import ORDINARY, CaseRunner, Special
-from fsdp_testing.records import Case, CheckResult, Explanation, Finding, Operation, OperationText, Verdict
+from fsdp_testing.records import (
+    LOSES_RANKS,
+    RAISES,
+    Case,
+    CheckResult,
+    Explanation,
+    FailureKind,
+    Finding,
+    Operation,
+    Verdict,
+)
 from fsdp_testing.trace.portrait import portrait_of
 from fsdp_testing.trace.run import Trace, trace_on
 
-REDUCIBLE = ("diverged", "disagreed", "missing", "uncoordinated", "raised")
+REDUCIBLE = frozenset(FailureKind) - LOSES_RANKS
 """Kinds of findings that may be run again often; each death or hang costs a world and a deadline."""
 
 
@@ -47,12 +51,14 @@ class How:
 
     Attributes:
         comparison: How observations are compared with the oracle.
-        special: How cases are run, where they are not run as they are.
+        mode: How cases are run, where they are not run as they are.
     """
 
     comparison: Comparison
-    special: Special = ORDINARY
+    mode: RunMode = ORDINARY
 
+
+_NUMBERS = (FailureKind.DIVERGED, FailureKind.DISAGREED)
 
 HowOf = Callable[[str], How | None]
 """How a check judges, by its name; None for a check that is not decided by one program at a time."""
@@ -143,7 +149,7 @@ class _Explainer:
 
     def causes(self, places: Sequence[_Place]) -> list[_Cause]:
         """Every root cause found, each with the findings that belong to it."""
-        found: dict[FindingSignature, list[_Cause]] = {}
+        found: dict[Signature, list[_Cause]] = {}
         known: dict[FineSignature, _Cause] = {}
         for place in places:
             fine = fine_signature_of(place.finding)
@@ -159,7 +165,7 @@ class _Explainer:
 
     def _judge(self, how: How) -> Callable[[Case], Finding | None]:
         def judge(case: Case) -> Finding | None:
-            asked = self._runner.judge(self._name, case, how.comparison, closely=True, special=how.special)
+            asked = self._runner.judge(self._name, case, how.comparison, closely=True, mode=how.mode)
             return asked.finding
 
         return judge
@@ -183,7 +189,7 @@ class _Explainer:
         case = short.finding.case
         like, traced = self._look(short.finding, place.how)
         cast = self._cast(short.finding, place.how) if like is None else None
-        held = held_before(traced.history, like.left_out) if traced is not None and like is not None else {}
+        held = unsharded_before(traced.history, like.left_out) if traced is not None and like is not None else {}
         explanation = Explanation(
             sentence=tell(short.finding, like, held, cast),
             schedule=tuple(_lines(case.program)),
@@ -205,7 +211,8 @@ class _Explainer:
 
     def _cause(self, finding: Finding, explanation: Explanation, causes: list[_Cause]) -> _Cause:
         kind, sort, operation = signature_of(finding)
-        label = f"{kind}: {sort} in {operation} ({' > '.join(schedule_shape(explanation.case))})"
+        schedule = " > ".join(step.shape() for step in explanation.case.program)
+        label = f"{kind}: {sort} in {operation} ({schedule})"
         cause = _Cause(label if not causes else f"{label}, number {len(causes) + 1}", explanation)
         causes.append(cause)
         return cause
@@ -213,14 +220,14 @@ class _Explainer:
     def _look(self, finding: Finding, how: How) -> tuple[Likeness | None, Trace | None]:
         """What the wrong numbers are like, and how the shortest schedule runs."""
         traced = self._traced(finding)
-        if finding.kind not in ("diverged", "disagreed") or how.special != ORDINARY:
+        if finding.kind not in _NUMBERS or how.mode != ORDINARY:
             return None, traced
 
         def held(operation: int) -> dict[str, tuple[str, ...]]:
             if traced is None:
                 return {}
             names = dict(traced.units[0])
-            return {unit: names.get(unit, ()) for unit in held_before(traced.history, operation)}
+            return {unit: names.get(unit, ()) for unit in unsharded_before(traced.history, operation)}
 
         with suppress(HarnessError):  # an oracle that cannot run a variant leaves the failure as it is told
             ranks = self._runner.observe(self._name, finding.case, observe_all=True)
@@ -230,12 +237,12 @@ class _Explainer:
 
     def _cast(self, finding: Finding, how: How) -> OtherCast | None:
         """In which dtype it was done instead, where a case in mixed precision has wrong numbers."""
-        numbers = finding.kind in ("diverged", "disagreed") and how.special == ORDINARY
+        numbers = finding.kind in _NUMBERS and how.mode == ORDINARY
         if not (numbers and how.comparison.lockstep and finding.case.mixed_precision is not None):
             return None
         with suppress(HarnessError):  # an oracle that cannot run a variant leaves the failure as it is told
             ranks = self._runner.observe(self._name, finding.case, observe_all=True)
-            adopted = adoption.states(ranks)
+            adopted = gathered_state.states(ranks)
 
             def oracle(case: Case) -> Expectation:
                 told: Expectation = self._runner.on_ranks(jobs.expect_lockstep, case, self._name, adopted, size=1)[0]
@@ -246,7 +253,7 @@ class _Explainer:
 
     def _traced(self, finding: Finding) -> Trace | None:
         claimed = "unit_trace" in registry.load(self._name).capabilities
-        if not claimed or finding.kind == "raised" or finding.case.world.backend != "gloo":
+        if not claimed or finding.kind in RAISES or finding.case.world.backend != "gloo":
             return None
         with suppress(HarnessError):  # what cannot be traced is told without it
             traced = trace_on(self._runner.on_ranks, self._name, finding.case)
@@ -262,4 +269,4 @@ class _Explainer:
 
 def _lines(program: Sequence[Operation]) -> Iterator[str]:
     for index, operation in enumerate(program):
-        yield str(OperationText(index, operation)).removeprefix("operation ")
+        yield operation.text(index).removeprefix("operation ")

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from fsdp_testing.checkers.explain_signature import operation_shape, signature_of
 from fsdp_testing.explanation.budget import Budget
+from fsdp_testing.judging.signature import signature_of
 from fsdp_testing.records import Case, Finding, Operation
 
 Judge = Callable[[Case], Finding | None]
@@ -71,9 +71,9 @@ def with_schedule(case: Case, known: Sequence[Operation]) -> Iterator[Case]:
 
     First with the very same operations, then with operations of the same kinds. Of several that fit the last are taken.
     """
-    kinds = [operation_shape(wanted) for wanted in known]
+    kinds = [wanted.shape() for wanted in known]
     same = _picked(case, known, lambda operation: operation)
-    alike = _picked(case, kinds, operation_shape)
+    alike = _picked(case, kinds, lambda operation: operation.shape())
     yield from (replace(case, program=program) for program in dict.fromkeys((same, alike)) if program)
 
 

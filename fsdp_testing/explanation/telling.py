@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fsdp_testing.checkers.explain_signature import operation_words
+from fsdp_testing.checkers.explain import ranks_text
 from fsdp_testing.explanation.casts import OtherCast
 from fsdp_testing.explanation.likeness import Likeness
-from fsdp_testing.records import Case, EditFullParameters, Finding, ForwardBackward, Operation, OperationText, Step
+from fsdp_testing.records import RAISES, Case, Finding, Operation
 
 Held = Mapping[str, tuple[int, ...]]
 
@@ -24,8 +24,8 @@ def tell(finding: Finding, like: Likeness | None, held: Held, cast: OtherCast | 
     case = finding.case
     schedule = _schedule(case.program[: finding.operation + 1])
     after = f"After {schedule}" if schedule else "While building and wrapping the model"
-    if finding.kind == "raised":
-        return f"{after}: {finding.explanation.removeprefix(f'in {finding.operation_text}: ')}"
+    if finding.kind in RAISES:
+        return f"{after}: {finding.statement}"
     told = f"{after}: {_what_is_wrong(finding)}"
     if cast is not None:
         return f"{after}: {cast.happened}; {_what_is_wrong(finding)}, and is what one process gives with that cast."
@@ -35,7 +35,7 @@ def tell(finding: Finding, like: Likeness | None, held: Held, cast: OtherCast | 
 
 
 def _schedule(program: Sequence[Operation]) -> str:
-    words = [operation_words(operation) for operation in program]
+    words = [operation.words() for operation in program]
     if len(words) < 2:
         return "".join(words)
     return f"{', '.join(words[:-1])} then {words[-1]}"
@@ -43,17 +43,13 @@ def _schedule(program: Sequence[Operation]) -> str:
 
 def _what_is_wrong(finding: Finding) -> str:
     if finding.max_error is None:
-        # The sentence of the finding begins with the place, which the schedule has just told.
-        text = finding.explanation.partition(": ")[2] if finding.kind in _PLACED else finding.explanation
-        return text.partition(";")[0] or finding.explanation
+        # Without the place, which the schedule has just said.
+        return finding.statement or finding.explanation
     size = f"max error {finding.max_error:.3g}"
     if finding.bound is not None:
         size += f", bound {finding.bound:.2g}" if finding.bound else ", equal bits were due"
     where = "" if " on rank " in finding.quantity or not finding.ranks else f" on {ranks_text(finding.ranks)}"
     return f"{finding.quantity} is wrong{where} ({size})"
-
-
-_PLACED = ("diverged", "disagreed", "missing")
 
 
 def _cause(case: Case, like: Likeness, held: Held) -> str:
@@ -64,14 +60,14 @@ def _cause(case: Case, like: Likeness, held: Held) -> str:
             return f"gradients are {like.factor:g} times too large, a sum over ranks where a mean is due"
         return f"gradients are 1/{case.world.size} of what is due, divided by the number of ranks once too often"
     operation = case.program[like.left_out]
-    name = f"operation {like.left_out}, {operation_words(operation)}"
-    if like.kinds == {"result"} and isinstance(operation, (Step, EditFullParameters)):
+    name = f"operation {like.left_out}, {operation.words()}"
+    if like.kinds == {"result"} and operation.writes_parameters:
         if held:
             holders = sorted({rank for ranks in held.values() for rank in ranks})
             verb = "holds" if len(held) == 1 else "hold"
             return f"{units_text(tuple(held))} still {verb} the weights from before {name}, on {ranks_text(tuple(holders))}"
         return f"the weights from before {name}, are still in use"
-    if like.kinds == {"gradient"} and isinstance(operation, ForwardBackward):
+    if like.kinds == {"gradient"} and operation.runs_backward:
         return f"the gradient of {name}, is missing"
     return f"{name}, had no effect"
 
@@ -81,7 +77,7 @@ def _equal_to(case: Case, like: Likeness) -> str:
         return f"and is what one process gives when rank {like.rank} has no inputs"
     if like.left_out < 0:
         return f"exactly {like.factor:g} times what one process gives"
-    text = OperationText(like.left_out, case.program[like.left_out])
+    text = case.program[like.left_out].text(like.left_out)
     for_whom = f" for {units_text(like.units)}" if like.units else ""
     return f"and is what one process gives without {text}{for_whom}"
 
@@ -92,11 +88,6 @@ def units_text(units: tuple[str, ...]) -> str:
         return "the root unit"
     noun = "unit" if len(units) == 1 else "units"
     return f"{noun} {_list([f'`{unit}`' if unit else '(root)' for unit in units])}"
-
-
-def ranks_text(ranks: tuple[int, ...]) -> str:
-    """Returns ranks in words: rank 1, ranks 0 and 2."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {_list([str(rank) for rank in ranks])}"
 
 
 def _list(words: Sequence[str]) -> str:

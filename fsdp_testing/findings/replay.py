@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from fsdp_testing.campaign import stream
 from fsdp_testing.campaign.batch import LASTING, Watch, run_batch
 from fsdp_testing.campaign.lane import lost_note
 from fsdp_testing.errors import InvalidArgument, InvalidRecord
 from fsdp_testing.findings.discovery import FINDING_FORMAT, Discovery
 from fsdp_testing.implementations.adapter import Adapter
-from fsdp_testing.judging.judge import CaseNote, judge_batch
+from fsdp_testing.judging import record_stream
+from fsdp_testing.judging.batch_judge import CaseNote, judge_batch
 from fsdp_testing.pool import Pool
 from fsdp_testing.records import Case, RankObservation, RunReport
 from fsdp_testing.records.document import load_json
@@ -110,7 +110,7 @@ def replay(pool: Pool, name: str, case: Case, deadline: float = 30.0) -> Replaye
         digest = _digest(directory, case.world.size)
         note = _judged(pool, name, case, directory, watch)
         if note.status == "unfinished":
-            note = lost_note(note, outcome)
+            note = lost_note(case, note, outcome)
         return Replayed(note, digest, "" if outcome.ok else outcome.describe())
     finally:
         world.release()
@@ -120,7 +120,7 @@ def replay(pool: Pool, name: str, case: Case, deadline: float = 30.0) -> Replaye
 def _judged(pool: Pool, name: str, case: Case, directory: str, watch: Watch) -> CaseNote:
     world = pool.world(1)
     try:
-        arguments = (name, [case], case.world.size, directory, watch)
+        arguments = (name, [case], case.world.size, directory, watch.operations)
         outcome = world.execute(judge_batch, arguments, timeout=120.0, name="judge")
     finally:
         world.release()
@@ -133,7 +133,7 @@ def _judged(pool: Pool, name: str, case: Case, directory: str, watch: Watch) -> 
 def _digest(directory: str, size: int) -> str:
     total = hashlib.sha256()
     for rank in range(size):
-        records = stream.read(directory, rank)
+        records = record_stream.read(directory, rank)
         if not records:
             return ""
         for part in _parts(records[0].observation):

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from string import Template
 
 from fsdp_testing.findings.discovery import Discovery
-from fsdp_testing.judging.communication_budget import theory_of
+from fsdp_testing.judging.communication_budget import budget_of
 from fsdp_testing.judging.signature import operation_kind
 from fsdp_testing.records import Case
 from fsdp_testing.zoo.tree import unit_of
-from fsdp_testing.zoo.tree_legality import parameters
+from fsdp_testing.zoo.tree_schema import parameters
 
 _FSDP1_HELD = """def held(model, units):
     total = 0
@@ -140,9 +140,9 @@ def _excess(found: Discovery, operation: int) -> Cost | None:
 
 def _gathers(case: Case, kind: str) -> int | None:
     """How many gathers one pass takes with one for each unit, as torch does it: the root stays between the directions."""
-    theory = theory_of(case)
-    if theory is None or kind not in ("forward", "forward_backward"):
+    budget = budget_of(case)
+    if budget is None or kind not in ("forward", "forward_backward"):
         return None
     units = {unit_of(spec.module, case.wrapping.units) for spec in parameters(case.model.tree)}
     twice = kind == "forward_backward" and case.strategy in ("full_shard", "hybrid_shard")
-    return theory.uses * sum(2 if twice and unit else 1 for unit in units)
+    return budget.uses * sum(2 if twice and unit else 1 for unit in units)

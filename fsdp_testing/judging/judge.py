@@ -1,260 +1,220 @@
-"""How is a finished batch judged? In a process of its own: the oracle replays, the screen clears, parity decides.
+"""What does one case say of an implementation? The one judgement, whoever ran the case.
 
-Runs in the single rank of a world of one, while the ranks are busy with the next batch.
+Three-valued: `PASS` needs something that was compared and found right, `FAIL` a fact that refutes, and everything else is
+`UNKNOWN`. What was not observed (`None` in a record) is not judged.
 """
 
 from __future__ import annotations
 
-import functools
-import math
-import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-import torch
-from torch import nn
-
-from fsdp_testing.campaign import stream
-from fsdp_testing.campaign.batch import OUTLIVES, Watch
-from fsdp_testing.campaign.stream import CaseRecord
-from fsdp_testing.checkers import adoption, parity, promises
-from fsdp_testing.checkers.comparison import Comparison
+from fsdp_testing.checkers import overruns, parity
 from fsdp_testing.checkers.divergence import Tally
+from fsdp_testing.checkers.explain import explain, finding, finding_of, overrun_finding, raised_finding
 from fsdp_testing.checkers.quantities import Expectation
-from fsdp_testing.implementations import registry
-from fsdp_testing.implementations.adapter import Adapter
-from fsdp_testing.implementations.protocol import Division
-from fsdp_testing.judging import screen
-from fsdp_testing.judging.communication_budget import theory_of
-from fsdp_testing.judging.signature import Signature, of_divergence, of_error, operation_kind
-from fsdp_testing.programs import oracle
-from fsdp_testing.programs.fitting import fitted
-from fsdp_testing.programs.replay import Replay
-from fsdp_testing.programs.setup import setup_of
-from fsdp_testing.records import UNIT_ROUNDOFF, Case, Overrun, RankObservation, WorldSpec, WrappingPlan
-from fsdp_testing.zoo import MODELS
-from fsdp_testing.zoo.tree_legality import parameters
+from fsdp_testing.judging.communication_budget import budget_of
+from fsdp_testing.judging.numbers import Numbers
+from fsdp_testing.pool import Fate, WorldOutcome
+from fsdp_testing.records import (
+    RAISES,
+    Case,
+    CaseRecord,
+    FailureKind,
+    Finding,
+    RaisedError,
+    RankObservation,
+    Verdict,
+)
 
-_ROUNDINGS_OF_A_PART = 64
-"""Roundings of a part in a narrower dtype: its inner products, several times over."""
+OUTLIVES = "the model outlives its case: something refers to it for good"
+"""What a record reports as left behind where it is the case's model."""
+
+AskOracle = Callable[[Sequence[RankObservation]], Numbers]
+"""Compares what all ranks report with the oracle, which runs only if there is something to compare."""
+
+Review = Callable[[Case, Sequence[RankObservation], Expectation], Finding | None]
+"""A rule of one check: looks at what the ranks report once the numbers agree."""
 
 
 @dataclass(frozen=True, slots=True)
-class CaseNote:
-    """What the judge says of one case of a batch.
+class Judgement:
+    """What is known of one case on one implementation.
 
     Attributes:
-        index: Place of the case in the batch.
-        status: `passed`, `leaked` (right, but its model stays in memory), `suspect` (to be confirmed alone),
-            `unfinished` (its observations are not complete),
-            `unsupported` (the implementation said so itself), `unjudged` (the oracle or the adapter could not run it, or
-            nothing was compared).
-        reason: Why it is not `passed`.
-        comparisons: Number of tensors compared.
-        screened: It was cleared by the screen alone.
-        signature: What the failure looks like.
-        arcs: The way through the implementation's source, if it was recorded.
-        overrun: The facts of a failure of kind `kept` or `excess`.
+        verdict: `PASS`, `FAIL` or `UNKNOWN`.
+        finding: What refutes; of `FAIL` only.
+        reason: Why nothing is known, in a sentence; of `UNKNOWN` only.
+        detail: The rest of the reason: a traceback, the account of all ranks.
+        tally: What was compared.
+        fast: The fast path alone found everything right.
+        refused: The implementation said itself that it does not support the case.
+        incomplete: Not every rank reported, and nobody said what became of the others.
     """
 
-    index: int
-    status: str
+    verdict: Verdict
+    finding: Finding | None = None
     reason: str = ""
-    comparisons: int = 0
-    screened: bool = False
-    signature: Signature | None = None
-    arcs: frozenset[int] = frozenset()
-    overrun: Overrun | None = None
+    detail: str = ""
+    tally: Tally = field(default_factory=Tally)
+    fast: bool = False
+    refused: bool = False
+    incomplete: bool = False
 
 
-def comparison_for(case: Case, adapter: Adapter) -> Comparison:
-    """Returns the comparison that is fair for a case, given what the implementation claims."""
-    return Comparison(
-        lockstep=case.mixed_precision is not None,
-        none_is_zero="unused_gradient_is_none" not in adapter.capabilities,
-        gradients=adapter.observes_gradients,
-        optimizer="optimizer_pieces" in adapter.capabilities,
-        ignore=tuple(f"{module}.*" for module in case.wrapping.ignored),
-    )
+def judge(
+    case: Case,
+    records: Sequence[CaseRecord],
+    ask: AskOracle,
+    *,
+    outcome: WorldOutcome | None = None,
+    review: Review | None = None,
+) -> Judgement:
+    """Return what the records of all ranks say, by the first of these that applies.
 
-
-def judge_batch(name: str, cases: Sequence[Case], size: int, directory: str, watch: Watch) -> list[CaseNote]:
-    """Judges every case of a batch of which all ranks told.
+    1. The harness or the adapter raised: nothing is known of the implementation.
+    2. Ranks did not report: a process died, a rank raised and the others waited, or a process hung.
+    3. Numbers diverge from the oracle's; what is raised or broken later is a consequence.
+    4. Ranks raised.
+    5. Ranks issued different collectives.
+    6. An operation takes more memory or communication than the strategy promises.
+    7. A rule of the check's own is broken.
+    8. State of the process was left changed.
+    9. Nothing refutes, and the numbers decide nothing: unknown.
+    10. All is right, but the model outlives its case.
 
     Args:
-        name: The implementation.
-        cases: In the order in which they were run.
-        size: Number of ranks.
-        directory: Where their observations lie.
-        watch: As given to `run_batch`.
+        case: As the implementation was asked it.
+        records: Of every rank that reported, by rank.
+        ask: Compares the numbers.
+        outcome: What became of the ranks, if the case was run alone.
+        review: The check's own rule.
     """
-    adapter = _adapter(name)
-    told: list[dict[int, CaseRecord]] = []
-    for rank in range(size):
-        # A later record of the same case tells of what was found after the batch, and is put beside the first.
-        by_index: dict[int, CaseRecord] = {}
-        for record in stream.read(directory, rank):
-            known = by_index.get(record.index)
-            by_index[record.index] = record if known is None else replace(known, leaks=known.leaks + record.leaks)
-        told.append(by_index)
-    return [_judge(adapter, index, fitted(case, adapter), told, watch) for index, case in enumerate(cases)]
-
-
-@functools.cache
-def _adapter(name: str) -> Adapter:
-    return registry.load(name)
-
-
-def _judge(adapter: Adapter, index: int, case: Case, told: list[dict[int, CaseRecord]], watch: Watch) -> CaseNote:
-    records = [by_index[index] for by_index in told if index in by_index]
-    if not records:
-        return CaseNote(index, "unfinished")
-    arcs = frozenset().union(*(record.arcs for record in records))
-    try:
-        note = _judge_records(adapter, case, records, len(told), watch)
-    except Exception as error:  # noqa: BLE001 - a case that the oracle cannot run is told, never passed over
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{Path(frame.filename).name}:{frame.lineno}"
-        note = CaseNote(index, "unjudged", f"{type(error).__name__} at {where}: {error}")
-    return replace(note, index=index, arcs=arcs)
-
-
-def _judge_records(adapter: Adapter, case: Case, records: list[CaseRecord], size: int, watch: Watch) -> CaseNote:
-    errors = [record.observation.error for record in records if record.observation.error is not None]
-    innocent = [error for error in errors if error.innocent]
-    if innocent:
-        return CaseNote(0, "unjudged", f"{innocent[0].type_name}: {innocent[0].message.strip()}")
-    if errors:
-        first = min(errors, key=lambda error: error.index)
-        if first.not_supported:
-            return CaseNote(0, "unsupported", f"{first.type_name}: {first.message.strip()[:200]}")
-        signature = of_error(case, first, everyone=len(errors) == size)
-        earlier = (
-            _compare(adapter, case, [record.observation for record in records], watch) if len(records) == size else None
+    ranks = [record.observation for record in records]
+    errors = {rank.rank: rank.error for rank in ranks if rank.error is not None}
+    fault = next((error for error in errors.values() if error.not_implementation_fault), None)
+    if fault is not None:
+        return Judgement(Verdict.UNKNOWN, reason=f"{fault.type_name}: {fault.message.strip()}", detail=fault.traceback)
+    if len(records) < case.world.size:
+        return _incomplete(case, errors, outcome)
+    numbers = ask(ranks)
+    found = (
+        _diverged(case, numbers)
+        or (raised_finding(case, errors) if errors else None)
+        or _uncoordinated(case, records, outcome)
+        or _overrun(case, records)
+        or (
+            review(case, ranks, numbers.expectation) if review and numbers.expectation and not numbers.problem else None
         )
-        if earlier is not None and earlier.status == "suspect":
-            # What diverged before is the cause of what is raised after.
-            return earlier
-        return CaseNote(0, "suspect", f"{first.type_name}: {first.message.strip()[:300]}", signature=signature)
-    if len(records) < size:
-        return CaseNote(0, "unfinished")
-    leaks = [leak for record in records for leak in record.leaks]
-    if any(leak != OUTLIVES for leak in leaks):
-        return CaseNote(0, "suspect", f"left behind: {leaks[0]}", signature=Signature("leaked", leaks[0].split(":")[0]))
-    note = _compare(adapter, case, [record.observation for record in records], watch)
-    if note.status == "passed" and _sequences_differ(records):
-        what = "the ranks did not issue the same collectives"
-        return CaseNote(0, "suspect", what, signature=Signature("desynchronised", "collectives"))
-    if note.status == "passed":
-        broken = promises.review(case, [record.accounts for record in records], theory_of(case))
-        if broken is not None:
-            signature = Signature(broken.kind, broken.quantity, operation_kind(case, broken.operation))
-            return replace(note, status="suspect", reason=broken.sentence, signature=signature, overrun=broken)
-    if note.status == "passed" and leaks:
-        return replace(note, status="leaked", reason=leaks[0], signature=Signature("leaked", "model"))
-    return note
+        or _left_behind(case, records)
+    )
+    if found is None:
+        return replace(_undecided(case, numbers) or _kept_model(case, records, numbers), tally=numbers.tally)
+    refused = found.kind in RAISES and _first(errors).not_supported
+    return Judgement(Verdict.FAIL, found, tally=numbers.tally, refused=refused)
+
+
+def lost_ranks(case: Case, outcome: WorldOutcome) -> Judgement:
+    """Return what follows from the fates of ranks that did not report.
+
+    A death explains what the others raise when their peer is gone. Without one, an exception that is nobody's program
+    says nothing of the implementation.
+    """
+    fates = [rank.fate for rank in outcome.ranks]
+    fate = next((one for one in (Fate.DIED, Fate.RAISED, Fate.HUNG) if one in fates), None)
+    if outcome.ok or fate not in (Fate.DIED, Fate.HUNG):
+        why = outcome.cause or "a rank reported nothing of it"
+        return Judgement(Verdict.UNKNOWN, reason=why, detail=outcome.describe())
+    lost = [rank for rank in outcome.ranks if rank.fate is fate]
+    how = next((one.signal_name or f"exit code {one.exit_code}" for one in lost if fate is Fate.DIED), "")
+    found = Finding(
+        kind=FailureKind.DIED if fate is Fate.DIED else FailureKind.HUNG,
+        quantity="the run",
+        operation=-1,
+        operation_text="somewhere in the program",
+        ranks=tuple(rank.rank for rank in lost),
+        explanation=outcome.cause,
+        case=case,
+        detail=outcome.describe(),
+        statement=outcome.cause,
+        message=how,
+    )
+    return Judgement(Verdict.FAIL, found)
+
+
+def _incomplete(case: Case, errors: Mapping[int, RaisedError], outcome: WorldOutcome | None) -> Judgement:
+    """An exception explains why the others wait, and a death what the others raise."""
+    died = outcome is not None and any(rank.fate is Fate.DIED for rank in outcome.ranks)
+    if errors and not died:
+        found = raised_finding(case, errors)
+        found = replace(found, detail=outcome.describe()) if outcome is not None else found
+        return Judgement(Verdict.FAIL, found, refused=_first(errors).not_supported)
+    if outcome is not None:
+        return lost_ranks(case, outcome)
+    return Judgement(Verdict.UNKNOWN, reason="not every rank reported", incomplete=True)
+
+
+def _first(errors: Mapping[int, RaisedError]) -> RaisedError:
+    return min(errors.items(), key=lambda item: (item[1].index, item[0]))[1]
+
+
+def _diverged(case: Case, numbers: Numbers) -> Finding | None:
+    divergences = numbers.tally.divergences
+    if not divergences or numbers.problem:
+        return None
+    return finding_of(case, parity.first(divergences), len(divergences) - 1)
+
+
+def _uncoordinated(case: Case, records: Sequence[CaseRecord], outcome: WorldOutcome | None) -> Finding | None:
+    """Whether ranks that all came to the end communicated alike: by the ledger, or by what each counted."""
+    statement, detail = "", ""
+    if outcome is not None and not outcome.ok:
+        statement, detail = outcome.cause, outcome.describe()
+    elif _sequences_differ(records):
+        statement = "the ranks did not issue the same collectives"
+    if not statement:
+        return None
+    everyone = tuple(range(case.world.size))
+    kind, end = FailureKind.UNCOORDINATED, len(case.program)
+    return finding(case, kind, "collectives", end, statement, ranks=everyone, detail=detail)
 
 
 def _sequences_differ(records: Sequence[CaseRecord]) -> bool:
     """Whether two ranks that both know a group counted different collectives in it."""
-    for key in {key for record in records for key in record.collectives}:
-        known = {record.collectives[key] for record in records if key in record.collectives}
-        if len(known) > 1:
-            return True
-    return False
+    counted = [record.collectives for record in records if record.collectives is not None]
+    groups = {key for one in counted for key in one}
+    return any(len({one[key] for one in counted if key in one}) > 1 for key in groups)
 
 
-def _division(adapter: Adapter, case: Case) -> Division | None:
-    """How the implementation divides in this case; which modules are units has no part in it."""
-    flat = replace(case, wrapping=WrappingPlan(), world=WorldSpec(case.world.size))
-    return adapter.division(setup_of(flat, nn.Module(), 0, torch.device("cpu"), None, None))
+def _overrun(case: Case, records: Sequence[CaseRecord]) -> Finding | None:
+    accounts = [record.accounts for record in records if record.accounts is not None]
+    found = overruns.first_overrun(case, accounts, budget_of(case)) if len(accounts) == len(records) else None
+    return None if found is None else overrun_finding(case, found)
 
 
-def _widened(expectation: Expectation, case: Case) -> Expectation:
-    """Takes the narrowest dtype of any part as that of every rounding: what it rounds goes on into all the others.
-
-    The oracle bounds each quantity by the roundings of its own dtype, which is right where all parts have one.
-    """
-    narrow = _narrowest(case)
-    if narrow is None:
-        return expectation
-    unit = _ROUNDINGS_OF_A_PART * UNIT_ROUNDOFF[narrow]
-    why = f"; parts in {narrow}: {_ROUNDINGS_OF_A_PART} x u x largest"
-    points = []
-    for point in expectation.points:
-        sizes = [_size(expected.value) for expected in point.quantities.values()]
-        slack = unit * max(sizes, default=0.0)
-        quantities = {
-            quantity: replace(expected, bound=expected.bound + slack, derivation=expected.derivation + why)
-            if _size(expected.value)
-            else expected
-            for quantity, expected in point.quantities.items()
-        }
-        points.append(replace(point, quantities=quantities))
-    return replace(expectation, points=tuple(points))
+def _left_behind(case: Case, records: Sequence[CaseRecord]) -> Finding | None:
+    leaks = [(leak, record.observation.rank) for record in records for leak in record.leaks if leak != OUTLIVES]
+    return _leaked(case, *leaks[0], sort=leaks[0][0].split(":")[0]) if leaks else None
 
 
-def _size(value: torch.Tensor | None) -> float:
-    if value is None or not value.numel() or not value.is_floating_point():
-        return 0.0
-    return float(value.abs().max())
+def _leaked(case: Case, leak: str, rank: int, *, sort: str) -> Finding:
+    end, statement = len(case.program), f"left behind: {leak}"
+    return finding(case, FailureKind.LEAKED, sort, end, statement, ranks=(rank,), sort=sort)
 
 
-def _narrowest(case: Case) -> str | None:
-    """The dtype with the fewest digits among those of the parts; None if all parts have one dtype."""
-    if case.model.tree is None:
-        mixed = "mixed_dtypes" in MODELS[case.model.name].traits
-        return ("float32" if case.model.dtype == "float64" else "bfloat16") if mixed else None
-    found = {spec.dtype or case.model.dtype for spec in parameters(case.model.tree)}
-    return max(found, key=lambda name: UNIT_ROUNDOFF[name]) if len(found) > 1 else None
+def _undecided(case: Case, numbers: Numbers) -> Judgement | None:
+    """Why nothing is known although nothing refutes."""
+    reason = numbers.problem
+    if not reason and not numbers.tally.comparisons:
+        reason = "nothing was compared"
+    if not reason and numbers.tally.undecided:
+        reason = explain(case, numbers.tally.undecided[0], 0)
+    return Judgement(Verdict.UNKNOWN, reason=reason) if reason else None
 
 
-def _overflows(expectation: Expectation) -> bool:
-    """Whether a value or a bound is not finite: then nothing can be said of a difference."""
-    for point in expectation.points:
-        for expected in point.quantities.values():
-            bound = torch.as_tensor(expected.bound)
-            if not bool(torch.isfinite(bound).all()) or not math.isfinite(_size(expected.value)):
-                return True
-    return False
-
-
-def _in_lockstep(
-    adapter: Adapter, case: Case, ranks: list[RankObservation], comparison: Comparison
-) -> tuple[Expectation, Tally]:
-    """Compares with bounds that take one replay, and where these do not settle it with those that take two."""
-    division, states = _division(adapter, case), adoption.states(ranks)
-    expectation = oracle.expect_lockstep(case, division, states, displaced=False)
-    tally = parity.compare(expectation, ranks, comparison)
-    if tally.divergences or tally.undecided:
-        expectation = oracle.expect_lockstep(case, division, states)
-        tally = parity.compare(expectation, ranks, comparison)
-    return expectation, tally
-
-
-def _compare(adapter: Adapter, case: Case, ranks: list[RankObservation], watch: Watch) -> CaseNote:
-    comparison = comparison_for(case, adapter)
-    if not comparison.lockstep:
-        if not comparison.ignore:
-            points = Replay(case).run(observe_all=watch.operations)
-            compared = screen.cleared(points, ranks, comparison)
-            if compared > 0:
-                return CaseNote(0, "passed", comparisons=compared, screened=True)
-        expectation = _widened(oracle.expect_free(case, observe_all=watch.operations), case)
-        tally = parity.compare(expectation, ranks, comparison)
-    else:
-        expectation, tally = _in_lockstep(adapter, case, ranks, comparison)
-    if tally.divergences and _overflows(expectation):
-        return CaseNote(0, "unjudged", "the oracle's own numbers overflow")
-    if tally.divergences:
-        first = parity.first(tally.divergences)
-        return CaseNote(
-            0, "suspect", f"{first.quantity} {first.sentence}", tally.comparisons, signature=of_divergence(case, first)
-        )
-    if not tally.comparisons:
-        return CaseNote(0, "unjudged", "nothing was compared")
-    if tally.undecided:
-        first = tally.undecided[0]
-        return CaseNote(0, "unjudged", f"{first.quantity} {first.sentence}", tally.comparisons)
-    return CaseNote(0, "passed", comparisons=tally.comparisons)
+def _kept_model(case: Case, records: Sequence[CaseRecord], numbers: Numbers) -> Judgement:
+    """All is right; whether the model is still there is asked last, for the numbers stand."""
+    kept = [record.observation.rank for record in records if OUTLIVES in record.leaks]
+    if kept:
+        return Judgement(Verdict.FAIL, _leaked(case, OUTLIVES, kept[0], sort="model"))
+    return Judgement(Verdict.PASS, fast=numbers.fast)

@@ -1,7 +1,7 @@
 """When are two failures the same? When they are of one kind, show in one sort of quantity, and after one operation.
 
-The signature is what shrinking must keep. Numbers, names of parameters and ranks are left out of it: they change while
-a case shrinks although the defect stays.
+The signature is what shortening a case must keep. Numbers, names of parameters and ranks are left out of it: they change
+while a case becomes smaller although the defect stays. It is built from the fields of a finding, never from its sentence.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from fsdp_testing.checkers.divergence import Divergence
-from fsdp_testing.records import Case, RaisedError
+from fsdp_testing.records import LOSES_RANKS, RAISES, Case, FailureKind, Finding, Mismatch
 
 MESSAGE_LENGTH = 90
 
@@ -19,14 +18,12 @@ class Signature(NamedTuple):
     """What a failure looks like.
 
     Attributes:
-        kind: `diverged`, `disagreed`, `missing`, `raised`, `one_raised` (others went on or waited), `desynchronised`
-            (ranks issued different collectives), `kept` (full parameters), `excess` (of communication), `died`, `hung`,
-            `leaked`.
-        quantity: Sort of quantity, or type and message of an exception.
-        operation: Kind of the operation after which it shows; empty where none is known.
+        kind: In which way the case fails.
+        quantity: Sort of quantity, and in what it differs if not in numbers; or type and message of an exception.
+        operation: Kind of the operation after which it shows (`build`, `end`); empty where none is known.
     """
 
-    kind: str
+    kind: FailureKind
     quantity: str = ""
     operation: str = ""
 
@@ -35,42 +32,58 @@ class Signature(NamedTuple):
         return f"{self.kind} {self.quantity}{where}".strip()
 
 
+class FineSignature(NamedTuple):
+    """What a failure looks like, its place included.
+
+    Attributes:
+        alike: The coarser signature.
+        fqn: The parameter or buffer; empty for results and exceptions.
+        model: Model in which `fqn` is a name.
+        strategy: Sharding strategy.
+    """
+
+    alike: Signature
+    fqn: str
+    model: str
+    strategy: str
+
+
+def signature_of(finding: Finding) -> Signature:
+    """Return what a finding looks like."""
+    kind, sort = finding.kind, finding.sort or finding.quantity
+    operation = operation_kind(finding.case, finding.operation)
+    if kind in RAISES:
+        return Signature(kind, f"{sort}: {_without_particulars(finding.message)}", operation)
+    if kind in LOSES_RANKS:
+        return Signature(kind, finding.message)
+    if kind == FailureKind.LEAKED:
+        return Signature(kind, sort)
+    if sort == "output":
+        operation = "forward"  # which kind of forward shows wrong weights first says nothing about them
+    if operation == "step" and sort.startswith(("value", "optimizer")):
+        sort = "value and optimizer state"  # a step writes both from one gradient: which is further off says nothing
+    if kind == FailureKind.DIVERGED and finding.mismatch != Mismatch.NUMBERS:
+        sort += f" {finding.mismatch}"
+    return Signature(kind, sort, operation)
+
+
+def fine_signature_of(finding: Finding) -> FineSignature:
+    """Return what a finding looks like, its place included."""
+    return FineSignature(signature_of(finding), finding.fqn, finding.case.model.name, finding.case.strategy)
+
+
 def operation_kind(case: Case, index: int) -> str:
-    """Returns the kind of operation `index`; building, and the end of the program, have names of their own."""
+    """Return the kind of operation `index`; building, and the end of the program, have names of their own."""
     if index < 0:
         return "build"
     return case.program[index].kind if index < len(case.program) else "end"
 
 
-def of_divergence(case: Case, divergence: Divergence) -> Signature:
-    """Returns the signature of a divergence."""
-    quantity = divergence.quantity
-    sort = quantity.kind
-    operation = operation_kind(case, divergence.index)
-    if sort == "result":
-        sort = "total_norm" if quantity.name == "total_norm" else "output"
-        # Which kind of forward shows wrong weights first says nothing about them.
-        operation = operation if sort == "total_norm" else "forward"
-    elif sort == "optimizer":
-        sort = f"optimizer {quantity.part}"
-    if divergence.max_error is None:
-        # Of what kind the difference is: None-ness, dtype, a flag.
-        sort += f" {_shape(divergence.sentence.split(',')[0])}"
-    return Signature(divergence.kind, sort, operation)
-
-
-def of_error(case: Case, error: RaisedError, *, everyone: bool) -> Signature:
-    """Returns the signature of an exception."""
-    first = next(iter(error.message.strip().splitlines()), "")
-    text = f"{error.type_name}: {_shape(first)}"
-    return Signature("raised" if everyone else "one_raised", text, operation_kind(case, error.index))
-
-
-def _shape(message: str) -> str:
-    """A message without what varies from case to case: numbers, names, addresses."""
+def _without_particulars(message: str) -> str:
+    """Foreign prose without what varies from case to case: numbers, names, addresses."""
     text = re.sub(r"0x[0-9a-f]+", "#", message)
     text = re.sub(r"\b(ranks?) \d+((, | and )\d+)*", r"\1 #", text)
     text = re.sub(r"'[^']*'|\"[^\"]*\"|\[[^\]]*\]|\([^)]*\)", "_", text)
-    text = re.sub(r"\b[a-z]+(\.[a-z]+)*\.(weight|bias)\b", "_", text)
+    text = re.sub(r"\b[a-z_]+(\.\w+)*\.(weight|bias)\b", "_", text)
     text = re.sub(r"-?\d+(\.\d+)?(e-?\d+)?", "#", text)
     return re.sub(r"\s+", " ", text).strip()[:MESSAGE_LENGTH]

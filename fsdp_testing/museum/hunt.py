@@ -26,7 +26,7 @@ RANDOM_CASES = 500
 """Within so many random cases an exhibit must be met."""
 
 _SHRINK_SECONDS = 5.0
-_NO_LEAKS = KnownFailures((Rule("models that stay in memory", "not what is hunted", signature=("leaked",)),))
+_NO_LEAKS = KnownFailures((Rule("models that stay in memory", "not what is hunted", signatures=(("leaked",),)),))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from fsdp_testing.conformance import run_conformance, shared_runner
 from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.judging.case_runner import CaseRunner
 from fsdp_testing.museum.collection import PATHS, exhibits
 from fsdp_testing.museum.exhibit import Exhibit
 from fsdp_testing.museum.hunt import RANDOM_CASES, Hunt
-from fsdp_testing.programs.runner import CaseRunner
 from fsdp_testing.records import CheckResult, Verdict
 
 #: `(exhibit, seed, limit of random cases) -> what became of the hunt`.

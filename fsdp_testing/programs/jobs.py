@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
-import torch
 from torch import nn
 
-from fsdp_testing.checkers.adoption import AdoptedState
+from fsdp_testing.checkers.gathered_state import GatheredState
 from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.implementations import registry
-from fsdp_testing.implementations.adapter import Adapter
-from fsdp_testing.implementations.protocol import Division, Setup
+from fsdp_testing.implementations.protocol import Setup
 from fsdp_testing.pool import Failed
 from fsdp_testing.pool.world import current_world
 from fsdp_testing.programs import oracle
 from fsdp_testing.programs.execute import RankProgram, SetupMaker
-from fsdp_testing.programs.setup import setup_of
+from fsdp_testing.programs.setup import division_of, setup_of
 from fsdp_testing.records import Case, RankObservation
-
-
-@functools.cache
-def _adapter(name: str) -> Adapter:
-    return registry.load(name)
 
 
 def run_case(name: str, case: Case, observe_all: bool) -> RankObservation | Failed:
@@ -34,7 +26,7 @@ def run_case(name: str, case: Case, observe_all: bool) -> RankObservation | Fail
     Collectives: those of the implementation; every rank of the world runs the same call.
     """
     world = current_world()
-    adapter = _adapter(name)
+    adapter = registry.adapter_of(name)
     program = RankProgram(case, adapter, world.rank, _setup_maker())
     with _no_warnings():
         observation = program.run(observe_all=observe_all)
@@ -70,13 +62,7 @@ def expect_free(case: Case, observe_all: bool) -> Expectation:
         return oracle.expect_free(case, observe_all=observe_all)
 
 
-def expect_lockstep(case: Case, name: str, adopted: Mapping[int, AdoptedState]) -> Expectation:
+def expect_lockstep(case: Case, name: str, adopted: Mapping[int, GatheredState]) -> Expectation:
     """Runs the oracle in lockstep with what implementation `name` did, in this process alone."""
     with _no_warnings():
-        return oracle.expect_lockstep(case, _division(case, name), adopted)
-
-
-def _division(case: Case, name: str) -> Division | None:
-    """How the implementation divides in this case, asked without wrapping anything."""
-    mesh_free = setup_of(case, nn.Module(), 0, torch.device("cpu"), None, None)
-    return _adapter(name).division(mesh_free)
+        return oracle.expect_lockstep(case, division_of(case, registry.adapter_of(name)), adopted)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from fsdp_testing.checkers.adoption import AdoptedState
+from fsdp_testing.checkers.gathered_state import GatheredState
 from fsdp_testing.checkers.quantities import Expectation, Expected, ExpectedPoint, Quantity
 from fsdp_testing.implementations.protocol import Division
 from fsdp_testing.programs.disturbance import NO_DISTURBANCE, Disturbance
@@ -45,7 +45,7 @@ def expect_free(
 
 
 def expect_lockstep(
-    case: Case, division: Division | None, adopted: Mapping[int, AdoptedState], *, displaced: bool = True
+    case: Case, division: Division | None, adopted: Mapping[int, GatheredState], *, displaced: bool = True
 ) -> Expectation:
     """Replays `case` from the implementation's own state before each operation.
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_testing.errors import InvalidRecord
-from fsdp_testing.implementations.protocol import Precision, Setup, WrapPolicy
+from fsdp_testing.implementations.adapter import Adapter
+from fsdp_testing.implementations.protocol import Division, Precision, Setup, WrapPolicy
 from fsdp_testing.pool.world import current_world
 from fsdp_testing.programs.models import dtype_of
-from fsdp_testing.records import Case, MixedPrecisionSpec, PolicySpec
+from fsdp_testing.records import Case, MixedPrecisionSpec, PolicySpec, WrappingPlan
 
 
 def setup_of(
@@ -49,6 +52,15 @@ def setup_in_world(case: Case, module: nn.Module) -> Setup:
     """Translate `case` for this rank of the current world; collectives as `setup_of`."""
     world = current_world()
     return setup_of(case, module, world.rank, world.device, world.group, world.mesh)
+
+
+def division_of(case: Case, adapter: Adapter) -> Division | None:
+    """Return how an implementation divides in this case, asked without wrapping anything.
+
+    Which modules are units has no part in it.
+    """
+    unwrapped = replace(case, wrapping=WrappingPlan())
+    return adapter.division(setup_of(unwrapped, nn.Module(), 0, torch.device("cpu"), None, None))
 
 
 def precision_of(spec: MixedPrecisionSpec | None) -> Precision:

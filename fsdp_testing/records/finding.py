@@ -6,30 +6,38 @@ from dataclasses import dataclass
 
 from fsdp_testing.records.case import Case
 from fsdp_testing.records.explanation import Explanation
+from fsdp_testing.records.failure import FailureKind, Mismatch
+from fsdp_testing.records.overrun import Overrun
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One divergence of one case.
+    """One failure of one case.
 
     Attributes:
-        kind: `diverged` (from the oracle), `disagreed` (ranks among themselves), `missing` (held by no rank),
-            `uncoordinated` (ranks issued different collectives), `raised`, `died`, `hung`.
+        kind: In which way it fails.
         quantity: What diverges first, such as `gradient of blocks.1.weight`.
         operation: Index of the first operation after which it diverges; -1 while wrapping.
         operation_text: That operation in one line.
         ranks: Ranks concerned.
+        explanation: One sentence for people: the place, and the statement.
+        case: The case, for the replay line.
         max_error: Largest absolute difference; None where a difference has no size (None-ness, dtype, exception).
         bound: The bound it exceeds.
         bound_derivation: How the bound came about.
-        explanation: One sentence for people.
         detail: Tracebacks, the account of all ranks; may be long.
-        case: The case, for the replay line.
         cause: Findings of one implementation with the same cause have one root cause; empty if nobody looked for it.
         shortest: The shortest schedule that shows it, on one finding of each cause.
+        statement: What is wrong, without its place.
+        sort: Sort of quantity (`gradient`, `value`, `optimizer exp_avg`, `output`, ...), or the type of an exception;
+            empty where `quantity` is no more than that.
+        fqn: Parameter or buffer; empty for results, exceptions and lost ranks.
+        mismatch: In what it differs.
+        message: First line of an exception's text, or how a process ended.
+        overrun: The facts of a broken rule of memory or communication.
     """
 
-    kind: str
+    kind: FailureKind
     quantity: str
     operation: int
     operation_text: str
@@ -42,3 +50,9 @@ class Finding:
     detail: str = ""
     cause: str = ""
     shortest: Explanation | None = None
+    statement: str = ""
+    sort: str = ""
+    fqn: str = ""
+    mismatch: Mismatch = Mismatch.NUMBERS
+    message: str = ""
+    overrun: Overrun | None = None

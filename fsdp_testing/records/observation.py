@@ -115,7 +115,7 @@ class RaisedError:
         type_name: Qualified name of the exception's class.
         message: Its text.
         traceback: The formatted traceback.
-        innocent: False if the harness or the model itself raised (then the verdict is unknown, not fail).
+        not_implementation_fault: The harness or the adapter raised: nothing is known of the implementation.
         not_supported: The implementation said so itself (NotImplementedError).
     """
 
@@ -123,7 +123,7 @@ class RaisedError:
     type_name: str
     message: str
     traceback: str
-    innocent: bool = False
+    not_implementation_fault: bool = False
     not_supported: bool = False
 
 

@@ -12,7 +12,7 @@ from fsdp_testing.records.portrait import Portrait
 from fsdp_testing.records.verdict import Verdict
 
 REPORT_FORMAT = "fsdp_testing/report"
-REPORT_VERSION = 2
+REPORT_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from fsdp_testing.records.failure import FailureKind
+
 
 class Measure(enum.StrEnum):
     """What is counted."""
@@ -49,9 +51,9 @@ class Overrun:
     units: tuple[tuple[str, int], ...] = ()
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> FailureKind:
         """Kind of failure: `kept` (memory) or `excess` (communication)."""
-        return "kept" if self.measure is Measure.KEPT_PARAMETERS else "excess"
+        return FailureKind.KEPT if self.measure is Measure.KEPT_PARAMETERS else FailureKind.EXCESS
 
     @property
     def quantity(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fsdp_testing.checkers.explain_signature import fine_signature_of
+from fsdp_testing.judging.signature import fine_signature_of
 from fsdp_testing.records import CheckResult, Explanation, Finding, RunReport, Verdict
 
 

@@ -7,27 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
-from fsdp_testing.records import (
-    AssignData,
-    Batch,
-    Case,
-    Clip,
-    EditFullParameters,
-    Forward,
-    ForwardBackward,
-    Freeze,
-    Interrupt,
-    Operation,
-    OptimizerSpec,
-    Reload,
-    ReplaceParameters,
-    SeveralForwards,
-    Thaw,
-    UnshardFirst,
-    WorldSpec,
-    WrappingPlan,
-)
-from fsdp_testing.zoo.tree_legality import SCHEMA, get
+from fsdp_testing.records import Case, OptimizerSpec, WorldSpec, WrappingPlan
+from fsdp_testing.zoo.tree_schema import SCHEMA, get
 
 Node = dict[str, Any]
 
@@ -123,63 +104,10 @@ def _plans(case: Case) -> Iterator[Step]:
 def operations(case: Case) -> Iterator[Step]:
     """Yields the case with one operation simplified."""
     for place, operation in enumerate(case.program):
-        for number, simpler in enumerate(_simpler(operation)):
+        for number, simpler in enumerate(operation.simpler()):
             if simpler != operation:
                 program = (*case.program[:place], simpler, *case.program[place + 1 :])
                 yield Step((place, number), replace(case, program=program))
-
-
-def _simpler(operation: Operation) -> Iterator[Operation]:
-    if isinstance(operation, (ForwardBackward, Forward)):
-        batch = operation.batch
-        yield replace(operation, batch=Batch(batch.seed, (2,)))
-        yield replace(operation, batch=replace(batch, usage=()))
-        yield replace(operation, batch=replace(batch, usage=batch.usage[:1]))
-        yield replace(operation, batch=replace(batch, rows=(2,)))
-        yield replace(operation, batch=replace(batch, scale=1.0))
-        yield replace(operation, batch=replace(batch, seed=1))
-    if isinstance(operation, ForwardBackward) and operation.no_sync:
-        yield replace(operation, no_sync=False)
-    if isinstance(operation, Forward):
-        yield ForwardBackward(operation.batch)
-        for mode in ("train", "eval", "no_grad"):
-            if mode == operation.mode:
-                break
-            yield replace(operation, mode=mode)
-    if isinstance(operation, (Freeze, Thaw, EditFullParameters)):
-        yield replace(operation, patterns=("*",))
-    if isinstance(operation, Clip):
-        yield Clip(0.5, 2.0)
-    yield from _simpler_state_operation(operation)
-
-
-def _simpler_state_operation(operation: Operation) -> Iterator[Operation]:
-    if isinstance(operation, SeveralForwards):
-        yield ForwardBackward(operation.micro_batches[0])
-        yield replace(operation, micro_batches=operation.micro_batches[:2], reverse=False)
-        yield replace(operation, micro_batches=tuple(Batch(batch.seed, (2,)) for batch in operation.micro_batches))
-    if isinstance(operation, Reload):
-        yield Reload()
-        yield replace(operation, through=None)
-        yield replace(operation, units=None)
-        yield replace(operation, optimizer=False)
-        yield replace(operation, form="full")
-    if isinstance(operation, Interrupt):
-        yield Interrupt(Batch(operation.batch.seed, (2,)))
-        yield replace(operation, place=0)
-        yield replace(operation, backward=False)
-    if isinstance(operation, UnshardFirst):
-        yield ForwardBackward(operation.batch)
-        yield UnshardFirst(Batch(operation.batch.seed, (2,)))
-        yield replace(operation, units=("",))
-        yield replace(operation, reshard=False)
-    if isinstance(operation, ReplaceParameters):
-        yield EditFullParameters(operation.patterns, operation.factor)
-        for name in operation.patterns if len(operation.patterns) > 1 else ():
-            yield replace(operation, patterns=(name,))
-    if isinstance(operation, AssignData):
-        yield AssignData(("*",), operation.factor, Batch(operation.batch.seed, (2,)))
-        yield replace(operation, patterns=("*",))
 
 
 def cuts(case: Case) -> Iterator[Step]:

@@ -19,15 +19,13 @@ from itertools import islice
 from fsdp_testing.campaign.batch import Watch
 from fsdp_testing.campaign.lane import CaseResult, Lane
 from fsdp_testing.judging.signature import Signature
-from fsdp_testing.records import Case
+from fsdp_testing.records import ENDS_RANKS, Case, FailureKind
 from fsdp_testing.shrinking import reductions
 from fsdp_testing.shrinking.minimal_candidates import barest, beginnings, cores, every_core, leaps
 from fsdp_testing.shrinking.reductions import Kind, Step, joined
 
 SECONDS = 20.0
 _AT_ONCE = 12
-_ENDING = ("one_raised", "died", "hung", "desynchronised")
-"""Kinds of failure after which the ranks cannot go on."""
 _HUNG_SECONDS = 5.0
 """When a case counts as hung while it shrinks; what is left in the end is confirmed with the deadline of the campaign."""
 _KINDS: tuple[Kind, ...] = (
@@ -125,7 +123,7 @@ class _Search:
         self._fair = fair
         self._signature = signature
         self._limit = limit
-        self._ending = signature.kind in _ENDING
+        self._ending = signature.kind in ENDS_RANKS
         self._seen = {case.to_json()}
 
     def run(self) -> None:
@@ -200,7 +198,7 @@ class _Search:
 
     def _results(self, cases: list[Case]) -> list[CaseResult]:
         until = self._signature if self._ending else None
-        deadline = _HUNG_SECONDS if self._signature.kind == "hung" else None
+        deadline = _HUNG_SECONDS if self._signature.kind == FailureKind.HUNG else None
         return self._lane.run(cases, Watch(operations=True), until=until, deadline=deadline)
 
 

@@ -22,11 +22,11 @@ from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.implementations.protocol import Precision, Setup
 from fsdp_testing.implementations.torch import ddp as torch_ddp
+from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.pool import Failed
 from fsdp_testing.pool.world import current_world
 from fsdp_testing.programs import models
 from fsdp_testing.programs.execute import RankProgram
-from fsdp_testing.programs.runner import Special
 from fsdp_testing.programs.setup import setup_in_world
 from fsdp_testing.records import Case, MixedPrecisionSpec, Observe, RankObservation, Step, WrappingPlan, ZeroGrad
 from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Check, Place, accumulated, iterations, micro_batch
@@ -128,7 +128,7 @@ _PRECISIONS = (
     MixedPrecisionSpec("bfloat16", "float32"),
     MixedPrecisionSpec(None, "bfloat16"),
 )
-_PAIR = Special(run_beside_ddp, review=review_pair)
+_PAIR = RunMode(run_beside_ddp, review=review_pair)
 
 CHECKS = (
     Check(
@@ -137,7 +137,7 @@ CHECKS = (
         _SOURCE,
         _accumulated,
         frozenset({"no_sync"}),
-        special=_PAIR,
+        mode=_PAIR,
     ),
     Check(
         "beside_ddp.mixed_precision",
@@ -146,7 +146,7 @@ CHECKS = (
         _lowered,
         frozenset({"mixed_precision", "reduce_dtype"}),
         Comparison(lockstep=True),
-        special=_PAIR,
+        mode=_PAIR,
     ),
     Check(
         "beside_ddp.offload",
@@ -154,7 +154,7 @@ CHECKS = (
         _SOURCE,
         _offloaded,
         frozenset({"cpu_offload"}),
-        special=_PAIR,
+        mode=_PAIR,
     ),
     Check(
         "beside_ddp.offload_no_sync",
@@ -162,6 +162,6 @@ CHECKS = (
         _SOURCE,
         _offloaded_accumulation,
         frozenset({"cpu_offload", "no_sync"}),
-        special=_PAIR,
+        mode=_PAIR,
     ),
 )

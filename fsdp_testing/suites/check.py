@@ -9,8 +9,8 @@ from typing import Any
 
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.implementations.adapter import Adapter
+from fsdp_testing.judging.case_runner import ORDINARY, CaseRunner, JudgedCase, RunMode
 from fsdp_testing.programs.fitting import fitted
-from fsdp_testing.programs.runner import ORDINARY, CaseRunner, Judgement, Special
 from fsdp_testing.records import (
     STRATEGIES,
     Batch,
@@ -88,7 +88,7 @@ class Place:
 
 
 Builder = Callable[[Place], Iterable[Case]]
-Judge = Callable[[CaseRunner, Adapter, Case, Comparison], Judgement]
+Judge = Callable[[CaseRunner, Adapter, Case, Comparison], JudgedCase]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Check:
         build: Gives the cases at a place.
         needs: Capabilities without which the check is not asked.
         comparison: How observations are compared with the oracle.
-        special: How its cases are run, where they are not run as they are.
+        mode: How its cases are run, where they are not run as they are.
         judge: Judges one case by itself, where that takes more than one run.
         profile: `default` runs always, `extended` when asked for.
         strategies: Strategies under which it runs, of those that are claimed.
@@ -115,7 +115,7 @@ class Check:
     build: Builder
     needs: frozenset[str] = frozenset()
     comparison: Comparison = field(default_factory=Comparison)
-    special: Special = ORDINARY
+    mode: RunMode = ORDINARY
     judge: Judge | None = None
     profile: str = "default"
     strategies: tuple[str, ...] = FLAT
@@ -131,11 +131,11 @@ class Check:
                 found += [Place(size, strategy, backend, mesh) for mesh in meshes]
         return found
 
-    def judged(self, runner: CaseRunner, adapter: Adapter, case: Case) -> Judgement:
+    def judged(self, runner: CaseRunner, adapter: Adapter, case: Case) -> JudgedCase:
         """Return what `case` shows of an implementation."""
         if self.judge is not None:
             return self.judge(runner, adapter, case, self.comparison)
-        return runner.judge(adapter.reference, case, self.comparison, special=self.special)
+        return runner.judge(adapter.reference, case, self.comparison, mode=self.mode)
 
     def matches(self, patterns: Iterable[str]) -> bool:
         """Whether the check's name, or its suite, matches one of the patterns (fnmatch)."""

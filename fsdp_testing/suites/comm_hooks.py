@@ -23,6 +23,7 @@ from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.implementations.protocol import Setup
+from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.pool import Failed
 from fsdp_testing.pool.world import current_world
 from fsdp_testing.programs import models, oracle
@@ -30,12 +31,10 @@ from fsdp_testing.programs.disturbance import Disturbance
 from fsdp_testing.programs.execute import RankProgram
 from fsdp_testing.programs.reduction import Reduced
 from fsdp_testing.programs.replay import Replay
-from fsdp_testing.programs.runner import Special
 from fsdp_testing.programs.setup import setup_in_world
 from fsdp_testing.records import (
     Case,
     Finding,
-    ForwardBackward,
     MixedPrecisionSpec,
     Observe,
     RankObservation,
@@ -123,10 +122,10 @@ def _own_gradients(case: Case, rank: int) -> tuple[dict[int, float], int]:
     model = models.build_model(case)
     found: dict[int, float] = {}
     for index, operation in enumerate(case.program):
-        if isinstance(operation, ForwardBackward):
-            inputs = models.make_inputs(case, operation.batch, rank)
-            models.forward(model, case, operation.batch, rank, inputs).loss.backward()
-            if not operation.no_sync:
+        for batch in operation.batches() if operation.runs_backward else ():
+            inputs = models.make_inputs(case, batch, rank)
+            models.forward(model, case, batch, rank, inputs).loss.backward()
+            if not operation.pending_after(False):
                 grads = [p.grad for p in model.parameters() if p.grad is not None]
                 found[index] = sum(float(grad.double().square().sum()) for grad in grads)
                 model.zero_grad()
@@ -203,12 +202,12 @@ def expect_scaled(case: Case, observe_all: bool, factor: float) -> Expectation:
 
 
 _MEAN = Way()
-_REVIEWED = Special(run_hooked, (_MEAN,), review=review_calls)
+_REVIEWED = RunMode(run_hooked, (_MEAN,), review=review_calls)
 _QUARTER = Way(factor=0.25)
 
 
-def _compressed_to(wire: str) -> Special:
-    return Special(run_hooked, (Way(wire),), seen_as=partial(_as_reduced_in, wire))
+def _compressed_to(wire: str) -> RunMode:
+    return RunMode(run_hooked, (Way(wire),), seen_as=partial(_as_reduced_in, wire))
 
 
 CHECKS = (
@@ -218,7 +217,7 @@ CHECKS = (
         _SOURCE,
         _never_stepping,
         _NEEDS,
-        special=_REVIEWED,
+        mode=_REVIEWED,
     ),
     Check(
         "comm_hook.not_in_no_sync",
@@ -226,7 +225,7 @@ CHECKS = (
         _SOURCE,
         _accumulating,
         _NEEDS | {"no_sync"},
-        special=_REVIEWED,
+        mode=_REVIEWED,
     ),
     Check(
         "comm_hook.averages",
@@ -234,7 +233,7 @@ CHECKS = (
         _SOURCE,
         _trained,
         _NEEDS,
-        special=Special(run_hooked, (_MEAN,)),
+        mode=RunMode(run_hooked, (_MEAN,)),
     ),
     Check(
         "comm_hook.result_is_kept",
@@ -242,7 +241,7 @@ CHECKS = (
         _SOURCE,
         _trained,
         _NEEDS,
-        special=Special(run_hooked, (_QUARTER,), expect_scaled, (_QUARTER.factor,)),
+        mode=RunMode(run_hooked, (_QUARTER,), expect_scaled, (_QUARTER.factor,)),
     ),
     Check(
         "comm_hook.bfloat16",
@@ -251,7 +250,7 @@ CHECKS = (
         _compressed,
         _NEEDS,
         _LOCKSTEP,
-        special=_compressed_to("bfloat16"),
+        mode=_compressed_to("bfloat16"),
     ),
     Check(
         "comm_hook.float16",
@@ -260,6 +259,6 @@ CHECKS = (
         _compressed,
         _NEEDS,
         _LOCKSTEP,
-        special=_compressed_to("float16"),
+        mode=_compressed_to("float16"),
     ),
 )

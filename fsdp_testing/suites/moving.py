@@ -19,13 +19,13 @@ from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
+from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase, RunMode
 from fsdp_testing.pool import Failed
 from fsdp_testing.pool.world import current_world
 from fsdp_testing.programs import oracle
 from fsdp_testing.programs.disturbance import Disturbance
 from fsdp_testing.programs.execute import RankProgram
 from fsdp_testing.programs.replay import Replay
-from fsdp_testing.programs.runner import CaseRunner, Judgement, Special
 from fsdp_testing.programs.setup import setup_in_world
 from fsdp_testing.records import Case, RankObservation
 
@@ -47,18 +47,18 @@ class SavingObservation(RankObservation):
 
 def judge_moved(
     runner: CaseRunner, adapter: Adapter, case: Case, comparison: Comparison, *, optimizer: bool = True
-) -> Judgement:
+) -> JudgedCase:
     """Judge the case on N ranks, then on N+1 from what those saved, then on N from what these saved."""
     size = case.world.size
     cases: list[Case] = []
     saved: Saved | None = None
-    judgements: list[Judgement] = []
+    judgements: list[JudgedCase] = []
     for place, ranks in enumerate((size, size + 1, size)):
         # Other inputs in each world: a state that was not loaded must not give the same numbers.
         world = replace(case.world, size=ranks)
         cases.append(replace(case, world=world, program=_other_batches(case, 10 * place)))
-        special = Special(run_and_save, (saved, optimizer), expect_moved, (tuple(cases[:-1]), optimizer))
-        judgements.append(runner.judge(adapter.reference, cases[-1], comparison, special=special))
+        mode = RunMode(run_and_save, (saved, optimizer), expect_moved, (tuple(cases[:-1]), optimizer))
+        judgements.append(runner.judge(adapter.reference, cases[-1], comparison, mode=mode))
         observed = judgements[-1].ranks
         saved = next((rank.saved for rank in observed if isinstance(rank, SavingObservation) and rank.saved), None)
         if judgements[-1].finding is not None or saved is None:
@@ -66,7 +66,7 @@ def judge_moved(
     return _merged(judgements)
 
 
-def _merged(judgements: Sequence[Judgement]) -> Judgement:
+def _merged(judgements: Sequence[JudgedCase]) -> JudgedCase:
     """Return the last world's verdict, with the comparisons of all of them; a world that saved nothing has said so itself."""
     last = judgements[-1]
     outcome = replace(

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_testing.implementations.adapter import Adapter
-from fsdp_testing.programs.runner import CaseRunner, Judgement
+from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.records import STRATEGIES, Case, CheckResult, Verdict, merge
 from fsdp_testing.suites.check import Check, adapt, needs_of
 
@@ -58,9 +58,9 @@ def judge_check(
 
 def _judge_all(
     runner: CaseRunner, adapter: Adapter, cases: Sequence[Case], check: Check, stop_at_first: bool
-) -> list[Judgement]:
+) -> list[JudgedCase]:
     """Judge the cases in order, up to the first that hangs: the claim is refuted then, and each hang costs a deadline."""
-    judgements: list[Judgement] = []
+    judgements: list[JudgedCase] = []
     for case in cases:
         judgements.append(check.judged(runner, adapter, case))
         finding = judgements[-1].finding
@@ -83,7 +83,7 @@ def _cases(adapter: Adapter, check: Check, where: Where) -> tuple[list[Case], Co
     return cases, skipped
 
 
-def _not_run(cases: Sequence[Case], judgements: Sequence[Judgement], skipped: Mapping[str, int]) -> dict[str, int]:
+def _not_run(cases: Sequence[Case], judgements: Sequence[JudgedCase], skipped: Mapping[str, int]) -> dict[str, int]:
     """How many cases were not run, by reason."""
     reasons = {f"does not claim {tags}": count for tags, count in skipped.items()}
     left = len(cases) - len(judgements)
@@ -105,7 +105,7 @@ def _nothing_to_run(adapter: Adapter, check: Check, where: Where, skipped: Itera
     return f"has no case for world size {sizes}; it needs {', '.join(map(str, sorted(check.meshes)))}"
 
 
-def _merged(name: str, check: Check, judgements: Sequence[Judgement], start: float) -> CheckResult:
+def _merged(name: str, check: Check, judgements: Sequence[JudgedCase], start: float) -> CheckResult:
     outcomes = tuple(judgement.outcome for judgement in judgements)
     findings = tuple(judgement.finding for judgement in judgements if judgement.finding is not None)
     verdict = merge(outcome.verdict for outcome in outcomes)

@@ -8,10 +8,10 @@ from functools import partial
 from fsdp_testing.checkers import trace_rules
 from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.checkers.trace_rules import Rule, TracedObservation
+from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.pool import Failed
 from fsdp_testing.programs import jobs
 from fsdp_testing.programs.models import build_model
-from fsdp_testing.programs.runner import Special
 from fsdp_testing.records import Case, Finding, RankObservation, Step, WrappingPlan
 from fsdp_testing.suites.check import FLAT, Check, Place, accumulated, forward, iterations
 from fsdp_testing.suites.checkpointing import plan
@@ -43,8 +43,8 @@ def _review(rules: Sequence[Rule], case: Case, ranks: Sequence[RankObservation],
     return trace_rules.review(rules, case, ranks)
 
 
-def _by(*rules: Rule) -> Special:
-    return Special(run_traced, review=partial(_review, rules), kept=True)
+def _by(*rules: Rule) -> RunMode:
+    return RunMode(run_traced, review=partial(_review, rules), kept=True)
 
 
 def _trained(place: Place) -> Iterable[Case]:
@@ -81,7 +81,7 @@ CHECKS = (
         "torch.distributed: collectives of a group match in order",
         _scheduled,
         _NEEDS | {"no_sync", "forward_only"},
-        special=_by(trace_rules.same_collectives),
+        mode=_by(trace_rules.same_collectives),
     ),
     Check(
         "trace.gathered_and_freed",
@@ -89,7 +89,7 @@ CHECKS = (
         _PAPER,
         _trained,
         _NEEDS,
-        special=_by(trace_rules.gathered_once, trace_rules.all_freed),
+        mode=_by(trace_rules.gathered_once, trace_rules.all_freed),
         strategies=_SHARDED,
     ),
     Check(
@@ -98,7 +98,7 @@ CHECKS = (
         _PAPER,
         _trained,
         _NEEDS,
-        special=_by(trace_rules.held_while_used),
+        mode=_by(trace_rules.held_while_used),
         strategies=_SHARDED,
     ),
     Check(
@@ -107,7 +107,7 @@ CHECKS = (
         _PAPER,
         _side_by_side,
         _NEEDS,
-        special=_by(trace_rules.gathers_needed),
+        mode=_by(trace_rules.gathers_needed),
         strategies=FLAT,
     ),
     Check(
@@ -116,7 +116,7 @@ CHECKS = (
         _PAPER,
         _accumulated,
         _NEEDS | {"no_sync"},
-        special=_by(trace_rules.reductions_needed),
+        mode=_by(trace_rules.reductions_needed),
     ),
     Check(
         "trace.recomputed",
@@ -124,7 +124,7 @@ CHECKS = (
         "pytorch PR 89781",
         _recomputed,
         _NEEDS | {"activation_checkpointing"},
-        special=_by(trace_rules.reductions_needed),
+        mode=_by(trace_rules.reductions_needed),
     ),
     Check(
         "trace.memory_bound",
@@ -132,7 +132,7 @@ CHECKS = (
         _PAPER,
         _side_by_side,
         _NEEDS,
-        special=_by(trace_rules.within_memory),
+        mode=_by(trace_rules.within_memory),
         strategies=_SHARDED,
     ),
     Check(
@@ -141,7 +141,7 @@ CHECKS = (
         "PyTorch FSDP, VLDB 2023, section 3.3.2; B009",
         _single_units,
         _NEEDS,
-        special=_by(trace_rules.in_order),
+        mode=_by(trace_rules.in_order),
         strategies=_SHARDED,
     ),
 )

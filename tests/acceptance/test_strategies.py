@@ -36,7 +36,7 @@ import pytest
 from hypothesis import Phase, given, settings
 
 from fsdp_testing import strategies
-from fsdp_testing.programs.runner import CaseRunner
+from fsdp_testing.judging.case_runner import CaseRunner
 from fsdp_testing.records import Verdict
 
 import our_sharding

@@ -59,7 +59,7 @@ def test_a_copy_with_other_numbers_is_told():
 def test_a_refusal_on_one_rank_only_is_told():
     found = review_copies(CASE, ranks(copied(), Copied("TypeError: no")), expectation())
     assert found is not None
-    assert "was refused on some ranks only: TypeError: no, on ranks 1" in found.explanation
+    assert "was refused on some ranks only: TypeError: no, on rank 1" in found.explanation
 
 
 def test_no_copy_at_all_is_no_pass():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fsdp_testing.checkers.lifecycle import check_lifecycle, still_gathered
+from fsdp_testing.checkers.lifecycle import check_lifecycle, unsharded_before
 from fsdp_testing.records.event import UnitEvent
 from fsdp_testing.records.history import History
 
@@ -18,7 +18,7 @@ def history(*transitions: str) -> History:
 def test_gather_and_free_in_turn_keep_the_rules() -> None:
     kept = history("a gather", "b gather", "a free", "b free", "a gather", "a free")
     assert check_lifecycle(kept) == ()
-    assert still_gathered(kept) == ()
+    assert unsharded_before(kept, 1) == {}
 
 
 def test_a_second_gather_of_held_memory_is_noticed() -> None:
@@ -33,4 +33,4 @@ def test_a_free_without_a_gather_is_noticed() -> None:
 
 
 def test_what_is_held_at_the_end_is_named() -> None:
-    assert still_gathered(history("a gather", "b gather", "b free")) == ((0, "a"),)
+    assert unsharded_before(history("a gather", "b gather", "b free"), 1) == {"a": (0,)}

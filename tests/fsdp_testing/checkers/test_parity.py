@@ -250,8 +250,8 @@ def test_ignored_parameters_are_left_out():
 
 def test_the_leading_divergence_is_the_one_that_explains_most():
     quantity = Quantity("value", "w")
-    small = Divergence("diverged", quantity, 0, (), "", 2.0, 1.0)
-    large = Divergence("diverged", quantity, 0, (), "", 9.0, 1.0)
+    small = Divergence("diverged", quantity, 0, (), "", max_error=2.0, bound=1.0)
+    large = Divergence("diverged", quantity, 0, (), "", max_error=9.0, bound=1.0)
     torn = Divergence("disagreed", quantity, 0, (0, 1), "")
     gone = Divergence("missing", quantity, 0, (), "")
     assert first([small, large]) is large

@@ -95,7 +95,11 @@ def test_a_trace_that_keeps_its_promises_breaks_no_rule():
 
 
 BROKEN = {
-    "held": (added(unit("a", "gather", 1), unit("a", "free", 1)), trace_rules.all_freed, "never freed"),
+    "held": (
+        added(unit("a", "gather", 1), unit("a", "free", 1)),
+        trace_rules.all_freed,
+        "stay gathered on rank 0: a",
+    ),
     "twice": (added(unit("b", "gather", 1), unit("b", "gather", 1)), trace_rules.gathered_once, "gathered again"),
     "freed early": (
         lambda events: [
@@ -119,12 +123,12 @@ BROKEN = {
     "three gathers": (
         added(unit("a", "gather", 1), unit("a", "free", 1)),
         trace_rules.gathers_needed,
-        "unit a is gathered 3 times, 2 would do",
+        "unit a is gathered 3 times on rank 0, 2 would do",
     ),
     "reduced twice": (
         added(wire("reduce_scatter_single", 1), unit("a", "free", 1)),
         trace_rules.reductions_needed,
-        "3 reductions are issued, 2 would do",
+        "3 reductions are issued on rank 0, 2 would do",
     ),
     "order": (swapped(unit("a", "gather", 1), unit("b", "gather", 1)), trace_rules.in_order, "in the order b, a"),
 }
@@ -135,7 +139,7 @@ def test_each_broken_promise_is_found_by_its_rule(broken):
     change, rule, told = BROKEN[broken]
     found = rule(case(), ranks(change))
     assert found is not None
-    assert told in found.sentence
+    assert told in found.statement
     assert found.operation == 1
 
 
@@ -158,7 +162,7 @@ def test_more_held_than_promised_is_told_unless_promised_by_the_strategy():
     seen = [TracedObservation(0, events=events, units=three, shapes={**SHAPES, "c.weight": (4, 4)})]
     found = trace_rules.within_memory(case(), seen)
     assert found is not None
-    assert "48 elements are held in full (a, b, c), the strategy promises 32" in found.sentence
+    assert "48 elements are held in full (a, b, c), the strategy promises 32" in found.statement
     assert trace_rules.within_memory(case("shard_grad_op"), seen) is None
 
 

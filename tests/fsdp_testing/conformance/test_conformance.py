@@ -10,9 +10,9 @@ import pytest
 from fsdp_testing import run_conformance
 from fsdp_testing.conformance import run_case, run_check, select_checks, shared_runner
 from fsdp_testing.errors import BackendUnavailable, InvalidArgument, InvalidImplementation
+from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.pool import default_pool
 from fsdp_testing.programs.jobs import expect_free
-from fsdp_testing.programs.runner import CaseRunner, Judgement
 from fsdp_testing.records import (
     Batch,
     Case,
@@ -44,7 +44,7 @@ class Scripted(CaseRunner):
             raise verdict
         finding = Finding("diverged", "w", 0, "step()", (0,), f"{case.model.name} is off", case, 1.0, 0.5)
         outcome = CaseOutcome(case.identity, verdict, case.world.size, case.strategy, comparisons=1)
-        return Judgement(outcome, finding if verdict is Verdict.FAIL else None)
+        return JudgedCase(outcome, finding if verdict is Verdict.FAIL else None)
 
 
 def run(verdicts, *checks, **options):
@@ -208,7 +208,7 @@ def test_after_a_hang_the_other_cases_of_the_check_are_not_run():
     class Hanging(Scripted):
         def judge(self, name, case, comparison=None, **_how):
             judgement = super().judge(name, case)
-            return Judgement(judgement.outcome, Finding("hung", "the run", -1, "", (1,), "rank 1 hung", case))
+            return JudgedCase(judgement.outcome, Finding("hung", "the run", -1, "", (1,), "rank 1 hung", case))
 
     runner = Hanging({"mlp": Verdict.FAIL})
     (result,) = run_conformance("torch-ddp", checks=("training.sgd_momentum",), runner=runner).results

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from fsdp_testing.checkers.comparison import Comparison
+from fsdp_testing.checkers.lifecycle import unsharded_before
 from fsdp_testing.conformance import run_conformance
 from fsdp_testing.errors import PoolBroken, WorldFailed
-from fsdp_testing.explanation.holding import held_before
 from fsdp_testing.explanation.run import How, explain_results
-from fsdp_testing.programs.runner import CaseRunner, Judgement
+from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.records import (
     Batch,
     Case,
@@ -123,9 +123,9 @@ def test_what_is_held_when_an_operation_begins() -> None:
     one = (event(0, "a", "gather"), event(0, "a", "free"), event(1, "b", "gather"), event(2, "b", "free"))
     other = (event(0, "a", "gather"), event(1, "b", "gather"))
     history = History((one, other))
-    assert held_before(history, 2) == {"b": (0, 1), "a": (1,)}
-    assert held_before(history, 3) == {"a": (1,), "b": (1,)}
-    assert held_before(history, 0) == {}
+    assert unsharded_before(history, 2) == {"b": (0, 1), "a": (1,)}
+    assert unsharded_before(history, 3) == {"a": (1,), "b": (1,)}
+    assert unsharded_before(history, 0) == {}
 
 
 class TwoDefects:
@@ -134,12 +134,12 @@ class TwoDefects:
     def __init__(self) -> None:
         self.judged: list[Case] = []
 
-    def judge(self, name: str, case: Case, comparison: Comparison, **_how: object) -> Judgement:
+    def judge(self, name: str, case: Case, comparison: Comparison, **_how: object) -> JudgedCase:
         self.judged.append(case)
         kinds = " ".join(operation.kind for operation in case.program)
         stale = case.strategy == "full_shard" and re.search(r"forward.* step.* forward$", kinds)
         found = wrong_output(case) if stale or kinds.endswith("clip forward") else None
-        return Judgement(CaseOutcome(case.identity, Verdict.PASS, 2, case.strategy), found)
+        return JudgedCase(CaseOutcome(case.identity, Verdict.PASS, 2, case.strategy), found)
 
     def on_ranks(self, function: object, *arguments: object, size: int) -> list[object]:
         raise WorldFailed("nothing can be traced here")

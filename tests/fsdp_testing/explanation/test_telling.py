@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from fsdp_testing.checkers.explain import ranks_text
 from fsdp_testing.explanation.likeness import Likeness
-from fsdp_testing.explanation.telling import ranks_text, tell, units_text
+from fsdp_testing.explanation.telling import tell, units_text
 from fsdp_testing.records import Batch, Case, Finding, Forward, ForwardBackward, ModelSpec, Step, WorldSpec
 
 PROGRAM = (ForwardBackward(Batch(0), no_sync=True), ForwardBackward(Batch(1)), Step(), Forward(Batch(2), "eval"))
@@ -92,6 +93,7 @@ GRADIENT_FINDING = {
             {
                 "max_error": None,
                 "explanation": "after operation 3 forward(batch 2): loss is None, expected numbers; 2 more",
+                "statement": "loss is None, expected numbers",
             },
             None,
             {},
@@ -103,6 +105,7 @@ GRADIENT_FINDING = {
                 "operation": -1,
                 "operation_text": "building and wrapping the model",
                 "explanation": "in building and wrapping the model: every rank raised ValueError: no",
+                "statement": "every rank raised ValueError: no",
                 "max_error": None,
             },
             None,

@@ -13,7 +13,7 @@ from fsdp_testing.campaign.campaign import Campaign, Plan
 from fsdp_testing.campaign.lane import Lane
 from fsdp_testing.findings.known import shipped_known
 from fsdp_testing.implementations import registry
-from fsdp_testing.judging.communication_budget import theory_of
+from fsdp_testing.judging.communication_budget import budget_of
 from fsdp_testing.pool import default_pool
 from fsdp_testing.records import (
     Batch,
@@ -109,40 +109,40 @@ def test_what_torch_is_known_to_waste_is_recognized(name: str, rule: str):
     assert found.name == rule
 
 
-class TestTheory:
+class TestBudget:
     def test_it_counts_every_parameter_with_its_padding_once(self):
         asked = case(micro(1), nodes=({"kind": "linear", "name": "a", "out": 3, "bias": False},), width=5)
         # Three rows of five float64 on two ranks: four rows; one unit with its alignment.
-        assert theory_of(asked).padded_bytes == 4 * 5 * 8 + 2 * 16
+        assert budget_of(asked).padded_bytes == 4 * 5 * 8 + 2 * 16
 
     def test_a_cast_to_a_wider_dtype_counts(self):
         narrow = case(micro(1), dtype="float32")
         wide = case(Move("float64"), micro(1), dtype="float32")
         # What float32 aligned by four elements stays so, at eight bytes each.
-        assert theory_of(wide).padded_bytes == 2 * theory_of(narrow).padded_bytes
+        assert budget_of(wide).padded_bytes == 2 * budget_of(narrow).padded_bytes
 
     def test_parameters_are_aligned_in_the_dtype_that_computes(self):
         plain = case(micro(1), dtype="float32")
         low = replace(plain, mixed_precision=MixedPrecisionSpec("float16"))
-        assert theory_of(low).padded_bytes > theory_of(plain).padded_bytes
-        assert theory_of(replace(plain, mixed_precision=MixedPrecisionSpec())) == theory_of(plain)
+        assert budget_of(low).padded_bytes > budget_of(plain).padded_bytes
+        assert budget_of(replace(plain, mixed_precision=MixedPrecisionSpec())) == budget_of(plain)
 
     def test_what_is_called_twice_is_used_twice_and_a_mesh_reduces_twice(self):
         twice = ({"kind": "group", "name": "g", "calls": 2, "nodes": [{"kind": "linear", "name": "a", "out": 3}]},)
         asked = case(micro(1), nodes=twice, world=WorldSpec(4, mesh=(2, 2)), wrapping=WrappingPlan(("g",)))
-        theory = theory_of(asked)
-        assert (theory.uses, theory.reductions) == (2, 4)
+        budget = budget_of(asked)
+        assert (budget.uses, budget.reductions) == (2, 4)
 
     def test_what_cannot_be_looked_into_may_be_gathered_again(self):
         hidden = (
             {"kind": "group", "name": "g", "returns": "opaque", "nodes": [{"kind": "linear", "name": "a", "out": 3}]},
         )
-        assert theory_of(case(micro(1), nodes=hidden)).uses == 2
+        assert budget_of(case(micro(1), nodes=hidden)).uses == 2
 
     def test_nothing_is_said_of_recomputed_modules_and_models_of_the_zoo(self):
         from dataclasses import replace
 
         from fsdp_testing.records import ModelSpec
 
-        assert theory_of(case(micro(1), wrapping=WrappingPlan(checkpointed=("a",)))) is None
-        assert theory_of(replace(TRAINED, model=ModelSpec("mlp"))) is None
+        assert budget_of(case(micro(1), wrapping=WrappingPlan(checkpointed=("a",)))) is None
+        assert budget_of(replace(TRAINED, model=ModelSpec("mlp"))) is None

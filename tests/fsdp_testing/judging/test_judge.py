@@ -1,61 +1,190 @@
-"""What becomes of a case whose numbers were compared: passed, suspect, or not judged."""
+"""One judgement, in one order, three-valued: each fact refutes by itself, and what weighs more is named."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from fsdp_testing.campaign.batch import Watch
 from fsdp_testing.checkers import parity
 from fsdp_testing.checkers.divergence import Divergence, Tally
-from fsdp_testing.checkers.quantities import Expectation, Quantity
+from fsdp_testing.checkers.explain import finding
+from fsdp_testing.checkers.quantities import Expectation, ExpectedPoint, Quantity
 from fsdp_testing.implementations import registry
-from fsdp_testing.judging import judge, screen
+from fsdp_testing.judging import batch_judge
+from fsdp_testing.judging.batch_judge import note_of
+from fsdp_testing.judging.judge import OUTLIVES, Judgement, judge
+from fsdp_testing.judging.numbers import Numbers, compare_numbers
+from fsdp_testing.pool import Fate, RankOutcome, WorldOutcome
 from fsdp_testing.programs import oracle
-from fsdp_testing.records import Batch, Case, ForwardBackward, MixedPrecisionSpec, ModelSpec, WorldSpec
+from fsdp_testing.records import (
+    Batch,
+    Case,
+    CaseRecord,
+    FailureKind,
+    ForwardBackward,
+    MixedPrecisionSpec,
+    ModelSpec,
+    OperationAccount,
+    RaisedError,
+    RankObservation,
+    Verdict,
+    WorldSpec,
+)
 
-CASE = Case(ModelSpec("mlp"), WorldSpec(2), (ForwardBackward(Batch(0)),))
-OFF = Divergence("diverged", Quantity("gradient", "w"), 0, (0,), "is off by 3")
+TREE = {"width": 2, "nodes": [{"kind": "linear", "name": "a", "out": 2}]}
+CASE = Case(ModelSpec("tree", tree=TREE), WorldSpec(2), (ForwardBackward(Batch(0)),))
+WHOLE = Expectation((ExpectedPoint(1, {}),), {})
+OFF = Divergence(FailureKind.DIVERGED, Quantity("gradient", "w"), 0, (0,), "is off by 3", max_error=3.0)
+RIGHT, WRONG = Tally(comparisons=3), Tally(comparisons=3, divergences=[OFF])
+KEPT = (OperationAccount(0, backward=True, held=(("", 64),)),)
+REVIEWED = finding(CASE, FailureKind.DIVERGED, "the rule", 0, "is broken", ranks=(0,))
+
+
+def records(one: CaseRecord | None = None, **facts: object) -> list[CaseRecord]:
+    """Of two ranks; `facts` are those of the second."""
+    other = CaseRecord(0, RankObservation(1))
+    return [one or CaseRecord(0, RankObservation(0)), replace(other, **facts)]  # type: ignore[arg-type]  # as given
+
+
+def raising(rank: int = 1, **facts: bool) -> RankObservation:
+    return RankObservation(rank, error=RaisedError(0, "ValueError", "no", "", **facts))
+
+
+def judged(
+    told: Sequence[CaseRecord],
+    tally: Tally = RIGHT,
+    problem: str = "",
+    outcome: WorldOutcome | None = None,
+    **rest: object,
+) -> Judgement:
+    return judge(CASE, told, lambda _: Numbers(tally, WHOLE, problem), outcome=outcome, **rest)  # type: ignore[arg-type]
+
+
+def world(*fates: Fate, cause: str = "") -> WorldOutcome:
+    ranks = tuple(RankOutcome(rank, fate, exit_code=7) for rank, fate in enumerate(fates))
+    said: Any = SimpleNamespace(sentence=lambda: cause) if cause else None
+    return WorldOutcome("test", len(fates), "gloo", ranks, said)
+
+
+LADDER = [
+    (records(observation=raising(not_implementation_fault=True)), WRONG, None),
+    (records(observation=raising(), leaks=("grad mode: a",)), WRONG, "diverged"),
+    (records(observation=raising(), leaks=("grad mode: a",)), RIGHT, "one_raised"),
+    (records(collectives={1: (3, 4)}, leaks=("grad mode: a",)), RIGHT, "leaked"),
+    ([replace(r, collectives={1: (r.observation.rank, 4)}, accounts=KEPT) for r in records()], RIGHT, "uncoordinated"),
+    ([replace(r, accounts=KEPT) for r in records(leaks=("grad mode: a",))], RIGHT, "kept"),
+    (records(accounts=KEPT), RIGHT, ""),
+    (records(leaks=("grad mode: a before", OUTLIVES)), Tally(), "leaked"),
+    (records(), RIGHT, ""),
+]
+
+
+@pytest.mark.parametrize(("told", "tally", "kind"), LADDER)
+def test_the_weightiest_fact_is_the_judgement(told, tally, kind):
+    found = judged(told, tally)
+    assert found.verdict is {None: Verdict.UNKNOWN, "": Verdict.PASS}.get(kind, Verdict.FAIL)
+    assert (found.finding.kind if found.finding else "") == (kind or "")
 
 
 @pytest.mark.parametrize(
-    ("tally", "status", "reason"),
+    ("tally", "problem", "reason"),
     [
-        (Tally(comparisons=3), "passed", ""),
-        (Tally(), "unjudged", "nothing was compared"),
-        (Tally(comparisons=3, undecided=[OFF]), "unjudged", "gradient of w is off by 3"),
-        (Tally(comparisons=3, undecided=[OFF], divergences=[OFF]), "suspect", "gradient of w is off by 3"),
+        (Tally(), "", "nothing was compared"),
+        (
+            Tally(comparisons=3, undecided=[OFF]),
+            "",
+            "after operation 0 forward_backward(batch 0): gradient of w is off by 3",
+        ),
+        (WRONG, "the oracle's own numbers overflow", "the oracle's own numbers overflow"),
+        (RIGHT, "the oracle did not come to the end", "the oracle did not come to the end"),
     ],
 )
-def test_only_what_was_decided_passes(monkeypatch, tally, status, reason):
-    monkeypatch.setattr(screen, "cleared", lambda points, ranks, comparison: -1)
-    monkeypatch.setattr(parity, "compare", lambda expectation, ranks, comparison: tally)
-    note = judge._compare(registry.load("torch-ddp"), CASE, [], Watch())
-    assert (note.status, note.reason) == (status, reason)
+def test_what_decides_nothing_is_unknown_but_does_not_hide_what_refutes(tally, problem, reason):
+    found = judged(records(leaks=(OUTLIVES,)), tally, problem)
+    assert found.verdict is Verdict.UNKNOWN
+    assert found.reason.startswith(reason)
+    assert judged(records(leaks=("grad mode: a",)), tally, problem).verdict is Verdict.FAIL
+
+
+def test_a_model_that_stays_is_asked_last():
+    found = judged(records(leaks=(OUTLIVES,)))
+    assert found.finding is not None
+    assert (found.finding.kind, note_of(found).status) == ("leaked", "leaked")
+    assert str(note_of(found).signature) == "leaked model"
+
+
+def test_a_rule_of_the_check_is_asked_where_the_oracle_came_to_the_end():
+    assert judged(records(), review=lambda *_: REVIEWED).finding is REVIEWED
+    assert judged(records(), problem="no end", review=lambda *_: REVIEWED).verdict is Verdict.UNKNOWN
+    assert judged(records(leaks=("grad mode: a",)), review=lambda *_: REVIEWED).finding is REVIEWED
+
+
+@pytest.mark.parametrize(
+    ("told", "outcome", "expected"),
+    [
+        ([], None, "unfinished"),
+        ([CaseRecord(0, raising())], None, "one_raised"),
+        ([CaseRecord(0, raising())], world(Fate.HUNG, Fate.RETURNED), "one_raised"),
+        ([CaseRecord(0, raising())], world(Fate.DIED, Fate.RETURNED, cause="rank 0 died"), "died"),
+        ([], world(Fate.DIED, Fate.RAISED, cause="rank 0 died"), "died"),
+        ([], world(Fate.HUNG, Fate.STOPPED, cause="rank 0 hung"), "hung"),
+        ([], world(Fate.RAISED, Fate.HUNG, cause="rank 0 raised"), "unjudged"),
+        ([], world(Fate.RETURNED, Fate.RETURNED), "unjudged"),
+        ([CaseRecord(0, raising(not_supported=True))], None, "unsupported"),
+    ],
+)
+def test_ranks_that_did_not_report(told, outcome, expected):
+    found = judged(told, outcome=outcome)
+    note = note_of(found)
+    assert (found.finding.kind if note.status == "suspect" and found.finding else note.status) == expected
+    assert found.verdict is not Verdict.PASS
+
+
+def test_the_ledger_says_that_ranks_did_not_communicate_alike():
+    found = judged(records(), outcome=world(Fate.RETURNED, Fate.RETURNED, cause="rank 0 gathers once more"))
+    assert found.finding is not None
+    assert (found.finding.kind, found.finding.statement) == ("uncoordinated", "rank 0 gathers once more")
+
+
+def test_refusing_is_a_failure_that_a_campaign_counts_apart():
+    found = judged([CaseRecord(0, raising(rank, not_supported=True)) for rank in range(2)])
+    assert found.verdict is Verdict.FAIL
+    assert (note_of(found).status, note_of(found).reason) == ("unsupported", "ValueError: no")
+    assert judged([CaseRecord(0, raising(rank, not_supported=True)) for rank in range(2)], WRONG).refused is False
+
+
+def test_an_oracle_that_ends_early_decides_nothing(monkeypatch):
+    monkeypatch.setattr(parity, "compare", lambda *_: RIGHT)
+    ranks = [RankObservation(0), RankObservation(1)]
+    short = Expectation((ExpectedPoint(0, {}),), {})
+    assert "did not come to the end" in compare_numbers(CASE, short, ranks, batch_judge.Comparison()).problem
+    assert not compare_numbers(CASE, WHOLE, ranks, batch_judge.Comparison()).problem
 
 
 @pytest.mark.parametrize(
     ("first", "second", "asked"),
     [
         (Tally(comparisons=3), Tally(), [False]),
-        (Tally(comparisons=3, divergences=[OFF]), Tally(comparisons=3), [False, True]),
-        (Tally(comparisons=3, divergences=[OFF]), Tally(comparisons=3, divergences=[OFF]), [False, True]),
-        (Tally(comparisons=3, undecided=[OFF]), Tally(comparisons=3), [False, True]),
+        (WRONG, RIGHT, [False, True]),
+        (WRONG, WRONG, [False, True]),
+        (Tally(comparisons=3, undecided=[OFF]), RIGHT, [False, True]),
     ],
 )
-def test_a_case_in_lockstep_is_replayed_again_where_one_replay_does_not_settle_it(monkeypatch, first, second, asked):
+def test_a_case_in_lockstep_is_replayed_again_where_one_replay_does_not_decide_it(monkeypatch, first, second, asked):
     replays: list[bool] = []
     tallies = iter((first, second))
 
     def expect(_case, _division, _states, *, displaced=True):
         replays.append(displaced)
-        return Expectation((), {}, {})
+        return WHOLE
 
     monkeypatch.setattr(oracle, "expect_lockstep", expect)
     monkeypatch.setattr(parity, "compare", lambda expectation, ranks, comparison: next(tallies))
     case = replace(CASE, mixed_precision=MixedPrecisionSpec("bfloat16"))
-    note = judge._compare(registry.load("torch-ddp"), case, [], Watch())
-    last = second if len(asked) > 1 else first
+    numbers = batch_judge.ask_here(registry.load("torch-ddp"), case, [], observe_all=False)
     assert replays == asked
-    assert note.status == ("suspect" if last.divergences else "passed")
+    assert numbers.tally is (second if len(asked) > 1 else first)

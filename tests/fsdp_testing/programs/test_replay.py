@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp_testing.checkers.adoption import AdoptedState
+from fsdp_testing.checkers.gathered_state import GatheredState
 from fsdp_testing.checkers.quantities import Quantity
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.programs import models, oracle
 from fsdp_testing.programs.disturbance import Disturbance
-from fsdp_testing.programs.replay import HANDLERS, Replay
+from fsdp_testing.programs.replay import Replay
 from fsdp_testing.records import (
-    OPERATIONS,
     Batch,
     Case,
     Clip,
@@ -183,10 +182,6 @@ def test_zero_grad_in_both_forms():
     assert none.values[Quantity("gradient", "layers.0.bias")] is None
 
 
-def test_the_oracle_knows_every_operation():
-    assert set(HANDLERS) == set(OPERATIONS.values())
-
-
 @pytest.mark.parametrize(
     "precision", [("bfloat16", None), ("bfloat16", "float32"), (None, "bfloat16"), ("float16", None)]
 )
@@ -242,7 +237,7 @@ class TestLockstep:
         one = case(micro(0), Step(), micro(1), size=2)
         other = {name: value + 1 for name, value in models.build_model(one).state_dict().items()}
         gradients = dict.fromkeys(other)
-        state = AdoptedState(other, gradients, None, ({}, {}))
+        state = GatheredState(other, gradients, None, ({}, {}))
         replay = Replay(one, adopted={0: state, 1: state, 2: state})
         replay.run(observe_all=True)
         plain = models.build_model(one)

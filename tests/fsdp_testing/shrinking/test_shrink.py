@@ -12,7 +12,7 @@ from fuzz_cases import case, micro
 from fsdp_testing.campaign.batch import Watch
 from fsdp_testing.campaign.lane import CaseResult, Lane
 from fsdp_testing.findings.tags import tags, tokens
-from fsdp_testing.judging.judge import CaseNote
+from fsdp_testing.judging.batch_judge import CaseNote
 from fsdp_testing.judging.signature import Signature
 from fsdp_testing.pool import default_pool
 from fsdp_testing.records import Case, Clip, Forward, ModelSpec, Step
@@ -130,7 +130,7 @@ def test_what_is_left_is_what_the_failure_needs(needed: tuple[str, ...]):
     assert found == 6
 
 
-@pytest.mark.parametrize("kind", ["one_raised", "died", "hung", "desynchronised"])
+@pytest.mark.parametrize("kind", ["one_raised", "died", "hung", "uncoordinated"])
 def test_a_failure_that_costs_the_ranks_is_met_rarely(kind: str):
     """Deleting one part at a time would meet it once for each of them."""
     signature = Signature(kind, "", "step")

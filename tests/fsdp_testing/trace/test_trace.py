@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_testing.checkers.lifecycle import check_lifecycle, still_gathered
+from fsdp_testing.checkers.lifecycle import check_lifecycle, unsharded_before
 from fsdp_testing.checkers.order import collective_steps, ranks_agree, transition_steps
 from fsdp_testing.errors import InvalidArgument, WorldFailed
 from fsdp_testing.records import Batch, Case, ForwardBackward, ModelSpec, Step, WorldSpec, WrappingPlan, ZeroGrad
@@ -27,7 +27,7 @@ def test_one_unit_is_gathered_reduced_and_freed_once(name: str) -> None:
         kinds = [step.partition(" ")[0] for step in collective_steps(found.history, rank)]
         assert kinds == ["all_gather", "reduce_scatter(sum)"]
     assert check_lifecycle(found.history) == ()
-    assert still_gathered(found.history) == ()
+    assert unsharded_before(found.history, 10**6) == {}
     assert ranks_agree(found.history) == ""
 
 

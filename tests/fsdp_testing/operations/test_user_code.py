@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fsdp_testing.errors import InvalidImplementation
-from fsdp_testing.programs.user_code import replace_parameters
+from fsdp_testing.operations.user_code import replace_parameters
 
 
 def test_other_parameters_take_the_place_of_those_that_are_named():

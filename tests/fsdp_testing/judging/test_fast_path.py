@@ -1,4 +1,4 @@
-"""The screen never clears what the full comparison would not: any change to what a rank reports is seen by both."""
+"""The fast path never agrees with what the full comparison would not: any change to what a rank reports is seen by both."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fsdp_testing.checkers import parity
-from fsdp_testing.judging import screen
+from fsdp_testing.judging.fast_path import fast_path_agrees
 from fsdp_testing.programs import oracle
 from fsdp_testing.programs.replay import Replay
 from fsdp_testing.programs.replay_point import ReplayPoint
@@ -99,11 +99,11 @@ def judged(case: Case, ranks: list[RankObservation]) -> list[Any]:
 
 
 @pytest.mark.parametrize("shard", [False, True])
-def test_a_perfect_run_is_cleared_and_agrees(shard: bool):
+def test_a_perfect_run_agrees_on_the_fast_path_too(shard: bool):
     for case in drawn(40):
         points = Replay(case).run()
         ranks = observed(points, case.world.size, shard=shard)
-        assert screen.cleared(points, ranks) > 0
+        assert fast_path_agrees(points, ranks) > 0
         assert not judged(case, ranks)
 
 
@@ -134,7 +134,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_no_changed_tensor_is_cleared(change: str):
+def test_no_changed_tensor_agrees(change: str):
     changed = 0
     for number, case in enumerate(drawn(12)):
         points = Replay(case).run()
@@ -146,7 +146,7 @@ def test_no_changed_tensor_is_cleared(change: str):
             if not tensor.numel() or not tensor.is_floating_point():
                 continue
             CHANGES[change](tensor)
-            assert screen.cleared(points, spoiled) < 0
+            assert fast_path_agrees(points, spoiled) < 0
             changed += 1
     assert changed > 50
 
@@ -164,7 +164,7 @@ def spoiled_snapshots(snapshot: Snapshot) -> Iterator[Snapshot]:
             yield replace(snapshot, parameters={**others, name: replace(held, grad_pieces=grads, grad_dtype=dtype)})
 
 
-def test_no_change_of_form_is_cleared():
+def test_no_change_of_form_agrees():
     tried = 0
     for case in drawn(10):
         points = Replay(case).run()
@@ -177,12 +177,12 @@ def test_no_change_of_form_is_cleared():
             if gone and all(piece.stop == piece.start for name in gone for piece in held.parameters[name].pieces):
                 continue  # a rank without elements need not report
             spoiled = [ranks[0], replace(ranks[1], snapshots=(*ranks[1].snapshots[:-1], snapshot))]
-            assert screen.cleared(points, spoiled) < 0
+            assert fast_path_agrees(points, spoiled) < 0
             tried += 1
     assert tried > 30
 
 
-def test_replicas_that_differ_in_the_last_bit_are_not_cleared():
+def test_replicas_that_differ_in_the_last_bit_do_not_agree():
     case = next(case for case in drawn(30) if case.world.size == 2)
     points = Replay(case).run()
     ranks = observed(points, 2, shard=False)
@@ -192,7 +192,7 @@ def test_replicas_that_differ_in_the_last_bit_are_not_cleared():
         if p.pieces[0].value.numel() and p.dtype == "float64"
     )
     piece.value[0] = torch.nextafter(piece.value[0], torch.tensor(9e9, dtype=piece.value.dtype))
-    assert screen.cleared(points, ranks) < 0
+    assert fast_path_agrees(points, ranks) < 0
     assert any(divergence.kind == "disagreed" for divergence in judged(case, ranks))
 
 
@@ -222,6 +222,6 @@ def test_zeros_stand_for_none_only_where_that_is_asked(none_is_zero: bool):
             if points[-1].pending or not changed:
                 continue
             other = [replace(ranks[0], snapshots=(*ranks[0].snapshots[:-1], snapshot)), *ranks[1:]]
-            assert (screen.cleared(points, other, asked) > 0) is (none_is_zero and fill == 0.0)
+            assert (fast_path_agrees(points, other, asked) > 0) is (none_is_zero and fill == 0.0)
             tried += 1
     assert tried > 10

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_testing.checkers import promises
-from fsdp_testing.checkers.promises import Theory
+from fsdp_testing.checkers.overruns import CommunicationBudget, first_overrun
 from fsdp_testing.records import (
     AssignData,
     Batch,
@@ -14,6 +13,7 @@ from fsdp_testing.records import (
     Forward,
     ForwardBackward,
     Interrupt,
+    Measure,
     ModelSpec,
     OperationAccount,
     Reload,
@@ -23,7 +23,7 @@ from fsdp_testing.records import (
     WorldSpec,
 )
 
-THEORY = Theory(uses=1, padded_bytes=200, reductions=2)
+BUDGET = CommunicationBudget(uses=1, padded_bytes=200, reductions=2)
 MICRO = ForwardBackward(Batch(0))
 LOCAL = ForwardBackward(Batch(0), no_sync=True)
 LOOK = Forward(Batch(0), "eval")
@@ -41,9 +41,9 @@ def account(index, *held, **told):
     return OperationAccount(index, held=tuple((unit, 64) for unit in held), **told)
 
 
-def review(program, *accounts, strategy="full_shard", theory=THEORY):
+def review(program, *accounts, strategy="full_shard", budget=BUDGET):
     """Rank 1 is the one that is looked at; rank 0 keeps everything."""
-    return promises.review(case(*program, strategy=strategy), [(), accounts], theory)
+    return first_overrun(case(*program, strategy=strategy), [(), accounts], budget)
 
 
 def passing(index, gathers=(100, 90, 100, 90), reductions=(100, 90), units=("a", "b", "b", "a"), held=()):
@@ -148,12 +148,12 @@ def test_communication_that_nobody_needs_is_told(program, told, strategy, words)
     assert (found.rank, found.operation) == (1, len(program) - 1)
     assert found.measured > found.limit
     assert str(found.measured) in words
-    assert review(program, told, strategy=strategy, theory=None) is None
+    assert review(program, told, strategy=strategy, budget=None) is None
 
 
 def test_what_runs_several_times_may_be_gathered_as_often():
     told = passing(0, (100, 90) * 4, (100, 90) * 2, ("a", "b") * 4)
-    assert review((MICRO,), told, theory=Theory(2, 200, 2)) is None
+    assert review((MICRO,), told, budget=CommunicationBudget(2, 200, 2)) is None
     assert review((MICRO,), told) is not None
 
 
@@ -177,6 +177,19 @@ def test_a_whole_copy_that_is_cast_is_filled_and_moves_nothing():
 def test_the_first_operation_is_told_whichever_rank_it_is_on():
     program = (MICRO, MICRO)
     late, early = (passing(0), passing(1, held=("a",))), (passing(0, held=("b",)), passing(1))
-    found = promises.review(case(*program), [late, early], THEORY)
+    found = first_overrun(case(*program), [late, early], BUDGET)
     assert found is not None
     assert (found.operation, "rank 1" in found.sentence) == (0, True)
+
+
+def test_where_nothing_is_cast_a_copy_without_shards_is_one_too_many():
+    told = account(0, backward=True, gathered=("a",))
+    found = review((MICRO,), told, strategy="no_shard", budget=CommunicationBudget(1, 200, 2, casts=False))
+    assert found is not None
+    assert "gathered 1 times on rank 1, 0 would do" in found.sentence
+
+
+def test_a_check_may_ask_for_some_of_the_rules():
+    told = passing(0, units=("a",) * 3, reductions=(90,) * 3)
+    assert first_overrun(case(MICRO), [(told,)], BUDGET, (Measure.REDUCTIONS,)).measure is Measure.REDUCTIONS
+    assert first_overrun(case(MICRO), [(told,)], BUDGET, (Measure.KEPT_PARAMETERS,)) is None

@@ -1,7 +1,7 @@
 """Is this case beyond doubt? A comparison that is quick to say yes and never says it wrongly.
 
-Most cases agree with the oracle to the bit or nearly so. What does is cleared here, with a bound that is smaller than
-the one of the full comparison everywhere; whatever is not, or is unusual in any way, is looked at by
+Most cases agree with the oracle to the bit or nearly so. What does passes here, with a bound that is smaller than
+the one of the full comparison everywhere; whatever does not, or is unusual in any way, is left to
 `checkers.parity`, which alone may call something a divergence.
 """
 
@@ -24,7 +24,7 @@ ROUNDINGS = 12
 Ranks = Sequence[RankObservation]
 
 
-def cleared(points: Sequence[ReplayPoint], ranks: Ranks, asked: Comparison = Comparison()) -> int:
+def fast_path_agrees(points: Sequence[ReplayPoint], ranks: Ranks, asked: Comparison = Comparison()) -> int:
     """Returns how many tensors were compared if everything agrees beyond doubt, and -1 if not.
 
     Args:

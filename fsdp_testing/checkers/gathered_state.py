@@ -12,7 +12,7 @@ from fsdp_testing.records import Piece, RankObservation, Snapshot
 
 
 @dataclass(frozen=True, slots=True)
-class AdoptedState:
+class GatheredState:
     """Everything an implementation holds at one point.
 
     Attributes:
@@ -28,14 +28,14 @@ class AdoptedState:
     buffers: tuple[Mapping[str, torch.Tensor], ...]
 
 
-def states(ranks: Sequence[RankObservation]) -> dict[int, AdoptedState]:
+def states(ranks: Sequence[RankObservation]) -> dict[int, GatheredState]:
     """Returns the state after every operation of which all ranks reported a snapshot."""
     everyone = [{snapshot.index: snapshot for snapshot in rank.snapshots} for rank in ranks]
     shared = set(everyone[0]).intersection(*everyone[1:]) if everyone else set()
     return {index: _state([one[index] for one in everyone]) for index in sorted(shared)}
 
 
-def _state(snapshots: Sequence[Snapshot]) -> AdoptedState:
+def _state(snapshots: Sequence[Snapshot]) -> GatheredState:
     values: dict[str, torch.Tensor] = {}
     gradients: dict[str, torch.Tensor | None] = {}
     shapes = {fqn: seen.shape for snapshot in snapshots for fqn, seen in snapshot.parameters.items()}
@@ -46,7 +46,7 @@ def _state(snapshots: Sequence[Snapshot]) -> AdoptedState:
             values[fqn] = value
         grads = [(r, s.parameters[fqn].grad_pieces or ()) for r, s in enumerate(snapshots) if fqn in s.parameters]
         gradients[fqn] = _whole(grads, shape)
-    return AdoptedState(values, gradients, _optimizer(snapshots, shapes), tuple(_buffers(s) for s in snapshots))
+    return GatheredState(values, gradients, _optimizer(snapshots, shapes), tuple(_buffers(s) for s in snapshots))
 
 
 def _optimizer(

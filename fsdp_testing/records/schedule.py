@@ -1,4 +1,4 @@
-"""Which operations of a program take part? One function decides, for engine, oracle, fuzzer and shrinker alike.
+"""Which operations of a program take part, and which are void? One function decides for everyone.
 
 A case is legal whatever its program: an operation that has no meaning where it stands is *void*, and nobody runs it. So
 deleting any operation leaves a legal case, which is what shrinking needs.
@@ -6,9 +6,9 @@ deleting any operation leaves a legal case, which is what shrinking needs.
 Void operations:
 
 - While gradients of a `no_sync` micro-batch await reduction there is no gradient to speak of (each implementation
-  keeps the parts where it likes), so `step`, `clip`, `zero_grad`, `freeze`, `thaw`, `build_optimizer` and
-  `edit_full_parameters` wait for a reduced micro-batch, and none of the pending gradients is compared.
-- Before the optimizer is built there is nothing to step or to change the learning rate of.
+  keeps the parts where it likes), so operations that say so (`Operation.waits_for_reduction`) wait for a reduced
+  micro-batch, and none of the pending gradients is compared.
+- Before the optimizer is built there is nothing to step or to change the learning rate of (`needs_optimizer`).
 """
 
 from __future__ import annotations
@@ -16,22 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from fsdp_testing.operations import Operation
 from fsdp_testing.records.case import Case
-from fsdp_testing.records.operation import (
-    BuildOptimizer,
-    Clip,
-    EditFullParameters,
-    ForwardBackward,
-    Freeze,
-    Operation,
-    SetLr,
-    Step,
-    Thaw,
-    ZeroGrad,
-)
-
-_NEEDS_REDUCED = (Step, Clip, ZeroGrad, Freeze, Thaw, BuildOptimizer, EditFullParameters)
-_NEEDS_OPTIMIZER = (Step, SetLr)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +39,7 @@ class PlannedOperation:
 
 def builds_late(case: Case) -> bool:
     """Whether the program itself builds the optimizer; otherwise it is built right after wrapping."""
-    return any(isinstance(operation, BuildOptimizer) for operation in case.program)
+    return any(operation.builds_optimizer for operation in case.program)
 
 
 def plan(case: Case) -> Iterator[PlannedOperation]:
@@ -62,16 +48,13 @@ def plan(case: Case) -> Iterator[PlannedOperation]:
     built = not builds_late(case)
     for index, operation in enumerate(case.program):
         void = ""
-        if pending and (isinstance(operation, _NEEDS_REDUCED) or operation.waits_for_reduction):
+        if pending and operation.waits_for_reduction:
             void = "gradients of a no_sync micro-batch await reduction"
-        elif not built and isinstance(operation, _NEEDS_OPTIMIZER):
+        elif not built and operation.needs_optimizer:
             void = "the optimizer is not built yet"
-        elif isinstance(operation, BuildOptimizer):
-            built = True
-        elif isinstance(operation, ForwardBackward):
-            pending = operation.no_sync
-        elif operation.reduces:
-            pending = False
+        else:
+            built = built or operation.builds_optimizer
+            pending = operation.pending_after(pending)
         yield PlannedOperation(index, operation, void, pending)
 
 

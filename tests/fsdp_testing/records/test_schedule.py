@@ -23,7 +23,6 @@ from fsdp_testing.records import (
     plan,
     void_operations,
 )
-from fsdp_testing.records.operation import OperationText
 
 MICRO, LOCAL = ForwardBackward(Batch(0)), ForwardBackward(Batch(0), no_sync=True)
 
@@ -69,7 +68,7 @@ def test_every_program_is_legal_whatever_is_deleted():
     ],
 )
 def test_an_operation_is_told_in_one_line(operation, text):
-    assert str(OperationText(2, operation)) == text
+    assert operation.text(2) == text
 
 
 def test_requirements_follow_from_what_a_case_does():

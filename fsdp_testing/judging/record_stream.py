@@ -11,7 +11,7 @@ import io
 import pickle
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,6 +20,7 @@ import torch
 from fsdp_testing.pool.channel import loads
 from fsdp_testing.records import (
     BufferObservation,
+    CaseRecord,
     OperationAccount,
     OperationResult,
     OptimizerObservation,
@@ -30,28 +31,6 @@ from fsdp_testing.records import (
 )
 
 _HEADER = struct.Struct("<Q")
-
-
-@dataclass(frozen=True, slots=True)
-class CaseRecord:
-    """What one rank tells of one case of a batch.
-
-    Attributes:
-        index: Place of the case in the batch.
-        observation: What the engine observed.
-        collectives: Per group key, number of collectives issued and a digest of what they were, up to the end of the
-            case, counted from the start of the batch.
-        leaks: What the case left behind in the process.
-        arcs: The way that the case took through the implementation's source, if it was recorded.
-        accounts: What operations put on the wire and left in memory, where the implementation tells of its units.
-    """
-
-    index: int
-    observation: RankObservation
-    collectives: dict[int, tuple[int, int]]
-    leaks: tuple[str, ...] = ()
-    arcs: frozenset[int] = frozenset()
-    accounts: tuple[OperationAccount, ...] = ()
 
 
 def rebuild(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

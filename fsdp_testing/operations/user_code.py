@@ -7,38 +7,44 @@ tensors that the implementation hands out; in any other file of the engine it wo
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING
 
 from fsdp_testing.errors import InvalidImplementation
 
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
 
 def set_requires_grad(parameters: Iterable[torch.Tensor], flag: bool) -> None:
-    """Freezes or thaws parameters."""
+    """Freeze or thaw parameters."""
     for parameter in parameters:
         parameter.requires_grad_(flag)
 
 
 def scale(parameters: Iterable[torch.Tensor], factor: float) -> None:
-    """Multiplies full parameters in place."""
+    """Multiply full parameters in place."""
+    import torch
+
     with torch.no_grad():
         for parameter in parameters:
             parameter.mul_(factor)
 
 
 def give_storage(parameters: Iterable[nn.Parameter], factor: float) -> None:
-    """Gives parameters new storage with their numbers times `factor`."""
+    """Give parameters new storage with their numbers times `factor`."""
     for parameter in parameters:
         parameter.data = parameter.data * factor
 
 
 def replace_parameters(model: nn.Module, full: Mapping[str, torch.Tensor], factor: float) -> None:
-    """Puts new parameters with the numbers times `factor` on the modules that have these gathered tensors.
+    """Put new parameters with the numbers times `factor` on the modules that have these gathered tensors.
 
     Raises:
         InvalidImplementation: No module has a parameter where a gathered tensor lies.
     """
+    from torch import nn
+
     wanted = {(tensor.data_ptr(), tensor.shape): fqn for fqn, tensor in full.items() if tensor.numel()}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):

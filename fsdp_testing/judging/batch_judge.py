@@ -1,0 +1,141 @@
+"""How is a finished batch judged? In a process of its own, while the ranks are busy with the next batch."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fsdp_testing.checkers import gathered_state
+from fsdp_testing.checkers.comparison import Comparison
+from fsdp_testing.checkers.divergence import Tally
+from fsdp_testing.implementations import registry
+from fsdp_testing.implementations.adapter import Adapter
+from fsdp_testing.judging import record_stream
+from fsdp_testing.judging.fast_path import fast_path_agrees
+from fsdp_testing.judging.judge import Judgement, judge
+from fsdp_testing.judging.numbers import Numbers, compare_numbers
+from fsdp_testing.judging.signature import Signature, signature_of
+from fsdp_testing.programs import oracle
+from fsdp_testing.programs.fitting import fitted
+from fsdp_testing.programs.replay import Replay
+from fsdp_testing.programs.setup import division_of
+from fsdp_testing.records import Case, CaseRecord, FailureKind, Overrun, RankObservation, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class CaseNote:
+    """What the judge says of one case of a batch.
+
+    Attributes:
+        index: Place of the case in the batch.
+        status: `passed`, `leaked` (right, but its model stays in memory), `suspect` (to be confirmed alone),
+            `unfinished` (its observations are not complete), `unsupported` (the implementation said so itself),
+            `unjudged` (the oracle or the adapter could not run it, or nothing was decided).
+        reason: Why it is not `passed`.
+        comparisons: Number of tensors compared.
+        fast: The fast path alone found it right.
+        signature: What the failure looks like.
+        overrun: The facts of a failure of kind `kept` or `excess`.
+    """
+
+    index: int
+    status: str
+    reason: str = ""
+    comparisons: int = 0
+    fast: bool = False
+    signature: Signature | None = None
+    overrun: Overrun | None = None
+
+
+def judge_batch(name: str, cases: Sequence[Case], size: int, directory: str, observe_all: bool) -> list[CaseNote]:
+    """Judge every case of a batch of which all ranks reported.
+
+    Args:
+        name: The implementation.
+        cases: In the order in which they were run.
+        size: Number of ranks.
+        directory: Where their observations lie.
+        observe_all: A snapshot was taken after every operation.
+    """
+    adapter = registry.adapter_of(name)
+    reported = [_by_index(record_stream.read(directory, rank)) for rank in range(size)]
+    notes = []
+    for index, case in enumerate(cases):
+        records = [by_index[index] for by_index in reported if index in by_index]
+        note = _judged(adapter, fitted(case, adapter), records, observe_all=observe_all)
+        notes.append(replace(note, index=index))
+    return notes
+
+
+def note_of(judgement: Judgement) -> CaseNote:
+    """Return what a campaign makes of a judgement."""
+    found = judgement.finding
+    if found is None:
+        status = "unfinished" if judgement.incomplete else "unjudged"
+        status = "passed" if judgement.verdict is Verdict.PASS else status
+        return CaseNote(0, status, judgement.reason, judgement.tally.comparisons, judgement.fast)
+    if judgement.refused:
+        return CaseNote(0, "unsupported", f"{found.quantity}: {found.message}")
+    only_model = found.kind == FailureKind.LEAKED and found.sort == "model"
+    return CaseNote(
+        0,
+        "leaked" if only_model else "suspect",
+        found.statement,
+        judgement.tally.comparisons,
+        signature=signature_of(found),
+        overrun=found.overrun,
+    )
+
+
+def comparison_for(case: Case, adapter: Adapter) -> Comparison:
+    """Return the comparison that is fair for a case, given what the implementation claims."""
+    return Comparison(
+        lockstep=case.mixed_precision is not None,
+        none_is_zero="unused_gradient_is_none" not in adapter.capabilities,
+        gradients=adapter.observes_gradients,
+        optimizer="optimizer_pieces" in adapter.capabilities,
+        ignore=tuple(f"{module}.*" for module in case.wrapping.ignored),
+    )
+
+
+def _by_index(records: Sequence[CaseRecord]) -> dict[int, CaseRecord]:
+    """The records of one rank; a later one of the same case holds what was found after the batch, and is put beside it."""
+    by_index: dict[int, CaseRecord] = {}
+    for record in records:
+        known = by_index.get(record.index)
+        by_index[record.index] = record if known is None else replace(known, leaks=known.leaks + record.leaks)
+    return by_index
+
+
+def _judged(adapter: Adapter, case: Case, records: Sequence[CaseRecord], *, observe_all: bool) -> CaseNote:
+    def ask(ranks: Sequence[RankObservation]) -> Numbers:
+        return ask_here(adapter, case, ranks, observe_all=observe_all)
+
+    try:
+        return note_of(judge(case, records, ask))
+    except Exception as error:  # noqa: BLE001 - a case that the oracle cannot run is reported, never passed over
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(frame.filename).name}:{frame.lineno}"
+        return CaseNote(0, "unjudged", f"{type(error).__name__} at {where}: {error}")
+
+
+def ask_here(adapter: Adapter, case: Case, ranks: Sequence[RankObservation], *, observe_all: bool) -> Numbers:
+    """Compare with an oracle that runs in this process, with no more replays than the numbers need.
+
+    A free replay without bounds clears most cases; in lockstep, bounds that take one replay are asked before those that
+    take two.
+    """
+    comparison = comparison_for(case, adapter)
+    if not comparison.lockstep:
+        if not comparison.ignore:
+            compared = fast_path_agrees(Replay(case).run(observe_all=observe_all), ranks, comparison)
+            if compared > 0:
+                return Numbers(Tally(comparisons=compared), fast=True)
+        return compare_numbers(case, oracle.expect_free(case, observe_all=observe_all), ranks, comparison)
+    division, states = division_of(case, adapter), gathered_state.states(ranks)
+    quick = compare_numbers(case, oracle.expect_lockstep(case, division, states, displaced=False), ranks, comparison)
+    if quick.decided:
+        return quick
+    return compare_numbers(case, oracle.expect_lockstep(case, division, states), ranks, comparison)

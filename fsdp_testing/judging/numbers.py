@@ -1,0 +1,107 @@
+"""Are the numbers of a case the oracle's? The comparison, with what widens a bound or makes it worthless."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from fsdp_testing.checkers import parity
+from fsdp_testing.checkers.comparison import Comparison
+from fsdp_testing.checkers.divergence import Tally
+from fsdp_testing.checkers.quantities import Expectation
+from fsdp_testing.records import UNIT_ROUNDOFF, Case, RankObservation
+from fsdp_testing.zoo import MODELS
+from fsdp_testing.zoo.tree_schema import parameters
+
+_ROUNDINGS_OF_A_PART = 64
+"""Roundings of a part in a narrower dtype: its inner products, several times over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What comparing the numbers gave.
+
+    Attributes:
+        tally: What was compared, what diverges and what stays undecided.
+        expectation: What the oracle says; None where the fast path found everything right.
+        problem: Why the oracle cannot decide; empty if it can.
+        fast: The fast path found everything right.
+    """
+
+    tally: Tally
+    expectation: Expectation | None = None
+    problem: str = ""
+    fast: bool = False
+
+    @property
+    def decided(self) -> bool:
+        """Whether a more exact expectation would change nothing."""
+        return not self.tally.divergences and not self.tally.undecided
+
+
+def compare_numbers(
+    case: Case, expectation: Expectation, ranks: Sequence[RankObservation], comparison: Comparison
+) -> Numbers:
+    """Compare what all ranks report with what the oracle expects of `case`."""
+    if expectation.notes.get("mode") == "free":
+        expectation = _widened(expectation, case)
+    tally = parity.compare(expectation, ranks, comparison)
+    problem = ""
+    complete = bool(expectation.points) and expectation.points[-1].index == len(case.program)
+    if tally.divergences and _overflows(expectation):
+        problem = "the oracle's own numbers overflow"
+    elif not complete and not tally.divergences and all(rank.error is None for rank in ranks):
+        problem = "the oracle did not come to the end of this case, and what it saw agrees"
+    return Numbers(tally, expectation, problem)
+
+
+def _widened(expectation: Expectation, case: Case) -> Expectation:
+    """Take the narrowest dtype of any part as that of every rounding: what it rounds goes on into all the others.
+
+    The oracle bounds each quantity by the roundings of its own dtype, which is right where all parts have one.
+    """
+    narrow = _narrowest(case)
+    if narrow is None:
+        return expectation
+    unit = _ROUNDINGS_OF_A_PART * UNIT_ROUNDOFF[narrow]
+    why = f"; parts in {narrow}: {_ROUNDINGS_OF_A_PART} x u x largest"
+    points = []
+    for point in expectation.points:
+        sizes = [_size(expected.value) for expected in point.quantities.values()]
+        slack = unit * max(sizes, default=0.0)
+        quantities = {
+            quantity: replace(expected, bound=expected.bound + slack, derivation=expected.derivation + why)
+            if _size(expected.value)
+            else expected
+            for quantity, expected in point.quantities.items()
+        }
+        points.append(replace(point, quantities=quantities))
+    return replace(expectation, points=tuple(points))
+
+
+def _size(value: torch.Tensor | None) -> float:
+    if value is None or not value.numel() or not value.is_floating_point():
+        return 0.0
+    return float(value.abs().max())
+
+
+def _narrowest(case: Case) -> str | None:
+    """The dtype with the fewest digits among those of the parts; None if all parts have one dtype."""
+    if case.model.tree is None:
+        mixed = "mixed_dtypes" in MODELS[case.model.name].traits
+        return ("float32" if case.model.dtype == "float64" else "bfloat16") if mixed else None
+    found = {spec.dtype or case.model.dtype for spec in parameters(case.model.tree)}
+    return max(found, key=lambda name: UNIT_ROUNDOFF[name]) if len(found) > 1 else None
+
+
+def _overflows(expectation: Expectation) -> bool:
+    """Whether a value or a bound is not finite: then nothing can be said of a difference."""
+    for point in expectation.points:
+        for expected in point.quantities.values():
+            bound = torch.as_tensor(expected.bound)
+            if not bool(torch.isfinite(bound).all()) or not math.isfinite(_size(expected.value)):
+                return True
+    return False
