@@ -78,6 +78,7 @@ class InputsWatch:
         self._missing = set(self._all)
         self._task = -1
         me = weakref.ref(self)
+        # First: later hooks on the same gradient may start the next gather, which needs the memory of this unit.
         self._handles = [
             compat.hook_first(tensor, functools.partial(_announce, me, index)) for index, tensor in enumerate(distinct)
         ]

@@ -84,6 +84,7 @@ class CudaStreams(Streams):
         self._limit = limit_all_gathers
         # High priority: communication that compute waits for goes first on the device.
         self._unshard = torch.cuda.Stream(device, priority=-1)
+        # Apart from the gathers, so that the next shard is cast or fetched while the present one is gathered.
         self._pre_unshard = torch.cuda.Stream(device, priority=-1)
         self._post_backward = torch.cuda.Stream(device, priority=-1)
         self._frees: deque[torch.cuda.Event] = deque()
@@ -98,6 +99,7 @@ class CudaStreams(Streams):
         return torch.cuda.stream(self._post_backward)
 
     def gather_after_compute(self) -> None:
+        # Both: a gather without a cast reads the shard itself, on the unshard stream.
         current = torch.cuda.current_stream(self._device)
         self._unshard.wait_stream(current)
         self._pre_unshard.wait_stream(current)
@@ -127,11 +129,13 @@ class CudaStreams(Streams):
         tensor.record_stream(self._post_backward)
 
     def limit_gathers(self) -> None:
+        # The oldest first: its readers are the first to end.
         while self._limit and len(self._frees) >= self.MAX_INFLIGHT:
             self._frees.popleft().synchronize()
 
     def note_free(self) -> None:
         if self._limit:
+            # On the current stream, which read the freed memory last.
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._device))
             self._frees.append(event)

@@ -148,6 +148,7 @@ class Originals:
     def show_computing(self, views: Sequence[Tensor]) -> None:
         """Show tracked views of the full parameter."""
         if self.use_orig_params and self.shown is Shown.FULL:
+            # Users and optimizers keep these objects: they must never see a buffer that is about to be freed.
             self._point_at(self.shard_views())
         self._writers.show(views)
         self.shown = Shown.COMPUTING

@@ -173,6 +173,7 @@ def _absorb_data(handle: FlatHandle) -> bool:
         handle.set_precision(dtypes.pop())
     with torch.no_grad():
         if full:
+            # By way of the full buffer: a piece of the shard may begin and end inside a parameter of any strides.
             _copy_full(handle, values)
         else:
             for index, value in values.items():

@@ -45,6 +45,7 @@ def hook_outputs(unit: Unit, output: Any, inputs: TakenInputs) -> Any:
 
     def hook(tensor: Tensor) -> Tensor:
         if tensor.requires_grad and not tensor.is_leaf and not inputs.gives_back(tensor):
+            # The graph keeps the hook, the hook keeps the views that the pass computed with, as long as both are needed.
             tensor.register_hook(waiting)
             unit.awaits_backward = True
         return tensor
@@ -238,6 +239,7 @@ def publish(units: Iterable[Unit]) -> None:
     handles = [unit.handle for unit in units if unit.handle is not None]
     for handle in handles:
         handle.grads.publish()
+    # After all are shown: a user's hook may look at other parameters, or step an optimizer over several.
     for handle in handles:
         if handle.grads.local_F is None:
             run_after_accumulation(handle)

@@ -61,6 +61,7 @@ class _Reduction:
         """Wait for everything and add the result to the gradient."""
         handle = self.unit.handle
         assert handle is not None  # only units with parameters reduce
+        # On the stream that the sum arrives on, so that compute waits for it once, at the end of backward.
         with handle.streams.post_backward(), torch.no_grad():
             self._wait()
             divide(self._out_S, self._after)
@@ -71,6 +72,7 @@ class _Reduction:
             self.advance()
         self._pending.wait()
         if self._sent is not None:
+            # Not before: until the wait the collective reads it.
             SCRATCH.give(self._sent)
             self._sent = None
 
@@ -139,6 +141,7 @@ class GradSync:
 
     def _bound(self) -> None:
         if len(self._open) > 1:
+            # By now the sum within the shard group has had a whole unit's backward to end; let that over replicas run.
             self._open[-2].advance()
         while len(self._open) > IN_FLIGHT:
             self._open.popleft().finish()
@@ -153,6 +156,7 @@ class GradSync:
         if handle.sharded:
             out_S = torch.zeros(handle.shard_map.shard_numel, dtype=dtype, device=sent_F.device)
             hook(unit.comm_hook_state, sent_F, out_S)
+            # Not given back to the pool: the hook may have kept it.
         else:
             out_S = sent_F
             hook(unit.comm_hook_state, out_S)

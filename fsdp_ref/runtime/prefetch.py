@@ -32,12 +32,13 @@ def in_forward(root: Root, unit: Unit) -> None:
     handle = following.handle
     if handle is None or following.state is not UnitState.SHARDED or following.ahead is Ahead.PREFETCH:
         return
+    # What its own forward would do before its gather: nothing may change between this gather and that forward.
     if following.config.switches.full_precision_in_eval:
         handle.set_full_precision(following.full_precision_now)
     absorb_params(handle)
     if explicit:
         following.prefetch()
-    elif handle.needs_buffer:
+    elif handle.needs_buffer:  # otherwise there are no bytes to send ahead
         following.start_gather(prefetch=True)
 
 

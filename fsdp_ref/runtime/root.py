@@ -92,6 +92,7 @@ class Root:
         self.calls: list[Frame] = []
         self.in_pass: dict[Unit, None] = {}
         self.partial: dict[Unit, None] = {}
+        # What makes autograd keep the node of a unit's views, whose inputs are no tensors. It gets no gradient.
         with torch.inference_mode(False):  # the first forward may be an evaluation
             self.anchor = torch.zeros((), device=unit.config.device, requires_grad=True)
         self.streams = streams_for(unit.config.device, limit_all_gathers=unit.config.limit_all_gathers)
@@ -157,6 +158,7 @@ class Root:
             unit.graph.new_round()
         self.round += 1
         self.order.begin_forward()
+        # The optimizer's step runs on the current stream and may not have ended on the device.
         self.streams.gather_after_compute()
 
     def watch_saved_tensors(self) -> AbstractContextManager[object]:
@@ -171,6 +173,7 @@ class Root:
 
     def end_forward(self) -> None:
         """The outermost forward call ended: free gathers that nobody used. What the graph needs it keeps by now."""
+        # Outputs have their hooks, which keep the records from here on; a graph that is dropped drops them.
         self._open_records.clear()
         for unit in self.units:
             if unit.state is UnitState.GATHERING and unit.ahead is not Ahead.USER:
@@ -188,6 +191,7 @@ class Root:
         if task not in self._passes or self._passes[task]() is None:
             if not self._live_passes():
                 self.recover()
+            # Autograd alone keeps it: it drops the callbacks of a pass that fails, and that is how we hear of it.
             end = _PassEnd(self, task)
             self._passes[task] = weakref.ref(end)
             compat.queue_backward_callback(end)

@@ -74,6 +74,8 @@ class SiteWriters:
             fast = [site for site in managed.sites if site not in slow]
             self._fast.append([{"dict": _home(site.module, registered), "name": site.name} for site in fast])
             self._slow.append(slow)
+        # Flat lists for what happens twice per unit and pass: writing into the dictionaries skips ``nn.Module.__setattr__``,
+        # which would look through parameters, buffers and children each time.
         self._direct = [
             (index, target["dict"], target["name"]) for index, targets in enumerate(self._fast) for target in targets
         ]
@@ -137,9 +139,10 @@ def set_grad(param: Tensor, grad: Tensor | None) -> None:
     elif grad.shape == param.shape and grad.dtype == param.dtype and grad.device == param.device:
         param.grad = grad
     else:
-        holder = torch.empty_like(param, requires_grad=False)
+        # torch checks what is assigned to ``.grad``, and not what its data is exchanged for.
+        accepted = torch.empty_like(param, requires_grad=False)
         param.grad = None
-        param.grad = holder
+        param.grad = accepted
         param.grad.data = grad
 
 
