@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -141,6 +142,35 @@ class Check:
         """Whether the check's name, or its suite, matches one of the patterns (fnmatch)."""
         suite = self.name.partition(".")[0]
         return any(fnmatchcase(self.name, pattern) or suite == pattern for pattern in patterns)
+
+
+class Suite:
+    """The checks of one file, in the order in which a report lists them."""
+
+    def __init__(self) -> None:
+        self.checks: list[Check] = []
+
+    def add(self, check: Check) -> None:
+        """Add a check whose cases a function of another check builds, or one made for it."""
+        self.checks.append(check)
+
+    def check(
+        self, name: str, source: str, needs: frozenset[str] = frozenset(), **options: Any
+    ) -> Callable[[Builder], Builder]:
+        """Make a check of the function that builds its cases; the function's docstring is the claim.
+
+        Args:
+            name: `suite.check`, unique.
+            source: Where the behaviour is described or was once broken.
+            needs: Capabilities without which the check is not asked.
+            **options: The other fields of `Check`.
+        """
+
+        def make(build: Builder) -> Builder:
+            self.add(Check(name, inspect.getdoc(build) or "", source, build, needs, **options))
+            return build
+
+        return make
 
 
 def needs_of(case: Case) -> frozenset[str]:
