@@ -43,7 +43,7 @@ def run_ranks(
 
     Raises:
         WorldFailed: A rank raised, died, hung or disagreed; the message is the account of every rank, the attribute
-            `outcome` holds it as data.
+            `outcome` is the same as data.
         InvalidArgument, UnsendableFunction, BackendUnavailable: Before anything runs.
     """
     launch = env.torchrun()

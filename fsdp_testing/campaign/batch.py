@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_testing.campaign import arcs
 from fsdp_testing.campaign.account import Accountant, AccountedProgram, accountant_for
 from fsdp_testing.compat import process_groups
 from fsdp_testing.implementations import registry
@@ -53,14 +52,10 @@ class Watch:
     Attributes:
         operations: Take a snapshot after every operation, so that the first one that diverges is known.
         models: Whether models outlive their case.
-        arcs: Places in the batch of cases whose way through the implementation's source is recorded.
-        sources: Parts of file names that make a file part of the implementation.
     """
 
     operations: bool = False
     models: bool = False
-    arcs: tuple[int, ...] = ()
-    sources: tuple[str, ...] = ()
 
 
 def run_batch(name: str, cases: Sequence[Case], directory: str, watch: Watch) -> int | Failed:
@@ -86,8 +81,7 @@ def run_batch(name: str, cases: Sequence[Case], directory: str, watch: Watch) ->
     with record_stream.path_of(directory, world.rank).open("ab") as file, _garbage_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as for every program that is judged: whatever filters the caller has
         for index, case in enumerate(cases):
-            tracer = arcs.Tracer(watch.sources) if index in watch.arcs and world.rank == 0 else None
-            record, model = _run(adapter, case, world, index, watch, tracer)
+            record, model = _run(adapter, case, world, index, watch)
             models.append((index, model))
             record_stream.append(file, record)
             error = record.observation.error
@@ -136,7 +130,7 @@ def _adapter(name: str) -> Adapter:
 
 
 def _run(
-    adapter: Adapter, case: Case, world: World, index: int, watch: Watch, tracer: arcs.Tracer | None
+    adapter: Adapter, case: Case, world: World, index: int, watch: Watch
 ) -> tuple[CaseRecord, weakref.ref[nn.Module]]:
     mesh = _mesh(world, case.world.mesh_shape)
     before = _fingerprint()
@@ -150,13 +144,12 @@ def _run(
         program = RankProgram(case, adapter, world.rank, make_setup)
     else:
         program = AccountedProgram(case, accountant, world.rank, make_setup)
-    with listen(issued), tracer or nullcontext(), accountant or nullcontext():
+    with listen(issued), accountant or nullcontext():
         observation = program.run(observe_all=watch.operations or case.mixed_precision is not None)
         adapter.finish(program.model)
     leaks = _differences(before, _fingerprint())
-    taken = frozenset() if tracer is None else tracer.taken()
     accounts = None if accountant is None else tuple(accountant.accounts)
-    return CaseRecord(index, observation, issued.summary(), leaks, taken, accounts), weakref.ref(program.model)
+    return CaseRecord(index, observation, issued.summary(), leaks, accounts), weakref.ref(program.model)
 
 
 class _Issued:

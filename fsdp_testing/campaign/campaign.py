@@ -1,4 +1,4 @@
-"""How does a campaign go? Draw, run, judge, keep what covered something new, understand what failed, go on."""
+"""How does a campaign go? Draw, run, judge, count what is known, understand what is not, go on."""
 
 from __future__ import annotations
 
@@ -6,28 +6,29 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_testing.campaign.batch import Watch
-from fsdp_testing.campaign.coverage import Coverage
+from fsdp_testing.campaign.case_queue import Asked, CaseQueue
+from fsdp_testing.campaign.example_checks import SHARE, check_examples
+from fsdp_testing.campaign.investigation import Investigated, Investigator
 from fsdp_testing.campaign.lane import CaseResult, Lane
-from fsdp_testing.campaign.mutate import Mutator
 from fsdp_testing.campaign.state import Progress, StateDirectory
+from fsdp_testing.campaign.tally import CampaignTally
 from fsdp_testing.errors import InvalidRecord
-from fsdp_testing.findings.discovery import Discovery, investigate
-from fsdp_testing.findings.known import KnownFailures
+from fsdp_testing.findings.discovery import Discovery
+from fsdp_testing.findings.known import KnownFailures, joined
 from fsdp_testing.judging.signature import Signature
 from fsdp_testing.pool import Pool
 from fsdp_testing.records import Case
 from fsdp_testing.strategies import CaseDrawer, Scope, SeededChoices, needs_of_case
 
-BATCH = 24
 _SAVE_SECONDS = 5.0
 _INVESTIGATED_AT_FIRST = 3
-_TRACED_ONE_IN = 40
+_INVESTIGATED_LATER_ONE_IN = 25
 _KEPT_UNJUDGED = 3
 
 
@@ -40,13 +41,12 @@ class Plan:
         scope: What may be drawn.
         state: Where it keeps what it learns.
         seconds: When to end; None for no limit.
-        examples: How many cases to run at most; None for no limit.
+        examples: How many cases to draw at most; None for no limit.
         seed: From which all choices follow.
         lanes: Batches under way at a time.
         deadline: Seconds that one case may take.
         shrink_seconds: Time for shrinking one finding.
-        known: Failures to avoid.
-        sources: Parts of file names that make a file part of the implementation.
+        known: Failures to count and not to report.
         stop_at_first: End with the first confirmed finding.
     """
 
@@ -60,56 +60,12 @@ class Plan:
     deadline: float = 30.0
     shrink_seconds: float = 20.0
     known: KnownFailures = KnownFailures()
-    sources: tuple[str, ...] = ()
     stop_at_first: bool = False
 
 
-@dataclass(slots=True)
-class Tally:
-    """What has happened in this run.
-
-    Attributes:
-        run: Cases run and judged.
-        operations: Operations in them.
-        statuses: Cases by what became of them.
-        discovered: What was found, each defect once.
-        duplicates: How often each was met again.
-        unjudged: Why nothing could be said of some cases.
-        unsupported: Why the implementation refused some cases.
-        rules: How often each known failure was edited around.
-        stale: Known failures whose example passes.
-        discarded: Cases of which a known failure left nothing.
-        new: Coverage keys and arcs seen for the first time.
-        drawing_seconds: Time spent on drawing.
-        investigating_seconds: Time that lanes spent on suspects instead of new cases, added up over lanes.
-        seconds: Wall time.
-        worlds_lost: Worlds that had to be replaced.
-    """
-
-    run: int = 0
-    operations: int = 0
-    statuses: Counter[str] = field(default_factory=Counter)
-    discovered: list[Discovery] = field(default_factory=list)
-    duplicates: Counter[str] = field(default_factory=Counter)
-    unjudged: Counter[str] = field(default_factory=Counter)
-    unsupported: Counter[str] = field(default_factory=Counter)
-    rules: Counter[str] = field(default_factory=Counter)
-    stale: list[str] = field(default_factory=list)
-    discarded: int = 0
-    new: int = 0
-    drawing_seconds: float = 0.0
-    investigating_seconds: float = 0.0
-    seconds: float = 0.0
-    worlds_lost: int = 0
-
-    @property
-    def rate(self) -> float:
-        """Cases per second."""
-        return self.run / self.seconds if self.seconds else 0.0
-
-
-Listener = Callable[[Tally], None]
+Listener = Callable[[CampaignTally], None]
 Finder = Callable[[Discovery, StateDirectory], None]
+Answer = list[tuple[Asked, CaseResult]] | Investigated | None
 
 
 class Campaign:
@@ -118,32 +74,44 @@ class Campaign:
     Args:
         plan: What to do.
         pool: Where worlds come from.
-        on_progress: Told after every batch.
-        on_finding: Told of each new finding; writes it down.
+        on_progress: Called after every batch.
+        on_finding: Called with each new finding; writes it down.
+        clock: Seconds, of which only differences count.
     """
 
-    def __init__(self, plan: Plan, pool: Pool, on_progress: Listener, on_finding: Finder) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        pool: Pool,
+        on_progress: Listener,
+        on_finding: Finder,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._plan = plan
         self._pool = pool
         self._on_progress = on_progress
         self._on_finding = on_finding
+        self._clock = clock
         self._state = StateDirectory(plan.state, plan.name)
         self._before = self._state.load()
-        self._corpus, self.damaged = self._state.corpus()
-        self._coverage = Coverage(self._before.keys, self._before.arcs)
+        self._turns = dict(self._before.turns)
         self._drawer = CaseDrawer(plan.scope)
-        self._mutator = Mutator(self._drawer)
-        self._drawn = self._before.drawn
-        self._known = plan.known
+        self._investigator = Investigator(plan.name, self._drawer.shape, self._fair, plan.shrink_seconds)
         self._groups: Counter[Signature] = Counter()
+        self._also: dict[Signature, set[str]] = {}
         self._keys: dict[object, str] = {}
         self._watch_models = True
         self._started = 0.0
-        self.tally = Tally()
-        self._remember_earlier()
+        self.damaged: list[str] = []
+        self.tally = CampaignTally()
+        self._known = joined([self._found_earlier(), plan.known])
+        self._queue = CaseQueue(
+            self._draw, self._before.drawn, plan.examples, self._before.unfinished, self._time_is_up
+        )
 
-    def _remember_earlier(self) -> None:
-        """What earlier runs found is known now: met again, it is counted and not told again."""
+    def _found_earlier(self) -> KnownFailures:
+        """What earlier runs found is known now: met again, it is counted and not reported again."""
+        found = []
         for folder in self._state.found():
             file = folder / "finding.json"
             try:
@@ -151,37 +119,35 @@ class Campaign:
             except (InvalidRecord, OSError) as error:
                 self.damaged.append(str(error))
                 continue
+            if earlier.confirmed:
+                found.append(earlier.rule())
             self._keys[earlier.key] = earlier.name
-            self._known = self._known.with_rule(earlier.rule())
+        return KnownFailures(tuple(found))
 
     # ------------------------------------------------------------------------------------------- the loop
 
-    def run(self) -> Tally:
-        """Runs until time, examples or patience end; KeyboardInterrupt passes through after everything is saved."""
-        self._started = time.monotonic()
+    def run(self) -> CampaignTally:
+        """Run until time or cases end; KeyboardInterrupt passes through after everything is saved."""
+        self._started = self._clock()
         scratch = tempfile.mkdtemp(prefix="fsdp-fuzz-")
         plan = self._plan
         lanes = [Lane(self._pool, plan.name, plan.deadline, scratch) for _ in range(max(1, plan.lanes))]
         try:
-            self._check_examples(lanes[0])
-            self._loop(lanes)
+            self._loop(lanes, self._check_examples(lanes[0]))
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-            self.tally.seconds = time.monotonic() - self._started
             self.tally.worlds_lost = sum(lane.worlds_lost for lane in lanes)
             self._save()
         return self.tally
 
-    def _loop(self, lanes: list[Lane]) -> None:
+    def _loop(self, lanes: list[Lane], suspects: list[CaseResult]) -> None:
         free = list(lanes)
-        running: dict[Future[list[CaseResult] | Discovery | None], Lane] = {}
-        suspects: list[CaseResult] = []
-        saved = time.monotonic()
-        batches = self._batches()
+        running: dict[Future[Answer], Lane] = {}
+        saved = self._clock()
         executor = ThreadPoolExecutor(len(lanes), thread_name_prefix="fuzz-lane")
         try:
             while True:
-                while free and (job := self._next_job(suspects, batches)) is not None:
+                while free and (job := self._next_job(suspects)) is not None:
                     lane = free.pop()
                     running[executor.submit(job, lane)] = lane
                 if not running:
@@ -190,11 +156,11 @@ class Campaign:
                 for future in done:
                     free.append(running.pop(future))
                     suspects += self._take(future.result())
-                self.tally.seconds = time.monotonic() - self._started
+                self.tally.seconds = self._clock() - self._started
                 self._on_progress(self.tally)
-                if time.monotonic() - saved > _SAVE_SECONDS:
+                if self._clock() - saved > _SAVE_SECONDS:
                     self._save()
-                    saved = time.monotonic()
+                    saved = self._clock()
         except BaseException:
             # Ranks of batches under way are ended, so that no thread waits for them.
             self._pool.close()
@@ -202,104 +168,66 @@ class Campaign:
         finally:
             executor.shutdown(wait=True, cancel_futures=True)
 
-    def _next_job(
-        self, suspects: list[CaseResult], batches: Iterator[list[Case]]
-    ) -> Callable[[Lane], list[CaseResult] | Discovery | None] | None:
+    def _next_job(self, suspects: list[CaseResult]) -> Callable[[Lane], Answer] | None:
+        if self._stopped():
+            return None
         if suspects:
             suspect = suspects.pop(0)
             return lambda lane: self._investigate(lane, suspect)
-        if self._over():
+        start = time.perf_counter()
+        batch = self._queue.next_batch(self._known)
+        self.tally.drawing_seconds += time.perf_counter() - start
+        if not batch:
             return None
-        batch = next(batches)
-        watch = Watch(models=self._watch_models, arcs=self._traced(batch), sources=self._plan.sources)
-        return lambda lane: lane.run(batch, watch)
+        watch = Watch(models=self._watch_models)
+        return lambda lane: list(zip(batch, lane.run([asked.case for asked in batch], watch)))
 
-    def _investigate(self, lane: Lane, suspect: CaseResult) -> Discovery | None:
-        start = time.monotonic()
-        plan = self._plan
-        found = investigate(lane, plan.name, suspect, self._drawer.shape, self._fair, plan.shrink_seconds)
-        self.tally.investigating_seconds += time.monotonic() - start
+    def _investigate(self, lane: Lane, suspect: CaseResult) -> Investigated | None:
+        start = time.perf_counter()
+        found = self._investigator.investigate(lane, suspect, self._known)
+        self.tally.investigating_seconds += time.perf_counter() - start
         return found
 
-    def _over(self) -> bool:
-        plan = self._plan
-        if plan.seconds is not None and time.monotonic() - self._started >= plan.seconds:
-            return True
-        if plan.examples is not None and self._drawn - self._before.drawn >= plan.examples:
-            return True
-        return plan.stop_at_first and any(found.confirmed for found in self.tally.discovered)
+    def _time_is_up(self) -> bool:
+        limit = self._plan.seconds
+        return limit is not None and self._clock() - self._started >= limit
+
+    def _stopped(self) -> bool:
+        return self._plan.stop_at_first and any(found.confirmed for found in self.tally.discovered)
 
     def _fair(self, case: Case) -> bool:
         return needs_of_case(case) <= self._plan.scope.capabilities
 
-    # ------------------------------------------------------------------------------------------- drawing
-
-    def _batches(self) -> Iterator[list[Case]]:
-        """Batches of cases for one world size each; a size waits until it fills a batch."""
-        waiting: dict[int, list[Case]] = {}
-        while True:
-            start = time.perf_counter()
-            ready: list[Case] = []
-            while not ready:
-                case = self._draw()
-                same = waiting.setdefault(case.world.size, [])
-                same.append(case)
-                if len(same) >= BATCH:
-                    ready = waiting.pop(case.world.size)
-            self.tally.drawing_seconds += time.perf_counter() - start
-            yield ready
-
-    def _draw(self) -> Case:
-        while True:
-            choices = SeededChoices((self._plan.seed << 40) + self._drawn)
-            self._drawn += 1
-            if self._corpus and choices.chance(3):
-                case = self._mutator.mutate(choices, choices.pick(self._corpus), self._corpus)
-                if not self._fair(case) or not case.program:
-                    continue
-            else:
-                case = self._drawer.draw(choices)
-            edited, applied = self._known.around(case)
-            self.tally.rules.update(applied)
-            if edited is None:
-                self.tally.discarded += 1
-                continue
-            shaped = self._drawer.shape(edited) if applied else edited
-            if shaped.program:
-                return shaped
-
-    def _traced(self, batch: list[Case]) -> tuple[int, ...]:
-        if not self._plan.sources:
-            return ()
-        return tuple(place for place in range(len(batch)) if (self.tally.run + place) % _TRACED_ONE_IN == 0)
+    def _draw(self, number: int) -> Case:
+        return self._drawer.draw(SeededChoices((self._plan.seed << 40) + number))
 
     # ------------------------------------------------------------------------------------------- taking in
 
-    def _take(self, answer: list[CaseResult] | Discovery | None) -> list[CaseResult]:
-        """Takes in what a job gave; returns suspects that are worth a closer look."""
+    def _take(self, answer: Answer) -> list[CaseResult]:
+        """Take in what a job gave; return suspects that are worth investigating."""
+        if isinstance(answer, list):
+            return [result for asked, result in answer if self._take_result(asked, result)]
         if answer is None:
             self.tally.unjudged["a suspect of which nothing can be said alone"] += 1
-            return []
-        if isinstance(answer, Discovery):
-            self._take_discovery(answer)
-            return []
-        return [result for result in answer if self._take_result(result)]
+        elif answer.known is not None:
+            # The next one that looks so among other cases need not run alone to be known.
+            self._also.setdefault(answer.signature, set()).add(answer.known.name)
+            counts = self.tally.known if answer.discovery is None else self.tally.duplicates
+            counts[answer.known.name] += 1
+        elif answer.discovery is not None:
+            self._take_discovery(answer.discovery, answer.signature)
+        return []
 
-    def _take_result(self, result: CaseResult) -> bool:
+    def _take_result(self, asked: Asked, result: CaseResult) -> bool:
         note, tally = result.note, self.tally
-        tally.run += 1
-        tally.operations += len(result.case.program)
-        tally.statuses[note.status] += 1
-        new = self._coverage.add(result.case, note.arcs)
-        tally.new += new
-        if new and note.status == "passed":
-            self._corpus.append(result.case)
-            self._state.add_to_corpus(result.case)
-        rule = self._known.recognize(note.signature, result.case) if note.signature is not None else None
-        if rule is not None:
-            tally.rules[rule.name] += 1
+        self._queue.finish(asked)
+        tally.count(operations=len(result.case.program), variant=asked.depth > 0)
+        if note.signature is not None and self._is_known(asked, note.signature):
+            tally.statuses["known"] += 1
             self._watch_models &= note.status != "leaked"
-        elif note.status == "unjudged":
+            return False
+        tally.statuses[note.status] += 1
+        if note.status == "unjudged":
             tally.unjudged[note.reason[:200]] += 1
             if tally.unjudged[note.reason[:200]] <= _KEPT_UNJUDGED:
                 self._state.keep_unjudged(result.case, note.reason)
@@ -310,50 +238,77 @@ class Campaign:
             first, self._watch_models = self._watch_models, False
             return first
         elif note.status == "suspect" and note.signature is not None:
-            self._groups[note.signature] += 1
-            met = self._groups[note.signature]
-            return met <= _INVESTIGATED_AT_FIRST or met % 25 == 0
+            return self._is_worth_investigating(note.signature)
         return False
 
-    def _take_discovery(self, found: Discovery) -> None:
-        rule = next((rule for rule in self._known.rules if rule.applies(found.case)), None) if found.confirmed else None
-        if rule is not None:
-            # While it shrank it turned out to be, or turned into, what is known already.
-            self.tally.duplicates[rule.name] += 1
-            return
+    def _is_known(self, asked: Asked, signature: Signature) -> bool:
+        """Whether a failure is known; if so it is counted, and the case without its cause is run as well."""
+        rule = self._known.recognize(signature, asked.case)
+        if rule is None:
+            rule = self._known.fitting(self._also.get(signature, ()), asked.case)
+            if rule is None or (self.tally.known[rule.name] + 1) % _INVESTIGATED_LATER_ONE_IN == 0:
+                return False
+        self.tally.known[rule.name] += 1
+        self._queue.add_variant(asked, rule, self._drawer.shape, self._fair)
+        return True
+
+    def _is_worth_investigating(self, signature: Signature) -> bool:
+        self._groups[signature] += 1
+        met = self._groups[signature]
+        worth = met <= _INVESTIGATED_AT_FIRST or met % _INVESTIGATED_LATER_ONE_IN == 0
+        self.tally.not_investigated += not worth
+        return worth
+
+    def _take_discovery(self, found: Discovery, looks: Signature) -> None:
         key = found.key if found.confirmed else ("unconfirmed", found.signature)
         known = self._keys.get(key)
         if known is not None:
             self.tally.duplicates[known] += 1
+            self._also.setdefault(looks, set()).add(known)
             return
         self._keys[key] = found.name
         self.tally.discovered.append(found)
         if found.confirmed:
             self._known = self._known.with_rule(found.rule())
+            self._also.setdefault(looks, set()).add(found.name)
         self._on_finding(found, self._state)
 
-    def _check_examples(self, lane: Lane) -> None:
-        """Runs the examples of known failures unedited: what passes by now is stale."""
-        for rule, case in self._plan.known.examples():
-            if self._fair(case):
-                result = lane.run([case], Watch(operations=True))[0]
-                if result.note.status in ("passed", "leaked"):
-                    self.tally.stale.append(rule.name)
+    def _check_examples(self, lane: Lane) -> list[CaseResult]:
+        """Drop the rules whose example passes by now; return the examples that fail in a new way."""
+        plan = self._plan
+
+        def allowed(count: int) -> bool:
+            in_time = plan.seconds is None or self._clock() - self._started < SHARE * plan.seconds
+            return in_time and (plan.examples is None or count <= max(1, SHARE * plan.examples))
+
+        checked = check_examples(lane, self._known, self._turns, self._fair, allowed)
+        self._known = self._known.without_rules(checked.gone)
+        self._keys = {key: name for key, name in self._keys.items() if name not in checked.gone}
+        self._turns.update(dict.fromkeys(checked.ran, self._before.campaigns))
+        self.tally.gone += checked.gone
+        self.tally.examples = (len(checked.ran), len(checked.ran) + checked.left)
+        return checked.changed
 
     # ------------------------------------------------------------------------------------------- keeping
 
     def _save(self) -> None:
-        before, tally = self._before, self.tally
+        before, tally, queue = self._before, self.tally, self._queue
+        tally.seconds = self._clock() - self._started
+        tally.drawn = queue.drawn - before.drawn
+        tally.postponed = Counter(queue.postponed)
+        tally.left = len(queue.unfinished)
+        tally.resumed = len(before.unfinished)
         self._state.save(
             Progress(
                 implementation=self._plan.name,
-                drawn=self._drawn,
+                campaigns=before.campaigns + 1,
+                drawn=queue.drawn,
                 run=before.run + tally.run,
-                seconds=before.seconds + time.monotonic() - self._started,
+                seconds=before.seconds + tally.seconds,
                 statuses=dict(Counter(before.statuses) + tally.statuses),
-                keys=tuple(sorted(self._coverage.keys)),
-                arcs=tuple(sorted(self._coverage.arcs)),
                 unsupported=dict(Counter(before.unsupported) + tally.unsupported),
-                rules=dict(Counter(before.rules) + tally.rules),
+                known=dict(Counter(before.known) + tally.known),
+                unfinished=queue.unfinished,
+                turns=self._turns,
             )
         )

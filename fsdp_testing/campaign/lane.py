@@ -79,13 +79,10 @@ class Lane:
 
     def _attempt(self, cases: Sequence[Case], start: int, watch: Watch, deadline: float) -> list[CaseResult]:
         todo = cases[start:]
-        shifted = Watch(
-            watch.operations, watch.models, tuple(i - start for i in watch.arcs if i >= start), watch.sources
-        )
         directory = tempfile.mkdtemp(prefix="fsdp-fuzz-", dir=self._scratch)
         try:
-            outcome = self._run(todo, directory, shifted, deadline)
-            notes = self._judge(todo, directory, shifted)
+            outcome = self._run(todo, directory, watch, deadline)
+            notes = self._judge(todo, directory, watch)
         finally:
             shutil.rmtree(directory, ignore_errors=True)
         results: list[CaseResult] = []
@@ -139,4 +136,4 @@ def _is_echo(note: CaseNote, outcome: WorldOutcome) -> bool:
 
 def lost_note(case: Case, note: CaseNote, outcome: WorldOutcome) -> CaseNote:
     """Return the note of a case during which a rank was lost."""
-    return replace(note_of(lost_ranks(case, outcome)), index=note.index, arcs=note.arcs)
+    return replace(note_of(lost_ranks(case, outcome)), index=note.index)

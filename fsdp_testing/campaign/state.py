@@ -1,7 +1,7 @@
 """What does a campaign leave on disk, so that the next one goes on where it ended?
 
-`state.json` (how far it came, what it covered), `corpus/` (cases that covered something new), `found/` (one folder
-for each finding). Every file is written beside its place and moved there, so that an interruption at any moment leaves
+`state.json` (how far it came), `found/` (one folder for each finding), `unjudged/` (cases of which nothing could be
+said). Every file is written beside its place and moved there, so that an interruption at any moment leaves
 the old or the new content, never half of one.
 """
 
@@ -17,7 +17,7 @@ from fsdp_testing.records import Case
 from fsdp_testing.records.document import check_format, decode, encode, load_json, to_json
 
 STATE_FORMAT = "fsdp_testing/fuzz_state"
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,25 +26,30 @@ class Progress:
 
     Attributes:
         implementation: Its name.
+        campaigns: Runs so far.
         drawn: Cases drawn so far; the next one is drawn from this number.
         run: Cases run.
         seconds: Time spent.
         statuses: Cases by what became of them.
-        keys: What was covered (operation pairs, tag pairs).
-        arcs: Arcs of the implementation's source.
         unsupported: Why cases were refused by the implementation itself, with how often.
-        rules: How often each known failure was edited around.
+        known: How many cases failed by each known failure.
+        unfinished: Numbers of cases that were drawn and did not run; they come first next time.
+        turns: In which run the example of each known failure ran last, the first run being 0.
     """
 
     implementation: str
+    campaigns: int = 0
     drawn: int = 0
     run: int = 0
     seconds: float = 0.0
     statuses: Mapping[str, int] = field(default_factory=dict)
-    keys: tuple[int, ...] = ()
-    arcs: tuple[int, ...] = ()
     unsupported: Mapping[str, int] = field(default_factory=dict)
-    rules: Mapping[str, int] = field(default_factory=dict)
+    known: Mapping[str, int] = field(default_factory=dict)
+    unfinished: tuple[int, ...] = ()
+    turns: Mapping[str, int] = field(default_factory=dict)
+
+
+_OF_VERSION_1 = ("keys", "arcs", "rules")
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -73,7 +78,8 @@ class StateDirectory:
             return Progress(self._implementation)
         data = load_json(file.read_text(encoding="utf-8"), str(file))
         check_format(data, STATE_FORMAT, STATE_VERSION, str(file))
-        body = {key: value for key, value in data.items() if key not in ("format", "version")}
+        dropped = ("format", "version", *(_OF_VERSION_1 if data["version"] == 1 else ()))
+        body = {key: value for key, value in data.items() if key not in dropped}
         progress = decode(Progress, body, str(file))
         if progress.implementation != self._implementation:
             raise InvalidRecord(
@@ -87,25 +93,10 @@ class StateDirectory:
         document = {"format": STATE_FORMAT, "version": STATE_VERSION, **encode(progress)}
         write_atomically(self.path / "state.json", to_json(document))
 
-    def add_to_corpus(self, case: Case) -> None:
-        """Keeps a case that covered something new."""
-        write_atomically(self.path / "corpus" / f"{case.identity}.json", case.to_json())
-
     def keep_unjudged(self, case: Case, reason: str) -> None:
         """Keeps a case of which nothing could be said, with the reason, for whoever wants to know why."""
         write_atomically(self.path / "unjudged" / f"{case.identity}.json", case.to_json())
         write_atomically(self.path / "unjudged" / f"{case.identity}.txt", reason + "\n")
-
-    def corpus(self) -> tuple[list[Case], list[str]]:
-        """Returns the cases kept so far, in a fixed order, and one message for each file that is none."""
-        cases: list[Case] = []
-        damaged: list[str] = []
-        for file in sorted((self.path / "corpus").glob("*.json")):
-            try:
-                cases.append(Case.from_json(file.read_text(encoding="utf-8"), str(file)))
-            except (InvalidRecord, UnicodeDecodeError) as error:
-                damaged.append(str(error))
-        return cases, damaged
 
     def found(self) -> list[Path]:
         """Returns the folders of what was found."""

@@ -7,17 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdp_testing.checkers.divergence import Divergence
-from fsdp_testing.records import (
-    Case,
-    FailureKind,
-    Finding,
-    Forward,
-    ForwardBackward,
-    Operation,
-    OperationText,
-    Overrun,
-    RaisedError,
-)
+from fsdp_testing.records import Case, FailureKind, Finding, Overrun, RaisedError
 
 
 def operation_text(case: Case, index: int) -> str:
@@ -26,24 +16,7 @@ def operation_text(case: Case, index: int) -> str:
         return "building and wrapping the model"
     if index >= len(case.program):
         return "the end of the program"
-    return str(OperationText(index, case.program[index]))
-
-
-def operation_shape(operation: Operation) -> str:
-    """Return the kind of `operation`; a micro-batch under `no_sync` is a kind of its own.
-
-    Modes of a forward are not: a forward without backward disturbs what follows whether or not it recorded a graph.
-    """
-    local = isinstance(operation, ForwardBackward) and operation.no_sync
-    return "forward_backward(no_sync)" if local else operation.kind
-
-
-def operation_words(operation: Operation) -> str:
-    """Return how a sentence calls `operation`: eval-forward, forward-backward in no_sync, step."""
-    if isinstance(operation, Forward):
-        return f"{operation.mode}-forward"
-    words = operation.kind.replace("forward_backward", "forward-backward")
-    return f"{words} in no_sync" if isinstance(operation, ForwardBackward) and operation.no_sync else words
+    return case.program[index].text(index)
 
 
 def explain(case: Case, divergence: Divergence, others: int) -> str:
@@ -93,7 +66,7 @@ def raised_finding(case: Case, errors: Mapping[int, RaisedError]) -> Finding:
         error.index,
         statement,
         ranks=tuple(sorted(errors)),
-        message=line,
+        message=error.message.strip(),
         detail="\n".join(f"--- rank {number}\n{item.traceback}" for number, item in sorted(errors.items())),
     )
 

@@ -14,35 +14,12 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from fsdp_testing.records import (
-    AssignData,
-    Case,
-    EditFullParameters,
-    Forward,
-    ForwardBackward,
-    Freeze,
-    Interrupt,
-    Measure,
-    Observe,
-    Operation,
-    OperationAccount,
-    Overrun,
-    Reload,
-    ReplaceParameters,
-    SetLr,
-    SeveralForwards,
-    Step,
-    Thaw,
-    UnshardFirst,
-    ZeroGrad,
-)
+from fsdp_testing.records import Case, Measure, Operation, OperationAccount, Overrun
 
 FLAG_BYTES = 16
 """A collective of no more than this is a flag or a norm, and moves no parameter or gradient."""
 
 _FREES_AFTER_FORWARD = ("full_shard", "hybrid_shard")
-_SILENT = (Step, ZeroGrad, SetLr, Observe, Freeze, Thaw)
-_ROOT = frozenset({""})
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,21 +82,10 @@ def _of_rank(
 def _may_stay(
     strategy: str, operation: Operation | None, backward: bool, before: frozenset[str]
 ) -> frozenset[str] | None:
-    """Units that may be unsharded when the operation is over; None for any."""
-    if operation is None or isinstance(operation, Reload):
+    """Return the units that may be unsharded when the operation is over; None for any."""
+    if operation is None:
         return frozenset()  # a new model, of which nothing has run
-    if isinstance(operation, Interrupt):
-        return None  # what is open when the user's code raises is given back when it next runs
-    early = strategy in _FREES_AFTER_FORWARD
-    if isinstance(operation, (ForwardBackward, SeveralForwards, UnshardFirst)) and backward:
-        # While gradients await their reduction, only a strategy that frees after forward gives parameters back.
-        return None if getattr(operation, "no_sync", False) and not early else frozenset()
-    if isinstance(operation, UnshardFirst):
-        return before | _ROOT | frozenset(operation.units) if early else None
-    if isinstance(operation, (Forward, ForwardBackward, SeveralForwards, AssignData)):
-        # The root ends forward last and begins backward first: it may stay, with every strategy.
-        return before | _ROOT if early else None
-    return before
+    return operation.may_stay_unsharded(before, frees_early=strategy in _FREES_AFTER_FORWARD, backward=backward)
 
 
 # ----------------------------------------------------------------------------------------------- communication
@@ -128,9 +94,10 @@ def _may_stay(
 def _excess(
     strategy: str, rank: int, operation: Operation, account: OperationAccount, budget: CommunicationBudget
 ) -> Iterator[Overrun]:
-    passes, reductions = _most(strategy, operation, budget)
+    passes = operation.most_passes(budget.uses, frees_early=strategy in _FREES_AFTER_FORWARD)
     if passes is None:
         return
+    reductions = operation.most_reductions(budget.uses) * budget.reductions
     for unit, times in Counter(account.gathered).items():
         most = 0 if strategy == "no_shard" else passes
         if times > most and not (strategy == "no_shard" and budget.casts):
@@ -142,22 +109,3 @@ def _excess(
     issued = sum(size > FLAG_BYTES for size in account.reduction_bytes)
     if issued > reductions:
         yield Overrun(Measure.REDUCTIONS, account.index, rank, issued, reductions)
-
-
-def _most(strategy: str, operation: Operation, budget: CommunicationBudget) -> tuple[int | None, int]:
-    """How often a unit may be gathered, and how many reductions there may be; None where the strategy alone does not say."""
-    if isinstance(operation, _SILENT):
-        return 0, 0
-    if isinstance(operation, (EditFullParameters, ReplaceParameters)):
-        return 1, 0
-    # What runs several times may be freed and gathered again each time, in forward and in backward.
-    uses = budget.uses * len(operation.batches())
-    if isinstance(operation, (Forward, AssignData)):
-        return uses, 0
-    if not isinstance(operation, (ForwardBackward, SeveralForwards, UnshardFirst)):
-        return None, 0
-    # Of several forwards the first backward frees what the next one needs, with every strategy.
-    twice = strategy in _FREES_AFTER_FORWARD or isinstance(operation, SeveralForwards)
-    by_hand = isinstance(operation, UnshardFirst)
-    reduces = not getattr(operation, "no_sync", False)
-    return uses * (1 + twice) + by_hand, uses * budget.reductions * reduces

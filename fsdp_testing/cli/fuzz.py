@@ -12,8 +12,9 @@ from fsdp_testing.errors import HarnessError, InvalidArgument
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fsdp_testing.campaign.campaign import Campaign, Plan, Tally
+    from fsdp_testing.campaign.campaign import Campaign, Plan
     from fsdp_testing.campaign.state import StateDirectory
+    from fsdp_testing.campaign.tally import CampaignTally
     from fsdp_testing.findings.discovery import Discovery
     from fsdp_testing.implementations.adapter import Adapter
 
@@ -21,8 +22,8 @@ Subparsers = argparse._SubParsersAction  # the only name argparse gives it
 
 DESCRIPTION = """\
 Run random cases (module tree, wrapping plan, strategy, program of training operations) on ranks and compare each with a
-single-process oracle. What fails is shrunk and written to DIR/found/; what covered something new is kept in DIR/corpus/.
-A campaign goes on where the last one in DIR ended. Ctrl-C ends it with everything on disk.
+single-process oracle. What fails and is not known is shrunk and written to DIR/found/. A campaign goes on where the last
+one in DIR ended. Ctrl-C ends it with everything on disk.
 """
 
 
@@ -120,7 +121,7 @@ def execute(options: argparse.Namespace) -> int:
         _try_scripts(console, display.folders)
     if tally.discovered:
         return 1
-    return 0 if tally.statuses["passed"] + tally.statuses["leaked"] else 3
+    return 0 if tally.statuses["passed"] + tally.statuses["leaked"] + tally.statuses["known"] else 3
 
 
 def _hunt_exhibits(options: argparse.Namespace) -> int:
@@ -147,7 +148,6 @@ def _hunt_exhibits(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace, adapter: Adapter) -> Plan:
     from fsdp_testing.campaign.campaign import Plan
-    from fsdp_testing.campaign.sources import sources_of
     from fsdp_testing.findings.known import joined, read_known, shipped_known
     from fsdp_testing.strategies import Scope
 
@@ -168,7 +168,6 @@ def _plan(options: argparse.Namespace, adapter: Adapter) -> Plan:
         lanes=options.lanes or max(2, (os.cpu_count() or 2) // 2),
         deadline=options.deadline,
         known=joined(known),
-        sources=sources_of(adapter),
         stop_at_first=options.stop_at_first,
     )
 
@@ -202,8 +201,10 @@ class _Display:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def progress(self, tally: Tally) -> None:
-        text = f"{tally.run} cases, {tally.rate:.0f}/s, {tally.new} new keys, {len(tally.discovered)} findings"
+    def progress(self, tally: CampaignTally) -> None:
+        text = (
+            f"{tally.run} cases, {tally.rate:.0f}/s, {tally.statuses['known']} known, {len(tally.discovered)} findings"
+        )
         self._progress.update(self._task, description=text)
 
     def found(self, found: Discovery, state: StateDirectory) -> None:
@@ -234,18 +235,36 @@ def _tell_end(console: Console, campaign: Campaign, plan: Plan) -> None:
 
     tally = campaign.tally
     mean = tally.operations / tally.run if tally.run else 0.0
+    extra = f", {tally.variants} of them for what a known failure may hide" if tally.variants else ""
     console.print(
         Text(
-            f"{tally.run} cases in {tally.seconds:.1f} s ({tally.rate:.1f}/s, {mean:.1f} operations each); "
+            f"{tally.run} cases in {tally.seconds:.1f} s ({tally.rate:.1f}/s, {mean:.1f} operations each{extra}); "
             f"{len(tally.discovered)} findings, met again {sum(tally.duplicates.values())} times; "
-            f"{tally.new} new coverage keys; state in {plan.state}"
+            f"{tally.drawn} cases drawn, {tally.left} left for the next campaign, {tally.discarded} discarded; "
+            f"state in {plan.state}"
         )
     )
-    _tell_counts(console, "edited around known failures", tally.rules)
+    _tell_known(console, tally)
     _tell_counts(console, "refused by the implementation itself (not judged)", tally.unsupported)
     _tell_counts(console, "could not be judged", tally.unjudged)
-    for name in tally.stale:
-        console.print(Text(f"stale: the example of known failure {name!r} passes; remove the rule", style="yellow"))
+    if tally.not_investigated:
+        console.print(Text(f"suspects like others that were investigated: {tally.not_investigated}"))
+
+
+def _tell_known(console: Console, tally: CampaignTally) -> None:
+    from rich.text import Text
+
+    ran, there = tally.examples
+    if there:
+        console.print(Text(f"examples of known failures run again: {ran} of {there}; {len(tally.gone)} pass now"))
+    for name in tally.gone:
+        console.print(Text(f"  the example of known failure {name!r} passes: its rule was dropped", style="yellow"))
+    if tally.statuses["known"]:
+        share = tally.statuses["known"] / tally.run
+        console.print(Text(f"cases that failed by a known failure: {tally.statuses['known']} ({share:.1%})"))
+    for one in tally.shares():
+        later = f", {one.postponed} put off, since it costs the ranks" if one.postponed else ""
+        console.print(Text(f"  {one.share:.1%} ({one.met} cases{later}): {one.rule}", style="dim"))
 
 
 def _tell_counts(console: Console, what: str, counts: Any) -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import json
+from dataclasses import dataclass
 from typing import Any
 
-from fsdp_testing.campaign.batch import Watch
-from fsdp_testing.campaign.lane import CaseResult, Lane
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.findings.known import Rule
 from fsdp_testing.findings.tags import tags, tokens
 from fsdp_testing.judging.signature import Signature
 from fsdp_testing.records import Case, FailureKind
 from fsdp_testing.records.document import check_format, load_json, to_json
-from fsdp_testing.shrinking.shrink import Shrinker
 
 FINDING_FORMAT = "fsdp_testing/fuzz_finding"
 FINDING_VERSION = 1
@@ -70,12 +67,18 @@ class Discovery:
         return f"{self.implementation}: after {what or 'wrapping'}: {self.signature}. {self.reason}"
 
     def rule(self) -> Rule:
-        """Returns the rule that lets a campaign avoid it."""
+        """Return the rule by which a campaign knows it when it meets it again."""
         names = tokens(self.case)
         plain = ("forward_backward", "step", "observe")
-        drop = next((name for name in reversed(names) if name not in plain), "")
-        asked = tuple(sorted(t for t in tags(self.case) if t not in (*_PLAIN, *_PLAIN_NEEDS)))
-        return Rule(self.name, self.reason[:200], operations=names, tags=asked, drop=drop)
+        return Rule(
+            self.name,
+            self.reason[:200],
+            signatures=(tuple(self.signature),),
+            operations=names,
+            tags=tuple(sorted(tag for tag in tags(self.case) if tag not in (*_PLAIN, *_PLAIN_NEEDS))),
+            without=next((name for name in reversed(names) if name not in plain), ""),
+            example=json.loads(self.case.to_json()),
+        )
 
     def to_json(self) -> str:
         """Returns it as a JSON document."""
@@ -90,8 +93,6 @@ class Discovery:
             "attempts": self.attempts,
             "seconds": round(self.seconds, 3),
         }
-        import json
-
         cases = {"case": json.loads(self.case.to_json()), "original": json.loads(self.original.to_json())}
         return to_json({**data, **cases}, indent=1)
 
@@ -121,48 +122,3 @@ class Discovery:
             if isinstance(error, InvalidRecord):
                 raise
             raise InvalidRecord(f"{where}: expected a finding, got {error!r}. The file is damaged.") from error
-
-
-def investigate(
-    lane: Lane,
-    name: str,
-    result: CaseResult,
-    shape: Callable[[Case], Case],
-    fair: Callable[[Case], bool],
-    seconds: float,
-) -> Discovery | None:
-    """Confirms and shrinks a suspect.
-
-    Args:
-        lane: Runs the attempts.
-        name: The implementation.
-        result: The suspect.
-        shape: Gives the legal case nearest to a reduced one.
-        fair: Whether the implementation may be asked a case.
-        seconds: Time for shrinking.
-
-    Returns:
-        The discovery; not confirmed if the case passes alone, and None if nothing can be said of it alone.
-    """
-    alone = lane.run([result.case], Watch(operations=True, models=result.note.status == "leaked"))[0]
-    if alone.note.signature is None:
-        if alone.note.status != "passed" or result.note.signature is None:
-            return None
-        return Discovery(
-            name, result.note.signature, result.case, result.case, result.note.reason, result.account, confirmed=False
-        )
-    shrunk = Shrinker(lane, shape, fair, seconds).shrink(result.case, alone.note.signature)
-    last = lane.run([shrunk.case], Watch(operations=True, models=result.note.status == "leaked"))[0]
-    kept = last if last.note.signature == alone.note.signature else alone
-    discovery = Discovery(
-        name,
-        alone.note.signature,
-        result.case,
-        kept.case,
-        kept.note.reason,
-        kept.account,
-        True,
-        shrunk.attempts,
-        shrunk.seconds,
-    )
-    return replace(discovery, confirmed=kept is last)

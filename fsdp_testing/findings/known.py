@@ -1,8 +1,8 @@
-"""Which failures are known, so that a campaign goes on to the next unknown one?
+"""Which failures are known, so that a campaign counts them and goes on looking for unknown ones?
 
-Rules are data: what a case must contain to be hit by a known failure, and which operation to leave out then. A rule
-has a reason and a link, and where it has an example, the campaign runs the example unedited: if it passes by now, the
-rule is reported stale.
+Rules are data: what a failure looks like, and what the cases have in which it was seen. A rule is asked after a case
+was judged: it changes no case and leaves none out. It has a reason and a link, and an example, which campaigns run
+again: a rule whose example passes is dropped.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_testing.errors import InvalidRecord
-from fsdp_testing.findings.tags import tags, token, tokens
+from fsdp_testing.findings.tags import tags, tokens
 from fsdp_testing.judging.signature import Signature
-from fsdp_testing.records import Case, FailureKind
+from fsdp_testing.records import ENDS_RANKS, Case, FailureKind
 from fsdp_testing.records.document import check_format, decode, encode, load_json, to_json
 
 KNOWN_FORMAT = "fsdp_testing/known_failures"
-KNOWN_VERSION = 1
+KNOWN_VERSION = 2
 SHIPPED = Path(__file__).parent / "known_failures"
-_EDITS = 40
 
 
-class Portrayed:
+class CaseFeatures:
     """A case in words, found out once for however many rules ask: that takes longer than drawing the case."""
 
     def __init__(self, case: Case) -> None:
@@ -34,7 +33,7 @@ class Portrayed:
 
     @cached_property
     def tags(self) -> frozenset[str]:
-        """What `tags` says of it."""
+        """Return what `tags` says of it."""
         return tags(self._case)
 
 
@@ -46,57 +45,57 @@ class Rule:
         name: Unique in its file.
         reason: What goes wrong, in one sentence.
         link: Where it is reported or documented.
+        signatures: What it looks like, in each way that it was seen: kind, beginning of the quantity, operation; what
+            is not given may be anything.
         operations: Tokens that occur in this order (others may lie between them); empty matches any program. A token
             may end in `*`; `begin` stands before the first operation.
         unless: Tokens that may not lie between them.
         tags: Tags that the case has, all of them; a tag may end in `*`.
-        drop: Operations with this token are left out, the last one first, until the rule no longer applies; empty
-            discards the case.
-        signature: Kind and beginning of the quantity of a failure: one that looks so, in a case that has the operations
-            and tags, is counted as this one and not looked into. For failures that no edit of a case avoids, or that
-            are not worth one; then the rule edits nothing.
+        without: Token of the operations without which it does not show; a case in which it was met is run once more
+            without them, for what it may have hidden. Empty where no such operation is known.
         example: A case that fails because of it, to notice when it no longer does.
     """
 
     name: str
     reason: str
     link: str = ""
+    signatures: tuple[tuple[str, ...], ...] = ()
     operations: tuple[str, ...] = ()
     unless: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
-    drop: str = ""
-    signature: tuple[str, ...] = ()
+    without: str = ""
     example: Any = None
 
-    def applies(self, case: Case) -> bool:
-        """Whether a legal case is one that this failure hits."""
-        return self.hits(Portrayed(case))
+    @property
+    def ends_ranks(self) -> bool:
+        """Return whether it costs the ranks in one of the ways in which it was seen."""
+        return any(FailureKind(signature[0]) in ENDS_RANKS for signature in self.signatures)
 
-    def hits(self, seen: Portrayed) -> bool:
-        """Whether a legal case, seen in words, is one that this failure hits."""
-        return not self.signature and self._fits(seen)
+    def fits(self, features: CaseFeatures) -> bool:
+        """Return whether a case has what the cases have in which it was seen."""
+        return _in_order(self.operations, features.tokens, self.unless) and _all_there(self.tags, features)
 
-    def knows(self, signature: Signature, case: Case) -> bool:
-        """Whether a failure with this signature, met in this case, is this one by its looks."""
-        same_kind = bool(self.signature) and FailureKind(self.signature[0]) == signature.kind
-        same = same_kind and all(signature.quantity.startswith(part) for part in self.signature[1:])
-        return same and self._fits(Portrayed(case))
+    def knows(self, signature: Signature, features: CaseFeatures) -> bool:
+        """Return whether a failure with this signature, met in such a case, is this one."""
+        return any(_looks_like(known, signature) for known in self.signatures) and self.fits(features)
 
-    def _fits(self, seen: Portrayed) -> bool:
-        return _in_order(self.operations, seen.tokens, self.unless) and _all_held(self.tags, seen)
-
-    def edit(self, case: Case) -> Case | None:
-        """Returns the case without what brings the failure about, or None if that leaves nothing to run."""
-        for _ in range(_EDITS):
-            if not self.applies(case):
-                return case
-            places = [
-                i for i, operation in enumerate(case.program) if self.drop and _matches(self.drop, token(operation))
-            ]
+    def variant(self, case: Case) -> Case | None:
+        """Return the case without what brings the failure about; None where nothing is left, or nobody knows how."""
+        while self.without and self.fits(CaseFeatures(case)):
+            places = [place for place, one in enumerate(case.program) if _matches(self.without, one.token())]
             if not places:
                 return None
             case = case.without_operation(places[-1])
-        return None
+        return case if self.without and case.program else None
+
+
+def _looks_like(known: Sequence[str], signature: Signature) -> bool:
+    kind, quantity, operation = (*known, "", "")[:3]
+    return (
+        signature.kind == FailureKind(kind)
+        and signature.quantity.startswith(quantity)
+        and (not operation or signature.operation == operation)
+    )
 
 
 def _matches(pattern: str, text: str) -> bool:
@@ -123,11 +122,8 @@ def _goes_on(wanted: Sequence[str], found: Sequence[str], unless: Sequence[str])
     return not wanted
 
 
-def _all_held(wanted: Sequence[str], seen: Portrayed) -> bool:
-    return all(
-        any(tag.startswith(pattern[:-1]) for tag in seen.tags) if pattern.endswith("*") else pattern in seen.tags
-        for pattern in wanted
-    )
+def _all_there(wanted: Sequence[str], features: CaseFeatures) -> bool:
+    return all(any(_matches(pattern, tag) for tag in features.tags) for pattern in wanted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,29 +132,33 @@ class KnownFailures:
 
     rules: tuple[Rule, ...] = ()
 
-    def around(self, case: Case) -> tuple[Case | None, tuple[str, ...]]:
-        """Returns the case edited around every known failure (None: nothing is left), and the rules that applied."""
-        applied: list[str] = []
-        seen = Portrayed(case)
-        for rule in self.rules:
-            if rule.hits(seen):
-                applied.append(rule.name)
-                edited = rule.edit(case)
-                if edited is None or not edited.program:
-                    return None, tuple(applied)
-                case, seen = edited, Portrayed(edited)
-        return case, tuple(applied)
-
     def recognize(self, signature: Signature, case: Case) -> Rule | None:
-        """Returns the rule that knows a failure, met in this case, by its looks."""
-        return next((rule for rule in self.rules if rule.knows(signature, case)), None)
+        """Return the rule that knows a failure with this signature, met in this case; the first one of several."""
+        features = CaseFeatures(case)
+        return next((rule for rule in self.rules if rule.knows(signature, features)), None)
+
+    def may_end_ranks(self, case: Case) -> Rule | None:
+        """Return a rule of a failure that costs the ranks and was seen in such cases."""
+        features = CaseFeatures(case)
+        return next((rule for rule in self.rules if rule.ends_ranks and rule.fits(features)), None)
+
+    def fitting(self, names: Iterable[str], case: Case) -> Rule | None:
+        """Return the first of the named rules whose failure was seen in such cases."""
+        wanted = frozenset(names)
+        features = CaseFeatures(case)
+        return next((rule for rule in self.rules if rule.name in wanted and rule.fits(features)), None)
 
     def with_rule(self, rule: Rule) -> KnownFailures:
-        """Returns these rules and one more."""
-        return KnownFailures((*self.rules, rule))
+        """Return these rules and one more, in the place of one that has its name."""
+        return KnownFailures((*self.without_rules([rule.name]).rules, rule))
+
+    def without_rules(self, names: Iterable[str]) -> KnownFailures:
+        """Return these rules except those of the given names."""
+        gone = frozenset(names)
+        return KnownFailures(tuple(rule for rule in self.rules if rule.name not in gone))
 
     def examples(self) -> list[tuple[Rule, Case]]:
-        """Returns the rules that have an example, with it."""
+        """Return the rules that have an example, with it."""
         return [
             (rule, Case.from_document(rule.example, f"known failure {rule.name}"))
             for rule in self.rules
@@ -166,8 +166,14 @@ class KnownFailures:
         ]
 
     def to_json(self) -> str:
-        """Returns the rules as a JSON document."""
-        return to_json({"format": KNOWN_FORMAT, "version": KNOWN_VERSION, "rules": encode(self.rules)}, indent=2)
+        """Return the rules as a JSON document, one line for each field of a rule."""
+        rules = ",\n".join(_rule_json(rule) for rule in self.rules)
+        return f'{{"format": "{KNOWN_FORMAT}", "version": {KNOWN_VERSION}, "rules": [\n{rules}\n]}}\n'
+
+
+def _rule_json(rule: Rule) -> str:
+    given = {name: value for name, value in encode(rule).items() if value not in ("", [], None)}
+    return "  {\n" + ",\n".join(f"    {to_json(name)}: {to_json(value)}" for name, value in given.items()) + "\n  }"
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,29 +182,41 @@ class _Document:
 
 
 def read_known(text: str, where: str) -> KnownFailures:
-    """Reads a file of rules.
+    """Read a file of rules.
 
     Raises:
-        InvalidRecord: It is damaged, newer than this version, or names a rule twice.
+        InvalidRecord: It is damaged, of another version, names a rule twice, or has one without a signature.
     """
     data = load_json(text, where)
     check_format(data, KNOWN_FORMAT, KNOWN_VERSION, where)
+    if data["version"] < KNOWN_VERSION:
+        raise InvalidRecord(
+            f"{where}.version: expected {KNOWN_VERSION}, got {data['version']}. Rules of that version took operations "
+            "out of cases; now a rule recognises a failure by its signatures. Give each rule `signatures` (a campaign "
+            "with --no-known writes them in finding.json) and rename `drop` to `without`."
+        )
     document = decode(_Document, {"rules": data.get("rules", [])}, where)
     names = [rule.name for rule in document.rules]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise InvalidRecord(f"{where}: expected rules with names of their own, got {twice} twice. Rename them.")
+    bare = [rule.name for rule in document.rules if not rule.signatures or not all(rule.signatures)]
+    if bare:
+        raise InvalidRecord(
+            f"{where}: expected rules with `signatures` (kind, quantity, operation), got none in {bare}. "
+            "A rule without one would know every failure."
+        )
     return KnownFailures(document.rules)
 
 
 def shipped_known(name: str) -> KnownFailures:
-    """Returns the rules that ship with fsdp_testing for implementation `name`; none for one that we do not know."""
+    """Return the rules that ship with fsdp_testing for implementation `name`; none for one that we do not know."""
     path = SHIPPED / f"{name}.json"
     return read_known(path.read_text(encoding="utf-8"), str(path)) if path.is_file() else KnownFailures()
 
 
 def joined(parts: Iterable[KnownFailures]) -> KnownFailures:
-    """Returns all rules together; of two with one name the first stays."""
+    """Return all rules together; of two with one name the first stays."""
     rules: dict[str, Rule] = {}
     for part in parts:
         for rule in part.rules:

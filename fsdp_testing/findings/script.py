@@ -9,32 +9,14 @@ so a script is run before anyone is told that it reproduces.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 from fsdp_testing.findings.discovery import Discovery
 from fsdp_testing.findings.script_cost import Cost, cost_of
 from fsdp_testing.findings.script_families import FAMILIES
 from fsdp_testing.findings.script_template import TEMPLATE
 from fsdp_testing.findings.source import model_source
-from fsdp_testing.records import (
-    Batch,
-    BuildOptimizer,
-    Case,
-    Clip,
-    EditFullParameters,
-    Forward,
-    ForwardBackward,
-    Freeze,
-    Move,
-    Observe,
-    Operation,
-    Reload,
-    SetLr,
-    Step,
-    Thaw,
-    ZeroGrad,
-    plan,
-)
+from fsdp_testing.records import Case, plan
+from fsdp_testing.records.schedule import builds_late
 
 
 def script_for(found: Discovery) -> str | None:
@@ -43,18 +25,14 @@ def script_for(found: Discovery) -> str | None:
     family = FAMILIES.get(found.implementation)
     if family is None or case.model.tree is None or case.wrapping.policy is not None or case.wrapping.ignored:
         return None
-    if any(type(o) not in _WRITERS or (isinstance(o, Move) and o.dtype) for o in case.program):
-        return None
     cost = cost_of(found)
-    if cost is None or not _can_reload(case):
+    if cost is None or not _can_be_written(case):
         return None
     imports, wrap, access = family(case)
-    if "def full_parameters" not in access and any(isinstance(o, EditFullParameters) for o in case.program):
+    if "def full_parameters" not in access and any("summon_writeback" in o.required() for o in case.program):
         return None
     arguments = ", ".join(f"{key}={value!r}" for key, value in case.optimizer.arguments.items())
     kind = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}[case.optimizer.name]
-    late = any(isinstance(operation, BuildOptimizer) for operation in case.program)
-    pending = _ends_pending(case)
     return TEMPLATE.substitute(
         sentence=_sentence(found),
         identity=case.identity,
@@ -64,20 +42,20 @@ def script_for(found: Discovery) -> str | None:
         model=model_source(case.model.tree),
         wrap=wrap,
         width=case.model.tree["width"],
-        early=not late,
+        early=not builds_late(case),
         optimizer=f"{kind}(self.model.parameters(), {arguments})",
         access=f"{access}\n\n\n{cost.source}" if cost.source else access,
         program=_program(case, cost),
         tolerance=_tolerance(case),
-        gradients=not pending,
+        gradients=not any(planned.pending for planned in list(plan(case))[-1:]),
     )
 
 
-def _can_reload(case: Case) -> bool:
-    """Whether every reload is one that the script's own, plain one can do."""
-    reloads = [operation for operation in case.program if isinstance(operation, Reload)]
-    others = any(isinstance(operation, (Freeze, Thaw, BuildOptimizer)) for operation in case.program)
-    return not reloads or (not others and all(o.units is None and o.through is None for o in reloads))
+def _can_be_written(case: Case) -> bool:
+    """Whether the script can do every operation; its own plain reload knows neither flags nor a later optimizer."""
+    renews = any(operation.renews_model for operation in case.program)
+    others = any(operation.requires_grad_change() or operation.builds_optimizer for operation in case.program)
+    return not (renews and others) and all(operation.script_lines("") is not None for operation in case.program)
 
 
 def _sentence(found: Discovery) -> str:
@@ -90,14 +68,6 @@ def _tolerance(case: Case) -> str:
     return "1e-9" if case.model.dtype == "float64" else "1e-4"
 
 
-def _ends_pending(case: Case) -> bool:
-    pending = False
-    for operation in case.program:
-        if isinstance(operation, ForwardBackward):
-            pending = operation.no_sync
-    return pending
-
-
 def _program(case: Case, cost: Cost) -> str:
     lines: list[str] = [*cost.before, *cost.after] if cost.operation == -1 else []
     for planned in plan(case):
@@ -105,39 +75,6 @@ def _program(case: Case, cost: Cost) -> str:
         measured = planned.index == cost.operation
         lines += cost.before if measured else ()
         if not planned.void:
-            lines += _WRITERS[type(operation)](f"{planned.index} {operation.kind}", operation)
+            lines += operation.script_lines(f"{planned.index} {operation.kind}") or ()
         lines += cost.after if measured else ()
     return "\n".join(f"    {line}" for line in lines)
-
-
-def _batch(batch: Batch) -> str:
-    return f"{batch.seed}, {batch.rows!r}, {batch.usage!r}, {batch.scale!r}"
-
-
-def _write_forward_backward(name: str, operation: ForwardBackward) -> list[str]:
-    sync = ", sync=False" if operation.no_sync else ""
-    return [f"yield {name!r}, one.forward_backward({_batch(operation.batch)}{sync})"]
-
-
-def _write_flags(flag: bool) -> Callable[[str, Freeze | Thaw], list[str]]:
-    def write(_name: str, operation: Freeze | Thaw) -> list[str]:
-        return [f"for p in matching(one.named(), {operation.patterns!r}):", f"    p.requires_grad_({flag})"]
-
-    return write
-
-
-_WRITERS: dict[type[Operation], Callable[..., list[str]]] = {
-    ForwardBackward: _write_forward_backward,
-    Forward: lambda name, o: [f"yield {name!r}, one.only_forward({_batch(o.batch)}, {o.mode!r})"],
-    ZeroGrad: lambda _, o: [f"(one.optimizer or one.model).zero_grad(set_to_none={o.set_to_none})"],
-    Step: lambda _, o: ["one.optimizer.step()"],
-    BuildOptimizer: lambda _, o: ["one.optimizer = one.make_optimizer()"],
-    SetLr: lambda _, o: ["for group in one.optimizer.param_groups:", f"    group['lr'] = {o.lr!r}"],
-    Freeze: _write_flags(False),
-    Thaw: _write_flags(True),
-    Clip: lambda name, o: [f"yield {name!r}, one.clip({o.max_norm!r}, float({str(o.norm_type)!r}))"],
-    EditFullParameters: lambda _, o: [f"one.edit({o.patterns!r}, {o.factor!r}, {o.writeback})"],
-    Observe: lambda _, o: [],
-    Move: lambda _, o: ['one.model.to("cpu")'],
-    Reload: lambda _, o: [f"one.reload({o.form == 'full'}, {o.optimizer})"],
-}

@@ -14,7 +14,7 @@ from fsdp_testing.judging.communication_budget import budget_of
 from fsdp_testing.judging.signature import operation_kind
 from fsdp_testing.records import Case
 from fsdp_testing.zoo.tree import unit_of
-from fsdp_testing.zoo.tree_legality import parameters
+from fsdp_testing.zoo.tree_schema import parameters
 
 _FSDP1_HELD = """def held(model, units):
     total = 0

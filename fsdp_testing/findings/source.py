@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fsdp_testing.zoo.tree_legality import Node, get, parameters, walk
+from fsdp_testing.zoo.tree_schema import Node, get, parameters, walk
 
 CONTAINERS = {
     "tuple": ("({one}, {other})", "{made}[0]", "{made}[1]"),

@@ -2,54 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
-from fsdp_testing.records import (
-    Case,
-    Clip,
-    EditFullParameters,
-    Forward,
-    ForwardBackward,
-    Interrupt,
-    Move,
-    Operation,
-    Reload,
-    ZeroGrad,
-)
-from fsdp_testing.strategies.legality import needs_of_case
+from fsdp_testing.records import Case
+from fsdp_testing.strategies.normal_form import needs_of_case
 from fsdp_testing.zoo.tree import has_alias
-from fsdp_testing.zoo.tree_legality import every, get, parameters, walk
-
-
-def token(operation: Operation) -> str:
-    """Returns the kind of an operation with the variant that matters, such as `forward[eval]`."""
-    kind = operation.kind
-    if isinstance(operation, ForwardBackward):
-        return f"{kind}[no_sync]" if operation.no_sync else kind
-    if isinstance(operation, Forward):
-        return f"{kind}[{operation.mode}]"
-    if isinstance(operation, ZeroGrad):
-        return kind if operation.set_to_none else f"{kind}[zeros]"
-    if isinstance(operation, Clip):
-        return f"{kind}[inf]" if math.isinf(operation.norm_type) else kind
-    if isinstance(operation, EditFullParameters):
-        return kind if operation.writeback else f"{kind}[read_only]"
-    if isinstance(operation, Reload):
-        plan = "" if operation.units is None else ",plan"
-        through = "" if operation.through is None else ",one_process"
-        return f"{kind}[{'optimizer,' if operation.optimizer else ''}{operation.form}{plan}{through}]"
-    if isinstance(operation, Interrupt):
-        where = "" if operation.where == "step" else f",{operation.where}"
-        return f"{kind}[{'backward' if operation.backward else 'forward'}{where}]"
-    if isinstance(operation, Move):
-        return f"{kind}[{operation.dtype}]" if operation.dtype else kind
-    return kind
+from fsdp_testing.zoo.tree_schema import every, get, parameters, walk
 
 
 def tokens(case: Case) -> tuple[str, ...]:
     """Returns the tokens of a program in order."""
-    return tuple(token(operation) for operation in case.program)
+    return tuple(operation.token() for operation in case.program)
 
 
 def tags(case: Case) -> frozenset[str]:

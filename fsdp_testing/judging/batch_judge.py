@@ -21,7 +21,7 @@ from fsdp_testing.programs import oracle
 from fsdp_testing.programs.fitting import fitted
 from fsdp_testing.programs.replay import Replay
 from fsdp_testing.programs.setup import division_of
-from fsdp_testing.records import Case, CaseRecord, FailureKind, Overrun, RankObservation, Verdict
+from fsdp_testing.records import RAISES, Case, CaseRecord, FailureKind, Overrun, RankObservation, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,6 @@ class CaseNote:
         comparisons: Number of tensors compared.
         fast: The fast path alone found it right.
         signature: What the failure looks like.
-        arcs: The way through the implementation's source, if it was recorded.
         overrun: The facts of a failure of kind `kept` or `excess`.
     """
 
@@ -47,7 +46,6 @@ class CaseNote:
     comparisons: int = 0
     fast: bool = False
     signature: Signature | None = None
-    arcs: frozenset[int] = frozenset()
     overrun: Overrun | None = None
 
 
@@ -67,8 +65,7 @@ def judge_batch(name: str, cases: Sequence[Case], size: int, directory: str, obs
     for index, case in enumerate(cases):
         records = [by_index[index] for by_index in reported if index in by_index]
         note = _judged(adapter, fitted(case, adapter), records, observe_all=observe_all)
-        arcs = frozenset[int]().union(*(record.arcs for record in records))
-        notes.append(replace(note, index=index, arcs=arcs))
+        notes.append(replace(note, index=index))
     return notes
 
 
@@ -80,12 +77,12 @@ def note_of(judgement: Judgement) -> CaseNote:
         status = "passed" if judgement.verdict is Verdict.PASS else status
         return CaseNote(0, status, judgement.reason, judgement.tally.comparisons, judgement.fast)
     if judgement.refused:
-        return CaseNote(0, "unsupported", f"{found.quantity}: {found.message}")
+        return CaseNote(0, "unsupported", f"{found.quantity}: {found.message[:200]}")
     only_model = found.kind == FailureKind.LEAKED and found.sort == "model"
     return CaseNote(
         0,
         "leaked" if only_model else "suspect",
-        found.statement,
+        f"{found.quantity}: {found.message[:300]}" if found.kind in RAISES else found.statement,
         judgement.tally.comparisons,
         signature=signature_of(found),
         overrun=found.overrun,

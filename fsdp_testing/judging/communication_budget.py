@@ -7,8 +7,8 @@ from typing import Any
 
 from fsdp_testing.checkers.overruns import CommunicationBudget
 from fsdp_testing.programs.models import most_uses
-from fsdp_testing.records import Case, Move, Reload
-from fsdp_testing.zoo.tree_legality import ParameterSpec, every, parameters, walk
+from fsdp_testing.records import Case
+from fsdp_testing.zoo.tree_schema import ParameterSpec, every, parameters, walk
 
 _BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 _ALIGNMENT_BYTES = 16
@@ -20,7 +20,7 @@ def budget_of(case: Case) -> CommunicationBudget | None:
         return None
     specs = {spec.tie or spec.fqn: spec for spec in parameters(case.model.tree)}
     shards = case.world.mesh_shape[-1]
-    cast = [o.dtype for o in case.program if isinstance(o, Move) and o.dtype]
+    cast = [dtype for o in case.program if (dtype := o.new_dtype())]
     wide = max((case.model.dtype, *cast), key=lambda name: _BYTES[name])
     units = _units(case, len(specs))
     # Aligned in the dtype of the computation, and gathered in that of storage where numbers are edited or saved.
@@ -46,7 +46,7 @@ def _units(case: Case, most: int) -> int:
     """How many units there may be: by a policy, one for each parameter."""
     if case.wrapping.policy is not None:
         return most + 1
-    later = [len(o.units) for o in case.program if isinstance(o, Reload) and o.units is not None]
+    later = [len(units) for o in case.program if (units := o.new_units()) is not None]
     return 1 + max([len(case.wrapping.units), *later])
 
 

@@ -14,7 +14,7 @@ from fsdp_testing.checkers.divergence import Tally
 from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.records import UNIT_ROUNDOFF, Case, RankObservation
 from fsdp_testing.zoo import MODELS
-from fsdp_testing.zoo.tree_legality import parameters
+from fsdp_testing.zoo.tree_schema import parameters
 
 _ROUNDINGS_OF_A_PART = 64
 """Roundings of a part in a narrower dtype: its inner products, several times over."""

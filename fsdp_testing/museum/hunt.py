@@ -26,7 +26,7 @@ RANDOM_CASES = 500
 """Within so many random cases an exhibit must be met."""
 
 _SHRINK_SECONDS = 5.0
-_NO_LEAKS = KnownFailures((Rule("models that stay in memory", "not what is hunted", signature=("leaked",)),))
+_NO_LEAKS = KnownFailures((Rule("models that stay in memory", "not what is hunted", signatures=(("leaked",),)),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def hunt(
     """
     worlds = pool or default_pool()
     started = time.monotonic()
-    known = joined([shipped_known(PATHS[exhibit.path]), _NO_LEAKS])
+    known = joined([shipped_known(registry.adapter_of(exhibit.target).built_on), _NO_LEAKS])
     run, text = 0, ""
     own: list[Discovery] = []
     with tempfile.TemporaryDirectory(prefix="fsdp-hunt-") as folder:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,30 +24,13 @@ from fsdp_testing.errors import CollectiveMismatch, HarnessError, InvalidImpleme
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.implementations.protocol import Setup
 from fsdp_testing.ledger.late_delivery import deliver_late
-from fsdp_testing.programs import models, user_code
+from fsdp_testing.operations import Batch, user_code
+from fsdp_testing.operations.operation import matching
+from fsdp_testing.programs import models, one_process
 from fsdp_testing.programs.fresh_memory import filled_with_garbage
 from fsdp_testing.programs.observe import snapshot_of
-from fsdp_testing.records import (
-    BuildOptimizer,
-    Case,
-    Clip,
-    EditFullParameters,
-    Forward,
-    ForwardBackward,
-    Freeze,
-    Observe,
-    Operation,
-    OperationResult,
-    RaisedError,
-    RankObservation,
-    SetLr,
-    Snapshot,
-    Step,
-    Thaw,
-    ZeroGrad,
-    plan,
-)
-from fsdp_testing.records.legality import builds_late
+from fsdp_testing.records import Case, OperationResult, RaisedError, RankObservation, Snapshot, plan
+from fsdp_testing.records.schedule import builds_late
 
 _HOME = Path(fsdp_testing.__file__).parent
 _HANDS_ON = {_HOME / "ledger" / name for name in ("interception.py", "late_delivery.py")}
@@ -54,7 +38,6 @@ _HANDS_ON = {_HOME / "ledger" / name for name in ("interception.py", "late_deliv
 
 Values = dict[str, torch.Tensor]
 SetupMaker = Callable[[Case, nn.Module], Setup]
-O = TypeVar("O", bound=Operation)  # noqa: E741 - the operation that a handler takes
 
 
 class RankProgram:
@@ -107,10 +90,10 @@ class RankProgram:
             self.index = planned.index
             if planned.void:
                 continue
-            values = HANDLERS[type(planned.operation)](self, planned.operation)
+            values = planned.operation.run(self)
             if values:
                 self.results.append(OperationResult(planned.index, values))
-            if observe_all or isinstance(planned.operation, Observe):
+            if observe_all or planned.operation.observes:
                 self.look(getattr(planned.operation, "label", ""))
         self.index = len(self.case.program)
         self.look("end")
@@ -142,13 +125,43 @@ class RankProgram:
 
     def set_requires_grad(self, patterns: tuple[str, ...], flag: bool) -> None:
         """Sets the flag on the parameters that match."""
-        found = models.matching(self.adapter.named_parameters(self.model), patterns)
+        found = matching(self.adapter.named_parameters(self.model), patterns)
         if not found:
             raise InvalidImplementation(
                 f"{self.adapter.name}.named_parameters: expected a parameter that matches {patterns}, got none. "
                 "Name parameters as the unwrapped module does, or do not claim `thawed_parameters`."
             )
         user_code.set_requires_grad([parameter for _, parameter in found], flag)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of parameters and inputs."""
+        return models.dtype_of(self.case.model.dtype)
+
+    def rebuild(self, flags: Mapping[str, bool]) -> None:
+        """Build and wrap the model anew, from other values.
+
+        Args:
+            flags: `requires_grad` by name, where it is not that of a new model.
+        """
+        case = replace(self.case, seed=self.case.seed + 1)
+        module = models.build_model(case)
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(flags.get(name, parameter.requires_grad))
+        self.model = self.adapter.wrap(module, self.make_setup(case, module))
+
+    def train_in_one_process(self, batch: Batch, state: Any, saved: Any, flags: Mapping[str, bool]) -> tuple[Any, Any]:
+        """Return what one process makes of a saved state of model and optimizer (None: not saved) in one step.
+
+        Args:
+            batch: Inputs; those of rank 0 are taken.
+            state: Complete state of the model.
+            saved: Complete state of the optimizer.
+            flags: `requires_grad` by name.
+        """
+        steps = self.optimizer is not None
+        carried = one_process.train_on(self.case, batch, one_process.Saved(state, saved), flags, steps=steps)
+        return carried.model, carried.optimizer
 
     def _inside(self) -> _Inside:
         return _Inside(self)
@@ -184,8 +197,8 @@ def _raised_by_harness(raised: Exception) -> bool:
     if not frames:
         return False
     innermost = Path(frames[-1].filename)
-    programs = _HOME / "programs"
-    foreign = {_HOME / "zoo", _HOME / "museum", programs / "user_code.py", programs / "one_process.py"}
+    user_code_files = {_HOME / "operations" / "user_code.py", _HOME / "programs" / "one_process.py"}
+    foreign = {_HOME / "zoo", _HOME / "museum", *user_code_files}
     return _HOME in innermost.parents and not foreign & {innermost, *innermost.parents}
 
 
@@ -201,79 +214,3 @@ class _Inside:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self._program.in_implementation = False
-
-
-def _forward_backward(program: RankProgram, operation: ForwardBackward) -> Values:
-    with program.adapter.no_sync(program.model) if operation.no_sync else nullcontext():
-        forwarded = program.call(operation.batch)
-        values = forwarded.values()
-        program.backward(forwarded.loss)
-    return values
-
-
-def _forward(program: RankProgram, operation: Forward) -> Values:
-    contexts = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
-    program.model.train(operation.mode == "train")
-    try:
-        with contexts.get(operation.mode, nullcontext)():
-            return program.call(operation.batch).values()
-    finally:
-        program.model.train()
-
-
-def _zero_grad(program: RankProgram, operation: ZeroGrad) -> None:
-    program.zero_grad(set_to_none=operation.set_to_none)
-
-
-def _step(program: RankProgram, _operation: Step) -> None:
-    if program.optimizer is not None:
-        program.adapter.step(program.model, program.optimizer)
-
-
-def _build_optimizer(program: RankProgram, _operation: BuildOptimizer) -> None:
-    program.build_optimizer()
-
-
-def _set_lr(program: RankProgram, operation: SetLr) -> None:
-    if program.optimizer is not None:
-        models.set_lr(program.optimizer, operation.lr)
-
-
-def _freeze(program: RankProgram, operation: Freeze) -> None:
-    program.set_requires_grad(operation.patterns, False)
-
-
-def _thaw(program: RankProgram, operation: Thaw) -> None:
-    program.set_requires_grad(operation.patterns, True)
-
-
-def _clip(program: RankProgram, operation: Clip) -> Values:
-    norm = program.adapter.clip_grad_norm(program.model, operation.max_norm, operation.norm_type)
-    return {"total_norm": norm.detach().clone()}
-
-
-def _edit(program: RankProgram, operation: EditFullParameters) -> None:
-    with program.adapter.full_parameters(program.model, writeback=operation.writeback) as full:
-        user_code.scale(
-            [parameter for _, parameter in models.matching(full.items(), operation.patterns)], operation.factor
-        )
-
-
-def _observe(_program: RankProgram, _operation: Observe) -> None:
-    """The snapshot is taken by the loop."""
-
-
-HANDLERS: dict[type[Operation], Callable[[RankProgram, Any], Values | None]] = {
-    ForwardBackward: _forward_backward,
-    Forward: _forward,
-    ZeroGrad: _zero_grad,
-    Step: _step,
-    BuildOptimizer: _build_optimizer,
-    SetLr: _set_lr,
-    Freeze: _freeze,
-    Thaw: _thaw,
-    Clip: _clip,
-    EditFullParameters: _edit,
-    Observe: _observe,
-}
-"""What each operation does to a wrapped model. The oracle has its own table of the same keys."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.implementations.adapter import Adapter
-from fsdp_testing.records import Case, Operation, Step, ZeroGrad
+from fsdp_testing.records import Case, Operation, ZeroGrad
 
 _WIDEST = "float64"
 _CLEARED = ZeroGrad()
@@ -28,7 +28,7 @@ def fitted(case: Case, adapter: Adapter) -> Case:
 def _cleared(program: Sequence[Operation]) -> Iterator[Operation]:
     for index, operation in enumerate(program):
         yield operation
-        if isinstance(operation, Step) and program[index + 1 : index + 2] != (_CLEARED,):
+        if operation.steps and program[index + 1 : index + 2] != (_CLEARED,):
             yield _CLEARED
 
 

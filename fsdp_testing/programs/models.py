@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp_testing.errors import InvalidRecord
+from fsdp_testing.operations.operation import matching
 from fsdp_testing.programs.randomness import derive
 from fsdp_testing.records import Batch, Case
 from fsdp_testing.zoo import MODELS, Inputs, ZooModel, loss_of, tensors_in
 from fsdp_testing.zoo.tree import tree_model
-from fsdp_testing.zoo.tree_legality import get
-
-T = TypeVar("T")
+from fsdp_testing.zoo.tree_schema import get
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +127,6 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     return value
 
 
-def matching(named: Iterable[tuple[str, T]], patterns: Iterable[str]) -> list[tuple[str, T]]:
-    """Returns the entries whose name matches one of the patterns."""
-    wanted = tuple(patterns)
-    return [(name, item) for name, item in named if any(fnmatchcase(name, pattern) for pattern in wanted)]
-
-
 def build_optimizer(case: Case, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Builds the case's optimizer over `parameters`."""
     makers: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -143,9 +135,3 @@ def build_optimizer(case: Case, parameters: Iterable[nn.Parameter]) -> torch.opt
         "adamw": torch.optim.AdamW,
     }
     return makers[case.optimizer.name](list(parameters), **case.optimizer.arguments)
-
-
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Sets the learning rate of every group."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr

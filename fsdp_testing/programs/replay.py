@@ -11,8 +11,7 @@ that the implementation is in, so that each operation is judged by itself and bo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +21,8 @@ from torch import nn
 from fsdp_testing.checkers.gathered_state import GatheredState
 from fsdp_testing.checkers.quantities import Quantity
 from fsdp_testing.implementations.protocol import Division
+from fsdp_testing.operations import Batch
+from fsdp_testing.operations.operation import matching
 from fsdp_testing.programs import models
 from fsdp_testing.programs.disturbance import NO_DISTURBANCE, Disturbance
 from fsdp_testing.programs.pending import LocalGradients, PendingGradients, gradients_of, mean_size
@@ -29,24 +30,10 @@ from fsdp_testing.programs.reduction import Reduced, reduce, require_backward, r
 from fsdp_testing.programs.replay_point import ReplayPoint, Slack
 from fsdp_testing.programs.replicas import replica_of
 from fsdp_testing.programs.setup import precision_of
-from fsdp_testing.records import (
-    UNIT_ROUNDOFF,
-    BuildOptimizer,
-    Case,
-    Clip,
-    EditFullParameters,
-    Forward,
-    ForwardBackward,
-    Freeze,
-    Observe,
-    Operation,
-    SetLr,
-    Step,
-    Thaw,
-    ZeroGrad,
-    plan,
-)
-from fsdp_testing.records.legality import builds_late
+from fsdp_testing.records import UNIT_ROUNDOFF, Case, plan
+from fsdp_testing.records.schedule import builds_late
+
+Results = dict[Quantity, torch.Tensor | None]
 
 
 class Replay:
@@ -84,10 +71,10 @@ class Replay:
             if planned.void:
                 continue
             self.slack = {}
-            values = HANDLERS[type(planned.operation)](self, planned.operation)
+            values = planned.operation.replay(self)
             if values:
                 self.points.append(ReplayPoint(planned.index, dict(values), dict(self.slack)))
-            if observe_all or isinstance(planned.operation, Observe):
+            if observe_all or planned.operation.observes:
                 self.points.append(self.look(planned.index, pending=planned.pending))
             if self.adopted is not None and not self._adopt(planned.index, pending=planned.pending):
                 return self.points
@@ -205,6 +192,66 @@ class Replay:
         before, _ = self.slack.get(quantity, (0.0, ""))
         self.slack[quantity] = (error + before, why)
 
+    # ------------------------------------------------------------------------------------------- what operations do
+
+    def results(self, rank: int, forwarded: models.Forwarded, suffix: str = "") -> Results:
+        """Return what a forward gives on `rank`, each name with a suffix."""
+        return {Quantity("result", name + suffix, "", rank): value for name, value in forwarded.values().items()}
+
+    def result(self, rank: int, name: str, value: torch.Tensor) -> Results:
+        """Return a copy of one result of `rank`."""
+        return {Quantity("result", name, "", rank): value.detach().clone()}
+
+    def allow(
+        self, kind: str, fqn: str, slack: torch.Tensor | float, why: str, name: str = "", *, rank: int = -1
+    ) -> None:
+        """Note how far off a quantity may be after this operation, in lockstep, and why."""
+        self.slack[Quantity(kind, fqn, name, rank)] = (slack, why)
+
+    def unit_roundoff(self, tensor: torch.Tensor) -> float:
+        """Return the unit roundoff of a tensor's dtype."""
+        return UNIT_ROUNDOFF[models.dtype_name(tensor.dtype)]
+
+    def scale(self, patterns: tuple[str, ...], factor: float) -> None:
+        """Multiply the stored parameters that match."""
+        with torch.no_grad():
+            for _, parameter in matching(self.parameters.items(), patterns):
+                parameter.mul_(factor)
+
+    def clear_gradients(self) -> None:
+        """Leave no parameter with a gradient."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def cast(self) -> None:
+        """Cast parameters and buffers to the dtype of the case's model."""
+        dtype = models.dtype_of(self.case.model.dtype)
+        for fqn, parameter in self.parameters.items():
+            parameter.data = parameter.data.to(dtype)
+            self.compute[fqn].data = self.disturbance.place(parameter.detach())
+        for module in (self.master, *self.replicas):
+            for owner in module.modules():
+                for name, buffer in owner.named_buffers(recurse=False):
+                    if buffer.is_floating_point():
+                        setattr(owner, name, buffer.to(dtype))
+
+    def train_in_one_process(self, batch: Batch) -> None:
+        """Make a step on the inputs of rank 0 alone: nothing is averaged."""
+        self.refresh()
+        gradients = self.local_gradients(0, batch)[1].values
+        largest = max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
+        if self.optimizer is not None:
+            for fqn, gradient in gradients.items():
+                moved = self.disturbance.gradient(gradient, gradient.abs(), largest)
+                self.parameters[fqn].grad = moved.to(self.parameters[fqn].dtype).clone()
+            self.optimizer.step()
+            self.disturbance.step(self.parameters)
+        self.clear_gradients()
+        with torch.no_grad():
+            for replica in self.replicas[1:]:
+                for buffer, first in zip(replica.buffers(), self.replicas[0].buffers()):
+                    buffer.copy_(first)
+
     # ------------------------------------------------------------------------------------------- observation
 
     def look(self, index: int, *, pending: bool) -> ReplayPoint:
@@ -216,7 +263,7 @@ class Replay:
                 values[Quantity("gradient", fqn)] = None if gradient is None else gradient.detach().clone()
         for fqn, parameter in self.parameters.items():
             values[Quantity("value", fqn)] = parameter.detach().clone()
-            for name, entry in self._optimizer_state(parameter).items():
+            for name, entry in self.optimizer_state(parameter).items():
                 entry = entry if isinstance(entry, torch.Tensor) else torch.tensor(float(entry))
                 values[Quantity("optimizer", fqn, name)] = entry.detach().clone()
         for rank, replica in enumerate(self.replicas):
@@ -226,7 +273,8 @@ class Replay:
         dtypes = {fqn: models.dtype_name(parameter.dtype) for fqn, parameter in self.parameters.items()}
         return ReplayPoint(index, values, dict(self.slack), flags, dtypes, snapshot=True, pending=pending)
 
-    def _optimizer_state(self, parameter: nn.Parameter) -> dict[str, Any]:
+    def optimizer_state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """Return what the optimizer holds for `parameter`, by name."""
         if self.optimizer is None:
             return {}
         state = self.optimizer.state.get(parameter, {})
@@ -258,132 +306,3 @@ class Replay:
         state = self.optimizer.state.get(parameter) if self.optimizer is not None else None
         if state and isinstance(state.get(name), torch.Tensor):
             state[name].copy_(entry if isinstance(entry, torch.Tensor) else torch.tensor(entry))
-
-
-# ----------------------------------------------------------------------------------------------- operations
-
-Results = dict[Quantity, torch.Tensor | None]
-
-
-def _results(rank: int, forwarded: models.Forwarded) -> Results:
-    return {Quantity("result", name, "", rank): value for name, value in forwarded.values().items()}
-
-
-def _forward_backward(replay: Replay, operation: ForwardBackward) -> Results:
-    replay.refresh()
-    values: Results = {}
-    replay.begin_micro_batch()
-    for rank in range(replay.size):
-        forwarded, gradients = replay.local_gradients(rank, operation.batch)
-        values |= _results(rank, forwarded)
-        replay.accumulate(rank, gradients)
-    if not operation.no_sync:
-        replay.reduce_pending()
-    return values
-
-
-def _forward(replay: Replay, operation: Forward) -> Results:
-    replay.refresh()
-    contexts = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
-    values: Results = {}
-    for rank, replica in enumerate(replay.replicas):
-        replica.train(operation.mode == "train")
-        with contexts.get(operation.mode, nullcontext)():
-            values |= _results(rank, replay.forward(rank, operation.batch))
-        replica.train()
-    return values
-
-
-def _zero_grad(replay: Replay, operation: ZeroGrad) -> None:
-    for parameter in replay.parameters.values():
-        if operation.set_to_none:
-            parameter.grad = None
-        elif parameter.grad is not None:
-            parameter.grad = torch.zeros_like(parameter.grad)
-
-
-def _step(replay: Replay, _operation: Step) -> None:
-    if replay.optimizer is None:
-        return
-    before = {fqn: parameter.detach().abs() for fqn, parameter in replay.parameters.items()}
-    replay.optimizer.step()
-    replay.disturbance.step(replay.parameters)
-    for fqn, parameter in replay.parameters.items():
-        unit = UNIT_ROUNDOFF[models.dtype_name(parameter.dtype)]
-        slack = (before[fqn] + parameter.detach().abs()) * (16 * unit)
-        replay.slack[Quantity("value", fqn)] = (slack, "16 roundings of the optimizer's formula x (|before| + |after|)")
-        for name, entry in replay._optimizer_state(parameter).items():
-            if isinstance(entry, torch.Tensor) and entry.shape == parameter.shape:
-                size = entry.detach().abs()
-                if parameter.grad is not None:
-                    gradient = parameter.grad.detach().abs()
-                    size = size + gradient.maximum(gradient.square()) + before[fqn]
-                replay.slack[Quantity("optimizer", fqn, name)] = (
-                    size * (8 * unit),
-                    "8 roundings of the state's formula",
-                )
-
-
-def _build_optimizer(replay: Replay, _operation: BuildOptimizer) -> None:
-    replay.build_optimizer()
-
-
-def _set_lr(replay: Replay, operation: SetLr) -> None:
-    if replay.optimizer is not None:
-        models.set_lr(replay.optimizer, operation.lr)
-
-
-def _set_requires_grad(replay: Replay, patterns: tuple[str, ...], *, flag: bool) -> None:
-    for fqn, parameter in models.matching(replay.parameters.items(), patterns):
-        parameter.requires_grad_(flag)
-        replay.compute[fqn].requires_grad_(flag)
-
-
-def _freeze(replay: Replay, operation: Freeze) -> None:
-    _set_requires_grad(replay, operation.patterns, flag=False)
-
-
-def _thaw(replay: Replay, operation: Thaw) -> None:
-    _set_requires_grad(replay, operation.patterns, flag=True)
-
-
-def _clip(replay: Replay, operation: Clip) -> Results:
-    parameters = [parameter for parameter in replay.parameters.values() if parameter.grad is not None]
-    norm = nn.utils.clip_grad_norm_(parameters, operation.max_norm, operation.norm_type)
-    count = sum(parameter.numel() for parameter in parameters)
-    replay.disturbance.clip(parameters, count)
-    values: Results = {}
-    unit = UNIT_ROUNDOFF[models.dtype_name(norm.dtype)]
-    why = f"{count} elements in the norm, in any order"
-    for rank in range(replay.size):
-        quantity = Quantity("result", "total_norm", "", rank)
-        values[quantity] = norm.detach().clone()
-        replay.slack[quantity] = (float(norm.detach().abs()) * (count + 4) * unit, why)
-    for fqn, parameter in replay.parameters.items():
-        if parameter.grad is not None:
-            slack = parameter.grad.detach().abs() * ((count + 8) * unit)
-            replay.slack[Quantity("gradient", fqn)] = (slack, why)
-    return values
-
-
-def _edit(replay: Replay, operation: EditFullParameters) -> None:
-    if operation.writeback:
-        with torch.no_grad():
-            for _, parameter in models.matching(replay.parameters.items(), operation.patterns):
-                parameter.mul_(operation.factor)
-
-
-HANDLERS: dict[type[Operation], Callable[[Replay, Any], Results | None]] = {
-    ForwardBackward: _forward_backward,
-    Forward: _forward,
-    ZeroGrad: _zero_grad,
-    Step: _step,
-    BuildOptimizer: _build_optimizer,
-    SetLr: _set_lr,
-    Freeze: _freeze,
-    Thaw: _thaw,
-    Clip: _clip,
-    EditFullParameters: _edit,
-    Observe: lambda replay, operation: None,  # the point is taken by the loop
-}
-"""What each operation does to the oracle; the keys are those of the engine's table."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from fsdp_testing.pool.cause import Cause
 from fsdp_testing.pool.outcome import WorldOutcome
@@ -25,9 +26,29 @@ from fsdp_testing.pytest_plugin.longrepr import (
     text_element,
     with_header,
 )
-from fsdp_testing.pytest_plugin.records import Merged, Phase, RankResult
+from fsdp_testing.pytest_plugin.records import Phase, RankResult
 
 _PHASES = ("setup", "call", "teardown")
+
+
+@dataclass(slots=True)
+class Merged:
+    """One report of the merged item; the item's own facts are added by the protocol."""
+
+    when: str
+    outcome: str
+    duration: float
+    longrepr: Any = None
+    sections: list[tuple[str, str]] = field(default_factory=list)
+    wasxfail: str | None = None
+
+    def fail(self, longrepr: dict[str, Any]) -> None:
+        """Become a failure."""
+        self.outcome, self.longrepr = "failed", longrepr
+
+    def lengthen(self, seconds: float) -> None:
+        """Count time that is nobody else's."""
+        self.duration += max(0.0, seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +74,7 @@ class Account:
         return "xpassed" if any(phase.wasxfail is not None for phase in self.result.phases) else "passed"
 
     def failing(self) -> tuple[Phase, ...]:
-        """The reports that are failures."""
+        """Return the reports that are failures."""
         return () if self.result is None else tuple(p for p in self.result.phases if p.outcome == "failed")
 
     def clause(self) -> str:
@@ -79,7 +100,7 @@ class Account:
         return None
 
     def first_message(self) -> str:
-        """What went wrong first on this rank."""
+        """Return what went wrong first on this rank."""
         if self.result is not None and self.result.problem:
             return self.result.problem.strip().splitlines()[-1]
         failing = self.failing()
@@ -94,7 +115,7 @@ def accounts_of(outcome: WorldOutcome) -> tuple[Account, ...]:
 
 
 def merge(outcome: WorldOutcome, location: tuple[str, int]) -> list[Merged]:
-    """The merged reports, in order.
+    """Return the merged reports, in order.
 
     Args:
         outcome: What every rank did with the item.
@@ -120,7 +141,7 @@ def _same_groups(accounts: Sequence[Account]) -> bool:
 
 
 def _durations(accounts: Sequence[Account]) -> dict[str, float]:
-    """Seconds of each phase on its slowest rank."""
+    """Return the seconds of each phase on its slowest rank."""
     longest = dict.fromkeys(_PHASES, 0.0)
     for account in accounts:
         spent: Counter[str] = Counter()
@@ -149,13 +170,14 @@ def _alike(accounts: Sequence[Account]) -> list[Merged]:
     first = accounts[0].result
     for phase in first.phases if first is not None else ():
         if phase.outcome != "passed" or phase.wasxfail is not None:
-            by_when[phase.when].follow(phase)
+            report = by_when[phase.when]
+            report.outcome, report.longrepr, report.wasxfail = phase.outcome, phase.longrepr, phase.wasxfail
     reasons = {account.reason() for account in accounts}
     skipped = [report for report in merged if report.outcome == "skipped" and isinstance(report.longrepr, list | tuple)]
     for report in skipped[:1]:
         path, line, reason = report.longrepr
         every = "Skipped: " + "; ".join(account.clause() for account in accounts)
-        report.skip_because(path, line, reason if len(reasons) == 1 else every)
+        report.longrepr = path, line, reason if len(reasons) == 1 else every
     return merged
 
 
@@ -166,12 +188,12 @@ def _partly_expected(accounts: Sequence[Account]) -> list[Merged]:
     for report in merged:
         if report.wasxfail is not None:
             where = f"failed on {rank_names(account.rank for account in failed)}, passed on {passed}"
-            report.explain_expected_failure(f"{report.wasxfail} ({where})" if report.wasxfail else where)
+            report.wasxfail = f"{report.wasxfail} ({where})" if report.wasxfail else where
     return merged
 
 
 def _failure(outcome: WorldOutcome, accounts: Sequence[Account], location: tuple[str, int]) -> list[Merged]:
-    """A failed setup or call that tells of every rank, and failed teardowns as pytest has them: on their own."""
+    """A failed setup or call that names every rank, and failed teardowns as pytest has them: on their own."""
     durations = _durations(accounts)
     teardown = [account for account in accounts if any(p.when == "teardown" for p in account.failing())]
     others = [a for a in accounts if a.result is None or a.result.problem or _before_teardown(a)]
@@ -251,7 +273,7 @@ def _teardown_text(
 
 
 def lead_of(outcome: WorldOutcome, accounts: Sequence[Account]) -> str:
-    """The one fact that explains the rest."""
+    """Return the one fact that explains the rest."""
     failed = [account for account in accounts if account.result is not None and account.result.failed]
     if outcome.cause and any(account.outcome.fate in (Fate.DIED, Fate.RAISED) for account in accounts):
         return outcome.cause
@@ -321,9 +343,9 @@ def _fate_lines(rank: RankOutcome) -> list[str]:
 
 
 def _with_sections(merged: list[Merged], accounts: Sequence[Account]) -> list[Merged]:
-    """Attach what ranks wrote and logged, named by rank, to the report that readers look at."""
-    holder = next((r for r in merged if r.outcome == "failed"), None)
-    holder = holder or next((r for r in merged if r.when == "call"), merged[0])
+    """Attach what ranks wrote and logged, named by rank, to the report that readers see."""
+    shown = next((r for r in merged if r.outcome == "failed"), None)
+    shown = shown or next((r for r in merged if r.when == "call"), merged[0])
     texts: list[tuple[str, str, int]] = []
     for account in accounts:
         for phase in account.result.phases if account.result is not None else ():
@@ -337,5 +359,5 @@ def _with_sections(merged: list[Merged], accounts: Sequence[Account]) -> list[Me
         ranks = grouped.setdefault((title, text), [])
         if rank not in ranks:
             ranks.append(rank)
-    holder.sections.extend((f"{title} ({rank_names(ranks)})", text) for (title, text), ranks in grouped.items())
+    shown.sections.extend((f"{title} ({rank_names(ranks)})", text) for (title, text), ranks in grouped.items())
     return merged

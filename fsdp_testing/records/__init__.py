@@ -1,5 +1,28 @@
 """Values that everything else speaks in: cases, observations, verdicts, findings, reports. Standard library only."""
 
+from fsdp_testing.operations import (
+    OPERATIONS,
+    AssignData,
+    Batch,
+    BuildOptimizer,
+    Clip,
+    EditFullParameters,
+    Forward,
+    ForwardBackward,
+    Freeze,
+    Interrupt,
+    Move,
+    Observe,
+    Operation,
+    Reload,
+    ReplaceParameters,
+    SetLr,
+    SeveralForwards,
+    Step,
+    Thaw,
+    UnshardFirst,
+    ZeroGrad,
+)
 from fsdp_testing.records.account import OperationAccount
 from fsdp_testing.records.capabilities import CAPABILITIES, STRATEGIES, check_capabilities
 from fsdp_testing.records.case import (
@@ -25,7 +48,6 @@ from fsdp_testing.records.explanation import Explanation
 from fsdp_testing.records.failure import ENDS_RANKS, LOSES_RANKS, RAISES, FailureKind, Mismatch
 from fsdp_testing.records.finding import Finding
 from fsdp_testing.records.history import History
-from fsdp_testing.records.legality import PlannedOperation, plan, void_operations
 from fsdp_testing.records.observation import (
     BufferObservation,
     OperationResult,
@@ -35,32 +57,6 @@ from fsdp_testing.records.observation import (
     RaisedError,
     RankObservation,
     Snapshot,
-)
-from fsdp_testing.records.operation import (
-    OPERATIONS,
-    Batch,
-    BuildOptimizer,
-    Clip,
-    EditFullParameters,
-    Forward,
-    ForwardBackward,
-    Freeze,
-    Observe,
-    Operation,
-    OperationText,
-    SetLr,
-    Step,
-    Thaw,
-    ZeroGrad,
-)
-from fsdp_testing.records.operations_state import (
-    AssignData,
-    Interrupt,
-    Move,
-    Reload,
-    ReplaceParameters,
-    SeveralForwards,
-    UnshardFirst,
 )
 from fsdp_testing.records.outcome import CaseOutcome, CheckResult, RunReport
 from fsdp_testing.records.overrun import Measure, Overrun
@@ -72,6 +68,7 @@ from fsdp_testing.records.portrait import (
     Stretch,
     UnitPortrait,
 )
+from fsdp_testing.records.schedule import PlannedOperation, plan, void_operations
 from fsdp_testing.records.tolerance import EXACT, UNDERFLOW, UNIT_ROUNDOFF, Bound, reduction_bound, rounding_bound
 from fsdp_testing.records.verdict import Verdict, exit_code, merge, with_expectation
 
@@ -123,7 +120,6 @@ __all__ = [
     "OperationAccount",
     "OperationEvent",
     "OperationResult",
-    "OperationText",
     "OptimizerObservation",
     "OptimizerSpec",
     "Overrun",

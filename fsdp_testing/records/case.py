@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fsdp_testing.errors import InvalidRecord
+from fsdp_testing.operations import OPERATIONS, Operation
 from fsdp_testing.records.capabilities import STRATEGIES
-from fsdp_testing.records.document import check_format, decode, encode, load_json, to_json
-from fsdp_testing.records.operation import Operation
+from fsdp_testing.records.document import check_format, decode, encode, load_json, register_union, to_json
 
 CASE_FORMAT = "fsdp_testing/case"
 CASE_VERSION = 1
@@ -23,6 +23,8 @@ DTYPES = ("float64", "float32", "float16", "bfloat16")
 OPTIMIZERS = ("sgd", "adamw", "adam")
 POLICIES = ("module_class", "size", "always")
 PREFETCH = ("pre", "post", "none")
+
+register_union(Operation, OPERATIONS.get)
 
 Scalar = str | int | float | bool | None
 

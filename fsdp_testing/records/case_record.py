@@ -19,7 +19,6 @@ class CaseRecord:
         collectives: Per group key, number of collectives issued and a digest of what they were, up to the end of the
             case, counted from the start of the batch.
         leaks: What the case left behind in the process.
-        arcs: The way that the case took through the implementation's source, if it was recorded.
         accounts: What operations put on the wire and left in memory, where the implementation tells of its units.
     """
 
@@ -27,5 +26,4 @@ class CaseRecord:
     observation: RankObservation
     collectives: Mapping[int, tuple[int, int]] | None = None
     leaks: tuple[str, ...] = ()
-    arcs: frozenset[int] = frozenset()
     accounts: tuple[OperationAccount, ...] | None = None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_testing.strategies.choices import Choices, SeededChoices
 from fsdp_testing.strategies.drawing import CaseDrawer
 from fsdp_testing.strategies.features import FEATURES, Scope
-from fsdp_testing.strategies.legality import legal_case, needs_of_case
+from fsdp_testing.strategies.normal_form import legal_case, needs_of_case
 
 if TYPE_CHECKING:
     from fsdp_testing.strategies.hypothesis_source import cases

@@ -18,12 +18,12 @@ from fsdp_testing.records import (
 )
 from fsdp_testing.strategies.choices import Choices
 from fsdp_testing.strategies.features import Scope, Swarm, SwarmDrawer
-from fsdp_testing.strategies.legality import legal_case, needs_of_case
-from fsdp_testing.strategies.operations import OperationDrawer
+from fsdp_testing.strategies.normal_form import legal_case, needs_of_case
+from fsdp_testing.strategies.operation_drawer import OperationDrawer
 from fsdp_testing.strategies.trees import draw_tree
 from fsdp_testing.zoo import MODELS
 from fsdp_testing.zoo.tree import unit_names
-from fsdp_testing.zoo.tree_legality import parameters
+from fsdp_testing.zoo.tree_schema import parameters
 
 _ATTEMPTS = 20
 _SMALL_TYPES = ("bfloat16", "float16", "float32")

@@ -6,7 +6,7 @@ from typing import Any
 
 from fsdp_testing.strategies.choices import Choices
 from fsdp_testing.strategies.features import Swarm
-from fsdp_testing.zoo.tree_legality import legal_tree
+from fsdp_testing.zoo.tree_schema import legal_tree
 
 # Even, odd, one, fewer than ranks; more than these add shapes, and DTensor thinks about each new shape for milliseconds.
 _USUAL_WIDTHS = (4, 5, 1, 3)

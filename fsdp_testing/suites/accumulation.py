@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from fsdp_testing.operations import SeveralForwards
 from fsdp_testing.records import Batch, Case, Clip, Observe, Step, ZeroGrad
-from fsdp_testing.records.operations_state import SeveralForwards
 from fsdp_testing.suites.check import (
     ADAMW,
     PLAIN_SGD,

@@ -20,7 +20,6 @@ from fsdp_testing.checkers import hook_calls
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.hook_calls import HookCall, HookedObservation
 from fsdp_testing.checkers.quantities import Expectation
-from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.implementations.protocol import Setup
 from fsdp_testing.judging.case_runner import RunMode
@@ -35,7 +34,6 @@ from fsdp_testing.programs.setup import setup_in_world
 from fsdp_testing.records import (
     Case,
     Finding,
-    ForwardBackward,
     MixedPrecisionSpec,
     Observe,
     RankObservation,
@@ -90,13 +88,12 @@ def reduce_gradient(state: HookState, gradient: torch.Tensor, output: torch.Tens
 # ----------------------------------------------------------------------------------------------- on the ranks
 
 
-def run_hooked(implementation: str | Adapter, case: Case, observe_all: bool, way: Way) -> RankObservation | Failed:
+def run_hooked(adapter: Adapter, case: Case, observe_all: bool, way: Way) -> RankObservation | Failed:
     """Run the case with the hook registered, and report its calls.
 
     Collectives: those of the implementation and of the hook; every rank of the world runs the same call.
     """
     world = current_world()
-    adapter = registry.adapter_of(implementation)
     calls: list[HookCall] = []
     state = HookState(way, world.group, lambda: program.index, calls)
 
@@ -123,10 +120,10 @@ def _own_gradients(case: Case, rank: int) -> tuple[dict[int, float], int]:
     model = models.build_model(case)
     found: dict[int, float] = {}
     for index, operation in enumerate(case.program):
-        if isinstance(operation, ForwardBackward):
-            inputs = models.make_inputs(case, operation.batch, rank)
-            models.forward(model, case, operation.batch, rank, inputs).loss.backward()
-            if not operation.no_sync:
+        for batch in operation.batches() if operation.runs_backward else ():
+            inputs = models.make_inputs(case, batch, rank)
+            models.forward(model, case, batch, rank, inputs).loss.backward()
+            if not operation.pending_after(False):
                 grads = [p.grad for p in model.parameters() if p.grad is not None]
                 found[index] = sum(float(grad.double().square().sum()) for grad in grads)
                 model.zero_grad()

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from fsdp_testing.checkers.copies import Copied, CopyingObservation, review_copies
-from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.pool import Failed
@@ -19,7 +18,7 @@ from fsdp_testing.programs import models
 from fsdp_testing.programs.execute import RankProgram
 from fsdp_testing.programs.observe import snapshot_of
 from fsdp_testing.programs.setup import setup_in_world
-from fsdp_testing.records import BuildOptimizer, Case, ForwardBackward, Move, Observe, RankObservation, Step
+from fsdp_testing.records import Batch, BuildOptimizer, Case, Move, Observe, RankObservation, Step
 from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Check, Place, forward, iterations, micro_batch
 
 _COPY = "deepcopy"
@@ -34,18 +33,16 @@ class CopyingProgram(RankProgram):
     def look(self, label: str) -> None:
         """Take a snapshot, after the copy has done the next micro-batch and one step."""
         if label == _COPY:
-            self.copied = self._copy(
-                next(op for op in self.case.program[self.index :] if isinstance(op, ForwardBackward))
-            )
+            self.copied = self._copy(next(batch for op in self.case.program[self.index :] for batch in op.batches()))
         super().look(label)
 
-    def _copy(self, operation: ForwardBackward) -> Copied:
+    def _copy(self, batch: Batch) -> Copied:
         try:
             twin: nn.Module = copy.deepcopy(self.model)
         except Exception as refused:  # noqa: BLE001 - whatever it raises, it refuses
             return Copied(f"{type(refused).__name__}: {refused}")
-        inputs = models.make_inputs(self.case, operation.batch, self.rank)
-        forwarded = models.forward(twin, self.case, operation.batch, self.rank, inputs)
+        inputs = models.make_inputs(self.case, batch, self.rank)
+        forwarded = models.forward(twin, self.case, batch, self.rank, inputs)
         forwarded.loss.backward()
         snapshot = snapshot_of(self.adapter, twin, None, self.index, _COPY)
         # A large step of the copy: the original must not notice.
@@ -54,12 +51,11 @@ class CopyingProgram(RankProgram):
         return Copied("", forwarded.values(), snapshot)
 
 
-def run_copying(implementation: str | Adapter, case: Case, observe_all: bool) -> RankObservation | Failed:
+def run_copying(adapter: Adapter, case: Case, observe_all: bool) -> RankObservation | Failed:
     """Run the case, copying the model where it says so.
 
     Collectives: those of the implementation; every rank of the world runs the same call.
     """
-    adapter = registry.adapter_of(implementation)
     program = CopyingProgram(case, adapter, current_world().rank, setup_in_world)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from fsdp_testing.operations import AssignData, ReplaceParameters
 from fsdp_testing.records import Batch, Case, EditFullParameters, Observe, Step, ZeroGrad
-from fsdp_testing.records.operations_state import AssignData, ReplaceParameters
 from fsdp_testing.suites.check import ADAMW, Check, Place, forward, iterations, micro_batch
 
 _NEEDS = frozenset({"summon_writeback"})

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from fsdp_testing.checkers.explain import operation_words
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.records import (
     AutogradEvent,
@@ -186,7 +185,7 @@ def _operations(events: Sequence[Event], case: Case, end: float) -> Iterator[Str
     for event, after in zip(begun, [*begun[1:], None]):
         stop = after.time if after is not None else end
         if event.operation < len(case.program):
-            yield Stretch("operation", event.time, stop, operation_words(case.program[event.operation]))
+            yield Stretch("operation", event.time, stop, case.program[event.operation].words())
 
 
 def _gathered(events: Sequence[Event], end: float) -> Iterator[Stretch]:

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from fsdp_testing.zoo.model import Inputs, ZooModel, features, tokens
-from fsdp_testing.zoo.tree_legality import (
+from fsdp_testing.zoo.tree_modules import Tree
+from fsdp_testing.zoo.tree_schema import (
     ParameterSpec,
     check_tree,
     every,
@@ -20,7 +21,6 @@ from fsdp_testing.zoo.tree_legality import (
     parameters,
     walk,
 )
-from fsdp_testing.zoo.tree_modules import Tree
 
 __all__ = ["check_tree", "legal_tree", "needs_of", "tree_model", "unit_names"]
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from fsdp_testing.zoo.model import generator, tensors_in
 from fsdp_testing.zoo.outputs import Named, Opaque, Record
-from fsdp_testing.zoo.tree_legality import Node, get
+from fsdp_testing.zoo.tree_schema import Node, get
 
 Use = tuple[bool, ...]
 

@@ -89,6 +89,13 @@ class KeepsModels(Toy):
         KEPT.append(self)
 
 
+class WrongMean(Toy):
+    """Every micro-batch leaves gradients that are off, whatever else the case has."""
+
+    def mean(self, fqn: str, contribution: torch.Tensor) -> torch.Tensor:
+        return super().mean(fqn, contribution) * 1.5
+
+
 RAISES_IN_CLIP = ToyAdapter(Raises, "RAISES_IN_CLIP")
 ONE_RAISES_IN_CLIP = ToyAdapter(OneRaises, "ONE_RAISES_IN_CLIP")
 DIES_IN_CLIP = ToyAdapter(Dies, "DIES_IN_CLIP")
@@ -98,3 +105,4 @@ GATHERS_MORE_IN_CLIP = ToyAdapter(GathersMore, "GATHERS_MORE_IN_CLIP")
 WRONG_IN_CLIP = ToyAdapter(Wrong, "WRONG_IN_CLIP")
 REFUSES_CLIP = ToyAdapter(Refuses, "REFUSES_CLIP")
 KEEPS_MODELS = ToyAdapter(KeepsModels, "KEEPS_MODELS")
+WRONG_MEAN = ToyAdapter(WrongMean, "WRONG_MEAN")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -20,16 +21,14 @@ FOUND = Discovery(
 )
 
 
-def test_progress_corpus_and_findings_come_back(tmp_path: Path):
+def test_progress_and_findings_come_back(tmp_path: Path):
     state = StateDirectory(tmp_path / "state", "torch-ddp")
     assert state.load() == Progress("torch-ddp")
-    progress = Progress("torch-ddp", 10, 8, 1.5, {"passed": 8}, (1, 2), (3,), {"why": 1}, {"rule": 2})
+    progress = Progress("torch-ddp", 3, 10, 8, 1.5, {"passed": 8}, {"why": 1}, {"rule": 2}, (7, 9), {"rule": 1})
     state.save(progress)
-    state.add_to_corpus(case(micro(1)))
     state.write_files(FOUND.name, [("finding.json", FOUND.to_json())])
     again = StateDirectory(tmp_path / "state", "torch-ddp")
     assert again.load() == progress
-    assert again.corpus() == ([case(micro(1))], [])
     (folder,) = again.found()
     assert Discovery.from_json((folder / "finding.json").read_text(), "here") == FOUND
 
@@ -51,20 +50,16 @@ def test_a_damaged_state_is_told(tmp_path: Path):
     state = StateDirectory(tmp_path, "torch-ddp")
     state.save(Progress("torch-ddp"))
     text = (tmp_path / "state.json").read_text()
-    for damaged in (text[:-5], text.replace('"version": 1', '"version": 9'), text.replace("torch-ddp", "other")):
+    for damaged in (text[:-5], text.replace('"version": 2', '"version": 9'), text.replace("torch-ddp", "other")):
         (tmp_path / "state.json").write_text(damaged)
         with pytest.raises(InvalidRecord, match=r"state\.json"):
             state.load()
 
 
-def test_a_damaged_corpus_entry_is_left_out_and_told(tmp_path: Path):
-    state = StateDirectory(tmp_path, "torch-ddp")
-    state.add_to_corpus(case(micro(1)))
-    (tmp_path / "corpus" / "bad.json").write_text("{")
-    cases, damaged = state.corpus()
-    assert cases == [case(micro(1))]
-    assert len(damaged) == 1
-    assert "bad.json" in damaged[0]
+def test_a_state_of_version_1_is_read_without_its_coverage(tmp_path: Path):
+    document = {"format": "fsdp_testing/fuzz_state", "version": 1, "implementation": "torch-ddp", "drawn": 9}
+    (tmp_path / "state.json").write_text(json.dumps({**document, "keys": [1], "arcs": [2], "rules": {"a": 1}}))
+    assert StateDirectory(tmp_path, "torch-ddp").load() == Progress("torch-ddp", drawn=9)
 
 
 def test_cases_are_read_from_every_file_that_holds_one(tmp_path: Path):

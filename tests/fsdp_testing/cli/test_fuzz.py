@@ -30,9 +30,8 @@ def fuzz(*arguments: str) -> int:
     return main(["fuzz", *arguments, "--lanes", "1"])
 
 
-def test_a_healthy_implementation_ends_with_0_and_a_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_healthy_implementation_ends_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert fuzz("toy:UNBROKEN", "--examples", "40", "--state", str(tmp_path / "s"), "--without", "tree.strided") == 0
-    assert list((tmp_path / "s" / "corpus").glob("*.json"))
     assert json.loads((tmp_path / "s" / "state.json").read_text())["run"] > 0
     said = capsys.readouterr().out
     assert "does not claim, so it is not drawn" in said
@@ -60,7 +59,6 @@ def test_a_campaign_goes_on_where_it_ended_and_does_not_tell_twice(tmp_path: Pat
     code = fuzz(WRONG, "--examples", "64", "--state", state)
     second = json.loads((tmp_path / "s" / "state.json").read_text())
     assert second["drawn"] > first["drawn"]
-    assert set(first["keys"]) <= set(second["keys"])
     assert code in (0, 1)
     assert len(list((tmp_path / "s" / "found").iterdir())) <= 1 + code
 
@@ -87,7 +85,7 @@ def test_ctrl_c_leaves_everything_on_disk(tmp_path: Path):
     process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         limit = time.monotonic() + 120
-        while not list((tmp_path / "s" / "corpus").glob("*.json")) and time.monotonic() < limit:
+        while not (tmp_path / "s" / "state.json").exists() and time.monotonic() < limit:
             if process.poll() is not None:
                 break
             process_wait(process, 0.2)
@@ -99,7 +97,6 @@ def test_ctrl_c_leaves_everything_on_disk(tmp_path: Path):
     assert b"Traceback" not in err
     state = json.loads((tmp_path / "s" / "state.json").read_text())
     assert state["run"] > 0
-    assert list((tmp_path / "s" / "corpus").glob("*.json"))
     assert not list(scratch.glob("fsdp-fuzz-*")), "folders of batches are left"
 
 

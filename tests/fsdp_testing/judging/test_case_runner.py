@@ -12,9 +12,8 @@ from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.judging.case_runner import CaseRunner
 from fsdp_testing.judging.judge import Judgement
 from fsdp_testing.pool import Pool
-from fsdp_testing.programs.execute import HANDLERS, RankProgram
+from fsdp_testing.programs.execute import RankProgram
 from fsdp_testing.records import (
-    OPERATIONS,
     Batch,
     Case,
     FailureKind,
@@ -42,10 +41,6 @@ def numbers(ranks):
         for snapshot in rank.snapshots:
             for parameter in snapshot.parameters.values():
                 yield from (piece.value for piece in (*parameter.pieces, *(parameter.grad_pieces or ())))
-
-
-def test_the_engine_knows_every_operation():
-    assert set(HANDLERS) == set(OPERATIONS.values())
 
 
 def test_the_same_case_gives_the_same_bits_on_a_new_pool():

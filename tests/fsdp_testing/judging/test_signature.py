@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fsdp_testing.checkers.divergence import Divergence
-from fsdp_testing.checkers.explain import finding_of, operation_shape, operation_words, raised_finding
+from fsdp_testing.checkers.explain import finding_of, raised_finding
 from fsdp_testing.checkers.quantities import Quantity
 from fsdp_testing.judging.signature import Signature, fine_signature_of, signature_of
 from fsdp_testing.records import (
@@ -82,9 +82,9 @@ def test_place_counts_in_the_fine_signature() -> None:
 
 
 def test_a_local_micro_batch_is_a_kind_of_its_own_and_modes_are_not() -> None:
-    shapes = [operation_shape(operation) for operation in PROGRAM]
+    shapes = [operation.shape() for operation in PROGRAM]
     assert shapes == ["forward_backward(no_sync)", "forward_backward", "step", "forward"]
-    words = [operation_words(operation) for operation in (*PROGRAM, ZeroGrad())]
+    words = [operation.words() for operation in (*PROGRAM, ZeroGrad())]
     assert words == ["forward-backward in no_sync", "forward-backward", "step", "eval-forward", "zero_grad"]
 
 

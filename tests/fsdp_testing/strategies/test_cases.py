@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, find, given, settings
 
 from fsdp_testing.errors import InvalidArgument, InvalidImplementation
 from fsdp_testing.implementations import registry
+from fsdp_testing.operations import OPERATIONS
 from fsdp_testing.records import Case, Clip, Freeze, Thaw
-from fsdp_testing.records.operation import OPERATIONS
 from fsdp_testing.strategies import FEATURES, CaseDrawer, Scope, SeededChoices, cases, legal_case, needs_of_case
 
 BUILT_IN = ("torch-ddp", "torch-fsdp1", "torch-fsdp1-flat", "torch-fsdp2", "single-process")

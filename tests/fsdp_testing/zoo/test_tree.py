@@ -12,7 +12,7 @@ import torch
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.strategies import CaseDrawer, Scope, SeededChoices
 from fsdp_testing.zoo.tree import check_tree, legal_tree, needs_of, tree_model, unit_names, unit_of
-from fsdp_testing.zoo.tree_legality import CONTAINERS, SCHEMA, parameters
+from fsdp_testing.zoo.tree_schema import CONTAINERS, SCHEMA, parameters
 
 LINEAR = {"kind": "linear", "name": "a"}
 

@@ -1,0 +1,114 @@
+"""How do a unit and the autograd graph know of each other without keeping each other alive for ever?
+
+The collector does not see references that go through autograd's nodes, so a cycle through one is never freed. Hence:
+units hold nothing that leads to a graph (views are remembered weakly; the graph's own hooks hold them), and a graph
+holds its units only until backward has gone through it, or the forward that made it has failed (:class:`GraphTie`): a
+model may be dropped before backward, and a module may store a tensor with its graph.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from fsdp_ref.errors import FsdpRuntimeError
+
+if TYPE_CHECKING:
+    from fsdp_ref.autograd.graph_hooks import InputsWatch
+    from fsdp_ref.runtime.unit import Unit
+
+
+class GraphTie:
+    """What the graph of one forward pass holds of one unit."""
+
+    __slots__ = ("_held", "_unit")
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = weakref.ref(unit)
+        self._held: Unit | None = unit
+
+    @property
+    def fast(self) -> bool:
+        """Whether the tie keeps its unit alive."""
+        return self._held is not None
+
+    def loosen(self) -> None:
+        """A backward pass went through the graph: do not keep the unit alive any longer."""
+        self._held = None
+
+    def unit(self) -> Unit:
+        """Return the unit, for a backward pass that runs now; the pass loosens the tie when it ends.
+
+        Raises:
+            FsdpRuntimeError: the model is gone.
+        """
+        unit = self._unit()
+        if unit is None:
+            raise FsdpRuntimeError(
+                "backward through a sharded module: expected the model to be alive, got one that was deleted after an "
+                "earlier backward pass through the same graph, or after the forward pass that made it had failed. "
+                "Keep a reference to the model."
+            )
+        if unit.root is not None:
+            unit.root.went_through(self)
+        return unit
+
+
+class PassRecord:
+    """What one unit needs of one forward pass for as long as the graph of it lives; hooks on its outputs hold it.
+
+    Attributes:
+        views: the views of the full parameters that the pass computed with.
+        round: the forward pass of the whole tree.
+        tracked: whether autograd tracks the views.
+        watch: reports when the gradients of the inputs are there, for units that train nothing.
+    """
+
+    __slots__ = ("__weakref__", "round", "tracked", "views", "watch")
+
+    def __init__(self, views: list[Tensor], of_round: int, *, tracked: bool) -> None:
+        self.views = views
+        self.round = of_round
+        self.tracked = tracked
+        self.watch: InputsWatch | None = None
+
+
+class GraphSide:
+    """What a unit holds of autograd graphs: the tie of the present forward pass, and its record as long as that lives."""
+
+    __slots__ = ("_record", "_tie", "_unit")
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self._tie: GraphTie | None = None
+        self._record: weakref.ref[PassRecord] | None = None
+
+    def tie(self) -> GraphTie:
+        """Return what the graph of the present forward pass holds of the unit."""
+        if self._tie is None or not self._tie.fast:
+            self._tie = GraphTie(self._unit)
+        return self._tie
+
+    def loosen(self) -> None:
+        """The forward pass was given up: what is left of its graph does not keep the unit alive."""
+        if self._tie is not None:
+            self._tie.loosen()
+
+    def new_round(self) -> None:
+        """A new forward of the whole tree begins: it makes a graph of its own."""
+        self._tie = None
+
+    @property
+    def record(self) -> PassRecord | None:
+        """The latest forward pass, while its graph lives: the unit may run again in it, and backward may run it again."""
+        return None if self._record is None else self._record()
+
+    def remember(self, record: PassRecord) -> None:
+        """Know a forward pass for as long as somebody else (an open call, the graph) holds its record."""
+        self._record = weakref.ref(record)
+
+    def forget(self) -> None:
+        """Compute with other views from now on."""
+        self._record = None

@@ -1,0 +1,143 @@
+"""How do full parameters enter the autograd graph, and how does their gradient come back?
+
+One autograd node per unit and forward pass (:class:`TrackedParams`) hands out views of the full buffer. It runs in
+backward exactly once all gradients of the unit's parameters are complete: autograd runs ready nodes in the reverse
+order of their making, and this node is made before the unit's own operations. That is the "post-backward" moment; no
+hook on an accumulator is needed, and unused parameters arrive as None.
+
+[Note: saved parameters] Autograd saves views of full parameters for backward, and FSDP frees them in between. While a
+root runs forward, saved tensors are therefore packed: a view of a unit's buffer becomes a note of where it lies
+(:class:`SavedView`) and is made anew when backward asks for it, gathering the parameters if they are gone. Backward may
+so start anywhere: at a cached intermediate, at an in-place changed view of an output, twice, or in another order than
+forward ran (pytorch issues 136861, 173709, 181832). Other saved tensors pass through; their version is checked as
+autograd itself would (it does not, once hooks are in force).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fsdp_ref import compat
+from fsdp_ref.errors import FsdpRuntimeError
+from fsdp_ref.storage.views import alias
+
+if TYPE_CHECKING:
+    from fsdp_ref.runtime.unit import Unit
+
+OnGradients: TypeAlias = "Callable[[Unit, tuple[Tensor | None, ...]], None]"
+
+
+class TrackedParams(torch.autograd.Function):
+    """Views of a unit's full parameters, tracked by autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, unit: Unit, on_gradients: OnGradients) -> tuple[Tensor, ...]:
+        """Return one view per original; ``anchor`` is a tensor that requires grad and makes autograd keep the node."""
+        handle = unit.handle
+        assert handle is not None  # only units with parameters are tracked
+        ctx.set_materialize_grads(False)
+        ctx.tie = unit.graph.tie()
+        ctx.on_gradients = on_gradients
+        # Independent tensors, not views: in-place edits by a user's module must not trip over autograd's view rules.
+        views = tuple(alias(view) for view in handle.compute_views())
+        trainable = handle.originals.trainable()
+        ctx.mark_non_differentiable(*(view for view, wanted in zip(views, trainable) if not wanted))
+        return views
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
+        """Hand the complete gradients to the runtime."""
+        unit = ctx.tie.unit()
+        if torch.is_grad_enabled():
+            raise FsdpRuntimeError(
+                "FSDP does not support gradients of gradients: expected backward without create_graph=True for the "
+                f"parameters of {unit.name or 'the root'!r}. Use create_graph only for gradients of inputs."
+            )
+        ctx.on_gradients(unit, grads)
+        return None, None, None
+
+
+class SavedView:
+    """A view of a unit's full parameter that autograd saved, without its memory."""
+
+    __slots__ = ("dtype", "full_precision", "offset", "size", "stride", "tie")
+
+    def __init__(self, unit: Unit, view: Tensor) -> None:
+        assert unit.handle is not None  # its storage was found among the units' buffers
+        self.tie = unit.graph.tie()
+        self.dtype = view.dtype
+        self.size = view.size()
+        self.stride = view.stride()
+        self.offset = view.storage_offset()
+        self.full_precision = unit.handle.full_precision
+
+    def restore(self, demand: Callable[[Unit], None]) -> Tensor:
+        """Return the view, after ``demand(unit)`` made its memory valid if it was not."""
+        unit = self.tie.unit()
+        handle = unit.handle
+        assert handle is not None  # see __init__
+        there = handle.unsharded and self.full_precision == handle.full_precision
+        if not compat.in_backward() and not there:
+            # Somebody inspects the graph: what they read is theirs, and the unit stays as it is.
+            return self._view(handle.gathered_copy(self.dtype))
+        if self.full_precision != handle.full_precision:
+            handle.set_full_precision(self.full_precision)
+        if not handle.unsharded:
+            demand(unit)
+        view = self._view(handle.full_F())
+        # With create_graph the new graph keeps what it reads, and nothing would gather it again: give it its own copy.
+        return view.clone() if torch.is_grad_enabled() or not compat.in_backward() else view
+
+    def _view(self, flat_F: Tensor) -> Tensor:
+        view = torch.empty(0, dtype=self.dtype, device=flat_F.device)
+        return view.set_(flat_F.untyped_storage(), self.offset, self.size, self.stride)
+
+
+class UnitsByStorage(dict[int, "Unit"]):
+    """Units by the storage of their buffer."""
+
+    __slots__ = ("__weakref__",)
+
+
+def pack_with(units_by_storage: UnitsByStorage) -> Callable[[Tensor], Any]:
+    """Return the pack hook of [Note: saved parameters] for the buffers in ``units_by_storage``.
+
+    It knows them weakly: autograd keeps the hook for as long as what it packed, which may be stored in the module.
+    """
+    known = weakref.ref(units_by_storage)
+
+    def pack(tensor: Tensor) -> Any:
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+            return tensor, -1
+        key = compat.storage_key(tensor)
+        units = known()
+        unit = None if units is None else units.get(key)
+        if unit is not None and unit.handle is not None and compat.storage_key(unit.handle.full_F()) == key:
+            return SavedView(unit, tensor)
+        # Without its node: an operation that saves its own output would otherwise hold itself, and never be freed.
+        return tensor if tensor.is_leaf else tensor.detach(), tensor._version
+
+    return pack
+
+
+def unpack_with(demand: Callable[[Unit], None]) -> Callable[[Any], Tensor]:
+    """Return the unpack hook of [Note: saved parameters]."""
+
+    def unpack(packed: Any) -> Tensor:
+        if type(packed) is SavedView:
+            return packed.restore(demand)
+        tensor, version = packed
+        if version not in {-1, tensor._version}:
+            raise FsdpRuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"expected a {tensor.dtype} tensor of shape {tuple(tensor.shape)} at version {version}, got version "
+                f"{tensor._version}. Enable anomaly detection to find the operation that failed to compute its gradient."
+            )
+        return tensor  # packed above
+
+    return unpack

@@ -1,0 +1,101 @@
+"""What becomes of a suspect? It runs alone, is compared with what is known, and is shrunk if it is new."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fsdp_testing.campaign.batch import Watch
+from fsdp_testing.campaign.lane import CaseResult, Lane
+from fsdp_testing.findings.discovery import Discovery
+from fsdp_testing.findings.known import KnownFailures, Rule
+from fsdp_testing.judging.signature import Signature
+from fsdp_testing.records import ENDS_RANKS, Case, FailureKind
+from fsdp_testing.shrinking.shrink import Attempt, Shrinker
+
+_HUNG_SECONDS = 5.0
+"""When a case counts as hung while it shrinks; what is left in the end is confirmed with the deadline of the campaign."""
+
+
+def attempts_on(lane: Lane) -> Attempt:
+    """Return what runs the attempts of shrinking on a lane."""
+
+    def attempt(cases: Sequence[Case], wanted: Signature) -> list[tuple[Case, Signature | None]]:
+        until = wanted if wanted.kind in ENDS_RANKS else None
+        deadline = _HUNG_SECONDS if wanted.kind == FailureKind.HUNG else None
+        results = lane.run(cases, Watch(operations=True), until=until, deadline=deadline)
+        return [(result.case, result.note.signature) for result in results]
+
+    return attempt
+
+
+@dataclass(frozen=True, slots=True)
+class Investigated:
+    """What was made of a suspect: a discovery, a known failure, or neither.
+
+    Attributes:
+        signature: What it looked like among other cases.
+        discovery: What it is; not confirmed if it passes alone.
+        known: The known failure that it is.
+    """
+
+    signature: Signature
+    discovery: Discovery | None = None
+    known: Rule | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Investigator:
+    """Confirms and shrinks suspects of one campaign.
+
+    Attributes:
+        name: The implementation.
+        shape: Gives the legal case nearest to a reduced one.
+        fair: Whether the implementation may be asked a case.
+        seconds: Time for shrinking one.
+    """
+
+    name: str
+    shape: Callable[[Case], Case]
+    fair: Callable[[Case], bool]
+    seconds: float
+
+    def investigate(self, lane: Lane, suspect: CaseResult, known: KnownFailures) -> Investigated | None:
+        """Return what a suspect is; None if nothing can be said of it alone.
+
+        Args:
+            lane: Runs the attempts.
+            suspect: A result with a signature.
+            known: What is known by now.
+        """
+        looks = suspect.note.signature
+        if looks is None:
+            return None
+        watch = Watch(operations=True, models=suspect.note.status == "leaked")
+        alone = lane.run([suspect.case], watch)[0]
+        signature = alone.note.signature
+        if signature is None:
+            if alone.note.status != "passed":
+                return None
+            once = Discovery(self.name, looks, suspect.case, suspect.case, suspect.note.reason, suspect.account, False)
+            return Investigated(looks, once)
+        rule = known.recognize(signature, suspect.case)
+        if rule is not None:
+            return Investigated(looks, known=rule)
+        shrunk = Shrinker(attempts_on(lane), self.shape, self.fair, self.seconds).shrink(suspect.case, signature)
+        last = lane.run([shrunk.case], watch)[0]
+        confirmed = last.note.signature == signature
+        kept = last if confirmed else alone
+        found = Discovery(
+            self.name,
+            signature,
+            suspect.case,
+            kept.case,
+            kept.note.reason,
+            kept.account,
+            confirmed,
+            shrunk.attempts,
+            shrunk.seconds,
+        )
+        # While it shrank it may have turned into what is known already.
+        return Investigated(looks, found, known.recognize(signature, kept.case) if confirmed else None)

@@ -1,0 +1,98 @@
+"""What has happened in one campaign so far? Counts, and what was found."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from fsdp_testing.findings.discovery import Discovery
+
+
+class RuleShare(NamedTuple):
+    """What one known failure did to a campaign.
+
+    Attributes:
+        rule: Its name.
+        met: Cases that failed because of it.
+        share: Those, of all cases that ran.
+        postponed: Cases that were put off because they may cost the ranks as it does; they run later.
+    """
+
+    rule: str
+    met: int
+    share: float
+    postponed: int
+
+
+@dataclass(slots=True)
+class CampaignTally:
+    """What has happened in this run.
+
+    Attributes:
+        drawn: Cases drawn.
+        run: Cases run and judged, variants included.
+        variants: Cases of those that are others without what brought a known failure about.
+        operations: Operations in them.
+        statuses: Cases by what became of them; `known` are those that failed by a known failure.
+        discovered: What was found, each defect once.
+        duplicates: How often each was met again.
+        not_investigated: Suspects like others that were investigated.
+        unjudged: Why nothing could be said of some cases.
+        unsupported: Why the implementation refused some cases.
+        known: How many cases failed by each known failure.
+        postponed: How many cases were put off for each known failure that costs the ranks.
+        resumed: Cases that an earlier campaign drew and did not run.
+        left: Cases drawn that are left for the next campaign.
+        examples: Examples of known failures that were run again, and how many there are.
+        gone: Known failures whose example passes: their rules were dropped.
+        drawing_seconds: Time spent on drawing.
+        investigating_seconds: Time that lanes spent on suspects instead of new cases, added up over lanes.
+        seconds: Wall time.
+        worlds_lost: Worlds that had to be replaced.
+    """
+
+    drawn: int = 0
+    run: int = 0
+    variants: int = 0
+    operations: int = 0
+    statuses: Counter[str] = field(default_factory=Counter)
+    discovered: list[Discovery] = field(default_factory=list)
+    duplicates: Counter[str] = field(default_factory=Counter)
+    not_investigated: int = 0
+    unjudged: Counter[str] = field(default_factory=Counter)
+    unsupported: Counter[str] = field(default_factory=Counter)
+    known: Counter[str] = field(default_factory=Counter)
+    postponed: Counter[str] = field(default_factory=Counter)
+    resumed: int = 0
+    left: int = 0
+    examples: tuple[int, int] = (0, 0)
+    gone: list[str] = field(default_factory=list)
+    drawing_seconds: float = 0.0
+    investigating_seconds: float = 0.0
+    seconds: float = 0.0
+    worlds_lost: int = 0
+
+    def count(self, operations: int, variant: bool) -> None:
+        """Count one case that ran and was judged."""
+        self.run += 1
+        self.operations += operations
+        self.variants += variant
+
+    @property
+    def rate(self) -> float:
+        """Return the cases per second."""
+        return self.run / self.seconds if self.seconds else 0.0
+
+    @property
+    def discarded(self) -> int:
+        """Return how many cases were drawn, did not run, and are not left for the next campaign: always 0."""
+        return self.drawn + self.resumed - (self.run - self.variants) - self.left
+
+    def shares(self) -> Iterator[RuleShare]:
+        """Yield what each known failure did, the one met most often first."""
+        names = dict.fromkeys([*(name for name, _ in self.known.most_common()), *self.postponed])
+        for name in names:
+            met = self.known[name]
+            yield RuleShare(name, met, met / self.run if self.run else 0.0, self.postponed[name])

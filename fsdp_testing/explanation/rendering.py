@@ -1,0 +1,94 @@
+"""How is a reduced failure explained? In one or two sentences: schedule, what is wrong, by how much, and what it is like."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fsdp_testing.checkers.explain import ranks_text
+from fsdp_testing.explanation.casts import OtherCast
+from fsdp_testing.explanation.hypotheses import Hypothesis
+from fsdp_testing.records import RAISES, Case, Finding, Operation
+
+UnshardedUnits = Mapping[str, tuple[int, ...]]
+
+
+def render(finding: Finding, like: Hypothesis | None, unsharded: UnshardedUnits, cast: OtherCast | None = None) -> str:
+    """Return the account of a finding on its shortest schedule.
+
+    Args:
+        finding: The finding; its case is the shortest one.
+        like: What the wrong numbers are equal to.
+        unsharded: Units that were gathered when the operation without effect began, with the ranks on which they were.
+        cast: The cast that gives these numbers, in mixed precision.
+    """
+    case = finding.case
+    schedule = _schedule(case.program[: finding.operation + 1])
+    after = f"After {schedule}" if schedule else "While building and wrapping the model"
+    if finding.kind in RAISES:
+        return f"{after}: {finding.statement}"
+    wrong = f"{after}: {_what_is_wrong(finding)}"
+    if cast is not None:
+        return f"{after}: {cast.happened}; {_what_is_wrong(finding)}, and is what one process gives with that cast."
+    if like is None:
+        return f"{wrong}."
+    return f"{after}: {_cause(case, like, unsharded)}; {_what_is_wrong(finding)}, {_equal_to(case, like)}."
+
+
+def _schedule(program: Sequence[Operation]) -> str:
+    words = [operation.words() for operation in program]
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} then {words[-1]}"
+
+
+def _what_is_wrong(finding: Finding) -> str:
+    if finding.max_error is None:
+        # Without the place, which the schedule has just said.
+        return finding.statement or finding.explanation
+    size = f"max error {finding.max_error:.3g}"
+    if finding.bound is not None:
+        size += f", bound {finding.bound:.2g}" if finding.bound else ", equal bits were due"
+    where = "" if " on rank " in finding.quantity or not finding.ranks else f" on {ranks_text(finding.ranks)}"
+    return f"{finding.quantity} is wrong{where} ({size})"
+
+
+def _cause(case: Case, like: Hypothesis, unsharded: UnshardedUnits) -> str:
+    if like.rank >= 0:
+        return f"the inputs of rank {like.rank} do not count"
+    if like.left_out < 0:
+        if like.factor > 1:
+            return f"gradients are {like.factor:g} times too large, a sum over ranks where a mean is due"
+        return f"gradients are 1/{case.world.size} of what is due, divided by the number of ranks once too often"
+    operation = case.program[like.left_out]
+    name = f"operation {like.left_out}, {operation.words()}"
+    if like.kinds == {"result"} and operation.writes_parameters:
+        if unsharded:
+            where = ranks_text(tuple(sorted({rank for ranks in unsharded.values() for rank in ranks})))
+            verb = "holds" if len(unsharded) == 1 else "hold"
+            return f"{units_text(tuple(unsharded))} still {verb} the weights from before {name}, on {where}"
+        return f"the weights from before {name}, are still in use"
+    if like.kinds == {"gradient"} and operation.runs_backward:
+        return f"the gradient of {name}, is missing"
+    return f"{name}, had no effect"
+
+
+def _equal_to(case: Case, like: Hypothesis) -> str:
+    if like.rank >= 0:
+        return f"and is what one process gives when rank {like.rank} has no inputs"
+    if like.left_out < 0:
+        return f"exactly {like.factor:g} times what one process gives"
+    text = case.program[like.left_out].text(like.left_out)
+    for_whom = f" for {units_text(like.units)}" if like.units else ""
+    return f"and is what one process gives without {text}{for_whom}"
+
+
+def units_text(units: tuple[str, ...]) -> str:
+    """Return units in words; the root has no name."""
+    if units == ("",):
+        return "the root unit"
+    noun = "unit" if len(units) == 1 else "units"
+    return f"{noun} {_list([f'`{unit}`' if unit else '(root)' for unit in units])}"
+
+
+def _list(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -1,0 +1,308 @@
+"""Why do the checks of a run fail? One explanation for each root cause, put on the findings it belongs to.
+
+Findings of one implementation that look alike are candidates for one cause. Of each such set one is reduced to its
+shortest schedule. Another one belongs to the same cause if that schedule, taken from its own program, shows the same
+failure on its own model and strategy, or if it is itself reduced to a schedule of the same shape; and if the wrong
+numbers of both are not known to be equal to different things. Of findings in the same place (parameter, model, strategy)
+it is enough that the program holds the schedule.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from fsdp_testing.checkers import gathered_state
+from fsdp_testing.checkers.comparison import Comparison
+from fsdp_testing.checkers.lifecycle import unsharded_before
+from fsdp_testing.checkers.quantities import Expectation
+from fsdp_testing.errors import HarnessError
+from fsdp_testing.explanation.budget import Budget
+from fsdp_testing.explanation.casts import OtherCast, other_cast
+from fsdp_testing.explanation.hypotheses import Hypothesis, WrongNumbers, contradict
+from fsdp_testing.explanation.rendering import render
+from fsdp_testing.explanation.shortest import shorten, with_schedule
+from fsdp_testing.implementations import registry
+from fsdp_testing.judging.case_runner import ORDINARY, CaseRunner, RunMode
+from fsdp_testing.judging.signature import FineSignature, Signature, fine_signature_of, signature_of
+from fsdp_testing.programs import jobs
+from fsdp_testing.programs.fitting import as_observed
+from fsdp_testing.records import (
+    LOSES_RANKS,
+    RAISES,
+    Case,
+    CheckResult,
+    Explanation,
+    FailureKind,
+    Finding,
+    Operation,
+    Verdict,
+)
+from fsdp_testing.trace.portrait import portrait_of
+from fsdp_testing.trace.run import Trace, trace_on
+
+REDUCIBLE = frozenset(FailureKind) - LOSES_RANKS
+"""Kinds of findings that may be run again often; each death or hang costs a world and a deadline."""
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """How the cases of a check are judged.
+
+    Attributes:
+        comparison: How observations are compared with the oracle.
+        mode: How cases are run, where they are not run as they are.
+    """
+
+    comparison: Comparison
+    mode: RunMode = ORDINARY
+
+
+_NUMBERS = (FailureKind.DIVERGED, FailureKind.DISAGREED)
+
+HowOf = Callable[[str], How | None]
+"""How a check judges, by its name; None for a check that is not decided by one program at a time."""
+
+
+@dataclass(slots=True)
+class _Failing:
+    """A finding, and where it stands among the results."""
+
+    result: int
+    number: int
+    finding: Finding
+    how: How | None
+
+
+@dataclass(slots=True)
+class _Cause:
+    """A root cause in the making.
+
+    Attributes:
+        label: Unique for an implementation.
+        explanation: Of the finding that was reduced.
+        hypothesis: What its wrong numbers are equal to, if that was found.
+        members: The findings that belong to it.
+    """
+
+    label: str
+    explanation: Explanation
+    hypothesis: Hypothesis | None = None
+    members: list[_Failing] = field(default_factory=list)
+
+    @property
+    def shape(self) -> tuple[str, ...]:
+        """The kinds of operations of its schedule."""
+        return _shape(self.explanation.case)
+
+    def contained(self, finding: Finding) -> bool:
+        """Whether the program of a finding holds the schedule, up to where it fails; asked of one fully reduced only."""
+        if finding.operation < 0 or not self.explanation.complete:
+            return True
+        begun = replace(finding.case, program=finding.case.program[: finding.operation + 1])
+        return next(with_schedule(begun, self.explanation.case.program), None) is not None
+
+
+def explain_results(
+    results: Sequence[CheckResult],
+    how_of: HowOf,
+    runner: CaseRunner,
+    seconds: float,
+    *,
+    draw: bool = False,
+) -> tuple[CheckResult, ...]:
+    """Return the results with an explanation on one finding of each root cause.
+
+    Args:
+        results: What a run gave.
+        how_of: How each check judges.
+        runner: Runs programs.
+        seconds: Time for the failures of one implementation; what is not reached stays unexplained.
+        draw: Take a portrait of each shortest schedule, where the implementation can be traced.
+    """
+    changed: dict[tuple[int, int], Finding] = {}
+    for name in dict.fromkeys(result.implementation for result in results):
+        explainer = _Explainer(runner, name, Budget(seconds, runs=10**9), draw=draw)
+        try:
+            found = explainer.causes(_places(results, name, how_of))
+        except Exception as error:  # noqa: BLE001 - a run of an hour must not be lost over how its failures are told
+            told = f"{name}: failures are not explained: {type(error).__name__}: {error}"
+            warnings.warn(told, RuntimeWarning, stacklevel=2)
+            continue
+        for cause in found:
+            for number, place in enumerate(cause.members):
+                shortest = cause.explanation if number == 0 else None
+                changed[place.result, place.number] = replace(place.finding, cause=cause.label, shortest=shortest)
+    return tuple(
+        replace(
+            result,
+            findings=tuple(changed.get((index, number), finding) for number, finding in enumerate(result.findings)),
+        )
+        for index, result in enumerate(results)
+    )
+
+
+def _places(results: Sequence[CheckResult], name: str, how_of: HowOf) -> list[_Failing]:
+    """Findings that can be reduced, unexpected failures first and short programs before long ones."""
+    found: list[tuple[bool, int, _Failing]] = []
+    for index, result in enumerate(results):
+        if result.implementation != name:
+            continue
+        how = how_of(result.check)
+        for number, finding in enumerate(result.findings):
+            if finding.kind in REDUCIBLE and finding.case.program:
+                expected = result.verdict is not Verdict.FAIL
+                place = _Failing(index, number, finding, how)
+                found.append((expected, len(finding.case.program), place))
+    return [place for _, _, place in sorted(found, key=lambda item: item[:2])]
+
+
+class _Explainer:
+    """Explains the failures of one implementation."""
+
+    def __init__(self, runner: CaseRunner, name: str, budget: Budget, *, draw: bool) -> None:
+        self._runner = runner
+        self._name = name
+        self._budget = budget
+        self._draw = draw
+        self._expectations: dict[str, Expectation] = {}
+
+    def causes(self, places: Sequence[_Failing]) -> list[_Cause]:
+        """Return every root cause found, each with the findings that belong to it."""
+        found: dict[Signature, list[_Cause]] = {}
+        known: dict[FineSignature, list[_Cause]] = {}
+        for place in places:
+            fine = fine_signature_of(place.finding)
+            here = known.setdefault(fine, [])
+            cause = next((one for one in here if one.contained(place.finding)), None)
+            if cause is None:
+                if self._budget.exhausted:
+                    continue
+                alike = found.setdefault(fine.alike, [])
+                cause = self._same(place, alike) or self._new(place, alike)
+                here.append(cause)
+            cause.members.append(place)
+        return [cause for causes in found.values() for cause in causes]
+
+    def _judge(self, how: How) -> Callable[[Case], Finding | None]:
+        def judge(case: Case) -> Finding | None:
+            asked = self._runner.judge(self._name, case, how.comparison, closely=True, mode=how.mode)
+            return asked.finding
+
+        return judge
+
+    def _same(self, place: _Failing, causes: Sequence[_Cause]) -> _Cause | None:
+        """The cause whose schedule shows this failure too, with numbers that do not contradict it."""
+        if place.how is None:
+            return None
+        for cause in causes:
+            for case in with_schedule(place.finding.case, cause.explanation.case.program):
+                found = self._judge(place.how)(case)
+                if found is not None and signature_of(found) == signature_of(place.finding):
+                    known = cause.hypothesis
+                    if known is None or not contradict(self._hypothesis(found, place.how, None), known):
+                        return cause
+        return None
+
+    def _new(self, place: _Failing, causes: list[_Cause]) -> _Cause:
+        """The cause of a failure that is reduced now: a new one, unless it ends where another one did."""
+        if place.how is None:
+            return self._as_it_is(place.finding, causes)
+        budget = self._budget.part()
+        short = shorten(place.finding, self._judge(place.how), budget)
+        case = short.finding.case
+        traced = self._traced(short.finding)
+        like = self._hypothesis(short.finding, place.how, traced)
+        for known in causes:
+            if known.shape == _shape(case) and not contradict(like, known.hypothesis):
+                return known
+        cast = self._cast(short.finding, place.how) if like is None else None
+        unsharded = unsharded_before(traced.history, like.left_out) if traced is not None and like is not None else {}
+        explanation = Explanation(
+            sentence=render(short.finding, like, unsharded, cast),
+            schedule=tuple(_lines(case.program)),
+            case=case,
+            left_out=len(place.finding.case.program) - len(case.program),
+            runs=budget.runs,
+            seconds=budget.seconds,
+            complete=short.complete,
+            portrait=portrait_of(traced) if traced is not None and self._draw else None,
+        )
+        return self._cause(short.finding, explanation, causes, like)
+
+    def _as_it_is(self, finding: Finding, causes: list[_Cause]) -> _Cause:
+        """A failure of a check that judges in a way of its own: reported, not reduced."""
+        sentence = f"{render(finding, None, {})} The check judges several runs together, so that none is shortened."
+        schedule = tuple(_lines(finding.case.program))
+        whole = Explanation(sentence, schedule, finding.case, left_out=0, runs=0, seconds=0.0, complete=False)
+        return self._cause(finding, whole, causes)
+
+    def _cause(
+        self, finding: Finding, explanation: Explanation, causes: list[_Cause], hypothesis: Hypothesis | None = None
+    ) -> _Cause:
+        kind, sort, operation = signature_of(finding)
+        label = f"{kind}: {sort} in {operation} ({' > '.join(_shape(explanation.case))})"
+        cause = _Cause(label if not causes else f"{label}, number {len(causes) + 1}", explanation, hypothesis)
+        causes.append(cause)
+        return cause
+
+    def _hypothesis(self, finding: Finding, how: How, traced: Trace | None) -> Hypothesis | None:
+        """What the wrong numbers are equal to; which units were unsharded is known from the trace."""
+        if finding.kind not in _NUMBERS or how.mode != ORDINARY:
+            return None
+
+        def unsharded(operation: int) -> dict[str, tuple[str, ...]]:
+            if traced is None:
+                return {}
+            names = dict(traced.units[0])
+            return {unit: names.get(unit, ()) for unit in unsharded_before(traced.history, operation)}
+
+        with suppress(HarnessError):  # an oracle that cannot run a variant leaves the failure without a hypothesis
+            ranks = self._runner.observe(self._name, finding.case, observe_all=True)
+            comparison = as_observed(how.comparison, registry.adapter_of(self._name))
+            return WrongNumbers(finding.case, ranks, comparison, self._oracle).hypothesis(unsharded)
+        return None
+
+    def _cast(self, finding: Finding, how: How) -> OtherCast | None:
+        """In which dtype it was done instead, where a case in mixed precision has wrong numbers."""
+        numbers = finding.kind in _NUMBERS and how.mode == ORDINARY
+        if not (numbers and how.comparison.lockstep and finding.case.mixed_precision is not None):
+            return None
+        with suppress(HarnessError):  # an oracle that cannot run a variant leaves the failure without a cause
+            ranks = self._runner.observe(self._name, finding.case, observe_all=True)
+            adopted = gathered_state.states(ranks)
+
+            def oracle(case: Case) -> Expectation:
+                expected: Expectation = self._runner.on_ranks(jobs.expect_lockstep, case, self._name, adopted, size=1)[
+                    0
+                ]
+                return expected
+
+            return other_cast(finding.case, ranks, as_observed(how.comparison, registry.adapter_of(self._name)), oracle)
+        return None
+
+    def _traced(self, finding: Finding) -> Trace | None:
+        claimed = "unit_trace" in registry.adapter_of(self._name).capabilities
+        if not claimed or finding.kind in RAISES or finding.case.world.backend != "gloo":
+            return None
+        with suppress(HarnessError):  # what cannot be traced is told without it
+            traced = trace_on(self._runner.on_ranks, self._name, finding.case)
+            # The first run of a schedule connects and allocates; nobody wants that drawn.
+            return trace_on(self._runner.on_ranks, self._name, finding.case) if self._draw else traced
+        return None
+
+    def _oracle(self, case: Case) -> Expectation:
+        if case.identity not in self._expectations:
+            self._expectations[case.identity] = self._runner.on_ranks(jobs.expect_free, case, True, size=1)[0]
+        return self._expectations[case.identity]
+
+
+def _shape(case: Case) -> tuple[str, ...]:
+    return tuple(operation.shape() for operation in case.program)
+
+
+def _lines(program: Sequence[Operation]) -> Iterator[str]:
+    for index, operation in enumerate(program):
+        yield operation.text(index).removeprefix("operation ")

@@ -1,0 +1,58 @@
+"""What may a training program consist of? One class for each operation, with all that is known of it.
+
+A new operation is a class in one of these files, an entry in `ALL`, and a test. Standard library at import: records and
+reports need no torch.
+"""
+
+from collections.abc import Iterable
+
+from fsdp_testing.errors import InvalidRecord
+from fsdp_testing.operations.batch import Batch
+from fsdp_testing.operations.freezing import Freeze, Thaw
+from fsdp_testing.operations.full_parameters import AssignData, EditFullParameters, ReplaceParameters, UnshardFirst
+from fsdp_testing.operations.interrupting import Interrupt
+from fsdp_testing.operations.micro_batches import Forward, ForwardBackward, SeveralForwards
+from fsdp_testing.operations.moving import Move
+from fsdp_testing.operations.norm_clipping import Clip
+from fsdp_testing.operations.observing import Observe
+from fsdp_testing.operations.operation import Operation, missing_facets
+from fsdp_testing.operations.optimizing import BuildOptimizer, SetLr, Step, ZeroGrad
+from fsdp_testing.operations.reloading import Reload
+
+ALL: tuple[type[Operation], ...] = (
+    ForwardBackward, Step, ZeroGrad, Forward, SetLr, Freeze, Thaw, Clip, EditFullParameters, Observe, BuildOptimizer,
+    Move, SeveralForwards, Reload, Interrupt, UnshardFirst, AssignData, ReplaceParameters,
+)  # fmt: skip
+"""Every operation, the simplest first: a drawn program that shrinks moves towards the front."""
+
+
+def by_kind(operations: Iterable[type[Operation]]) -> dict[str, type[Operation]]:
+    """Return operations by their tag.
+
+    Raises:
+        InvalidRecord: Some leave a facet unsaid, or have the tag of another one; all are listed.
+    """
+    found: dict[str, type[Operation]] = {}
+    problems = []
+    for operation in operations:
+        name, missing = operation.__name__, missing_facets(operation)
+        if missing:
+            problems.append(f"{name} lacks {', '.join(missing)}")
+        if found.setdefault(operation.kind, operation) is not operation:
+            problems.append(f"{name} has the kind {operation.kind!r} of {found[operation.kind].__name__}")
+    if problems:
+        raise InvalidRecord(
+            f"operations: expected every facet of every operation under a kind of its own, got {'; '.join(problems)}. "
+            "Say in the class what Operation documents of it."
+        )
+    return found
+
+
+OPERATIONS = by_kind(ALL)
+"""Every kind of operation by its tag."""
+
+__all__ = [
+    "ALL", "OPERATIONS", "AssignData", "Batch", "BuildOptimizer", "Clip", "EditFullParameters", "Forward",
+    "ForwardBackward", "Freeze", "Interrupt", "Move", "Observe", "Operation", "Reload", "ReplaceParameters", "SetLr",
+    "SeveralForwards", "Step", "Thaw", "UnshardFirst", "ZeroGrad", "by_kind",
+]  # fmt: skip

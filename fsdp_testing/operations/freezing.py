@@ -1,0 +1,65 @@
+"""Freezing and thawing parameters while training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from fsdp_testing.operations.operation import Operation, matching
+
+if TYPE_CHECKING:
+    from fsdp_testing.programs.execute import RankProgram
+    from fsdp_testing.programs.replay import Replay
+    from fsdp_testing.strategies.normal_form import ProgramContext
+    from fsdp_testing.strategies.operation_drawer import OperationDrawer
+
+
+@dataclass(frozen=True, slots=True)
+class Freeze(Operation):
+    """Sets `requires_grad=False` on the parameters whose name matches one of the patterns (fnmatch)."""
+
+    kind: ClassVar[str] = "freeze"
+    needs: ClassVar[frozenset[str]] = frozenset({"frozen_parameters", "thawed_parameters"})
+    passes: ClassVar[int | None] = 0
+    drawn_with: ClassVar[tuple[str, ...]] = ("op.freeze",)
+    waits_for_reduction: ClassVar[bool] = True
+    flag: ClassVar[bool] = False
+    patterns: tuple[str, ...]
+
+    def requires_grad_change(self) -> tuple[tuple[str, ...], bool] | None:
+        return self.patterns, self.flag
+
+    @classmethod
+    def draw(cls, drawer: OperationDrawer) -> Self:
+        return cls(drawer.patterns())
+
+    def normalise(self, context: ProgramContext) -> Operation | None:
+        patterns = context.used_patterns(self.patterns)
+        return replace(self, patterns=patterns) if patterns else None
+
+    def simpler(self) -> Iterator[Operation]:
+        yield replace(self, patterns=("*",))
+
+    def script_lines(self, name: str) -> list[str] | None:
+        return [f"for p in matching(one.named(), {self.patterns!r}):", f"    p.requires_grad_({self.flag})"]
+
+    def run(self, program: RankProgram) -> None:
+        program.set_requires_grad(self.patterns, self.flag)
+
+    def replay(self, replay: Replay) -> None:
+        for fqn, parameter in matching(replay.parameters.items(), self.patterns):
+            parameter.requires_grad_(self.flag)
+            replay.compute[fqn].requires_grad_(self.flag)
+
+
+@dataclass(frozen=True, slots=True)
+class Thaw(Freeze):
+    """Sets `requires_grad=True` on the parameters whose name matches one of the patterns (fnmatch)."""
+
+    kind: ClassVar[str] = "thaw"
+    needs: ClassVar[frozenset[str]] = frozenset({"thawed_parameters"})
+    flag: ClassVar[bool] = True
+
+    def changes_ignored(self) -> tuple[str, ...]:
+        return self.patterns

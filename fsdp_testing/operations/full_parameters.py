@@ -1,0 +1,210 @@
+"""What a user does to parameters between micro-batches: gather, edit, replace, give new storage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from fsdp_testing.operations import user_code
+from fsdp_testing.operations.batch import Batch
+from fsdp_testing.operations.micro_batches import Forward, ForwardBackward, ForwardPass, TrainingPass
+from fsdp_testing.operations.operation import Operation, matching
+
+if TYPE_CHECKING:
+    from fsdp_testing.programs.execute import RankProgram, Values
+    from fsdp_testing.programs.replay import Replay, Results
+    from fsdp_testing.strategies.normal_form import ProgramContext
+    from fsdp_testing.strategies.operation_drawer import OperationDrawer
+
+_FACTORS = (0.5, -1.0, 1.25)
+
+
+@dataclass(frozen=True, slots=True)
+class EditFullParameters(Operation):
+    """Gathers the full parameters, multiplies those matching a pattern in place, and releases them."""
+
+    kind: ClassVar[str] = "edit_full_parameters"
+    needs: ClassVar[frozenset[str]] = frozenset({"summon_writeback"})
+    passes: ClassVar[int | None] = 1
+    drawn_with: ClassVar[tuple[str, ...]] = ("op.edit",)
+    waits_for_reduction: ClassVar[bool] = True
+    writes_parameters: ClassVar[bool] = True
+    patterns: tuple[str, ...]
+    factor: float
+    writeback: bool = True
+
+    @classmethod
+    def draw(cls, drawer: OperationDrawer) -> EditFullParameters:
+        writeback = not drawer.choices.chance(4)
+        return cls(drawer.patterns(), drawer.choices.pick(_FACTORS), writeback)
+
+    def normalise(self, context: ProgramContext) -> Operation | None:
+        patterns = context.used_patterns(self.patterns)
+        return replace(self, patterns=patterns) if patterns else None
+
+    def changes_ignored(self) -> tuple[str, ...]:
+        return () if self.writeback else self.patterns
+
+    def simpler(self) -> Iterator[Operation]:
+        yield replace(self, patterns=("*",))
+
+    def token(self) -> str:
+        return self.kind if self.writeback else f"{self.kind}[read_only]"
+
+    def script_lines(self, name: str) -> list[str] | None:
+        return [f"one.edit({self.patterns!r}, {self.factor!r}, {self.writeback})"]
+
+    def run(self, program: RankProgram) -> None:
+        with program.adapter.full_parameters(program.model, writeback=self.writeback) as full:
+            user_code.scale([parameter for _, parameter in matching(full.items(), self.patterns)], self.factor)
+
+    def replay(self, replay: Replay) -> None:
+        if self.writeback:
+            replay.scale(self.patterns, self.factor)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaceParameters(Operation):
+    """Gathers the full parameters, puts other ones with values multiplied by a factor in their place, and releases them.
+
+    Shared parameters are left out: replaced in one of their places only they would be two.
+    """
+
+    kind: ClassVar[str] = "replace_parameters"
+    needs: ClassVar[frozenset[str]] = frozenset({"summon_writeback", "parameter_replacement"})
+    passes: ClassVar[int | None] = 1
+    drawn_with: ClassVar[tuple[str, ...]] = ("op.replace",)
+    waits_for_reduction: ClassVar[bool] = True
+    writes_parameters: ClassVar[bool] = True
+    patterns: tuple[str, ...]
+    factor: float
+
+    @classmethod
+    def draw(cls, drawer: OperationDrawer) -> ReplaceParameters:
+        return cls(drawer.patterns(), drawer.choices.pick(_FACTORS))
+
+    def normalise(self, context: ProgramContext) -> Operation | None:
+        patterns = context.replaceable(self.patterns)
+        return replace(self, patterns=patterns) if patterns else None
+
+    def simpler(self) -> Iterator[Operation]:
+        yield EditFullParameters(self.patterns, self.factor)
+        for name in self.patterns if len(self.patterns) > 1 else ():
+            yield replace(self, patterns=(name,))
+
+    def run(self, program: RankProgram) -> None:
+        with program.adapter.full_parameters(program.model, writeback=True) as full:
+            chosen = dict(matching(full.items(), self.patterns))
+            user_code.replace_parameters(program.model, chosen, self.factor)
+
+    def replay(self, replay: Replay) -> None:
+        replay.scale(self.patterns, self.factor)
+
+
+@dataclass(frozen=True, slots=True)
+class UnshardFirst(TrainingPass):
+    """Gathers units by hand, then does a micro-batch.
+
+    Attributes:
+        batch: Inputs.
+        units: FQNs of the units; the root is the empty string.
+        reshard: They are released again before the micro-batch.
+    """
+
+    kind: ClassVar[str] = "unshard_first"
+    needs: ClassVar[frozenset[str]] = frozenset({"explicit_unshard"})
+    drawn_with: ClassVar[tuple[str, ...]] = ("op.unshard_first",)
+    batch: Batch
+    units: tuple[str, ...] = ("",)
+    reshard: bool = False
+
+    def batches(self) -> tuple[Batch, ...]:
+        return (self.batch,)
+
+    def without_rank(self, rank: int, size: int) -> Operation:
+        return replace(self, batch=self.batch.without_rank(rank, size))
+
+    @classmethod
+    def draw(cls, drawer: OperationDrawer) -> UnshardFirst:
+        choices = drawer.choices
+        units = ("", *(unit for unit in drawer.units if choices.chance(3)))
+        return cls(drawer.batch(), units[1:] if choices.chance(3) else units, choices.chance(3))
+
+    def normalise(self, context: ProgramContext) -> Operation | None:
+        return replace(self, units=tuple(dict.fromkeys(unit for unit in self.units if unit in context.units)))
+
+    def simpler(self) -> Iterator[Operation]:
+        yield ForwardBackward(self.batch)
+        yield UnshardFirst(self.batch.plain())
+        yield replace(self, units=("",))
+        yield replace(self, reshard=False)
+
+    def most_passes(self, uses: int, *, frees_early: bool) -> int | None:
+        return 1 + uses * (1 + frees_early)
+
+    def may_stay_unsharded(self, before: frozenset[str], *, frees_early: bool, backward: bool) -> frozenset[str] | None:
+        if backward:
+            return frozenset()
+        return before | {"", *self.units} if frees_early else None
+
+    def run(self, program: RankProgram) -> Values:
+        for unit in self.units:
+            program.adapter.unshard(program.model, unit)
+        for unit in self.units if self.reshard else ():
+            program.adapter.reshard(program.model, unit)
+        return ForwardBackward(self.batch).run(program)
+
+    def replay(self, replay: Replay) -> Results:
+        return ForwardBackward(self.batch).replay(replay)
+
+
+@dataclass(frozen=True, slots=True)
+class AssignData(ForwardPass):
+    """Gives parameters new storage (`p.data = ...`) with values multiplied by a factor; then a forward without gradient.
+
+    An implementation may notice the new storage only when it next uses the parameters, so a forward belongs to it.
+    """
+
+    kind: ClassVar[str] = "assign_data"
+    needs: ClassVar[frozenset[str]] = frozenset({"data_assignment", "forward_only"})
+    drawn_with: ClassVar[tuple[str, ...]] = ("op.assign_data",)
+    waits_for_reduction: ClassVar[bool] = True
+    writes_parameters: ClassVar[bool] = True
+    patterns: tuple[str, ...]
+    factor: float
+    batch: Batch
+
+    def batches(self) -> tuple[Batch, ...]:
+        return (self.batch,)
+
+    @classmethod
+    def draw(cls, drawer: OperationDrawer) -> AssignData:
+        factor = drawer.choices.pick(_FACTORS)
+        return cls(drawer.patterns(), factor, drawer.batch())
+
+    def normalise(self, context: ProgramContext) -> Operation | None:
+        if context.tree is None:
+            return self
+        if context.low_precision:
+            return None  # gathered parameters may be shown rounded, and what is made of them is then as rough
+        patterns = context.used_patterns(self.patterns)
+        # Every unit runs, since one that does not may notice its new storage later.
+        return replace(self, patterns=patterns, batch=replace(self.batch, usage=())) if patterns else None
+
+    def simpler(self) -> Iterator[Operation]:
+        yield AssignData(("*",), self.factor, self.batch.plain())
+        yield replace(self, patterns=("*",))
+
+    def run(self, program: RankProgram) -> Values:
+        import torch
+
+        found = matching(program.adapter.named_parameters(program.model), self.patterns)
+        user_code.give_storage([parameter for _, parameter in found], self.factor)
+        with torch.no_grad():
+            return program.call(self.batch).values()
+
+    def replay(self, replay: Replay) -> Results:
+        replay.scale(self.patterns, self.factor)
+        # In training mode, as on the ranks; the graph that this builds is used by nobody.
+        return Forward(self.batch).replay(replay)

@@ -1,0 +1,223 @@
+"""What does an operation of a training program say of itself?
+
+An operation is data: what it does depends on its own fields and the case, never on its position, so that deleting any
+other operation leaves its inputs unchanged. All that is known of one stands in its class: the record, how it is drawn
+and made legal, what it needs and costs, what sentences and scripts call it, how it becomes simpler, what it does on a
+rank and in the oracle. `FACETS` names what every class must say; the rest has a default here.
+
+Whoever runs, draws or judges hands itself in: this package imports none of them, and torch only where numbers are made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
+
+from fsdp_testing.operations.batch import Batch
+
+if TYPE_CHECKING:
+    from fsdp_testing.programs.execute import RankProgram, Values
+    from fsdp_testing.programs.replay import Replay, Results
+    from fsdp_testing.strategies.features import Swarm
+    from fsdp_testing.strategies.normal_form import ProgramContext
+    from fsdp_testing.strategies.operation_drawer import OperationDrawer
+
+T = TypeVar("T")
+
+FACETS = ("draw", "weight", "simpler", "passes", "run", "replay")
+"""What every operation says for itself: for these there is no answer that is right for an operation that is silent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """Base of all operations.
+
+    Attributes:
+        kind: Its tag in documents and reports.
+        needs: Capabilities an implementation must claim for this operation, whatever its fields.
+        drawn_with: Features of a drawn case of which one must be on for the operation to be drawn.
+        share: Its chances in one draw then.
+        passes: How often it gathers each unit, beside forwards and backwards; None if that is not known.
+        waits_for_reduction: It has no meaning while gradients of a `no_sync` micro-batch await reduction.
+        needs_optimizer: It has no meaning before the optimizer is built.
+        builds_optimizer: It builds the optimizer, which is then not built right after wrapping.
+        steps: It lets the optimizer change the parameters.
+        writes_parameters: It changes numbers of parameters that the implementation shards.
+        runs_backward: It runs a backward over each of its micro-batches.
+        renews_model: The model and its optimizer are other objects afterwards.
+        observes: Every rank reports its pieces after it, in every run.
+    """
+
+    kind: ClassVar[str] = "operation"
+    needs: ClassVar[frozenset[str]] = frozenset()
+    drawn_with: ClassVar[tuple[str, ...]] = ()
+    share: ClassVar[int] = 1
+    passes: ClassVar[int | None] = None
+    waits_for_reduction: ClassVar[bool] = False
+    needs_optimizer: ClassVar[bool] = False
+    builds_optimizer: ClassVar[bool] = False
+    steps: ClassVar[bool] = False
+    writes_parameters: ClassVar[bool] = False
+    runs_backward: ClassVar[bool] = False
+    renews_model: ClassVar[bool] = False
+    observes: ClassVar[bool] = False
+
+    # ------------------------------------------------------------------------------------------- what it is
+
+    def batches(self) -> tuple[Batch, ...]:
+        """Return the micro-batches that this operation runs."""
+        return ()
+
+    def without_rank(self, rank: int, size: int) -> Operation:
+        """Return the operation whose gradients, among `size` ranks, lack the inputs of `rank`."""
+        return self
+
+    def required(self) -> frozenset[str]:
+        """Return the capabilities that this very operation needs."""
+        return self.needs.union(*(batch.required() for batch in self.batches()))
+
+    def pending_after(self, pending: bool) -> bool:
+        """Return whether gradients await reduction after it, given whether they did before."""
+        return pending
+
+    def requires_grad_change(self) -> tuple[tuple[str, ...], bool] | None:
+        """Return the patterns of parameters whose `requires_grad` it sets, and to what; None if it sets none."""
+        return None
+
+    def new_units(self) -> tuple[str, ...] | None:
+        """Return the inner units of the model that it leaves, if it wraps a new one by another plan."""
+        return None
+
+    def new_dtype(self) -> str | None:
+        """Return the dtype to which it casts the whole model, if it does."""
+        return None
+
+    # ------------------------------------------------------------------------------------------- drawn and made legal
+
+    @classmethod
+    def weight(cls, swarm: Swarm) -> int:
+        """Return how many of the chances of one draw fall to it."""
+        return cls.share if any(feature in swarm for feature in cls.drawn_with) else 0
+
+    @classmethod
+    def draw(cls, drawer: OperationDrawer) -> Self:
+        """Draw one; an operation whose fields all have defaults is drawn with those."""
+        return cls()
+
+    def normalise(self, context: ProgramContext) -> Operation | None:
+        """Return the nearest operation that has a meaning here, or None if there is none; a legal one comes back equal."""
+        return self
+
+    def changes_ignored(self) -> tuple[str, ...]:
+        """Return patterns: of a parameter outside the implementation that matches one, no numbers can be expected."""
+        return ()
+
+    def simpler(self) -> Iterator[Operation]:
+        """Yield operations that are simpler by one part, the boldest first; some may be equal to this one."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------------------------------- memory and wire
+
+    def most_passes(self, uses: int, *, frees_early: bool) -> int | None:
+        """Return how often each unit may be gathered; None if nothing is known of its communication.
+
+        Args:
+            uses: How often one forward may run a part of the model.
+            frees_early: The strategy frees parameters after forward.
+        """
+        return self.passes
+
+    def most_reductions(self, uses: int) -> int:
+        """Return how often the gradients of each unit may be reduced, where `most_passes` gives a number."""
+        return 0
+
+    def may_stay_unsharded(self, before: frozenset[str], *, frees_early: bool, backward: bool) -> frozenset[str] | None:
+        """Return the units whose full parameters may be there when it is over; None for any.
+
+        Args:
+            before: The units whose full parameters were there when it began.
+            frees_early: The strategy frees parameters after forward.
+            backward: A backward ran in it.
+        """
+        return before
+
+    # ------------------------------------------------------------------------------------------- words and source
+
+    def token(self) -> str:
+        """Return the kind with the variant that matters, such as `forward[eval]`, for coverage and rules."""
+        return self.kind
+
+    def words(self) -> str:
+        """Return what a sentence calls it: eval-forward, forward-backward in no_sync, step."""
+        return self.kind
+
+    def shape(self) -> str:
+        """Return the kind, local micro-batches told apart, as schedules are compared."""
+        return f"{self.kind}(no_sync)" if self.pending_after(False) else self.kind
+
+    def text(self, index: int) -> str:
+        """Return it in one line of a report, as operation `index` of its program."""
+        shown = []
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, Batch):
+                shown.append(f"batch {value.seed}")
+            elif value != item.default:
+                shown.append(f"{item.name}={value!r}")
+        return f"operation {index} {self.kind}({', '.join(shown)})"
+
+    def script_lines(self, name: str) -> list[str] | None:
+        """Return what it is in a script with torch alone, as lines of a function over `one`.
+
+        Args:
+            name: What it is called in the script's report.
+
+        Returns:
+            Source without indentation; None, as here, if a plain script cannot do it. `one` has the methods of the script's own
+            `OneProcess` and `Ranks`; a line that gives numbers yields `(name, [tensors])`.
+        """
+        return None
+
+    # ------------------------------------------------------------------------------------------- what it does
+
+    def run(self, program: RankProgram) -> Values | None:
+        """Do it to the wrapped model of one rank, and return what it gives, by name.
+
+        Collectives: those of the implementation; every rank runs the same operation.
+        """
+        raise NotImplementedError
+
+    def replay(self, replay: Replay) -> Results | None:
+        """Do it to the oracle's one process, and return what every rank must give.
+
+        Where bounds of the quantities it writes are known they are noted by `replay.allow`.
+        """
+        raise NotImplementedError
+
+
+class Silent(Operation):
+    """An operation that communicates nothing, and that nothing could be left out of."""
+
+    __slots__ = ()
+    passes: ClassVar[int | None] = 0
+
+    def simpler(self) -> Iterator[Operation]:
+        return iter(())
+
+
+def missing_facets(operation: type[Operation]) -> list[str]:
+    """Return the facets that `operation` leaves unsaid."""
+    # What can be made without arguments is drawn so, and what has features of its own is drawn with those.
+    said = {"weight"} if operation.drawn_with else set()
+    said |= set() if any(item.default is dataclasses.MISSING for item in dataclasses.fields(operation)) else {"draw"}
+    said |= {name for cls in operation.__mro__[: operation.__mro__.index(Operation)] for name in vars(cls)}
+    return [facet for facet in FACETS if facet not in said]
+
+
+def matching(named: Iterable[tuple[str, T]], patterns: Iterable[str]) -> list[tuple[str, T]]:
+    """Return the entries whose name matches one of the patterns (fnmatch)."""
+    wanted = tuple(patterns)
+    return [(name, item) for name, item in named if any(fnmatchcase(name, pattern) for pattern in wanted)]

@@ -1,0 +1,151 @@
+"""Saving and loading: the model and the optimizer go on as new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fsdp_testing.errors import InvalidRecord
+from fsdp_testing.operations.batch import Batch
+from fsdp_testing.operations.operation import Operation
+
+if TYPE_CHECKING:
+    from fsdp_testing.programs.execute import RankProgram, Values
+    from fsdp_testing.programs.replay import Replay, Results
+    from fsdp_testing.strategies.normal_form import ProgramContext
+    from fsdp_testing.strategies.operation_drawer import OperationDrawer
+
+FORMS = ("full", "sharded", "local")
+
+
+@dataclass(frozen=True, slots=True)
+class Reload(Operation):
+    """Saves model and optimizer, builds everything anew from other values, loads, and goes on with the new ones.
+
+    Gradients are gone afterwards; a new optimizer has an empty state and the case's learning rate.
+
+    Attributes:
+        form: `full`, `sharded` or `local` model state.
+        optimizer: Optimizer state is saved and loaded too, if there is an optimizer.
+        units: Inner units of the new model; None keeps the plan. Another plan needs the full form.
+        through: Between saving and loading one process without sharding loads what was saved, trains a step on these
+            inputs (those of rank 0), and saves: the state comes from a world of another size. Needs the full form.
+    """
+
+    kind: ClassVar[str] = "reload"
+    passes: ClassVar[int | None] = None
+    drawn_with: ClassVar[tuple[str, ...]] = ("op.reload", "op.reload_sharded")
+    waits_for_reduction: ClassVar[bool] = True
+    renews_model: ClassVar[bool] = True
+    form: str = "full"
+    optimizer: bool = True
+    units: tuple[str, ...] | None = None
+    through: Batch | None = None
+
+    def __post_init__(self) -> None:
+        if self.form not in FORMS:
+            raise InvalidRecord(f"Reload.form: expected one of {FORMS}, got {self.form!r}. Choose one of them.")
+        if self.units is not None and self.form != "full":
+            raise InvalidRecord("Reload.units: expected None with the sharded form, got a plan. Save the full state.")
+        if self.through is not None and self.form != "full":
+            raise InvalidRecord(
+                f"Reload.through: expected None with the {self.form} form, got inputs. Save the full state."
+            )
+
+    def batches(self) -> tuple[Batch, ...]:
+        return () if self.through is None else (self.through,)
+
+    def required(self) -> frozenset[str]:
+        tags = {f"{self.form}_state_dict"} | ({"optim_state"} if self.optimizer else set())
+        return frozenset(tags | ({"nested_wrapping"} if self.units else set()))
+
+    def new_units(self) -> tuple[str, ...] | None:
+        return self.units
+
+    @classmethod
+    def draw(cls, drawer: OperationDrawer) -> Reload:
+        choices, swarm = drawer.choices, drawer.swarm
+        optimizer = "op.reload_optimizer" in swarm and choices.chance(2)
+        if "op.reload_sharded" in swarm and ("op.reload" not in swarm or choices.chance(2)):
+            return cls("sharded", optimizer)
+        another = "op.reload_plan" in swarm and choices.chance(2)
+        units = tuple(unit for unit in drawer.units if choices.chance(2)) if another else None
+        elsewhere = "op.reload_world" in swarm and choices.chance(2)
+        through = Batch(drawer.next_seed(), (choices.integer(1, 4),)) if elsewhere else None
+        return cls("full", optimizer, units, through)
+
+    def normalise(self, context: ProgramContext) -> Operation | None:
+        if context.low_precision or context.has_buffers_of_ranks:
+            return None  # saved state that the ranks would have to agree about, and do not
+        # Every rank plays the one process, which computes with what its own ranks counted.
+        through = self.through if self.through is None or not context.counts_runs else None
+        units = self.units if self.units is None else context.units_of_plan(self.units)
+        return replace(self, units=units, through=through)
+
+    def simpler(self) -> Iterator[Operation]:
+        yield Reload()
+        yield replace(self, through=None)
+        yield replace(self, units=None)
+        yield replace(self, optimizer=False)
+        yield replace(self, form="full")
+
+    def may_stay_unsharded(self, before: frozenset[str], *, frees_early: bool, backward: bool) -> frozenset[str] | None:
+        return frozenset()  # a new model, of which nothing has run
+
+    def token(self) -> str:
+        plan = "" if self.units is None else ",plan"
+        through = "" if self.through is None else ",one_process"
+        return f"{self.kind}[{'optimizer,' if self.optimizer else ''}{self.form}{plan}{through}]"
+
+    def script_lines(self, name: str) -> list[str] | None:
+        if self.units is not None or self.through is not None:
+            return None
+        return [f"one.reload({self.form == 'full'}, {self.optimizer})"]
+
+    def run(self, program: RankProgram) -> Values:
+        import torch
+
+        adapter, model, optimizer = program.adapter, program.model, program.optimizer
+        save: Any = getattr(adapter, f"{self.form}_state_dict")
+        load: Any = getattr(adapter, f"load_{self.form}_state_dict")
+        state: Any = save(model)
+        # Compared as well: a rank that loads only what it saved itself does not see that the rest of it is wrong.
+        whole = state if self.form == "full" else {}
+        values = {
+            f"state.{fqn}": tensor.detach().clone() for fqn, tensor in whole.items() if isinstance(tensor, torch.Tensor)
+        }
+        saved = adapter.full_optimizer_state(model, optimizer) if self.optimizer and optimizer is not None else None
+        flags = {name: parameter.requires_grad for name, parameter in adapter.named_parameters(model)}
+        if self.through is not None:
+            state, saved = program.train_in_one_process(self.through, state, saved, flags)
+        adapter.finish(model)
+        if self.units is not None:
+            # It stays the plan: a later reload that names none keeps this one.
+            program.case = replace(program.case, wrapping=replace(program.case.wrapping, units=self.units))
+        program.rebuild(flags)
+        load(program.model, state)
+        if optimizer is not None:
+            program.build_optimizer()
+        if saved is not None and program.optimizer is not None:
+            adapter.load_full_optimizer_state(program.model, program.optimizer, saved)
+        return values
+
+    def replay(self, replay: Replay) -> Results:
+        replay.clear_gradients()
+        before = {fqn: parameter.detach().clone() for fqn, parameter in replay.parameters.items()}
+        renews = replay.optimizer is not None and not self.optimizer
+        if renews:
+            replay.build_optimizer()
+        if self.through is not None:
+            replay.train_in_one_process(self.through)
+            if renews:
+                replay.build_optimizer()
+        if self.units is not None:
+            for replica in replay.replicas:
+                replay.disturbance.divided(replica, replace(replay.case.wrapping, units=self.units))
+        values: Results = {}
+        for rank in range(replay.size if self.form == "full" else 0):
+            for fqn, tensor in before.items():
+                values |= replay.result(rank, f"state.{fqn}", tensor)
+        return values

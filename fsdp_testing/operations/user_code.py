@@ -1,0 +1,57 @@
+"""What does a training loop do to parameters by itself? Kept apart, since what torch raises here is the implementation's.
+
+These are the lines that a user of the implementation writes. An exception that torch raises in one of them is about the
+tensors that the implementation hands out; in any other file of the engine it would be the harness's own mistake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from fsdp_testing.errors import InvalidImplementation
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+def set_requires_grad(parameters: Iterable[torch.Tensor], flag: bool) -> None:
+    """Freeze or thaw parameters."""
+    for parameter in parameters:
+        parameter.requires_grad_(flag)
+
+
+def scale(parameters: Iterable[torch.Tensor], factor: float) -> None:
+    """Multiply full parameters in place."""
+    import torch
+
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.mul_(factor)
+
+
+def give_storage(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Give parameters new storage with their numbers times `factor`."""
+    for parameter in parameters:
+        parameter.data = parameter.data * factor
+
+
+def replace_parameters(model: nn.Module, full: Mapping[str, torch.Tensor], factor: float) -> None:
+    """Put new parameters with the numbers times `factor` on the modules that have these gathered tensors.
+
+    Raises:
+        InvalidImplementation: No module has a parameter where a gathered tensor lies.
+    """
+    from torch import nn
+
+    wanted = {(tensor.data_ptr(), tensor.shape): fqn for fqn, tensor in full.items() if tensor.numel()}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if wanted.pop((parameter.data_ptr(), parameter.shape), None) is not None:
+                setattr(module, name, nn.Parameter(parameter.detach() * factor, parameter.requires_grad))
+    if wanted:
+        raise InvalidImplementation(
+            f"full_parameters: expected tensors that share memory with the modules' parameters, got copies of "
+            f"{', '.join(wanted.values())}. Yield the parameters' own data, or do not claim parameter_replacement."
+        )

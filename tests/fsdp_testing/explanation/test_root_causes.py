@@ -1,0 +1,254 @@
+"""Planted faults are reduced to what shows them and told by their cause, checked against one process."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from fsdp_testing.checkers.comparison import Comparison
+from fsdp_testing.checkers.lifecycle import unsharded_before
+from fsdp_testing.conformance import run_conformance
+from fsdp_testing.errors import PoolBroken, WorldFailed
+from fsdp_testing.explanation.root_causes import How, explain_results
+from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
+from fsdp_testing.records import (
+    Batch,
+    Case,
+    CaseOutcome,
+    CheckResult,
+    Clip,
+    Explanation,
+    Finding,
+    Forward,
+    History,
+    ModelSpec,
+    Step,
+    UnitEvent,
+    Verdict,
+    WorldSpec,
+    ZeroGrad,
+)
+
+GENEROUS = 300.0
+
+
+def explained(name: str, *checks: str) -> list[Finding]:
+    report = run_conformance(name, checks=checks, explain=GENEROUS)
+    assert report.count(Verdict.FAIL) == len(checks), [r.explanation for r in report.results]
+    return [finding for result in report.results for finding in result.findings]
+
+
+def the_explanation(findings: list[Finding]) -> Explanation:
+    shortest = [finding.shortest for finding in findings if finding.shortest is not None]
+    assert len(shortest) == 1, [one.sentence for one in shortest]
+    assert all(finding.cause for finding in findings)
+    return shortest[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "check", "told"),
+    [
+        ("faults_gradients:SumForMean", "training.gradients_are_means", "2 times too large, a sum over ranks"),
+        ("faults_gradients:DividedTwice", "training.gradients_are_means", "divided by the number of ranks once too"),
+        ("faults_gradients:OneRankIgnored", "training.gradients_are_means", "the inputs of rank 1 do not count"),
+        (
+            "faults_gradients:LastLocalLost",
+            "accumulation.no_sync_then_reduced",
+            "forward-backward in no_sync, is missing",
+        ),
+        ("stale_adapter:KEEPS_OLD_WEIGHTS", "forward_only.eval", "the weights from before operation"),
+        (
+            "stale_adapter:KEEPS_ONE_UNIT",
+            "forward_only.eval",
+            "unit `layers.1` still holds the weights from before operation 2, step, on ranks 0 and 1",
+        ),
+    ],
+)
+def test_the_cause_is_named(name: str, check: str, told: str) -> None:
+    findings = explained(name, check)
+    explanation = the_explanation(findings)
+    assert told in explanation.sentence, explanation.sentence
+    assert "bound" in explanation.sentence
+    assert explanation.complete
+    assert explanation.left_out > 0
+    assert len(explanation.schedule) == len(explanation.case.program)
+
+
+def test_one_root_cause_shows_once_over_several_checks() -> None:
+    checks = ("training.gradients_are_means", "training.sgd_momentum", "zero_grad.both_forms")
+    findings = explained("faults_gradients:SumForMean", *checks)
+    assert len({finding.cause for finding in findings}) == 1
+    the_explanation(findings)
+
+
+def test_two_root_causes_show_twice() -> None:
+    findings = explained("stale_adapter:TWO_FAULTS", "forward_only.eval", "accumulation.no_sync_then_reduced")
+    assert len({finding.cause for finding in findings}) == 2
+
+
+def test_an_exception_is_reduced_too() -> None:
+    findings = explained("faults_state:NOT_IMPLEMENTED", "clipping.norm_2")
+    explanation = the_explanation(findings)
+    assert "clip(" in explanation.schedule[-1]
+    assert "it claims clip_grad_norm, but every rank raised NotImplementedError: clipping is" in explanation.sentence
+    assert re.search(r", at \S+toy\.py:\d+$|, at \S+faults_state\.py:\d+$", explanation.sentence)
+
+
+def test_nothing_is_changed_without_time_and_no_verdict_ever() -> None:
+    report = run_conformance("faults_gradients:SumForMean", checks=("training.gradients_are_means",), explain=0.0)
+    (result,) = report.results
+    assert all(finding.shortest is None and not finding.cause for finding in result.findings)
+    runner = CaseRunner()
+    (unexplained,) = explain_results((result,), lambda check: How(Comparison()), runner, 0.0)
+    assert unexplained == result
+    (done,) = explain_results((result,), lambda check: How(Comparison()), runner, GENEROUS)
+    stripped = tuple(replace(finding, cause="", shortest=None) for finding in done.findings)
+    assert replace(done, findings=stripped) == result
+
+
+def test_a_death_is_not_run_again_and_again() -> None:
+    report = run_conformance("faults_gradients:SumForMean", checks=("training.gradients_are_means",), explain=0.0)
+    dead = replace(report.results[0].findings[0], kind="died")
+    result = replace(report.results[0], findings=(dead,))
+    assert isinstance(result, CheckResult)
+    assert explain_results((result,), lambda check: How(Comparison()), CaseRunner(), GENEROUS) == (result,)
+
+
+def test_what_is_held_when_an_operation_begins() -> None:
+    def event(operation: int, unit: str, transition: str) -> UnitEvent:
+        return UnitEvent(0, 0.0, operation, unit, transition)
+
+    one = (event(0, "a", "gather"), event(0, "a", "free"), event(1, "b", "gather"), event(2, "b", "free"))
+    other = (event(0, "a", "gather"), event(1, "b", "gather"))
+    history = History((one, other))
+    assert unsharded_before(history, 2) == {"b": (0, 1), "a": (1,)}
+    assert unsharded_before(history, 3) == {"a": (1,), "b": (1,)}
+    assert unsharded_before(history, 0) == {}
+
+
+class TwoDefects:
+    """Stands in for a runner: outputs are wrong after two looks around a step on one strategy, or right after a clip."""
+
+    def __init__(self) -> None:
+        self.judged: list[Case] = []
+
+    def judge(self, name: str, case: Case, comparison: Comparison, **_how: object) -> JudgedCase:
+        self.judged.append(case)
+        kinds = " ".join(operation.kind for operation in case.program)
+        stale = case.strategy == "full_shard" and re.search(r"forward.* step.* forward$", kinds)
+        found = wrong_output(case) if stale or kinds.endswith("clip forward") else None
+        return JudgedCase(CaseOutcome(case.identity, Verdict.PASS, 2, case.strategy), found)
+
+    def on_ranks(self, function: object, *arguments: object, size: int) -> list[object]:
+        raise WorldFailed("nothing can be traced here")
+
+    def observe(self, name: str, case: Case, *, observe_all: bool) -> tuple[object, ...]:
+        raise PoolBroken("nothing can be observed here")
+
+
+def wrong_output(case: Case) -> Finding:
+    last = len(case.program) - 1
+    text = f"after operation {last}: loss on rank 0 is off by 1 (bound 1e-9)"
+    return Finding("diverged", "loss on rank 0", last, f"operation {last}", (0,), text, case, 1.0, 1e-9)
+
+
+def a_result(name: str, *findings: Finding) -> CheckResult:
+    return CheckResult("torch-fsdp1", name, "a claim", (), Verdict.FAIL, findings=findings)
+
+
+def test_failures_that_look_alike_are_put_together_only_if_one_schedule_shows_both() -> None:
+    look = Forward(Batch(1), "eval")
+    base = Case(ModelSpec("mlp"), WorldSpec(2), (look, Step(), ZeroGrad(), look))
+    again = replace(base, model=ModelSpec("deep_nest"), program=(ZeroGrad(), look, ZeroGrad(), Step(), look))
+    other = replace(base, strategy="no_shard", program=(look, Step(), Clip(1.0), look))
+    results = (
+        a_result("a.b", wrong_output(base)),
+        a_result("c.d", wrong_output(other)),
+        a_result("e.f", wrong_output(again)),
+    )
+    runner = TwoDefects()
+    done = explain_results(results, lambda check: How(Comparison()), runner, GENEROUS)  # type: ignore[arg-type]
+    first, second, third = (result.findings[0] for result in done)
+    assert first.cause == third.cause != second.cause
+    assert [finding.shortest is not None for finding in (first, second, third)] == [True, True, False]
+    assert second.shortest is not None
+    assert [line.partition("(")[0] for line in second.shortest.schedule] == ["0 clip", "1 forward"]
+    assert len(runner.judged) < 30
+
+
+def test_failures_in_one_place_have_one_cause_only_if_both_hold_its_schedule() -> None:
+    """The same output of the same model under the same strategy: one is stale after a step, the other wrong after a clip."""
+    look = Forward(Batch(1), "eval")
+    stale = Case(ModelSpec("mlp"), WorldSpec(2), (look, Step(), look))
+    clipped = replace(stale, program=(look, ZeroGrad(), ZeroGrad(), Clip(1.0), look))
+    again = replace(stale, program=(ZeroGrad(), look, ZeroGrad(), Step(), ZeroGrad(), look))
+    findings = [wrong_output(case) for case in (stale, clipped, again)]
+    results = [a_result(f"a.{number}", finding) for number, finding in enumerate(findings)]
+    runner = TwoDefects()
+    done = explain_results(results, lambda check: How(Comparison()), runner, GENEROUS)  # type: ignore[arg-type]
+    first, second, third = (result.findings[0].cause for result in done)
+    assert first == third != second
+
+
+class FirstLook(TwoDefects):
+    """The output is wrong after a step that a look at batch 7 came before."""
+
+    def judge(self, name: str, case: Case, comparison: Comparison, **_how: object) -> JudgedCase:
+        words = " ".join("seven" if getattr(o, "batch", None) == Batch(7) else o.kind for o in case.program)
+        found = wrong_output(case) if re.search(r"seven.* step.* forward$", words) else None
+        return JudgedCase(CaseOutcome(case.identity, Verdict.PASS, 2, case.strategy), found)
+
+
+def test_one_cause_shows_once_where_its_schedule_is_found_only_by_shortening() -> None:
+    """Of several looks the last is taken when a schedule is looked for in another program; here the first is to blame."""
+    look = Forward(Batch(1), "eval")
+    base = Case(ModelSpec("mlp"), WorldSpec(2), (Forward(Batch(7)), Step(), look))
+    other = replace(base, model=ModelSpec("deep_nest"), program=(Forward(Batch(7), "no_grad"), look, Step(), look))
+    results = (a_result("a.b", wrong_output(base)), a_result("c.d", wrong_output(other)))
+    done = explain_results(results, lambda check: How(Comparison()), FirstLook(), GENEROUS)  # type: ignore[arg-type]
+    first, second = (result.findings[0] for result in done)
+    assert first.cause == second.cause
+    assert second.shortest is None
+
+
+def test_failures_that_one_schedule_shows_are_two_causes_if_their_numbers_differ_in_kind() -> None:
+    findings = explained("stale_adapter:TWO_MEANS", "training.gradients_are_means")
+    causes = {finding.cause: finding.case.strategy == "no_shard" for finding in findings}
+    assert len(causes) == 2
+    sentences = [finding.shortest.sentence for finding in findings if finding.shortest is not None]
+    assert sum("the inputs of rank 1 do not count" in one for one in sentences) == 1
+    assert sum("2 times too large" in one for one in sentences) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "check", "told"),
+    [
+        ("faults_state:WrongReduceDtype", "mixed_precision.reduce_float32", "reduced in bfloat16 where float32 is due"),
+        (
+            "faults_state:ReduceInFullPrecision",
+            "mixed_precision.param_bfloat16",
+            "reduced in float32 where bfloat16 is due",
+        ),
+    ],
+)
+def test_the_cast_that_was_made_instead_is_named(name: str, check: str, told: str) -> None:
+    sentence = the_explanation(explained(name, check)).sentence
+    assert told in sentence
+    assert "equal bits were due" in sentence
+    assert sentence.endswith("and is what one process gives with that cast.")
+
+
+def test_of_other_casts_nothing_is_said_when_none_gives_the_numbers() -> None:
+    """A gradient that is a hundredth too large in recomputed modules is no cast at all."""
+    findings = explained("faults_around:RecomputesInFull", "activation_checkpointing.mixed_precision")
+    assert all("is due" not in f.shortest.sentence for f in findings if f.shortest is not None)
+
+
+def test_a_check_with_a_judge_of_its_own_is_told_and_not_reduced() -> None:
+    """What three worlds hand to one another cannot be cut down operation by operation; each cause still has a sentence."""
+    explanation = the_explanation(explained("faults_saving:CutForSavedWorld", "full_state_dict.other_world_size"))
+    assert explanation.sentence.startswith("After forward-backward")
+    assert explanation.left_out == explanation.runs == 0
+    assert explanation.case.program
