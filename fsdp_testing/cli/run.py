@@ -14,8 +14,8 @@ from fsdp_testing.errors import BackendUnavailable, InvalidArgument
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from fsdp_testing.conformance import RunListener
     from fsdp_testing.records import CheckResult, RunReport
-    from fsdp_testing.report.progress import RunListener
 
 INTERRUPTED = 130
 

@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.second_oracle import PairedObservation, review_pair
-from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.implementations.protocol import Precision, Setup
 from fsdp_testing.implementations.torch import ddp as torch_ddp
@@ -82,13 +81,11 @@ SECOND = Adapter.of(replace(torch_ddp.IMPLEMENTATION, wrap=ddp, named_parameters
 """DDP, in any precision."""
 
 
-def run_beside_ddp(implementation: str | Adapter, case: Case, observe_all: bool) -> RankObservation | Failed:
+def run_beside_ddp(adapter: Adapter, case: Case, observe_all: bool) -> RankObservation | Failed:
     """Run the case with the implementation, and then with DDP.
 
     Collectives: those of both; every rank of the world runs the same call.
     """
-    adapter = registry.adapter_of(implementation)
-
     plain = replace(case, strategy="no_shard", wrapping=WrappingPlan(), cpu_offload=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

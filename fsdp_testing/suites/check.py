@@ -135,7 +135,7 @@ class Check:
         """Return what `case` shows of an implementation."""
         if self.judge is not None:
             return self.judge(runner, adapter, case, self.comparison)
-        return runner.judge(adapter.reference, case, self.comparison, mode=self.mode)
+        return runner.judge(adapter, case, self.comparison, mode=self.mode)
 
     def matches(self, patterns: Iterable[str]) -> bool:
         """Whether the check's name, or its suite, matches one of the patterns (fnmatch)."""

@@ -20,7 +20,6 @@ from fsdp_testing.checkers import hook_calls
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.hook_calls import HookCall, HookedObservation
 from fsdp_testing.checkers.quantities import Expectation
-from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.implementations.protocol import Setup
 from fsdp_testing.judging.case_runner import RunMode
@@ -89,13 +88,12 @@ def reduce_gradient(state: HookState, gradient: torch.Tensor, output: torch.Tens
 # ----------------------------------------------------------------------------------------------- on the ranks
 
 
-def run_hooked(implementation: str | Adapter, case: Case, observe_all: bool, way: Way) -> RankObservation | Failed:
+def run_hooked(adapter: Adapter, case: Case, observe_all: bool, way: Way) -> RankObservation | Failed:
     """Run the case with the hook registered, and report its calls.
 
     Collectives: those of the implementation and of the hook; every rank of the world runs the same call.
     """
     world = current_world()
-    adapter = registry.adapter_of(implementation)
     calls: list[HookCall] = []
     state = HookState(way, world.group, lambda: program.index, calls)
 

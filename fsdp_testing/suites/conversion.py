@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from fsdp_testing.checkers.copies import Copied, CopyingObservation, review_copies
-from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.pool import Failed
@@ -52,12 +51,11 @@ class CopyingProgram(RankProgram):
         return Copied("", forwarded.values(), snapshot)
 
 
-def run_copying(implementation: str | Adapter, case: Case, observe_all: bool) -> RankObservation | Failed:
+def run_copying(adapter: Adapter, case: Case, observe_all: bool) -> RankObservation | Failed:
     """Run the case, copying the model where it says so.
 
     Collectives: those of the implementation; every rank of the world runs the same call.
     """
-    adapter = registry.adapter_of(implementation)
     program = CopyingProgram(case, adapter, current_world().rank, setup_in_world)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -8,6 +8,7 @@ from functools import partial
 from fsdp_testing.checkers import trace_rules
 from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.checkers.trace_rules import Rule, TracedObservation
+from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.pool import Failed
 from fsdp_testing.programs import jobs
@@ -22,14 +23,14 @@ _SHARDED = ("full_shard", "shard_grad_op")
 _PAPER = "PyTorch FSDP, VLDB 2023, section 3"
 
 
-def run_traced(name: str, case: Case, observe_all: bool) -> RankObservation | Failed:
+def run_traced(adapter: Adapter, case: Case, observe_all: bool) -> RankObservation | Failed:
     """Run the case and records what this rank does; one that is observed everywhere is run without a record.
 
     Collectives: those of the implementation; every rank of the world runs the same call.
     """
     if observe_all:
-        return jobs.run_case(name, case, observe_all)
-    traced = trace_case(name, case)
+        return jobs.run_case(adapter, case, observe_all)
+    traced = trace_case(adapter, case)
     if isinstance(traced, Failed):
         return Failed(traced.value.observation)
     shapes = {fqn: tuple(p.shape) for fqn, p in build_model(case).named_parameters()}
