@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fsdp_testing.records import Case, Observe
-from fsdp_testing.suites.check import Check, Place, accumulated, forward, iterations
+from fsdp_testing.suites.check import Check, Place
+from fsdp_testing.suites.schedules import accumulated, forward, iterations
 
 _NEEDS = frozenset({"buffers"})
 
