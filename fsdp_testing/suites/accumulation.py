@@ -6,11 +6,8 @@ from collections.abc import Iterable
 
 from fsdp_testing.operations import SeveralForwards
 from fsdp_testing.records import Batch, Case, Clip, Observe, Step, ZeroGrad
-from fsdp_testing.suites.check import (
-    ADAMW,
-    PLAIN_SGD,
-    Place,
-    Suite,
+from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Place, Suite
+from fsdp_testing.suites.schedules import (
     accumulated,
     forward,
     iteration,

@@ -28,7 +28,8 @@ from fsdp_testing.programs import models
 from fsdp_testing.programs.execute import RankProgram
 from fsdp_testing.programs.setup import setup_in_world
 from fsdp_testing.records import Case, MixedPrecisionSpec, Observe, RankObservation, Step, WrappingPlan, ZeroGrad
-from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Place, Suite, accumulated, iterations, micro_batch
+from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Place, Suite
+from fsdp_testing.suites.schedules import accumulated, iterations, micro_batch
 
 _SOURCE = "torch.nn.parallel.DistributedDataParallel on the same ranks"
 

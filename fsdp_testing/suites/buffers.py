@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fsdp_testing.records import Case, Observe
-from fsdp_testing.suites.check import Place, Suite, accumulated, forward, iterations
+from fsdp_testing.suites.check import Place, Suite
+from fsdp_testing.suites.schedules import accumulated, forward, iterations
 
 _NEEDS = frozenset({"buffers"})
 

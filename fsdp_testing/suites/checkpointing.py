@@ -7,18 +7,8 @@ from dataclasses import replace
 
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.records import Case, MixedPrecisionSpec, Observe, Step, WrappingPlan, ZeroGrad
-from fsdp_testing.suites.check import (
-    ADAMW,
-    PLAIN_SGD,
-    Builder,
-    Check,
-    Place,
-    Suite,
-    accumulated,
-    forward,
-    iterations,
-    micro_batch,
-)
+from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Builder, Check, Place, Suite
+from fsdp_testing.suites.schedules import accumulated, forward, iterations, micro_batch
 from fsdp_testing.zoo import MODELS
 
 _NEEDS = frozenset({"activation_checkpointing"})

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable
 
 from fsdp_testing.records import Case, Clip, Observe, Step, ZeroGrad
-from fsdp_testing.suites.check import Builder, Check, Place, Suite, iterations, micro_batch
+from fsdp_testing.suites.check import Builder, Check, Place, Suite
+from fsdp_testing.suites.schedules import iterations, micro_batch
 
 _NEEDS = frozenset({"clip_grad_norm"})
 _SOURCE = "torch.nn.utils.clip_grad_norm_"

@@ -31,16 +31,9 @@ from fsdp_testing.programs.execute import RankProgram
 from fsdp_testing.programs.reduction import Reduced
 from fsdp_testing.programs.replay import Replay
 from fsdp_testing.programs.setup import setup_in_world
-from fsdp_testing.records import (
-    Case,
-    Finding,
-    MixedPrecisionSpec,
-    Observe,
-    RankObservation,
-    Step,
-    ZeroGrad,
-)
-from fsdp_testing.suites.check import PLAIN_SGD, Check, Place, Suite, accumulated, iterations, micro_batch
+from fsdp_testing.records import Case, Finding, MixedPrecisionSpec, Observe, RankObservation, Step, ZeroGrad
+from fsdp_testing.suites.check import PLAIN_SGD, Check, Place, Suite
+from fsdp_testing.suites.schedules import accumulated, iterations, micro_batch
 
 _NEEDS = frozenset({"comm_hook"})
 _LOCKSTEP = Comparison(lockstep=True)

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.records import Case, Observe, PolicySpec, WrappingPlan
-from fsdp_testing.suites.check import ADAMW, Place, Suite, forward, iterations, micro_batch
+from fsdp_testing.suites.check import ADAMW, Place, Suite
+from fsdp_testing.suites.schedules import forward, iterations, micro_batch
 
 _WRAP_SOURCE = "https://pytorch.org/docs/stable/fsdp.html"
 

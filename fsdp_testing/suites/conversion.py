@@ -19,7 +19,8 @@ from fsdp_testing.programs.execute import RankProgram
 from fsdp_testing.programs.observe import snapshot_of
 from fsdp_testing.programs.setup import setup_in_world
 from fsdp_testing.records import Batch, BuildOptimizer, Case, Move, Observe, RankObservation, Step
-from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Place, Suite, forward, iterations, micro_batch
+from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Place, Suite
+from fsdp_testing.suites.schedules import forward, iterations, micro_batch
 
 _COPY = "deepcopy"
 """Label of the observation at which the model is copied."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fsdp_testing.records import Batch, Case, Interrupt, Observe, Step, ZeroGrad
-from fsdp_testing.suites.check import ADAMW, Builder, Check, Place, Suite, accumulated, iterations, micro_batch
+from fsdp_testing.suites.check import ADAMW, Builder, Check, Place, Suite
+from fsdp_testing.suites.schedules import accumulated, iterations, micro_batch
 
 _NEEDS = frozenset({"exception_recovery"})
 _SOURCE = "what a pass changed is put back on every way out of it"

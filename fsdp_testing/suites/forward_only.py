@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fsdp_testing.records import Case, Observe, Step, ZeroGrad
-from fsdp_testing.suites.check import Builder, Check, Place, Suite, forward, iterations, micro_batch
+from fsdp_testing.suites.check import Builder, Check, Place, Suite
+from fsdp_testing.suites.schedules import forward, iterations, micro_batch
 
 _NEEDS = frozenset({"forward_only"})
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.records import Case, Freeze, Observe, Step, Thaw, ZeroGrad
-from fsdp_testing.suites.check import ADAMW, Place, Suite, accumulated, forward, iterations, micro_batches
+from fsdp_testing.suites.check import ADAMW, Place, Suite
+from fsdp_testing.suites.schedules import accumulated, forward, iterations, micro_batches
 
 _FROZEN = frozenset({"frozen_parameters"})
 _THAWED = _FROZEN | {"thawed_parameters"}

@@ -5,16 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fsdp_testing.records import Case, Clip, Observe, Step, ZeroGrad
-from fsdp_testing.suites.check import (
-    ADAMW,
-    HYBRID,
-    Place,
-    Suite,
-    accumulated,
-    iterations,
-    micro_batch,
-    micro_batches,
-)
+from fsdp_testing.suites.check import ADAMW, HYBRID, Place, Suite
+from fsdp_testing.suites.schedules import accumulated, iterations, micro_batch, micro_batches
 
 _NEEDS = frozenset({"hybrid"})
 _EVEN = {4: ((2, 2),), 2: ()}

@@ -10,19 +10,8 @@ from collections.abc import Iterable
 
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.records import Case, MixedPrecisionSpec, Observe, Step, Thaw, ZeroGrad
-from fsdp_testing.suites.check import (
-    ADAMW,
-    PLAIN_SGD,
-    Builder,
-    Check,
-    Place,
-    Suite,
-    accumulated,
-    forward,
-    iterations,
-    micro_batch,
-    micro_batches,
-)
+from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Builder, Check, Place, Suite
+from fsdp_testing.suites.schedules import accumulated, forward, iterations, micro_batch, micro_batches
 
 _LOCKSTEP = Comparison(lockstep=True)
 _SOURCE = "pytorch PR 90660, 90657"

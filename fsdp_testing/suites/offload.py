@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from fsdp_testing.records import Case, Clip, Observe, Step, ZeroGrad
-from fsdp_testing.suites.check import ADAMW, Place, Suite, accumulated, iterations, micro_batch, micro_batches
+from fsdp_testing.suites.check import ADAMW, Place, Suite
+from fsdp_testing.suites.schedules import accumulated, iterations, micro_batch, micro_batches
 
 _NEEDS = frozenset({"cpu_offload"})
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fsdp_testing.records import Case
-from fsdp_testing.suites.check import Place, Suite, iterations
+from fsdp_testing.suites.check import Place, Suite
+from fsdp_testing.suites.schedules import iterations
 from fsdp_testing.zoo import MODELS
 
 SUITE = Suite()

@@ -6,16 +6,8 @@ from collections.abc import Iterable
 
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.records import Case, Observe, Step, WrappingPlan, ZeroGrad
-from fsdp_testing.suites.check import (
-    PLAIN_SGD,
-    Place,
-    Suite,
-    accumulated,
-    forward,
-    iteration,
-    iterations,
-    micro_batch,
-)
+from fsdp_testing.suites.check import PLAIN_SGD, Place, Suite
+from fsdp_testing.suites.schedules import accumulated, forward, iteration, iterations, micro_batch
 from fsdp_testing.zoo import MODELS
 
 _NEEDS = frozenset({"prefetch"})

@@ -6,18 +6,8 @@ from collections.abc import Iterable
 
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.records import Case, Clip, MixedPrecisionSpec, Step, ZeroGrad
-from fsdp_testing.suites.check import (
-    ADAMW,
-    PLAIN_SGD,
-    Builder,
-    Check,
-    Place,
-    Suite,
-    accumulated,
-    forward,
-    iterations,
-    micro_batches,
-)
+from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Builder, Check, Place, Suite
+from fsdp_testing.suites.schedules import accumulated, forward, iterations, micro_batches
 
 _GPT = frozenset({"shared_parameters"})
 

@@ -10,19 +10,9 @@ from collections.abc import Iterable
 from functools import partial
 
 from fsdp_testing.records import Case, Observe, OptimizerSpec, Reload, SetLr, Step
-from fsdp_testing.suites.check import (
-    ADAMW,
-    MOMENTUM,
-    PLAIN_SGD,
-    Builder,
-    Check,
-    Place,
-    Suite,
-    forward,
-    iterations,
-    micro_batch,
-)
+from fsdp_testing.suites.check import ADAMW, MOMENTUM, PLAIN_SGD, Builder, Check, Place, Suite
 from fsdp_testing.suites.moving import judge_moved
+from fsdp_testing.suites.schedules import forward, iterations, micro_batch
 
 _FULL = frozenset({"full_state_dict"})
 _SHARDED = frozenset({"sharded_state_dict"})

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fsdp_testing.records import Case, Clip, Observe, Step, WrappingPlan, ZeroGrad
-from fsdp_testing.suites.check import ADAMW, Builder, Check, Place, Suite, accumulated, iterations, micro_batch
+from fsdp_testing.suites.check import ADAMW, Builder, Check, Place, Suite
+from fsdp_testing.suites.schedules import accumulated, iterations, micro_batch
 
 
 def _trained(*models: str) -> Builder:

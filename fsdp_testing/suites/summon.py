@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from fsdp_testing.operations import AssignData, ReplaceParameters
 from fsdp_testing.records import Batch, Case, EditFullParameters, Observe, Step, ZeroGrad
-from fsdp_testing.suites.check import ADAMW, Place, Suite, forward, iterations, micro_batch
+from fsdp_testing.suites.check import ADAMW, Place, Suite
+from fsdp_testing.suites.schedules import forward, iterations, micro_batch
 
 _NEEDS = frozenset({"summon_writeback"})
 _SOURCE = "torch.distributed.fsdp.FullyShardedDataParallel.summon_full_params"

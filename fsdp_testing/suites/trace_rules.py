@@ -14,8 +14,9 @@ from fsdp_testing.pool import Failed
 from fsdp_testing.programs import jobs
 from fsdp_testing.programs.models import build_model
 from fsdp_testing.records import Case, Finding, RankObservation, Step, WrappingPlan
-from fsdp_testing.suites.check import FLAT, Check, Place, Suite, accumulated, forward, iterations
+from fsdp_testing.suites.check import FLAT, Check, Place, Suite
 from fsdp_testing.suites.checkpointing import plan
+from fsdp_testing.suites.schedules import accumulated, forward, iterations
 from fsdp_testing.trace.job import trace_case
 
 _NEEDS = frozenset({"unit_trace"})

@@ -6,16 +6,8 @@ from collections.abc import Iterable
 
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.records import BuildOptimizer, Case, Observe, OptimizerSpec, SetLr, Step, ZeroGrad
-from fsdp_testing.suites.check import (
-    ADAMW,
-    MOMENTUM,
-    PLAIN_SGD,
-    Place,
-    Suite,
-    iterations,
-    micro_batch,
-    micro_batches,
-)
+from fsdp_testing.suites.check import ADAMW, MOMENTUM, PLAIN_SGD, Place, Suite
+from fsdp_testing.suites.schedules import iterations, micro_batch, micro_batches
 
 _PAPER = "PyTorch FSDP, VLDB 2023, section 3.2"
 

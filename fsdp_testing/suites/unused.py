@@ -6,16 +6,8 @@ from collections.abc import Iterable
 
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.records import Case, Observe, Step, ZeroGrad
-from fsdp_testing.suites.check import (
-    ADAMW,
-    PLAIN_SGD,
-    Place,
-    Suite,
-    iteration,
-    iterations,
-    micro_batch,
-    no_sync_batch,
-)
+from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Place, Suite
+from fsdp_testing.suites.schedules import iteration, iterations, micro_batch, no_sync_batch
 
 _NEEDS = frozenset({"unused_parameters"})
 _DIFFER = _NEEDS | {"unused_parameters_differ"}
