@@ -96,6 +96,7 @@ class Investigator:
             confirmed,
             shrunk.attempts,
             shrunk.seconds,
+            kept.note.overrun,
         )
         # While it shrank it may have turned into what is known already.
         return Investigated(looks, found, known.recognize(signature, kept.case) if confirmed else None)
