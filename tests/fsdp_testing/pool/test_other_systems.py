@@ -1,4 +1,7 @@
-"""Where ranks cannot be made (Windows, macOS): one sentence when they are asked for, and everything else works."""
+"""Where ranks cannot be made (Windows, macOS): one sentence when they are asked for, and everything else works.
+
+That pytest works is tested in tests/acceptance/test_light_entry.py.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,6 @@ SYSTEMS = {
     "windows": "import os, select\ndel os.fork, os.register_at_fork, os.memfd_create, select.poll\n",
     "macos": "import os\ndel os.memfd_create\n",
 }
-TESTS = """
-import pytest
-
-def test_plain():
-    assert True
-
-@pytest.mark.world(2)
-def test_on_ranks(world):
-    pass
-"""
 
 
 def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -48,19 +41,6 @@ def test_ranks_are_refused_in_one_sentence(system: str, tmp_path: Path) -> None:
     assert last.startswith("fsdp_testing.errors.PoolBroken: pool.world: expected a system on which ranks can be made")
     assert "os.memfd_create" in last
     assert "Run what needs ranks on Linux" in last
-
-
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_the_rest_of_pytest_works(system: str, tmp_path: Path) -> None:
-    (tmp_path / "test_mixed.py").write_text(TESTS)
-    # This build of torch is for Linux, and imported before.
-    code = (
-        f"import torch\n{SYSTEMS[system]}import sys, pytest\nsys.exit(pytest.main(['-q', '-p', 'no:cacheprovider']))\n"
-    )
-    ended = run(code, tmp_path)
-    assert ended.returncode == 1, ended.stdout + ended.stderr
-    assert "1 passed, 1 error" in ended.stdout, ended.stdout
-    assert "Run what needs ranks on Linux" in ended.stdout
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
