@@ -18,7 +18,7 @@ class Switches:
     Attributes:
         unsafe_setattr: put parameters on modules without going through an overridden ``__setattr__``
             (``FSDP_USE_UNSAFE_SETATTR``).
-        skip_writeback: do not look for parameters and gradients that the user replaced
+        skip_writeback: ignore parameters and gradients that the user replaced
             (``FSDP_SKIP_WRITEBACK_CHECK``).
         full_precision_in_eval: modules in eval mode compute in full precision (``FSDP_USE_FULL_PREC_IN_EVAL``).
         fake_all_gather: gather nothing, training is wrong (``FSDP_USE_FAKE_ALL_GATHER``).

@@ -66,7 +66,7 @@ class TrainingStateError(FsdpValueError):
 
 
 class UnshardConflictError(FsdpAssertionError):
-    """Parameters were to be unsharded by hand while forward, backward or another unshard holds them."""
+    """Parameters were to be unsharded by hand while forward, backward or another unshard uses them."""
 
 
 class RootError(FsdpRuntimeError):

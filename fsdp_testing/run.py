@@ -30,21 +30,21 @@ def run_ranks(
     are the world instead: each calls the function once, all get the results, and the deadline is torchrun's.
 
     Args:
-        function: importable by name (module level), or "package.module:function".
-        args: picklable; tensors travel as CPU tensors.
-        size: number of ranks.
+        function: Importable by name (module level), or "package.module:function".
+        args: Picklable; tensors travel as CPU tensors.
+        size: Number of ranks.
         backend: "gloo", "nccl", "fake" or a registered one.
-        timeout: seconds until a rank counts as hung; None waits for ever.
+        timeout: Seconds until a rank counts as hung; None waits for ever.
         isolation: "warm" or "fresh".
-        kwargs: like `args`.
+        kwargs: Like `args`.
 
     Returns:
         Results by rank.
 
     Raises:
-        WorldFailed: a rank raised, died, hung or disagreed; the message is the account of every rank, the attribute
-            `outcome` holds it as data.
-        InvalidArgument, UnsendableFunction, BackendUnavailable: before anything runs.
+        WorldFailed: A rank raised, died, hung or disagreed; the message is the account of every rank, the attribute
+            `outcome` is the same as data.
+        InvalidArgument, UnsendableFunction, BackendUnavailable: Before anything runs.
     """
     launch = env.torchrun()
     if launch is not None and not _is_pooled_rank():
@@ -60,7 +60,7 @@ def run_ranks(
 
 
 def _is_pooled_rank() -> bool:
-    """Whether this process came from a pool: its environment may be that of a controller under torchrun."""
+    """Return whether this process came from a pool: its environment may be that of a controller under torchrun."""
     return inside_rank() and current_world().pooled
 
 

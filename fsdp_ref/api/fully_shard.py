@@ -127,7 +127,7 @@ def _hook(planned: PlannedUnit) -> nn.Module:
 class _ForwardHooks:
     """The hooks of one module.
 
-    ``after`` is also called when forward raised; it tells by the exception that is being handled then and was not when
+    ``after`` is also called when forward raised; it knows by the exception that is being handled then and was not when
     forward began.
     """
 

@@ -91,7 +91,7 @@ def replicate(
         FsdpRuntimeError: ``module`` is a unit of ``fully_shard``, or ``device_id`` has a wrong type.
         AlreadyAppliedError: ``replicate`` was applied to it before.
         FsdpTypeError, UnsupportedError: ``module`` is not one module; unknown or refused options.
-        FsdpValueError: ``module`` holds no parameter or a module list was given as ``ignored_modules`` wrongly.
+        FsdpValueError: ``module`` has no parameter of its own.
 
     Collectives:
         None here; broadcasts at the first forward and one or more all-reduces per synchronizing backward, on the

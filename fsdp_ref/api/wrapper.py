@@ -124,7 +124,7 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
         return inner._modules.get("_checkpoint_wrapped_module", inner)  # a module
 
     def __getattr__(self, name: str) -> Any:
-        """Look in the wrapped module for what the wrapper does not have."""
+        """Return what the wrapped module has and the wrapper has not."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -137,19 +137,19 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
         return self.module.__getitem__(key)  # type: ignore[operator]  # fails as the module itself would
 
     def check_is_root(self) -> bool:
-        """Tell whether this is the outermost unit; decides it when it is not decided yet."""
+        """Return whether this is the outermost unit; decide it when it is not decided yet."""
         lazy_init(self._unit)
         return bool(self._unit.is_root)
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:
         """Return the units at or below ``module``, depth first; with ``root_only`` those that are roots."""
-        found = [(holder, unit) for _, holder, unit in units_under(module)]
+        found = [(called, unit) for _, called, unit in units_under(module)]
         if root_only:
             for _, unit in found:
                 lazy_init(unit)
-            found = [(holder, unit) for holder, unit in found if unit.is_root]
-        return [holder for holder, _ in found]
+            found = [(called, unit) for called, unit in found if unit.is_root]
+        return [called for called, _ in found]
 
     # ------------------------------------------------------------------ full parameters
 

@@ -86,7 +86,7 @@ def check_one_module(api: str, module: object) -> None:
     """
     if not isinstance(module, nn.Module):
         raise FsdpTypeError(
-            f"{api}: expected one module, got a {type(module).__name__}. Apply it to each module, or to one that holds them."
+            f"{api}: expected one module, got a {type(module).__name__}. Apply it to each module, or to one around them."
         )
 
 

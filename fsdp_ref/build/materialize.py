@@ -16,12 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_ref.build.device import compute_device
 from fsdp_ref.comm.buckets import cut_into_buckets
 from fsdp_ref.comm.collectives import collectives_for
 from fsdp_ref.errors import FsdpRuntimeError, FsdpValueError, MaterializeError, explain, listing
 from fsdp_ref.handle.flatten import check_params
-from fsdp_ref.naming import join_fqn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -111,9 +109,9 @@ def _materialized(unit: ResolvedUnit, ignored: Ignored) -> list[ManagedParam]:
     if not pending:
         return list(planned.params)
     with _ignored_params_kept(modules, ignored):
-        if callable(unit.init):
+        if callable(unit.options["param_init_fn"]):
             for module in modules:
-                unit.init(module)
+                unit.options["param_init_fn"](module)
         else:
             for module in pending:
                 _reset(module, unit.config.device)
@@ -163,17 +161,15 @@ def _read_again(unit: ResolvedUnit, ignored: Ignored) -> list[ManagedParam]:
         for site in managed.sites[1:]:
             site.module._parameters[site.name] = value
         params.append(dataclasses.replace(managed, param=value))
-    if params:
-        values = [managed.param for managed in params]
-        names = [join_fqn(planned.fqn, managed.fqn) for managed in params]
-        check_params(values, names, use_orig_params=config.use_orig_params)
-        asked = config.device if unit.moves else None
-        landed = compute_device(asked, values, needs_cuda=config.device.type == "cuda", offload=config.offload)
-        if landed != config.device:
-            raise FsdpRuntimeError(
-                f"param_init_fn: expected parameters on {config.device}, where unit {planned.fqn or 'root'!r} computes, "
-                f"got {landed}. Pass device_id."
-            )
+    values = [managed.param for managed in params]
+    if values:
+        check_params(values, planned.fqns, use_orig_params=config.use_orig_params)
+    elsewhere = {value.device for value in values} - {config.device}
+    if elsewhere and unit.options["device_id"] is None:
+        raise FsdpRuntimeError(
+            f"param_init_fn: expected parameters on {config.device}, where unit {planned.fqn or 'root'!r} computes, got "
+            f"some on {listing(elsewhere)}. Pass device_id."
+        )
     return params
 
 

@@ -3,10 +3,10 @@
 The one plan behind the wrapper and the composable API: a list of units in depth-first order, each with the parameters
 it will flatten. Reads a module tree and decides; it moves no tensor and changes no module.
 
-[Note: ownership] A parameter belongs to the nearest unit at or above the module that holds it. One that is held in
+[Note: ownership] A parameter belongs to the nearest unit at or above the module that has it. One that hangs in
 several places belongs to the lowest unit that contains them all: the last common element of the chains of units that
-lead from the root to each place. It is flattened there once, and each place is one of its sites. That holds for the
-units of one call. A unit that an earlier call made keeps what it flattened: optimizers, other ranks and the user hold
+lead from the root to each place. It is flattened there once, and each place is one of its sites. So it is for the
+units of one call. A unit that an earlier call made keeps what it flattened: optimizers, other ranks and the user have
 its shard by now, so a parameter that it would have to share is refused, with both units named.
 """
 
@@ -52,6 +52,11 @@ class PlannedUnit:
     modules: tuple[nn.Module, ...]
     full_precision: bool = False
 
+    @property
+    def fqns(self) -> list[str]:
+        """Names of its parameters below the root."""
+        return [join_fqn(self.fqn, param.fqn) for param in self.params]
+
 
 @dataclass(frozen=True, slots=True)
 class WrapPlan:
@@ -81,7 +86,7 @@ class WrapPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A site before its owner is known; ``chain`` holds (unit module, its path) from the root inwards."""
+    """A site before its owner is known; ``chain`` is (unit module, its path) from the root inwards."""
 
     path: str
     name: str
@@ -220,38 +225,35 @@ def check_frozen(plan: WrapPlan, *, use_orig_params: bool) -> None:
     Mixed units work only with original parameters, and even then gather gradients for the frozen ones.
 
     Raises:
-        FsdpValueError: a mixed unit without original parameters; names the first one in post-order and the others.
+        FsdpValueError: A mixed unit without original parameters; names the first one in post-order and the others.
 
     Warns:
-        UserWarning: a mixed unit with original parameters.
+        UserWarning: A mixed unit with original parameters.
     """
-    mixed = [(unit, *_by_requires_grad(unit)) for unit in _post_order(plan) if unit is not plan.root]
-    mixed = [(unit, trained, frozen) for unit, trained, frozen in mixed if trained and frozen]
     texts = []
-    for unit, trained, frozen in mixed:
-        numel = {name: param.param.numel() for param in unit.params for name in [join_fqn(unit.fqn, param.fqn)]}
+    for unit in _post_order(plan)[:-1]:  # the root, which comes last, is checked when it is flattened
+        numel = {True: 0, False: 0}
+        names: dict[bool, list[str]] = {True: [], False: []}
+        for name, planned in zip(unit.fqns, unit.params):
+            names[planned.param.requires_grad].append(name)
+            numel[planned.param.requires_grad] += planned.param.numel()
+        if not (names[True] and names[False]):
+            continue
         cost = (
             " We do not recommend wrapping such modules since the gradient memory usage will be higher than expected "
-            f"({sum(numel.values())} numel instead of {sum(numel[name] for name in trained)} numel before sharding via "
-            "reduce-scatter)."
+            f"({sum(numel.values())} numel instead of {numel[True]} numel before sharding via reduce-scatter)."
             if use_orig_params
             else " FSDP does not support wrapping such modules when use_orig_params=False."
         )
         texts.append(
             f"{unit.fqn} has both parameters with requires_grad=True and False.{cost} If possible, wrap the frozen "
-            f"parameters with FSDP separately.\nThe following parameters have requires_grad=True:\n{trained}\n"
-            f"The following parameters have requires_grad=False:\n{frozen}"
+            f"parameters with FSDP separately.\nThe following parameters have requires_grad=True:\n{names[True]}\n"
+            f"The following parameters have requires_grad=False:\n{names[False]}"
         )
     if texts and not use_orig_params:
         raise FsdpValueError("\n".join(texts))
     for text in texts:
         warnings.warn(text, UserWarning, stacklevel=3)
-
-
-def _by_requires_grad(unit: PlannedUnit) -> tuple[list[str], list[str]]:
-    trained = [join_fqn(unit.fqn, planned.fqn) for planned in unit.params if planned.param.requires_grad]
-    frozen = [join_fqn(unit.fqn, planned.fqn) for planned in unit.params if not planned.param.requires_grad]
-    return trained, frozen
 
 
 def _post_order(plan: WrapPlan) -> list[PlannedUnit]:

@@ -30,11 +30,11 @@ from fsdp_ref.config import (
 from fsdp_ref.env import read_switches
 from fsdp_ref.errors import ConfigError, listing
 from fsdp_ref.handle.flatten import check_params
-from fsdp_ref.naming import join_fqn
 
 if TYPE_CHECKING:
     import torch
 
+    from fsdp_ref.build.ignored import Ignored
     from fsdp_ref.build.plan import PlannedUnit, WrapPlan
 
 UNIT_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType(
@@ -58,21 +58,11 @@ UNIT_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class ResolvedUnit:
-    """A planned unit with all that its construction needs.
-
-    Attributes:
-        planned: The unit.
-        config: Its settings for life.
-        init: Gives values to modules on the meta device; None for their own ``reset_parameters``.
-        moves: Move parameters and buffers to ``config.device`` first.
-        synchronises: Start from rank 0's parameters and buffers.
-    """
+    """A planned unit, its settings for life, and all its options, of which construction alone needs some."""
 
     planned: PlannedUnit
     config: UnitConfig
-    init: object
-    moves: bool
-    synchronises: bool
+    options: Mapping[str, Any]
 
 
 def resolve_units(plan: WrapPlan, *, automatic: bool, composable: bool) -> list[ResolvedUnit]:
@@ -89,22 +79,15 @@ def resolve_units(plan: WrapPlan, *, automatic: bool, composable: bool) -> list[
     Collectives:
         Hybrid strategies without groups make them, when nothing is left to refuse: all ranks must call.
     """
-    options = [_with_defaults(unit.options) for unit in plan.units]
-    groups = _Groups(automatic=automatic)
-    devices: dict[str, torch.device | None] = {}
-    switches = read_switches()
-    drafts: list[tuple[partial[UnitConfig], tuple[Any, ...]]] = []
-    for unit, given in zip(plan.units, options):
-        wanted = repr(given["device_id"])
-        if wanted not in devices:
-            devices[wanted] = explicit_device(given["device_id"])
-        key, known = groups.given(given)
+    groups, devices, switches = _Groups(automatic=automatic), _Devices(), read_switches()
+    drafts: list[tuple[PlannedUnit, Mapping[str, Any], partial[UnitConfig]]] = []
+    for unit in plan.units:
+        given = _with_defaults(unit.options)
+        precision = MixedPrecision() if unit.full_precision else coerce_mixed_precision(given["mixed_precision"])
         draft = partial(
             UnitConfig,
-            device=_check(unit, given, known, devices[wanted], plan),
-            mixed_precision=MixedPrecision()
-            if unit.full_precision
-            else coerce_mixed_precision(given["mixed_precision"]),
+            device=_check(unit, given, groups.given(given), devices[given["device_id"]], plan.ignored),
+            mixed_precision=precision,
             cpu_offload=coerce_cpu_offload(given["cpu_offload"]),
             backward_prefetch=coerce_backward_prefetch(given["backward_prefetch"]),
             forward_prefetch=bool(given["forward_prefetch"]),
@@ -114,18 +97,9 @@ def resolve_units(plan: WrapPlan, *, automatic: bool, composable: bool) -> list[
             applied_here=composable and unit is plan.root,
             switches=switches,
         )
-        drafts.append((draft, key))
+        drafts.append((unit, given, draft))
     # Making groups is what a refused call could not take back, hence last.
-    return [
-        ResolvedUnit(
-            unit,
-            draft(**groups.final(key)),
-            given["param_init_fn"],
-            given["device_id"] is not None,
-            bool(given["sync_module_states"]),
-        )
-        for unit, given, (draft, key) in zip(plan.units, options, drafts)
-    ]
+    return [ResolvedUnit(unit, draft(**groups.final(given)), given) for unit, given, draft in drafts]
 
 
 def _with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,27 +113,28 @@ def _with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(
-    unit: PlannedUnit,
-    options: Mapping[str, Any],
-    groups: DataParallelGroups | None,
-    asked: torch.device | None,
-    plan: WrapPlan,
+    unit: PlannedUnit, options: Mapping[str, Any], backend: str, asked: torch.device | None, ignored: Ignored
 ) -> torch.device:
     """Refuse what cannot be built; return the device of computation."""
     params = [planned.param for planned in unit.params]
     if params:
-        names = [join_fqn(unit.fqn, planned.fqn) for planned in unit.params]
-        check_params(params, names, use_orig_params=bool(options["use_orig_params"]))
-    check_initializable(unit, options["param_init_fn"], plan.ignored)
-    device = compute_device(
-        asked,
-        params,
-        needs_cuda=dist.get_backend(default_group() if groups is None else groups.shard) == "nccl",
-        offload=coerce_cpu_offload(options["cpu_offload"]).offload_params,
-    )
+        check_params(params, unit.fqns, use_orig_params=bool(options["use_orig_params"]))
+    check_initializable(unit, options["param_init_fn"], ignored)
+    offload = coerce_cpu_offload(options["cpu_offload"]).offload_params
+    device = compute_device(asked, params, needs_cuda=backend == "nccl", offload=offload)
     if options["sync_module_states"] and asked is None:
         check_broadcastable(unit, device)
     return device
+
+
+class _Devices(dict[Any, "torch.device | None"]):
+    """The devices that an application names; each is read, and warned of, once."""
+
+    def __getitem__(self, device_id: object) -> torch.device | None:
+        key = repr(device_id)
+        if key not in self:
+            self[key] = explicit_device(device_id)
+        return super().__getitem__(key)
 
 
 class _Groups:
@@ -167,21 +142,28 @@ class _Groups:
 
     def __init__(self, *, automatic: bool) -> None:
         self._automatic = automatic
-        self._given: dict[tuple[Any, ...], DataParallelGroups | None] = {}
-        self._final: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self._given: dict[Any, DataParallelGroups | None] = {}
+        self._final: dict[Any, dict[str, Any]] = {}
         self._made: DataParallelGroups | None = None
 
-    def given(self, options: Mapping[str, Any]) -> tuple[tuple[Any, ...], DataParallelGroups | None]:
-        """Return a key for :meth:`final`, and the groups; None for those that are still to be made."""
-        group, mesh = options["process_group"], options["device_mesh"]
+    @staticmethod
+    def _request(options: Mapping[str, Any]) -> tuple[int, int, ShardingStrategy]:
         strategy = coerce_sharding_strategy(options["sharding_strategy"]) or ShardingStrategy.FULL_SHARD
-        key = (id(group), id(mesh), strategy)
-        if key not in self._given:
-            self._given[key] = resolve_groups(group, mesh, strategy, automatic=self._automatic)
-        return key, self._given[key]
+        return id(options["process_group"]), id(options["device_mesh"]), strategy
 
-    def final(self, key: tuple[Any, ...]) -> dict[str, Any]:
+    def given(self, options: Mapping[str, Any]) -> str:
+        """Read the groups that were given; return the backend of these, or of those that are still to be made."""
+        key = self._request(options)
+        if key not in self._given:
+            self._given[key] = resolve_groups(
+                options["process_group"], options["device_mesh"], key[-1], automatic=self._automatic
+            )
+        groups = self._given[key]
+        return dist.get_backend(default_group() if groups is None else groups.shard)
+
+    def final(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the groups and the strategy that they allow, making groups on first need."""
+        key = self._request(options)
         if key not in self._final:
             groups = self._given[key] or self._made
             if groups is None:

@@ -157,7 +157,7 @@ class _SizeBasedPolicy:
         Args:
             module: the module asked about.
             recurse: True asks whether to descend, False whether to wrap the rest.
-            nonwrapped_numel: elements below ``module`` that no unit holds yet.
+            nonwrapped_numel: elements below ``module`` that are in no unit yet.
             min_num_params: the threshold, in elements.
             force_leaf_modules: classes that are never descended into (default ``FORCE_LEAF_MODULES``).
             exclude_wrap_modules: classes that are never wrapped (default ``EXCLUDE_WRAP_MODULES``).
@@ -179,7 +179,7 @@ def choose_by_function(
 ) -> list[nn.Module]:
     """Ask a callable policy about every module below ``root``; return those to wrap, children before parents.
 
-    The elements of a module that a unit below already holds do not count for the module itself. Tied parameters
+    Elements that are in a unit below a module do not count for the module itself. Tied parameters
     count once; a module that occurs twice is asked once.
     """
     chosen: list[nn.Module] = []

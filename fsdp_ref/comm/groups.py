@@ -23,8 +23,8 @@ class DataParallelGroups:
     """The groups of one unit.
 
     Attributes:
-        shard: ranks that hold one shard each of the unit's parameters.
-        replicate: ranks that hold the same shard in other shard groups; None without replication.
+        shard: ranks with one shard each of the unit's parameters.
+        replicate: ranks with the same shard in other shard groups; None without replication.
     """
 
     shard: dist.ProcessGroup

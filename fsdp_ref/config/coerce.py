@@ -2,7 +2,7 @@
 
 Users mix imports: a ``MixedPrecision`` of torch with our wrapper, or torch's ``ShardingStrategy``. An enum is
 recognised by class name and member name, a configuration object by class name and fields. A field that we do not
-know is an error unless it holds its own default: a newer torch may add an option, and an option that we would drop
+know is an error unless it has its own default: a newer torch may add an option, and an option that we would drop
 silently is worse than an error.
 """
 

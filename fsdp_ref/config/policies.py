@@ -1,6 +1,6 @@
 """Which settings does a user hand over as objects? Frozen dataclasses with torch's field names and defaults.
 
-Source: ``torch.distributed.fsdp.api`` for names and defaults. The objects hold what was asked for; what follows from
+Source: ``torch.distributed.fsdp.api`` for names and defaults. The objects are what was asked for; what follows from
 it for one flat parameter (is precision really mixed, in which dtype is reduced) is decided where dtypes are known.
 """
 
@@ -121,7 +121,7 @@ class ShardedStateDictConfig(StateDictConfig):
 
 @dataclass(frozen=True, slots=True)
 class OptimStateDictConfig:
-    """Options common to all optimizer state dicts; values are returned on the CPU unless told otherwise."""
+    """Options common to all optimizer state dicts; values are returned on the CPU by default."""
 
     offload_to_cpu: bool = True
 

@@ -1,4 +1,4 @@
-"""What holds for one unit, from its construction on? Every setting of a user, of a policy and of the environment, resolved.
+"""Which settings does a unit keep? All of the user, of a policy and of the environment, resolved for one unit.
 
 Made once per unit by ``build.resolve``, before anything is changed, and shared by the unit and its flat parameter.
 """

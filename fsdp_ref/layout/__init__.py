@@ -1,21 +1,18 @@
-"""Pure arithmetic of flat buffers: where parameters lie, which rank holds what, how to get to another layout.
+"""Pure arithmetic of flat buffers: where parameters lie, which rank has what.
 
 Standard library only. No tensor, no process group, no device: every statement here is property-tested without ranks.
 """
 
 from fsdp_ref.layout.flat_layout import FlatLayout, padding_to
 from fsdp_ref.layout.param_spec import ParamSpec, is_dense, is_row_major, row_major_stride
-from fsdp_ref.layout.remap import Copy, Remap
 from fsdp_ref.layout.shard_map import Owner, ParamSpan, ShardMap
 from fsdp_ref.layout.span import Span
 
 __all__ = [
-    "Copy",
     "FlatLayout",
     "Owner",
     "ParamSpan",
     "ParamSpec",
-    "Remap",
     "ShardMap",
     "Span",
     "is_dense",

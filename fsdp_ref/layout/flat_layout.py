@@ -132,9 +132,9 @@ class FlatLayout:
         return sum(param.numel for param in self.params)
 
     def param_at(self, position: int) -> int | None:
-        """Return which parameter holds the flat element ``position``; None for a gap, the tail, or beyond the end.
+        """Return which parameter has the flat element ``position``; None for a gap, the tail, or beyond the end.
 
-        A bisection: of parameters that start at the same place all but the last are empty, so the last is the holder.
+        A bisection: of parameters that start at the same place all but the last are empty, so the last has it.
         """
         index = bisect_right(self.starts, position) - 1
         return index if index >= 0 and position < self.stops[index] else None

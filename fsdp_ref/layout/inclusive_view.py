@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ShardParamInfo(NamedTuple):
-    """One parameter on one rank; all but the first field are None when the rank holds none of it."""
+    """One parameter on one rank; all but the first field are None when the rank has none of it."""
 
     in_shard: bool
     offset_in_shard: int | None
@@ -31,7 +31,7 @@ ABSENT = ShardParamInfo(False, None, None, None, None)
 
 
 class FlatParamShardMetadata(NamedTuple):
-    """The parameters present in one shard; ``param_offsets`` holds inclusive (first, last) element numbers."""
+    """The parameters present in one shard; ``param_offsets`` are inclusive (first, last) element numbers."""
 
     param_names: tuple[str, ...]
     param_shapes: tuple[tuple[int, ...], ...]
@@ -60,16 +60,16 @@ def shard_param_infos(shard_map: ShardMap, rank: int) -> tuple[ShardParamInfo, .
 
 
 def shard_metadata(shard_map: ShardMap, rank: int) -> FlatParamShardMetadata:
-    """Return FSDP1's description of the parameters that ``rank`` holds."""
+    """Return FSDP1's description of the parameters of which ``rank`` has a piece."""
     params = shard_map.layout.params
     pieces = shard_map.param_spans(rank)
-    held = [params[piece.param_index] for piece in pieces]
+    present = [params[piece.param_index] for piece in pieces]
     return FlatParamShardMetadata(
-        tuple(param.fqn for param in held),
-        tuple(param.shape for param in held),
-        tuple(param.stride for param in held),
-        tuple(param.contiguous for param in held),
-        tuple(param.numel for param in held),
+        tuple(param.fqn for param in present),
+        tuple(param.shape for param in present),
+        tuple(param.stride for param in present),
+        tuple(param.contiguous for param in present),
+        tuple(param.numel for param in present),
         tuple((piece.span_in_param.start, piece.span_in_param.stop - 1) for piece in pieces),
     )
 

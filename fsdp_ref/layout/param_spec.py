@@ -27,7 +27,7 @@ def row_major_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Tell whether ``stride`` walks ``shape`` in row-major order; strides of dimensions of size 1 do not matter."""
+    """Return whether ``stride`` walks ``shape`` in row-major order; strides of dimensions of size 1 do not matter."""
     if 0 in shape:
         return True
     wanted = row_major_stride(shape)
@@ -35,7 +35,7 @@ def is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Tell whether the elements fill one gapless block of storage, each place once, in whatever order."""
+    """Return whether the elements fill one gapless block of storage, each place once, in whatever order."""
     if 0 in shape:
         return True
     step = 1

@@ -1,4 +1,4 @@
-"""Which elements of which parameter does rank r of n hold?
+"""Which elements of which parameter does rank r of n have?
 
 A flat buffer is cut into equal chunks, the last ones short or empty, exactly as ``torch.chunk`` cuts a flat tensor;
 each rank's chunk is then padded on the right to the common size. Everything is computed for the rank that is asked
@@ -31,7 +31,7 @@ class ParamSpan(NamedTuple):
 
 
 class Owner(NamedTuple):
-    """The rank that holds a piece of a parameter, and where."""
+    """The rank that has a piece of a parameter, and where."""
 
     rank: int
     span_in_param: Span
@@ -75,7 +75,7 @@ class ShardMap:
         return self.shard_numel * self.world_size
 
     def shard_span(self, rank: int) -> Span:
-        """Return the elements of the flat buffer that ``rank`` holds, without right padding; possibly empty."""
+        """Return the elements of the flat buffer that ``rank`` has, without right padding; possibly empty."""
         self._check_rank(rank)
         size, total = self.shard_numel, self.layout.numel
         return Span(min(rank * size, total), min((rank + 1) * size, total))
@@ -110,7 +110,7 @@ class ShardMap:
         return position // self.shard_numel
 
     def owners(self, param_index: int, within: Span | None = None) -> Iterator[Owner]:
-        """Yield the ranks that hold a parameter, in order, each with its piece.
+        """Yield the ranks that have pieces of a parameter, in order, each with its piece.
 
         Args:
             param_index: position of the parameter in the layout.
@@ -127,7 +127,7 @@ class ShardMap:
             rest = Span(piece.stop, rest.stop)
 
     def owner_ranks(self, param_index: int) -> range:
-        """Return the (consecutive) ranks that hold elements of a parameter; empty for an empty parameter."""
+        """Return the (consecutive) ranks that have elements of a parameter; empty for an empty parameter."""
         span = self.layout.span(param_index)
         if not span.numel:
             return range(0)

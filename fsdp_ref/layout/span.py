@@ -42,7 +42,7 @@ class Span:
         return isinstance(index, int) and self.start <= index < self.stop
 
     def contains(self, other: Span) -> bool:
-        """Tell whether every element of ``other`` lies in this span (an empty one needs its position inside)."""
+        """Return whether every element of ``other`` lies in this span (an empty one needs its position inside)."""
         return self.start <= other.start and other.stop <= self.stop
 
     def intersect(self, other: Span) -> Span:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fsdp_testing.campaign.batch import Watch
 from fsdp_testing.campaign.lane import CaseResult, Lane
 from fsdp_testing.findings.known import KnownFailures, Rule
-from fsdp_testing.records import ENDS_RANKS, Case
+from fsdp_testing.records import ENDS_RANKS, Case, FailureKind
 
 SHARE = 0.2
 """Part of the time, or of the cases, of a campaign that examples may take."""
@@ -88,4 +88,4 @@ def _alike(due: list[tuple[Rule, Case]]) -> list[list[tuple[Rule, Case]]]:
 
 
 def _leaks(rule: Rule) -> bool:
-    return any(signature[0] == "leaked" for signature in rule.signatures)
+    return any(FailureKind(signature[0]) is FailureKind.LEAKED for signature in rule.signatures)

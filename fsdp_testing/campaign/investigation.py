@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fsdp_testing.campaign.batch import Watch
@@ -10,8 +10,23 @@ from fsdp_testing.campaign.lane import CaseResult, Lane
 from fsdp_testing.findings.discovery import Discovery
 from fsdp_testing.findings.known import KnownFailures, Rule
 from fsdp_testing.judging.signature import Signature
-from fsdp_testing.records import Case
-from fsdp_testing.shrinking.shrink import Shrinker
+from fsdp_testing.records import ENDS_RANKS, Case, FailureKind
+from fsdp_testing.shrinking.shrink import Attempt, Shrinker
+
+_HUNG_SECONDS = 5.0
+"""When a case counts as hung while it shrinks; what is left in the end is confirmed with the deadline of the campaign."""
+
+
+def attempts_on(lane: Lane) -> Attempt:
+    """Return what runs the attempts of shrinking on a lane."""
+
+    def attempt(cases: Sequence[Case], wanted: Signature) -> list[tuple[Case, Signature | None]]:
+        until = wanted if wanted.kind in ENDS_RANKS else None
+        deadline = _HUNG_SECONDS if wanted.kind == FailureKind.HUNG else None
+        results = lane.run(cases, Watch(operations=True), until=until, deadline=deadline)
+        return [(result.case, result.note.signature) for result in results]
+
+    return attempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +82,7 @@ class Investigator:
         rule = known.recognize(signature, suspect.case)
         if rule is not None:
             return Investigated(looks, known=rule)
-        shrunk = Shrinker(lane, self.shape, self.fair, self.seconds).shrink(suspect.case, signature)
+        shrunk = Shrinker(attempts_on(lane), self.shape, self.fair, self.seconds).shrink(suspect.case, signature)
         last = lane.run([shrunk.case], watch)[0]
         confirmed = last.note.signature == signature
         kept = last if confirmed else alone
@@ -81,6 +96,7 @@ class Investigator:
             confirmed,
             shrunk.attempts,
             shrunk.seconds,
+            kept.note.overrun,
         )
         # While it shrank it may have turned into what is known already.
         return Investigated(looks, found, known.recognize(signature, kept.case) if confirmed else None)

@@ -66,7 +66,7 @@ def raised_finding(case: Case, errors: Mapping[int, RaisedError]) -> Finding:
         error.index,
         statement,
         ranks=tuple(sorted(errors)),
-        message=line,
+        message=error.message.strip(),
         detail="\n".join(f"--- rank {number}\n{item.traceback}" for number, item in sorted(errors.items())),
     )
 

@@ -2,8 +2,7 @@
 
 - `budget`: how many programs may be run for it, and for how long.
 - `shortest`: leaves operations out while the failure looks the same.
-- `likeness`: what one process would have to do to give these wrong numbers.
-- `holding`: which units still held gathered parameters when the optimizer stepped.
-- `telling`: the sentence.
-- `run`: all failures of a run, one explanation for each root cause.
+- `hypotheses`: what one process would have to do to give these wrong numbers; `casts`: the same for other dtypes.
+- `rendering`: the sentence.
+- `root_causes`: all failures of a run, one explanation for each root cause.
 """

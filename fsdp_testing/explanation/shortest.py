@@ -1,8 +1,7 @@
 """Which operations does a failure need? Others are left out while the failure looks the same.
 
-Greedy delta debugging (Zeller and Hildebrandt, "Simplifying and Isolating Failure-Inducing Input", 2002) over the
-operations alone: model, wrapping and world stay what the check chose, so that the account remains about that check. The
-fuzzer's own shrinking goes further, and may end on another model. Deleting any operation leaves a legal case.
+Over the operations alone: model, wrapping and world stay what the check chose, so that the account remains about that
+check. The fuzzer's own shrinking goes further, and may end on another model. Deleting any operation leaves a legal case.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from dataclasses import dataclass, replace
 from fsdp_testing.explanation.budget import Budget
 from fsdp_testing.judging.signature import signature_of
 from fsdp_testing.records import Case, Finding, Operation
+from fsdp_testing.shrinking.ddmin import BudgetSpent, Search
 
 Judge = Callable[[Case], Finding | None]
 """Runs a case and returns how it fails, or None if it does not (or nothing is known of it)."""
@@ -27,35 +27,36 @@ class Shortest:
 
 
 def shorten(finding: Finding, judge: Judge, budget: Budget) -> Shortest:
-    """Returns the finding on the shortest schedule that shows it.
+    """Return the finding on the shortest schedule that shows it.
 
     Args:
         finding: The failure as the check found it.
         judge: Runs a case.
         budget: Runs and time; when they are used up, the shortest so far is returned.
     """
-    wanted = signature_of(finding)
     best = finding
-    tried: set[str] = {finding.case.to_json()}
-    progress = True
-    while progress:
-        progress = False
-        for case in _shorter(best):
-            document = case.to_json()
-            if document in tried or not case.program:
-                continue
-            if not budget.spend():
-                return Shortest(best, complete=False)
-            tried.add(document)
-            found = judge(case)
-            if found is not None and signature_of(found) == wanted:
-                best, progress = found, True
-                break
-    return Shortest(best, complete=True)
+
+    def keeping(batch: list[Case]) -> list[Case]:
+        nonlocal best
+        if not budget.spend():
+            raise BudgetSpent
+        found = judge(batch[0])
+        if found is None or signature_of(found) != signature_of(finding):
+            return []
+        best = found
+        return batch
+
+    def search_all() -> None:
+        while search.take_first(_shorter(best)):
+            pass
+
+    search = Search(finding.case, keeping)
+    complete = search.run(search_all)
+    return Shortest(best, complete)
 
 
 def _shorter(finding: Finding) -> Iterator[Case]:
-    """Yields shorter programs, boldest first: nothing after the failure, then without halves, quarters, ... of it."""
+    """Yield shorter programs, boldest first: nothing after the failure, then without halves, quarters, ... of it."""
     case, program = finding.case, finding.case.program
     if finding.operation + 1 < len(program):
         yield replace(case, program=program[: max(finding.operation, 0) + 1])
@@ -67,7 +68,7 @@ def _shorter(finding: Finding) -> Iterator[Case]:
 
 
 def with_schedule(case: Case, known: Sequence[Operation]) -> Iterator[Case]:
-    """Yields `case` with only those of its operations that make up a known schedule, as far as it has them.
+    """Yield `case` with only those of its operations that make up a known schedule, as far as it has them.
 
     First with the very same operations, then with operations of the same kinds. Of several that fit the last are taken.
     """

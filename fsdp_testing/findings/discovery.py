@@ -10,8 +10,8 @@ from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.findings.known import Rule
 from fsdp_testing.findings.tags import tags, tokens
 from fsdp_testing.judging.signature import Signature
-from fsdp_testing.records import Case, FailureKind
-from fsdp_testing.records.document import check_format, load_json, to_json
+from fsdp_testing.records import Case, FailureKind, Overrun
+from fsdp_testing.records.document import check_format, decode, encode, load_json, to_json
 
 FINDING_FORMAT = "fsdp_testing/fuzz_finding"
 FINDING_VERSION = 1
@@ -35,6 +35,7 @@ class Discovery:
         confirmed: It fails in the same way alone in new processes.
         attempts: Cases run to shrink it.
         seconds: Time taken to shrink it.
+        overrun: The facts, where it is memory or communication beyond what would do.
     """
 
     implementation: str
@@ -46,6 +47,7 @@ class Discovery:
     confirmed: bool = True
     attempts: int = 0
     seconds: float = 0.0
+    overrun: Overrun | None = None
 
     @property
     def name(self) -> str:
@@ -92,6 +94,7 @@ class Discovery:
             "confirmed": self.confirmed,
             "attempts": self.attempts,
             "seconds": round(self.seconds, 3),
+            "overrun": encode(self.overrun),
         }
         cases = {"case": json.loads(self.case.to_json()), "original": json.loads(self.original.to_json())}
         return to_json({**data, **cases}, indent=1)
@@ -117,6 +120,7 @@ class Discovery:
                 confirmed=bool(data.get("confirmed", True)),
                 attempts=int(data.get("attempts", 0)),
                 seconds=float(data.get("seconds", 0.0)),
+                overrun=decode(Overrun, data["overrun"], f"{where}.overrun") if data.get("overrun") else None,
             )
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, InvalidRecord):

@@ -16,7 +16,7 @@ from typing import Any
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.findings.tags import tags, tokens
 from fsdp_testing.judging.signature import Signature
-from fsdp_testing.records import ENDS_RANKS, Case, FailureKind
+from fsdp_testing.records import ENDS_RANKS, RAISES, Case, FailureKind
 from fsdp_testing.records.document import check_format, decode, encode, load_json, to_json
 
 KNOWN_FORMAT = "fsdp_testing/known_failures"
@@ -45,8 +45,8 @@ class Rule:
         name: Unique in its file.
         reason: What goes wrong, in one sentence.
         link: Where it is reported or documented.
-        signatures: What it looks like, in each way that it was seen: kind, beginning of the quantity, operation; what
-            is not given may be anything.
+        signatures: What it looks like, in each way that it was seen: kind, quantity (of an exception its beginning),
+            operation; what is not given may be anything.
         operations: Tokens that occur in this order (others may lie between them); empty matches any program. A token
             may end in `*`; `begin` stands before the first operation.
         unless: Tokens that may not lie between them.
@@ -91,9 +91,10 @@ class Rule:
 
 def _looks_like(known: Sequence[str], signature: Signature) -> bool:
     kind, quantity, operation = (*known, "", "")[:3]
+    same = signature.quantity == quantity or (signature.kind in RAISES and signature.quantity.startswith(quantity))
     return (
         signature.kind == FailureKind(kind)
-        and signature.quantity.startswith(quantity)
+        and (same or not quantity)
         and (not operation or signature.operation == operation)
     )
 

@@ -1,54 +1,113 @@
 """How does a finding become a script that anyone can run, with torch and the implementation and nothing of ours?
 
 The script builds the model, runs the program on the ranks with the implementation and in one process without it, and
-says where the two part. It is written for the implementations whose way of wrapping is known here, and only for what
-can be told that way: `script_for` returns None for the rest. Values of parameters and inputs are not those of the case,
-so a script is run before anyone is told that it reproduces.
+says where the two part. What scripts have in common is the text of the modules of `script_parts`, which are linted and
+tested as they stand; only the model, the wrapping and the program are written for a case. `script_for` returns None for
+what cannot be shown that way. Values of parameters and inputs are not those of the case, so a script is run before
+anyone says that it reproduces.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+from types import ModuleType
 
 from fsdp_testing.findings.discovery import Discovery
-from fsdp_testing.findings.script_cost import Cost, cost_of
-from fsdp_testing.findings.script_families import FAMILIES
-from fsdp_testing.findings.script_template import TEMPLATE
-from fsdp_testing.findings.source import model_source
+from fsdp_testing.findings.measurement import Measurement, measurement_of
+from fsdp_testing.findings.model_source import model_source
+from fsdp_testing.findings.script_parts import side_by_side, wire
+from fsdp_testing.findings.wrapping_source import FAMILIES
 from fsdp_testing.records import Case, plan
 from fsdp_testing.records.schedule import builds_late
 
+_MODEL_IMPORTS = (
+    "from dataclasses import dataclass",
+    "from typing import NamedTuple",
+    "from torch.nn import functional as F",
+)
+
 
 def script_for(found: Discovery) -> str | None:
-    """Returns the script for a finding, or None if it cannot be told with torch alone."""
+    """Return the script for a finding, or None if it cannot be shown with torch alone."""
     case = found.case
     family = FAMILIES.get(found.implementation)
     if family is None or case.model.tree is None or case.wrapping.policy is not None or case.wrapping.ignored:
         return None
-    cost = cost_of(found)
-    if cost is None or not _can_be_written(case):
+    measurement = measurement_of(found)
+    if measurement is None or not _can_be_written(case):
         return None
-    imports, wrap, access = family(case)
-    if "def full_parameters" not in access and any("summon_writeback" in o.required() for o in case.program):
+    if not family.edits and any("summon_writeback" in operation.required() for operation in case.program):
         return None
+    imports, wrap = family.wrap(case)
+    parts = [_text(side_by_side), _text(family.part)]
+    if measurement.watches_wire:
+        imported, body = _text(wire)
+        parts.append((imported, f"{body}\n\n\nWIRE.watch()"))
+    imports = sorted({*imports, *_MODEL_IMPORTS, *(line for part in parts for line in part[0])})
+    own = [model_source(case.model.tree), _function("wrap(model)", wrap), *_program_functions(case, measurement)]
+    shared = [body for _, body in parts]
+    return "\n\n\n".join([_introduction(found), "\n".join(imports), *own, *shared, _task(case)]) + "\n"
+
+
+def _text(part: ModuleType) -> tuple[list[str], str]:
+    """The imports of a module, and what is left of its text without them and what it says of itself."""
+    source = inspect.getsource(part)
+    lines = source.splitlines()
+    imports: list[str] = []
+    for node in reversed(ast.parse(source).body):
+        is_import = isinstance(node, (ast.Import, ast.ImportFrom))
+        if not is_import and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+            continue
+        text = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+        del lines[node.lineno - 1 : node.end_lineno]
+        if is_import and "fsdp_testing" not in text and "__future__" not in text:
+            imports.append(text)
+    return imports, "\n".join(lines).strip()
+
+
+def _introduction(found: Discovery) -> str:
+    case = found.case
+    return f'''"""{_sentence(found)}
+
+Runs on {case.world.size} ranks (gloo, CPU) and in one process; exits with 1 where the two part, with 0 where they agree.
+Uses torch and the implementation alone. Written by fsdp-testing from case {case.identity}.
+"""
+
+from __future__ import annotations'''
+
+
+def _function(head: str, lines: list[str]) -> str:
+    return "\n".join([f"def {head}:", *(f"    {line}" for line in lines)])
+
+
+def _program_functions(case: Case, measurement: Measurement) -> list[str]:
     arguments = ", ".join(f"{key}={value!r}" for key, value in case.optimizer.arguments.items())
     kind = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}[case.optimizer.name]
-    return TEMPLATE.substitute(
-        sentence=_sentence(found),
-        identity=case.identity,
-        size=case.world.size,
-        imports=imports,
-        dtype=case.model.dtype,
-        model=model_source(case.model.tree),
-        wrap=wrap,
-        width=case.model.tree["width"],
-        early=not builds_late(case),
-        optimizer=f"{kind}(self.model.parameters(), {arguments})",
-        access=f"{access}\n\n\n{cost.source}" if cost.source else access,
-        program=_program(case, cost),
-        tolerance=_tolerance(case),
-        gradients=not any(planned.pending for planned in list(plan(case))[-1:]),
-    )
+    return [
+        _function("make_optimizer(parameters)", [f"return torch.optim.{kind}(parameters, {arguments})"]),
+        _function("program(one)", [*_program(case, measurement), 'yield "the end", []']),
+    ]
+
+
+def _task(case: Case) -> str:
+    fields = {
+        "size": case.world.size,
+        "width": case.model.tree["width"],
+        "dtype": f"torch.{case.model.dtype}",
+        "build": "build",
+        "wrap": "wrap",
+        "access": "Access",
+        "optimizer": "make_optimizer",
+        "optimizer_first": not builds_late(case),
+        "program": "program",
+        "tolerance": _tolerance(case),
+        "gradients": not any(planned.pending for planned in list(plan(case))[-1:]),
+    }
+    arguments = [f"    {name}={value}," for name, value in fields.items()]
+    main = 'if __name__ == "__main__":\n    sys.exit(main(TASK))'
+    return "\n".join(["TASK = Task(", *arguments, ")", "", main])
 
 
 def _can_be_written(case: Case) -> bool:
@@ -68,13 +127,14 @@ def _tolerance(case: Case) -> str:
     return "1e-9" if case.model.dtype == "float64" else "1e-4"
 
 
-def _program(case: Case, cost: Cost) -> str:
-    lines: list[str] = [*cost.before, *cost.after] if cost.operation == -1 else []
+def _program(case: Case, measurement: Measurement) -> list[str]:
+    around = measurement
+    lines: list[str] = [*around.before, *around.after] if around.operation == -1 else []
     for planned in plan(case):
         operation = planned.operation
-        measured = planned.index == cost.operation
-        lines += cost.before if measured else ()
+        measured = planned.index == around.operation
+        lines += around.before if measured else ()
         if not planned.void:
             lines += operation.script_lines(f"{planned.index} {operation.kind}") or ()
-        lines += cost.after if measured else ()
-    return "\n".join(f"    {line}" for line in lines)
+        lines += around.after if measured else ()
+    return lines

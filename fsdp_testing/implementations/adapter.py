@@ -82,6 +82,8 @@ class TorchStyle:
             that the oracle does too.
         widest_dtype: Dtype in which the engine keeps what it trains, if that is narrower than float64: models of wider
             ones are built in this one, and bounds are those of this one.
+        built_on: Name of the implementation that this one is a variant of, whose defects it shares; its own name where
+            nothing is given. `dataclasses.replace` of another adapter keeps it.
     """
 
     name: str
@@ -117,6 +119,12 @@ class TorchStyle:
     zero_grad: Callable[[Model, Any, bool], None] | None = None
     step_clears_gradients: bool = False
     widest_dtype: str = "float64"
+    built_on: str = ""
+
+    def __post_init__(self) -> None:
+        """Note the own name, so that a variant keeps it."""
+        if not self.built_on:
+            object.__setattr__(self, "built_on", self.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +177,7 @@ class Adapter:
     zero_grad: Callable[[Model, Any, bool], None]
     step_clears_gradients: bool = False
     widest_dtype: str = "float64"
+    built_on: str = ""
     reference: str = ""
 
     @classmethod
@@ -181,11 +190,12 @@ class Adapter:
         if isinstance(implementation, cls):
             return implementation
         _require(implementation)
+        given_name: str = getattr(implementation, "name")  # noqa: B009 - `implementation` is foreign, checked by _require
         given = {f.name: method for f in fields(cls) if callable(method := getattr(implementation, f.name, None))}
         filled = defaults.methods(implementation, given)
         locally = "local_pieces" in given or "full_parameters" not in given
         return cls(
-            name=getattr(implementation, "name"),  # noqa: B009 - `implementation` is foreign, checked by _require
+            name=given_name,
             capabilities=frozenset(getattr(implementation, "capabilities")),  # noqa: B009 - as above
             source=str(getattr(implementation, "source", "")),
             observes_locally=locally,
@@ -193,6 +203,7 @@ class Adapter:
             missing=frozenset(filled) - frozenset(given),
             step_clears_gradients=bool(getattr(implementation, "step_clears_gradients", False)),
             widest_dtype=_dtype(implementation),
+            built_on=str(getattr(implementation, "built_on", "")) or given_name,
             **(filled | given | {"wrap": defaults.checkpointing_outside(given["wrap"])}),
         )
 

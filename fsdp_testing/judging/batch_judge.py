@@ -21,7 +21,7 @@ from fsdp_testing.programs import oracle
 from fsdp_testing.programs.fitting import fitted
 from fsdp_testing.programs.replay import Replay
 from fsdp_testing.programs.setup import division_of
-from fsdp_testing.records import Case, CaseRecord, FailureKind, Overrun, RankObservation, Verdict
+from fsdp_testing.records import RAISES, Case, CaseRecord, FailureKind, Overrun, RankObservation, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +77,12 @@ def note_of(judgement: Judgement) -> CaseNote:
         status = "passed" if judgement.verdict is Verdict.PASS else status
         return CaseNote(0, status, judgement.reason, judgement.tally.comparisons, judgement.fast)
     if judgement.refused:
-        return CaseNote(0, "unsupported", f"{found.quantity}: {found.message}")
+        return CaseNote(0, "unsupported", f"{found.quantity}: {found.message[:200]}")
     only_model = found.kind == FailureKind.LEAKED and found.sort == "model"
     return CaseNote(
         0,
         "leaked" if only_model else "suspect",
-        found.statement,
+        f"{found.quantity}: {found.message[:300]}" if found.kind in RAISES else found.statement,
         judgement.tally.comparisons,
         signature=signature_of(found),
         overrun=found.overrun,

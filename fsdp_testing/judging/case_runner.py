@@ -18,6 +18,7 @@ from fsdp_testing.checkers.divergence import Tally
 from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.errors import PoolBroken
 from fsdp_testing.implementations import registry
+from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.judging.judge import Judgement, Review, judge
 from fsdp_testing.judging.numbers import Numbers, compare_numbers
 from fsdp_testing.pool import Pool, WorldOutcome, default_pool
@@ -89,7 +90,7 @@ class JudgedCase:
 class _Question:
     """One case on one implementation, and how it is judged."""
 
-    name: str
+    adapter: Adapter
     case: Case
     comparison: Comparison
     mode: RunMode
@@ -124,14 +125,14 @@ class CaseRunner:
 
     def judge(
         self,
-        name: str,
+        implementation: Adapter | str,
         case: Case,
         comparison: Comparison = FREE,
         *,
         closely: bool = False,
         mode: RunMode = ORDINARY,
     ) -> JudgedCase:
-        """Run `case` through implementation `name` and judge it.
+        """Run `case` through an implementation (its adapter, or where a name enters the name) and judge it.
 
         A divergence is run again with an observation after every operation, so that the first operation is named and
         not the next marked point (`closely` does that from the beginning). A death or a hang must repeat: the machine
@@ -139,9 +140,9 @@ class CaseRunner:
         """
         start = time.perf_counter()
         closely = closely or comparison.lockstep
-        adapter = registry.adapter_of(name)
+        adapter = registry.adapter_of(implementation)
         case = fitted(case, adapter)
-        asked = _Question(name, case, as_observed(comparison, adapter), mode)
+        asked = _Question(adapter, case, as_observed(comparison, adapter), mode)
         try:
             found, ranks = self._attempt(asked, observe_all=closely)
             if found.finding is not None and found.finding.kind in LOCATABLE and not closely:
@@ -155,18 +156,22 @@ class CaseRunner:
         return JudgedCase(_outcome(case, found, start), found.finding, ranks)
 
     def on_ranks(self, function: Callable[..., Any], *args: Any, size: int) -> list[Any]:
-        """Calls `function(*args)` on a world of the runner's pool; raises `WorldFailed` unless every rank returned."""
+        """Call `function(*args)` on a world of the runner's pool; raise `WorldFailed` unless every rank returned."""
         outcome = self._execute(WorldSpec(size), function, args, function.__name__)
         raise_unless_ok(outcome)
         return outcome.values
 
-    def observe(self, name: str, case: Case, *, observe_all: bool = False) -> tuple[RankObservation, ...]:
-        """Runs `case` and returns what each rank reports.
+    def observe(
+        self, implementation: Adapter | str, case: Case, *, observe_all: bool = False
+    ) -> tuple[RankObservation, ...]:
+        """Run `case` and return what each rank reports.
 
         Raises:
             PoolBroken: The world did not survive; the message is the account of every rank.
         """
-        outcome = self._execute(case.world, jobs.run_case, (name, case, observe_all), f"{name} {case.identity}")
+        adapter = registry.adapter_of(implementation)
+        name = f"{adapter.reference} {case.identity}"
+        outcome = self._execute(case.world, jobs.run_case, (adapter, case, observe_all), name)
         found = _observations(outcome)
         if len(found) != case.world.size:
             raise PoolBroken(outcome.describe())
@@ -174,11 +179,12 @@ class CaseRunner:
 
     def _attempt(self, asked: _Question, *, observe_all: bool) -> Answer:
         case, mode = asked.case, asked.mode
-        arguments = (asked.name, case, observe_all, *mode.arguments)
-        key = (asked.name, case.identity, mode.job, observe_all)
+        name = asked.adapter.reference
+        arguments = (asked.adapter, case, observe_all, *mode.arguments)
+        key = (name, case.identity, mode.job, observe_all)
         outcome = self._kept.get(key) if mode.kept else None
         if outcome is None:
-            outcome = self._execute(case.world, mode.job, arguments, f"{asked.name} {case.identity}")
+            outcome = self._execute(case.world, mode.job, arguments, f"{name} {case.identity}")
         if mode.kept and outcome.ok:
             self._kept[key] = outcome
             self._kept.popitem(last=False) if len(self._kept) > _KEPT else None
@@ -216,7 +222,7 @@ class CaseRunner:
         if mode.expect is not None:
             return self._ask_oracle(mode.expect, (case, observe_all, *mode.expect_arguments), case)
         if asked.comparison.lockstep:
-            return self._ask_oracle(jobs.expect_lockstep, (case, asked.name, gathered_state.states(ranks)), case)
+            return self._ask_oracle(jobs.expect_lockstep, (case, asked.adapter, gathered_state.states(ranks)), case)
         return self._free_expectation(case, observe_all=observe_all)
 
     def _free_expectation(self, case: Case, *, observe_all: bool) -> Expectation:

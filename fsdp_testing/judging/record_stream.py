@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from fsdp_testing.pool.channel import loads
+from fsdp_testing.pool.channel import loads, reduce_tensor
 from fsdp_testing.records import (
     BufferObservation,
     CaseRecord,
@@ -31,19 +31,6 @@ from fsdp_testing.records import (
 )
 
 _HEADER = struct.Struct("<Q")
-
-
-def rebuild(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Makes a tensor from the bytes that `append` wrote."""
-    if not data:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
-
-
-def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
-    plain = tensor.detach()
-    data = plain.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-    return rebuild, (data, plain.dtype, tuple(plain.shape))
 
 
 def _by_position(cls: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
@@ -69,7 +56,7 @@ class _Pickler(pickle.Pickler):
 
     dispatch_table = {
         **copyreg.dispatch_table,
-        torch.Tensor: _reduce_tensor,
+        torch.Tensor: reduce_tensor,
         **{cls: _by_position(cls) for cls in _RECORDS},
     }
 

@@ -53,7 +53,8 @@ def signature_of(finding: Finding) -> Signature:
     kind, sort = finding.kind, finding.sort or finding.quantity
     operation = operation_kind(finding.case, finding.operation)
     if kind in RAISES:
-        return Signature(kind, f"{sort}: {_without_particulars(finding.message)}", operation)
+        line = next(iter(finding.message.splitlines()), "")
+        return Signature(kind, f"{sort}: {_without_particulars(line)}", operation)
     if kind in LOSES_RANKS:
         return Signature(kind, finding.message)
     if kind == FailureKind.LEAKED:

@@ -78,7 +78,7 @@ def hunt(
     """
     worlds = pool or default_pool()
     started = time.monotonic()
-    known = joined([shipped_known(PATHS[exhibit.path]), _NO_LEAKS])
+    known = joined([shipped_known(registry.adapter_of(exhibit.target).built_on), _NO_LEAKS])
     run, text = 0, ""
     own: list[Discovery] = []
     with tempfile.TemporaryDirectory(prefix="fsdp-hunt-") as folder:

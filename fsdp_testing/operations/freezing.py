@@ -21,6 +21,7 @@ class Freeze(Operation):
 
     kind: ClassVar[str] = "freeze"
     needs: ClassVar[frozenset[str]] = frozenset({"frozen_parameters", "thawed_parameters"})
+    passes: ClassVar[int | None] = 0
     drawn_with: ClassVar[tuple[str, ...]] = ("op.freeze",)
     waits_for_reduction: ClassVar[bool] = True
     flag: ClassVar[bool] = False
@@ -39,9 +40,6 @@ class Freeze(Operation):
 
     def simpler(self) -> Iterator[Operation]:
         yield replace(self, patterns=("*",))
-
-    def most_passes(self, uses: int, *, frees_early: bool) -> int | None:
-        return 0
 
     def script_lines(self, name: str) -> list[str] | None:
         return [f"for p in matching(one.named(), {self.patterns!r}):", f"    p.requires_grad_({self.flag})"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from fsdp_testing.operations import user_code
 from fsdp_testing.operations.batch import Batch
 from fsdp_testing.operations.micro_batches import Forward, ForwardBackward, ForwardPass, TrainingPass
-from fsdp_testing.operations.operation import ROOT, Operation, matching
+from fsdp_testing.operations.operation import Operation, matching
 
 if TYPE_CHECKING:
     from fsdp_testing.programs.execute import RankProgram, Values
@@ -26,6 +26,7 @@ class EditFullParameters(Operation):
 
     kind: ClassVar[str] = "edit_full_parameters"
     needs: ClassVar[frozenset[str]] = frozenset({"summon_writeback"})
+    passes: ClassVar[int | None] = 1
     drawn_with: ClassVar[tuple[str, ...]] = ("op.edit",)
     waits_for_reduction: ClassVar[bool] = True
     writes_parameters: ClassVar[bool] = True
@@ -47,9 +48,6 @@ class EditFullParameters(Operation):
 
     def simpler(self) -> Iterator[Operation]:
         yield replace(self, patterns=("*",))
-
-    def most_passes(self, uses: int, *, frees_early: bool) -> int | None:
-        return 1
 
     def token(self) -> str:
         return self.kind if self.writeback else f"{self.kind}[read_only]"
@@ -75,6 +73,7 @@ class ReplaceParameters(Operation):
 
     kind: ClassVar[str] = "replace_parameters"
     needs: ClassVar[frozenset[str]] = frozenset({"summon_writeback", "parameter_replacement"})
+    passes: ClassVar[int | None] = 1
     drawn_with: ClassVar[tuple[str, ...]] = ("op.replace",)
     waits_for_reduction: ClassVar[bool] = True
     writes_parameters: ClassVar[bool] = True
@@ -93,12 +92,6 @@ class ReplaceParameters(Operation):
         yield EditFullParameters(self.patterns, self.factor)
         for name in self.patterns if len(self.patterns) > 1 else ():
             yield replace(self, patterns=(name,))
-
-    def most_passes(self, uses: int, *, frees_early: bool) -> int | None:
-        return 1
-
-    def script_lines(self, name: str) -> list[str] | None:
-        return None
 
     def run(self, program: RankProgram) -> None:
         with program.adapter.full_parameters(program.model, writeback=True) as full:
@@ -153,10 +146,7 @@ class UnshardFirst(TrainingPass):
     def may_stay_unsharded(self, before: frozenset[str], *, frees_early: bool, backward: bool) -> frozenset[str] | None:
         if backward:
             return frozenset()
-        return before | ROOT | frozenset(self.units) if frees_early else None
-
-    def script_lines(self, name: str) -> list[str] | None:
-        return None
+        return before | {"", *self.units} if frees_early else None
 
     def run(self, program: RankProgram) -> Values:
         for unit in self.units:
@@ -205,9 +195,6 @@ class AssignData(ForwardPass):
     def simpler(self) -> Iterator[Operation]:
         yield AssignData(("*",), self.factor, self.batch.plain())
         yield replace(self, patterns=("*",))
-
-    def script_lines(self, name: str) -> list[str] | None:
-        return None
 
     def run(self, program: RankProgram) -> Values:
         import torch

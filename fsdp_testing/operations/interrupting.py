@@ -39,6 +39,7 @@ class Interrupt(Operation):
 
     kind: ClassVar[str] = "interrupt"
     needs: ClassVar[frozenset[str]] = frozenset({"exception_recovery"})
+    passes: ClassVar[int | None] = None
     drawn_with: ClassVar[tuple[str, ...]] = ("op.interrupt",)
     waits_for_reduction: ClassVar[bool] = True
     batch: Batch
@@ -72,18 +73,12 @@ class Interrupt(Operation):
         yield replace(self, place=0)
         yield replace(self, backward=False)
 
-    def most_passes(self, uses: int, *, frees_early: bool) -> int | None:
-        return None
-
     def may_stay_unsharded(self, before: frozenset[str], *, frees_early: bool, backward: bool) -> frozenset[str] | None:
         return None  # what is open when the user's code raises is given back when it next runs
 
     def token(self) -> str:
         where = "" if self.where == "step" else f",{self.where}"
         return f"{self.kind}[{'backward' if self.backward else 'forward'}{where}]"
-
-    def script_lines(self, name: str) -> list[str] | None:
-        return None
 
     def run(self, program: RankProgram) -> None:
         with suppress(Interruption):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.operations.batch import Batch
-from fsdp_testing.operations.operation import ROOT, Operation
+from fsdp_testing.operations.operation import Operation
 
 if TYPE_CHECKING:
     from fsdp_testing.programs.execute import RankProgram, Values
@@ -25,14 +25,15 @@ class ForwardPass(Operation):
     """An operation that runs one forward of each of its micro-batches."""
 
     __slots__ = ()
+    passes: ClassVar[int | None] = 0
 
     def most_passes(self, uses: int, *, frees_early: bool) -> int | None:
         # What runs several times may be freed and gathered again each time, in forward and in backward.
         return uses * len(self.batches())
 
     def may_stay_unsharded(self, before: frozenset[str], *, frees_early: bool, backward: bool) -> frozenset[str] | None:
-        # The root ends forward last and begins backward first: it may stay, with every strategy.
-        return before | ROOT if frees_early else None
+        # The root (its name is empty) ends forward last and begins backward first: it may stay, with every strategy.
+        return before | {""} if frees_early else None
 
 
 class TrainingPass(ForwardPass):
@@ -136,6 +137,7 @@ class Forward(ForwardPass):
     kind: ClassVar[str] = "forward"
     needs: ClassVar[frozenset[str]] = frozenset({"forward_only"})
     drawn_with: ClassVar[tuple[str, ...]] = ("op.forward", "op.eval", "op.no_grad", "op.inference")
+    share: ClassVar[int] = 2
     batch: Batch
     mode: str = "train"
 
@@ -151,10 +153,6 @@ class Forward(ForwardPass):
     def required(self) -> frozenset[str]:
         inference = {"inference_mode"} if self.mode == "inference" else frozenset()
         return Forward.needs | self.batch.required() | inference
-
-    @classmethod
-    def weight(cls, swarm: Swarm) -> int:
-        return 2 * any(feature in swarm for feature in cls.drawn_with)
 
     @classmethod
     def draw(cls, drawer: OperationDrawer) -> Forward:
@@ -235,9 +233,6 @@ class SeveralForwards(TrainingPass):
     def most_passes(self, uses: int, *, frees_early: bool) -> int | None:
         # The first backward frees what the next one needs, with every strategy.
         return uses * len(self.micro_batches) * 2
-
-    def script_lines(self, name: str) -> list[str] | None:
-        return None
 
     def _backwards(self) -> list[int]:
         places = list(range(len(self.micro_batches)))

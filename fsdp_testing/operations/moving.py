@@ -24,6 +24,7 @@ class Move(Operation):
     """
 
     kind: ClassVar[str] = "move"
+    passes: ClassVar[int | None] = None
     drawn_with: ClassVar[tuple[str, ...]] = ("op.move",)
     waits_for_reduction: ClassVar[bool] = True
     dtype: str | None = None
@@ -40,9 +41,6 @@ class Move(Operation):
 
     def simpler(self) -> Iterator[Operation]:
         return iter(())
-
-    def most_passes(self, uses: int, *, frees_early: bool) -> int | None:
-        return None
 
     def token(self) -> str:
         return f"{self.kind}[{self.dtype}]" if self.dtype else self.kind

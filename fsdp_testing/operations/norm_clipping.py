@@ -12,7 +12,6 @@ from fsdp_testing.operations.operation import Operation
 if TYPE_CHECKING:
     from fsdp_testing.programs.execute import RankProgram, Values
     from fsdp_testing.programs.replay import Replay, Results
-    from fsdp_testing.strategies.features import Swarm
     from fsdp_testing.strategies.normal_form import ProgramContext
     from fsdp_testing.strategies.operation_drawer import OperationDrawer
 
@@ -25,14 +24,12 @@ class Clip(Operation):
 
     kind: ClassVar[str] = "clip"
     needs: ClassVar[frozenset[str]] = frozenset({"clip_grad_norm"})
+    passes: ClassVar[int | None] = None
     drawn_with: ClassVar[tuple[str, ...]] = ("op.clip",)
+    share: ClassVar[int] = 2
     waits_for_reduction: ClassVar[bool] = True
     max_norm: float
     norm_type: float = 2.0
-
-    @classmethod
-    def weight(cls, swarm: Swarm) -> int:
-        return 2 if "op.clip" in swarm else 0
 
     @classmethod
     def draw(cls, drawer: OperationDrawer) -> Clip:
@@ -44,9 +41,6 @@ class Clip(Operation):
 
     def simpler(self) -> Iterator[Operation]:
         yield Clip(0.5, 2.0)
-
-    def most_passes(self, uses: int, *, frees_early: bool) -> int | None:
-        return None
 
     def token(self) -> str:
         return f"{self.kind}[inf]" if math.isinf(self.norm_type) else self.kind

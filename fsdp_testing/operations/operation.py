@@ -27,10 +27,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-ROOT = frozenset({""})
-"""The root unit, by its FQN."""
-
-FACETS = ("draw", "weight", "simpler", "most_passes", "script_lines", "run", "replay")
+FACETS = ("draw", "weight", "simpler", "passes", "run", "replay")
 """What every operation says for itself: for these there is no answer that is right for an operation that is silent."""
 
 
@@ -42,6 +39,8 @@ class Operation:
         kind: Its tag in documents and reports.
         needs: Capabilities an implementation must claim for this operation, whatever its fields.
         drawn_with: Features of a drawn case of which one must be on for the operation to be drawn.
+        share: Its chances in one draw then.
+        passes: How often it gathers each unit, beside forwards and backwards; None if that is not known.
         waits_for_reduction: It has no meaning while gradients of a `no_sync` micro-batch await reduction.
         needs_optimizer: It has no meaning before the optimizer is built.
         builds_optimizer: It builds the optimizer, which is then not built right after wrapping.
@@ -55,6 +54,8 @@ class Operation:
     kind: ClassVar[str] = "operation"
     needs: ClassVar[frozenset[str]] = frozenset()
     drawn_with: ClassVar[tuple[str, ...]] = ()
+    share: ClassVar[int] = 1
+    passes: ClassVar[int | None] = None
     waits_for_reduction: ClassVar[bool] = False
     needs_optimizer: ClassVar[bool] = False
     builds_optimizer: ClassVar[bool] = False
@@ -98,8 +99,8 @@ class Operation:
 
     @classmethod
     def weight(cls, swarm: Swarm) -> int:
-        """Return how many of the chances of one draw fall to it: one, if one of its features is on."""
-        return int(any(feature in swarm for feature in cls.drawn_with))
+        """Return how many of the chances of one draw fall to it."""
+        return cls.share if any(feature in swarm for feature in cls.drawn_with) else 0
 
     @classmethod
     def draw(cls, drawer: OperationDrawer) -> Self:
@@ -121,16 +122,13 @@ class Operation:
     # ------------------------------------------------------------------------------------------- memory and wire
 
     def most_passes(self, uses: int, *, frees_early: bool) -> int | None:
-        """Return how often each unit may be gathered.
+        """Return how often each unit may be gathered; None if nothing is known of its communication.
 
         Args:
             uses: How often one forward may run a part of the model.
             frees_early: The strategy frees parameters after forward.
-
-        Returns:
-            0 if it communicates nothing; None if nothing is known of its communication.
         """
-        raise NotImplementedError
+        return self.passes
 
     def most_reductions(self, uses: int) -> int:
         """Return how often the gradients of each unit may be reduced, where `most_passes` gives a number."""
@@ -178,10 +176,10 @@ class Operation:
             name: What it is called in the script's report.
 
         Returns:
-            Source without indentation; None if a plain script cannot do it. `one` has the methods of the script's own
+            Source without indentation; None, as here, if a plain script cannot do it. `one` has the methods of the script's own
             `OneProcess` and `Ranks`; a line that gives numbers yields `(name, [tensors])`.
         """
-        raise NotImplementedError
+        return None
 
     # ------------------------------------------------------------------------------------------- what it does
 
@@ -204,9 +202,7 @@ class Silent(Operation):
     """An operation that communicates nothing, and that nothing could be left out of."""
 
     __slots__ = ()
-
-    def most_passes(self, uses: int, *, frees_early: bool) -> int | None:
-        return 0
+    passes: ClassVar[int | None] = 0
 
     def simpler(self) -> Iterator[Operation]:
         return iter(())
@@ -214,16 +210,11 @@ class Silent(Operation):
 
 def missing_facets(operation: type[Operation]) -> list[str]:
     """Return the facets that `operation` leaves unsaid."""
-    required = [item for item in dataclasses.fields(operation) if item.default is dataclasses.MISSING]
-    unsaid = {"draw"} if required else set()
-    unsaid |= set() if operation.drawn_with else {"weight"}
-    unsaid |= set(FACETS) - {"draw", "weight"}
-    return [facet for facet in FACETS if facet in unsaid and _is_default(operation, facet)]
-
-
-def _is_default(operation: type[Operation], facet: str) -> bool:
-    said, default = getattr(operation, facet), getattr(Operation, facet)
-    return bool(getattr(said, "__func__", said) is getattr(default, "__func__", default))
+    # What can be made without arguments is drawn so, and what has features of its own is drawn with those.
+    said = {"weight"} if operation.drawn_with else set()
+    said |= set() if any(item.default is dataclasses.MISSING for item in dataclasses.fields(operation)) else {"draw"}
+    said |= {name for cls in operation.__mro__[: operation.__mro__.index(Operation)] for name in vars(cls)}
+    return [facet for facet in FACETS if facet not in said]
 
 
 def matching(named: Iterable[tuple[str, T]], patterns: Iterable[str]) -> list[tuple[str, T]]:

@@ -25,12 +25,9 @@ class ZeroGrad(Silent):
 
     kind: ClassVar[str] = "zero_grad"
     drawn_with: ClassVar[tuple[str, ...]] = ("op.zero_grad", "op.zero_grad_zeros")
+    share: ClassVar[int] = 2
     waits_for_reduction: ClassVar[bool] = True
     set_to_none: bool = True
-
-    @classmethod
-    def weight(cls, swarm: Swarm) -> int:
-        return 2 * any(feature in swarm for feature in cls.drawn_with)
 
     @classmethod
     def draw(cls, drawer: OperationDrawer) -> ZeroGrad:
@@ -102,15 +99,13 @@ class BuildOptimizer(Operation):
 
     kind: ClassVar[str] = "build_optimizer"
     needs: ClassVar[frozenset[str]] = frozenset({"late_optimizer"})
+    passes: ClassVar[int | None] = None
     drawn_with: ClassVar[tuple[str, ...]] = ("op.late_optimizer",)
     waits_for_reduction: ClassVar[bool] = True
     builds_optimizer: ClassVar[bool] = True
 
     def simpler(self) -> Iterator[Operation]:
         return iter(())
-
-    def most_passes(self, uses: int, *, frees_early: bool) -> int | None:
-        return None
 
     def script_lines(self, name: str) -> list[str] | None:
         return ["one.optimizer = one.make_optimizer()"]

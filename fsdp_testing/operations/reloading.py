@@ -34,6 +34,7 @@ class Reload(Operation):
     """
 
     kind: ClassVar[str] = "reload"
+    passes: ClassVar[int | None] = None
     drawn_with: ClassVar[tuple[str, ...]] = ("op.reload", "op.reload_sharded")
     waits_for_reduction: ClassVar[bool] = True
     renews_model: ClassVar[bool] = True
@@ -88,9 +89,6 @@ class Reload(Operation):
         yield replace(self, units=None)
         yield replace(self, optimizer=False)
         yield replace(self, form="full")
-
-    def most_passes(self, uses: int, *, frees_early: bool) -> int | None:
-        return None
 
     def may_stay_unsharded(self, before: frozenset[str], *, frees_early: bool, backward: bool) -> frozenset[str] | None:
         return frozenset()  # a new model, of which nothing has run

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdp_testing.pool.rank_outcome import CollectiveRecord, ErrorRecord, RankOutcome, rank_names
+from fsdp_testing.pool.rank_outcome import CollectiveRecord, ErrorRecord, Fate, RankOutcome, rank_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,54 +39,25 @@ class Unfinished:
 
 
 @dataclass(frozen=True, slots=True)
-class _Leading(Cause):
-    """Some ranks ended badly; `unfinished` are the others that had not ended by then."""
+class EndedBadly(Cause):
+    """`ranks` died, raised or returned a failure alike, and `first` of them first.
+
+    `everyone` when all of several raised; `unfinished` are the others that had not ended by then.
+    """
 
     ranks: tuple[int, ...]
-    unfinished: Unfinished | None
+    first: RankOutcome
+    unfinished: Unfinished | None = None
+    everyone: bool = False
 
     def sentence(self) -> str:
-        lead = f"{rank_names(self.ranks)} {self._ending()}"
+        how = "failed" if self.first.fate is Fate.RETURNED else self.first.ending()
+        lead = f"{'every rank' if self.everyone else rank_names(self.ranks)} {how}"
         return lead if self.unfinished is None else f"{lead}; {self.unfinished.clause()}"
 
     def clause_of(self, ranks: Sequence[int]) -> str:
-        known = self.unfinished is not None and set(self.unfinished.ranks) == set(ranks)
-        return self.unfinished.clause() if self.unfinished is not None and known else ""
-
-    def _ending(self) -> str:
-        raise NotImplementedError
-
-
-@dataclass(frozen=True, slots=True)
-class Died(_Leading):
-    """`ranks` ended alike, without a report, and `first` of them first."""
-
-    first: RankOutcome
-
-    def _ending(self) -> str:
-        return self.first.ending()
-
-
-@dataclass(frozen=True, slots=True)
-class Raised(_Leading):
-    """`ranks` raised the same exception, and one of them raised first; `everyone` when that is all of several."""
-
-    error: ErrorRecord | None
-    everyone: bool
-
-    def sentence(self) -> str:
-        return f"every rank {self._ending()}" if self.everyone else _Leading.sentence(self)
-
-    def _ending(self) -> str:
-        return f"raised {self.error.headline() if self.error is not None else 'an exception'}"
-
-
-@dataclass(frozen=True, slots=True)
-class Failed(_Leading):
-    """`ranks` returned results that they had marked as failed."""
-
-    def _ending(self) -> str:
-        return "failed"
+        others = self.unfinished
+        return others.clause() if others is not None and set(others.ranks) == set(ranks) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,25 +89,22 @@ class GaveUp(Cause):
 
 @dataclass(frozen=True, slots=True)
 class Diverged(Cause):
-    """Ranks issued different collectives at place `number` of a group, and nobody refused: all wrote at one moment."""
+    """Ranks issued different collectives on a group, and nobody refused: all wrote at one moment.
+
+    `number` is the first place where they differ, with the record of each rank there; 0 when it is no longer recorded.
+    """
 
     group: str
-    number: int
-    records: tuple[tuple[int, CollectiveRecord], ...]
+    number: int = 0
+    records: tuple[tuple[int, CollectiveRecord], ...] = ()
 
     def sentence(self) -> str:
+        if not self.number:
+            return (
+                f"ranks disagree: they issued different collectives on the {self.group}, before the last ones recorded"
+            )
         issued = "; ".join(f"rank {rank} issued {record.what} at {record.call_site}" for rank, record in self.records)
         return f"ranks disagree: collective #{self.number} of the {self.group} differs: {issued}"
-
-
-@dataclass(frozen=True, slots=True)
-class DivergedEarlier(Cause):
-    """Ranks issued different collectives on a group, of which the records are no longer there."""
-
-    group: str
-
-    def sentence(self) -> str:
-        return f"ranks disagree: they issued different collectives on the {self.group}, before the last ones recorded"
 
 
 @dataclass(frozen=True, slots=True)

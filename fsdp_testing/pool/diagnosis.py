@@ -4,20 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fsdp_testing.pool.cause import (
-    Cause,
-    Died,
-    Diverged,
-    DivergedEarlier,
-    Failed,
-    GaveUp,
-    Hung,
-    Raised,
-    Refused,
-    Stuck,
-    Uneven,
-    Unfinished,
-)
+from fsdp_testing.pool.cause import Cause, Diverged, EndedBadly, GaveUp, Hung, Refused, Stuck, Uneven, Unfinished
 from fsdp_testing.pool.rank_outcome import CollectiveRecord, Fate, RankOutcome
 
 # What gloo and the store say when a peer has gone, or has not come in time.
@@ -75,22 +62,20 @@ def _is_consequence(rank: RankOutcome) -> bool:
 
 def _died_cause(died: list[RankOutcome], ranks: Sequence[RankOutcome], members: Members) -> Cause:
     first = died[0]
-    alike = [
-        r for r in died if (r.signal_name, r.exit_code, r.began) == (first.signal_name, first.exit_code, first.began)
-    ]
-    return Died(_numbers(alike), _unfinished(ranks, alike, members), first)
+    how = first.signal_name, first.exit_code, first.began
+    alike = [rank for rank in died if (rank.signal_name, rank.exit_code, rank.began) == how]
+    return EndedBadly(_numbers(alike), first, _unfinished(ranks, alike, members))
 
 
 def _raised_cause(raised: list[RankOutcome], ranks: Sequence[RankOutcome], members: Members) -> Cause:
-    first = raised[0].error
-    alike = [r for r in raised if r.error is not None and first is not None and r.error.headline() == first.headline()]
+    alike = [rank for rank in raised if rank.ending() == raised[0].ending()]
     everyone = len(alike) == len(ranks) > 1
-    return Raised(_numbers(alike), _unfinished(ranks, alike, members), first, everyone)
+    return EndedBadly(_numbers(alike), raised[0], _unfinished(ranks, alike, members), everyone)
 
 
 def _failed_cause(ranks: Sequence[RankOutcome], members: Members) -> Cause | None:
     failed = [r for r in ranks if r.failed and r.fate is Fate.RETURNED]
-    return Failed(_numbers(failed), _unfinished(ranks, failed, members)) if failed else None
+    return EndedBadly(_numbers(failed), failed[0], _unfinished(ranks, failed, members)) if failed else None
 
 
 def _numbers(ranks: Sequence[RankOutcome]) -> tuple[int, ...]:
@@ -158,7 +143,7 @@ def _uneven_cause(ranks: Sequence[RankOutcome], members: Members) -> Cause | Non
         if len({count for count in counts.values() if count != float("inf")}) > 1:
             return Uneven(_label(ranks, key), tuple(counts.items()))
         if _digests_differ(ranks, key, group):
-            return DivergedEarlier(_label(ranks, key))
+            return Diverged(_label(ranks, key))
     return None
 
 

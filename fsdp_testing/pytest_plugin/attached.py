@@ -3,7 +3,7 @@
 Nothing is started here: every process runs the test as pytest always does, and its `world` fixture is the group of all of
 them. What the pool does for its ranks from outside is done from inside as far as that goes:
 
-- processes that collected other tests, or none, are told so before the first collective (through torchrun's store);
+- processes that collected other tests, or none, end with a message before the first collective (through torchrun's store);
 - generators are seeded before each test, the marker's deadline ends the process with the stacks of its threads;
 - a test that ends differently on two ranks (one skips, one passes) fails on all of them;
 - the first failure on a rank ends that process's session: its peers may wait in a collective for ever, and torchrun's
@@ -26,6 +26,7 @@ import pytest
 from fsdp_testing.env import Launch
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.pool import attachment
+from fsdp_testing.pytest_plugin.hygiene_report import report_teardown_failure
 from fsdp_testing.pytest_plugin.marker import WorldRequest
 
 NAME = "fsdp_testing.attached"
@@ -50,7 +51,7 @@ class Attached:
         self._items.append(item)
 
     def world_of(self, item: pytest.Item) -> Any:
-        """This process's view of torchrun's world; None for a test without the marker."""
+        """Return this process's view of torchrun's world; None for a test without the marker."""
         request = item.stash.get(_REQUEST, None)
         return None if request is None else attachment.join(self.launch, request.backend)
 
@@ -60,11 +61,11 @@ class Attached:
         if not self._items or self.config.option.collectonly:
             return
         try:
-            told = attachment.compare_plans(self.launch, [_digest(self._items)], timedelta(seconds=_MEET_SECONDS))
+            digests = attachment.compare_plans(self.launch, [_digest(self._items)], timedelta(seconds=_MEET_SECONDS))
         except HarnessError as error:
             raise pytest.UsageError(str(error)) from None
-        mine = told[self.launch.rank]
-        others = [rank for rank, theirs in enumerate(told) if theirs != mine]
+        mine = digests[self.launch.rank]
+        others = [rank for rank, theirs in enumerate(digests) if theirs != mine]
         if others:
             raise pytest.UsageError(
                 f"torchrun: expected every process to collect the same {len(self._items)} tests marked `world` in the same "
@@ -119,19 +120,11 @@ class Attached:
                 "torchrun the first failure ends the run"
             )
             return
-        told = attachment.gather(self.launch, mine)
-        if len(set(told)) > 1:
-            how = ", ".join(f"rank {rank} {outcome}" for rank, outcome in enumerate(told))
+        endings = attachment.gather(self.launch, mine)
+        if len(set(endings)) > 1:
+            how = ", ".join(f"rank {rank} {outcome}" for rank, outcome in enumerate(endings))
             item.session.shouldfail = f"ranks disagree about {item.nodeid}: {how}"
-            report = pytest.TestReport(
-                nodeid=item.nodeid,
-                location=item.location,
-                keywords=dict.fromkeys(item.keywords, 1),
-                outcome="failed",
-                longrepr=f"ranks disagree: {how}",
-                when="teardown",
-            )
-            item.ihook.pytest_runtest_logreport(report=report)
+            report_teardown_failure(item, f"ranks disagree: {how}")
 
 
 def _digest(items: list[pytest.Item]) -> str:

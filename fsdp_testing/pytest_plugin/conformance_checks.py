@@ -54,7 +54,7 @@ class BoundCheck:
         if result.verdict is Verdict.UNKNOWN:
             raise CheckUnknown(f"{self.implementation} {self.name}: {result.explanation}")
         if result.verdict is Verdict.FAIL:
-            raise CheckFailed(_text_of(result))
+            raise CheckFailed(_explanation(result))
         return result
 
 
@@ -66,7 +66,7 @@ def parametrize_with_checks(
     expected_failures: Mapping[str, str] | None = None,
     extended: bool = False,
 ) -> pytest.MarkDecorator:
-    """Parametrizes a test function over every check; its argument is `check`, and it calls `check()`.
+    """Parametrize a test function over every check; its argument is `check`, and it calls `check()`.
 
     Args:
         *names: Implementations, by registered name or import string.
@@ -98,7 +98,7 @@ def parametrize_with_checks(
     return pytest.mark.parametrize("check", parameters)
 
 
-def _text_of(result: CheckResult) -> str:
+def _explanation(result: CheckResult) -> str:
     lines = [f"{result.implementation} {result.check}: {result.explanation}", f"claim: {result.meaning}"]
     for finding in result.findings[:3]:
         lines.append(f"  {finding.case.strategy}, {finding.case.world.size} ranks: {finding.explanation}")

@@ -22,37 +22,20 @@ from fsdp_testing.pool.hygiene import take_snapshot
 from fsdp_testing.pool.jobs import Failed
 from fsdp_testing.pool.targets import Target, resolve
 from fsdp_testing.pool.world import current_world
-from fsdp_testing.pytest_plugin import rank_debugger, rank_side, rank_template
+from fsdp_testing.pytest_plugin import pytest_compat, rank_debugger, rank_side, rank_template
 from fsdp_testing.pytest_plugin.rank_side import RankPlugin, RankTemporaryPaths, group_count
 from fsdp_testing.pytest_plugin.records import Debugging, ItemTask, RankResult
+from fsdp_testing.pytest_plugin.selection import shared_length
 from fsdp_testing.records.dirt import Dirt
 
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 
 
 class _Kept(pytest.Item):
     """Stands for the next item of the session: of it, only what it shares with the present one matters here."""
 
     def runtest(self) -> None:
-        raise NotImplementedError("this item only tells which fixtures live on")
-
-
-class _Waiting(dict[Path, object]):
-    """Conftest modules by directory; each is taken out when its directory is collected, and only then."""
-
-    def clear(self) -> None:
-        """Keep the rest: here collecting does not end with the first file."""
-
-
-def _remember_conftests(session: Any) -> None:
-    """Let pytest find the fixtures of directories that are collected later.
-
-    Since 9.1 it reads the fixtures of conftest files that were loaded first when their directories are collected, and
-    forgets those of other directories as soon as one collection ends; a rank collects file by file.
-    """
-    manager = session._fixturemanager
-    if hasattr(manager, "_pending_conftests"):
-        manager._pending_conftests = _Waiting(manager._pending_conftests)
+        raise NotImplementedError("this item only says which fixtures live on")
 
 
 class RankSession:
@@ -71,7 +54,7 @@ class RankSession:
         self.filters = started.filters
         with self.filters():
             started.load_users_code()
-        _remember_conftests(self.session)
+        pytest_compat.remember_conftests(self.session)
         self.plugin = RankPlugin(self.config, RankTemporaryPaths(base))
         self.config.pluginmanager.register(rank_side, "fsdp_testing.rank_fixtures")
         self.config.pluginmanager.register(self.plugin, rank_side.NAME)
@@ -81,7 +64,7 @@ class RankSession:
         self._chain: list[Any] = []
 
     def item(self, task: ItemTask) -> tuple[pytest.Item | None, str]:
-        """The item, collected now if its file was not; or why it cannot be had."""
+        """Return the item, collected now if its file was not; or why it cannot be had."""
         if task.nodeid not in self.plugin.items and task.path not in self._collected:
             self._collected[task.path] = self._collect(task.path)
         found = self.plugin.items.get(task.nodeid)
@@ -126,9 +109,7 @@ class RankSession:
     def _leave_what_is_not_shared(self, item: pytest.Item) -> None:
         """Tear down what an earlier test kept for a next one that then was another (a rerun, another order)."""
         chain = item.listchain()
-        shared = 0
-        while shared < min(len(chain), len(self._chain)) and chain[shared] is self._chain[shared]:
-            shared += 1
+        shared = shared_length(chain, self._chain)
         if shared < len(self._chain):
             self.tear_down(shared)
 
@@ -140,13 +121,13 @@ class RankSession:
         self._chain = self._chain[:keep]
         try:
             with self.filters():
-                self.session._setupstate.teardown_exact(nextitem)
+                pytest_compat.end_fixtures(self._last, nextitem)
         except Exception as error:
             return "".join(pytest.ExceptionInfo.from_exception(error).exconly())
         return ""
 
     def kept(self) -> int:
-        """How many nodes of the last item's chain still hold fixtures."""
+        """Return how many nodes of the last item's chain still have fixtures set up."""
         return self.plugin.deepest_guarded(self._chain)
 
     def finish(self) -> str:
@@ -158,7 +139,7 @@ class RankSession:
             except Exception as error:
                 problem = "\n".join(filter(None, [problem, f"pytest_sessionfinish: {type(error).__name__}: {error}"]))
             finally:
-                self.config._ensure_unconfigure()
+                pytest_compat.unconfigure(self.config)
         return problem
 
 
@@ -166,31 +147,19 @@ class _Here:
     """The session of this process: how to start it, and itself once it has been needed."""
 
     def __init__(self) -> None:
-        self._session: RankSession | None = None
+        self.session: RankSession | None = None
         self._spec: bytes | None = None
         self._directory = ""
 
-    def prepare(self, spec: bytes | None, directory: str) -> None:
-        """Remember how to start the session; every world is told with its first job."""
+    def started(self, spec: bytes | None, directory: str) -> RankSession:
+        """Return the session, started now if it was not; `spec` comes with the first job of a world."""
         if spec is not None:
             self._spec, self._directory = spec, directory
-
-    def session(self) -> RankSession:
-        """The session, started now if it was not."""
-        if self._session is None:
+        if self.session is None:
             if self._spec is None:
                 raise PoolBroken("in_rank: expected the session's description with the first item, got none.")
-            self._session = RankSession(self._spec, self._directory)
-        return self._session
-
-    def present(self) -> RankSession | None:
-        """The session if there is one."""
-        return self._session
-
-    def take(self) -> RankSession | None:
-        """The session if there is one, which is then forgotten."""
-        session, self._session = self._session, None
-        return session
+            self.session = RankSession(self._spec, self._directory)
+        return self.session
 
 
 _here = _Here()
@@ -207,8 +176,7 @@ def run_item(spec: bytes | None, directory: str, task: ItemTask) -> RankResult |
     Returns:
         This rank's result, marked as failed when it is one so that ranks that wait for this one are stopped soon.
     """
-    _here.prepare(spec, directory)
-    session = _here.session()
+    session = _here.started(spec, directory)
     item, problem = session.item(task)
     if item is None:
         session.plugin.take_reports()
@@ -233,19 +201,19 @@ def run_item(spec: bytes | None, directory: str, task: ItemTask) -> RankResult |
 
 
 def _wait_for_debugger(debugging: Debugging | None) -> None:
-    """Under `--rank-pdb`, a rank that is done waits for the one that a person looks at."""
+    """Under `--rank-pdb`, a rank that is done waits for the one that a person debugs."""
     if debugging is None:
         return
     done = Path(debugging.done)
     if current_world().rank == debugging.rank:
         done.touch()
     while not done.exists():
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
 
 
 def tear_down(keep: int) -> RankResult:
     """End fixtures that the next item does not share; called when another world runs that item."""
-    session = _here.present()
+    session = _here.session
     if session is None:
         return RankResult()
     problem = session.tear_down(keep)
@@ -255,7 +223,7 @@ def tear_down(keep: int) -> RankResult:
 
 def finish() -> str:
     """End the session; called before the rank leaves."""
-    session = _here.take()
+    session, _here.session = _here.session, None
     return "" if session is None else session.finish()
 
 
@@ -274,8 +242,7 @@ def call_function(
     Returns:
         The serialised result (to be read in the test, where its classes are known) and what the call left behind.
     """
-    _here.prepare(spec, directory)
-    session = _here.session()
+    session = _here.started(spec, directory)
     if test_file and target.module not in sys.modules:
         session.item(ItemTask("", test_file, 0))
     with session.filters():

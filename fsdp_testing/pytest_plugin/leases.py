@@ -12,9 +12,11 @@ import pytest
 
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.pool import Pool, PooledWorld, WorldOutcome, default_pool
+from fsdp_testing.pytest_plugin import pytest_compat
 from fsdp_testing.pytest_plugin.marker import WorldRequest
 from fsdp_testing.pytest_plugin.rank_template import encode
 from fsdp_testing.pytest_plugin.records import RankResult
+from fsdp_testing.pytest_plugin.selection import shared_length
 from fsdp_testing.pytest_plugin.session_spec import session_spec
 
 IN_RANK = "fsdp_testing.pytest_plugin.in_rank"
@@ -29,17 +31,12 @@ class Leases:
         self._config = config
         self._spec: bytes | None = None
         self._pool: Pool | None = None
-        # Weak: the pool may end a world without telling us, and another one may get its id.
+        # Weak: the pool may end a world without our knowing, and another one may get its id.
         self._informed: WeakKeyDictionary[PooledWorld, str] = WeakKeyDictionary()
         self._kept: dict[PooledWorld, list[Any]] = {}
         self._problems: list[str] = []
 
-    @property
-    def started(self) -> bool:
-        """Whether any rank may exist."""
-        return self._pool is not None
-
-    def start(self) -> None:
+    def start(self) -> Pool:
         """Begin to start the fork server, without waiting: collection goes on meanwhile."""
         if self._pool is None:
             self._pool = default_pool()
@@ -47,25 +44,23 @@ class Leases:
             self._pool.add_preload(IN_RANK)
             self._pool.add_preparation(f"{_TEMPLATE}:prepare", encode(self._description()))
             self._pool.start()
+        return self._pool
 
     def lend(self, request: WorldRequest) -> PooledWorld:
-        """A world for one test."""
-        self.start()
-        if self._pool is None:
-            raise RuntimeError("leases: expected a pool after start()")
-        world = self._pool.world(request.size, request.backend, request.isolation)
+        """Return a world for one test, to be given back."""
+        world = self.start().world(request.size, request.backend, request.isolation)
         if request.rank is not None:
             world.at(request.rank)
         return world
 
     def introduction(self, world: PooledWorld) -> tuple[bytes | None, str]:
-        """What a world is told with a job: the session's description the first time, and its directory."""
+        """Return what a world needs with a job: the session's description the first time, and its directory."""
         known = self._informed.get(world)
         if known is not None:
             return None, known
         directory = self._informed[world] = str(self.new_directory(f"world{world.key.size}-"))
         if world.kept:
-            world.before_leaving.append(self._farewell)
+            world.before_leaving.append(self._end_session)
         return self._description(), directory
 
     def _description(self) -> bytes:
@@ -74,10 +69,8 @@ class Leases:
         return self._spec
 
     def new_directory(self, prefix: str) -> Path:
-        """A new directory in pytest's base for temporary files."""
-        # pytest hands its factory to fixtures only; here no fixture asks, since nothing is set up in this process.
-        factory: pytest.TempPathFactory = self._config._tmp_path_factory  # type: ignore[attr-defined]  # as above
-        return factory.mktemp(prefix, numbered=True)
+        """Make a directory in pytest's base for temporary files."""
+        return pytest_compat.new_directory(self._config, prefix)
 
     def note(self, world: PooledWorld, chain: list[Any]) -> None:
         """Remember which nodes' fixtures live in `world`."""
@@ -114,39 +107,34 @@ class Leases:
             world.release()
 
     def take_problems(self) -> list[str]:
-        """What went wrong, since the last call, while fixtures or sessions ended in ranks."""
+        """Return what went wrong, since the last call, while fixtures or sessions ended in ranks."""
         taken, self._problems = self._problems, []
         return taken
 
-    def forget(self, world: PooledWorld) -> None:
-        """A world has ended."""
+    def give_back(self, world: PooledWorld) -> None:
+        """Give a world back after a job, and forget it if that was its last."""
+        world.release()
+        if not world.trusted or not world.kept:
+            self._forget(world)
+
+    def _forget(self, world: PooledWorld) -> None:
         self._informed.pop(world, None)
         self._kept.pop(world, None)
 
-    def _farewell(self, world: PooledWorld) -> None:
+    def _end_session(self, world: PooledWorld) -> None:
         # A world that is not to be lent again may still be whole (its test failed on every rank): its fixtures end too.
         with contextlib.suppress(HarnessError):
             outcome = world.execute(f"{IN_RANK}:finish", lasting=None, timeout=_END_SECONDS)
-            # Ranks that no longer answer were told of by the test that left them so.
-            told = ((rank.rank, rank.value) for rank in outcome.ranks)
-            self._problems.extend(f"rank {rank}: {text}" for rank, text in told if isinstance(text, str) and text)
-        self.forget(world)
+            # Ranks that no longer answer were reported by the test that left them so.
+            ended = ((rank.rank, rank.value) for rank in outcome.ranks)
+            self._problems.extend(f"rank {rank}: {text}" for rank, text in ended if isinstance(text, str) and text)
+        self._forget(world)
 
     def close(self) -> None:
         """End every rank; coverage of ranks is on disk afterwards."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
-
-
-def shared_length(first: list[Any], second: list[Any]) -> int:
-    """Length of the common start of two chains of nodes."""
-    count = 0
-    for left, right in zip(first, second, strict=False):
-        if left is not right:
-            break
-        count += 1
-    return count
 
 
 def _kept_by(outcome: WorldOutcome) -> int:

@@ -22,13 +22,13 @@ _OWN_RANK = re.compile(r"World\(rank=\d+,")
 
 
 def text_element(lines: Iterable[str]) -> Element:
-    """Plain lines in place of a traceback."""
+    """Return plain lines in place of a traceback."""
     entry = {"type": "ReprEntryNative", "data": {"lines": [line + "\n" for line in lines]}}
     return {"reprentries": [entry], "extraline": None, "style": "native"}, None, None
 
 
 def elements_of(longrepr: Any) -> list[Element]:
-    """The chain of exceptions of one rank's representation, or its text."""
+    """Return the chain of exceptions of one rank's representation, or its text."""
     if isinstance(longrepr, dict) and "reprtraceback" in longrepr:
         chain = longrepr.get("chain")
         if chain:
@@ -40,7 +40,7 @@ def elements_of(longrepr: Any) -> list[Element]:
 
 
 def message_of(longrepr: Any) -> str:
-    """First line that says what went wrong: exception and message."""
+    """Return the first line that says what went wrong: exception and message."""
     if isinstance(longrepr, dict) and longrepr.get("reprcrash"):
         lines = str(longrepr["reprcrash"].get("message", "")).strip().splitlines()
         return lines[0] if lines else ""
@@ -52,12 +52,12 @@ def message_of(longrepr: Any) -> str:
 
 
 def is_consequence(longrepr: Any) -> bool:
-    """Whether it tells only that another rank has gone."""
+    """Return whether it says only that another rank has gone."""
     return reports_lost_peer(message_of(longrepr))
 
 
 def abbreviated(longrepr: Any) -> list[Element]:
-    """Message and places, without the source of every frame."""
+    """Return message and places, without the source of every frame."""
     lines = [message_of(longrepr)]
     for traceback, _, _ in elements_of(longrepr):
         for entry in traceback["reprentries"]:
@@ -68,7 +68,7 @@ def abbreviated(longrepr: Any) -> list[Element]:
 
 
 def crash_of(longrepr: Any) -> Crash | None:
-    """Where it went wrong, if known."""
+    """Return where it went wrong, if known."""
     if isinstance(longrepr, dict):
         return longrepr.get("reprcrash")
     return None
@@ -84,7 +84,7 @@ def fold(texts: Sequence[tuple[int, Any]]) -> list[tuple[list[int], Any]]:
 
 
 def with_header(header: str, elements: Sequence[Element]) -> list[Element]:
-    """`elements` with a headline in front of the first."""
+    """Return `elements` with a headline in front of the first."""
     rule = header.center(100, "-") if len(header) < 90 else header
     first, crash, link = elements[0]
     traceback = copy.deepcopy(first)
@@ -94,7 +94,7 @@ def with_header(header: str, elements: Sequence[Element]) -> list[Element]:
 
 
 def build(elements: Sequence[Element], lead: str, crash: Crash | None, fallback: tuple[str, int]) -> dict[str, Any]:
-    """One serialised representation of `elements`; `lead` is what the short summary shows.
+    """Return one serialised representation of `elements`; `lead` is what the short summary shows.
 
     Args:
         elements: In the order in which they are shown.

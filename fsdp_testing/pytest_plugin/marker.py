@@ -27,7 +27,7 @@ class Defaults:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What one marker asks for. More than one size gives one test each; `listed` also when the list holds one."""
+    """What one marker asks for. More than one size gives one test each; `listed` also for a list of one."""
 
     sizes: tuple[int, ...]
     listed: bool
@@ -37,7 +37,7 @@ class Request:
     rank: int | None
 
     def at(self, size: int) -> WorldRequest:
-        """This request at one size."""
+        """Return this request at one size."""
         return WorldRequest(size, self.backend, self.timeout, "fresh" if self.fresh else "warm", self.rank)
 
 

@@ -6,9 +6,9 @@ rank that failed, died, hung or disagrees makes it failed; the text says which r
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from fsdp_testing.pool.cause import Cause
 from fsdp_testing.pool.outcome import WorldOutcome
@@ -25,9 +25,29 @@ from fsdp_testing.pytest_plugin.longrepr import (
     text_element,
     with_header,
 )
-from fsdp_testing.pytest_plugin.records import Merged, Phase, RankResult
+from fsdp_testing.pytest_plugin.records import Phase, RankResult
 
 _PHASES = ("setup", "call", "teardown")
+
+
+@dataclass(slots=True)
+class Merged:
+    """One report of the merged item; the item's own facts are added by the protocol."""
+
+    when: str
+    outcome: str
+    duration: float
+    longrepr: Any = None
+    sections: list[tuple[str, str]] = field(default_factory=list)
+    wasxfail: str | None = None
+
+    def fail(self, longrepr: dict[str, Any]) -> None:
+        """Become a failure."""
+        self.outcome, self.longrepr = "failed", longrepr
+
+    def lengthen(self, seconds: float) -> None:
+        """Count time that is nobody else's."""
+        self.duration += max(0.0, seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,22 +59,27 @@ class Account:
     result: RankResult | None
 
     @property
+    def phases(self) -> tuple[Phase, ...]:
+        """Its reports, in order."""
+        return self.result.phases if self.result is not None else ()
+
+    @property
     def verdict(self) -> str:
         """One of passed, failed, skipped, xfailed, xpassed, incomplete; or the fate of a rank without a report."""
         if self.result is None:
             return str(self.outcome.fate)
         if self.result.failed:
             return "failed"
-        for phase in self.result.phases:
+        for phase in self.phases:
             if phase.outcome == "skipped":
                 return "skipped" if phase.wasxfail is None else "xfailed"
-        if {phase.when for phase in self.result.phases} != set(_PHASES):
+        if {phase.when for phase in self.phases} != set(_PHASES):
             return "incomplete"
-        return "xpassed" if any(phase.wasxfail is not None for phase in self.result.phases) else "passed"
+        return "xpassed" if any(phase.wasxfail is not None for phase in self.phases) else "passed"
 
     def failing(self) -> tuple[Phase, ...]:
-        """The reports that are failures."""
-        return () if self.result is None else tuple(p for p in self.result.phases if p.outcome == "failed")
+        """Return the reports that are failures."""
+        return tuple(phase for phase in self.phases if phase.outcome == "failed")
 
     def clause(self) -> str:
         """Say how this rank ended, in one clause of a disagreement."""
@@ -62,7 +87,7 @@ class Account:
             return self.outcome.headline()
         verdict, reason = self.verdict, self.reason()
         if verdict == "incomplete":
-            reported = ", ".join(phase.when for phase in self.result.phases) or "nothing"
+            reported = ", ".join(phase.when for phase in self.phases) or "nothing"
             return f"rank {self.rank} reported {reported} and no more"
         if verdict == "failed":
             return f"rank {self.rank} failed: {self.first_message()}"
@@ -71,7 +96,7 @@ class Account:
     def reason(self) -> str | None:
         """Return why the test was skipped or expected to fail; None for another verdict."""
         verdict = self.verdict
-        for phase in self.result.phases if self.result is not None else ():
+        for phase in self.phases:
             if verdict == "skipped" and phase.outcome == "skipped":
                 return message_of(phase.longrepr).removeprefix("Skipped: ")  # pytest's own prefix
             if verdict in ("xfailed", "xpassed") and phase.wasxfail is not None:
@@ -79,7 +104,7 @@ class Account:
         return None
 
     def first_message(self) -> str:
-        """What went wrong first on this rank."""
+        """Return what went wrong first on this rank."""
         if self.result is not None and self.result.problem:
             return self.result.problem.strip().splitlines()[-1]
         failing = self.failing()
@@ -94,7 +119,7 @@ def accounts_of(outcome: WorldOutcome) -> tuple[Account, ...]:
 
 
 def merge(outcome: WorldOutcome, location: tuple[str, int]) -> list[Merged]:
-    """The merged reports, in order.
+    """Return the merged reports, in order.
 
     Args:
         outcome: What every rank did with the item.
@@ -120,19 +145,16 @@ def _same_groups(accounts: Sequence[Account]) -> bool:
 
 
 def _durations(accounts: Sequence[Account]) -> dict[str, float]:
-    """Seconds of each phase on its slowest rank."""
+    """Return the seconds of each phase on its slowest rank."""
     longest = dict.fromkeys(_PHASES, 0.0)
     for account in accounts:
-        spent: Counter[str] = Counter()
-        for phase in account.result.phases if account.result is not None else ():
-            spent[phase.when] = max(spent[phase.when], phase.duration)  # type: ignore[assignment]  # seconds
-        for when, seconds in spent.items():
-            longest[when] = max(longest[when], seconds)
+        for phase in account.phases:
+            longest[phase.when] = max(longest[phase.when], phase.duration)
     return longest
 
 
 def _whens(accounts: Sequence[Account]) -> list[str]:
-    seen = {phase.when for account in accounts if account.result is not None for phase in account.result.phases}
+    seen = {phase.when for account in accounts for phase in account.phases}
     return [when for when in _PHASES if when in seen or when != "call"]
 
 
@@ -146,16 +168,16 @@ def _alike(accounts: Sequence[Account]) -> list[Merged]:
     """Every rank skipped, or every rank xfailed or xpassed: the first rank's reports, with every reason."""
     merged = _plain(accounts)
     by_when = {report.when: report for report in merged}
-    first = accounts[0].result
-    for phase in first.phases if first is not None else ():
+    for phase in accounts[0].phases:
         if phase.outcome != "passed" or phase.wasxfail is not None:
-            by_when[phase.when].follow(phase)
+            report = by_when[phase.when]
+            report.outcome, report.longrepr, report.wasxfail = phase.outcome, phase.longrepr, phase.wasxfail
     reasons = {account.reason() for account in accounts}
     skipped = [report for report in merged if report.outcome == "skipped" and isinstance(report.longrepr, list | tuple)]
     for report in skipped[:1]:
         path, line, reason = report.longrepr
         every = "Skipped: " + "; ".join(account.clause() for account in accounts)
-        report.skip_because(path, line, reason if len(reasons) == 1 else every)
+        report.longrepr = path, line, reason if len(reasons) == 1 else every
     return merged
 
 
@@ -166,15 +188,17 @@ def _partly_expected(accounts: Sequence[Account]) -> list[Merged]:
     for report in merged:
         if report.wasxfail is not None:
             where = f"failed on {rank_names(account.rank for account in failed)}, passed on {passed}"
-            report.explain_expected_failure(f"{report.wasxfail} ({where})" if report.wasxfail else where)
+            report.wasxfail = f"{report.wasxfail} ({where})" if report.wasxfail else where
     return merged
 
 
 def _failure(outcome: WorldOutcome, accounts: Sequence[Account], location: tuple[str, int]) -> list[Merged]:
-    """A failed setup or call that tells of every rank, and failed teardowns as pytest has them: on their own."""
+    """A failed setup or call that names every rank, and failed teardowns as pytest has them: on their own."""
     durations = _durations(accounts)
     teardown = [account for account in accounts if any(p.when == "teardown" for p in account.failing())]
-    others = [a for a in accounts if a.result is None or a.result.problem or _before_teardown(a)]
+    others = [
+        a for a in accounts if a.result is None or a.result.problem or any(p.when != "teardown" for p in a.failing())
+    ]
     reports: list[Merged] = []
     only_teardown = outcome.diagnosis is None or all(a.outcome.fate is Fate.RETURNED for a in accounts)
     if others or not teardown or not only_teardown or _disagreement(accounts):
@@ -188,10 +212,6 @@ def _failure(outcome: WorldOutcome, accounts: Sequence[Account], location: tuple
     if teardown:
         last.fail(_teardown_text(teardown, accounts, location))
     return _with_sections([*reports, last], accounts)
-
-
-def _before_teardown(account: Account) -> bool:
-    return any(phase.when != "teardown" for phase in account.failing())
 
 
 def _first_failing(accounts: Sequence[Account]) -> str:
@@ -213,7 +233,9 @@ def _account_of_all(outcome: WorldOutcome, accounts: Sequence[Account], location
     elements: list[Element] = [text_element([lead])]
     quiet = [a for a in accounts if a.result is not None and not a.result.failed]
     if quiet and len(quiet) < len(accounts):
-        elements[0] = text_element([lead, *(a.clause() for a in quiet if a.verdict != "passed"), *_passed_line(quiet)])
+        passed = [account.rank for account in quiet if account.verdict == "passed"]
+        others = [account.clause() for account in quiet if account.verdict != "passed"]
+        elements[0] = text_element([lead, *others, *([f"{rank_names(passed)} passed"] if passed else [])])
     bereft = any(account.result is None for account in accounts)
     for account in accounts:
         if account.result is None:
@@ -233,11 +255,6 @@ def _account_of_all(outcome: WorldOutcome, accounts: Sequence[Account], location
     return build(elements, lead, crash, location)
 
 
-def _passed_line(quiet: Sequence[Account]) -> list[str]:
-    passed = [account.rank for account in quiet if account.verdict == "passed"]
-    return [f"{rank_names(passed)} passed"] if passed else []
-
-
 def _teardown_text(
     failed: Sequence[Account], accounts: Sequence[Account], location: tuple[str, int]
 ) -> dict[str, object]:
@@ -251,7 +268,7 @@ def _teardown_text(
 
 
 def lead_of(outcome: WorldOutcome, accounts: Sequence[Account]) -> str:
-    """The one fact that explains the rest."""
+    """Return the one fact that explains the rest."""
     failed = [account for account in accounts if account.result is not None and account.result.failed]
     if outcome.cause and any(account.outcome.fate in (Fate.DIED, Fate.RAISED) for account in accounts):
         return outcome.cause
@@ -321,12 +338,12 @@ def _fate_lines(rank: RankOutcome) -> list[str]:
 
 
 def _with_sections(merged: list[Merged], accounts: Sequence[Account]) -> list[Merged]:
-    """Attach what ranks wrote and logged, named by rank, to the report that readers look at."""
-    holder = next((r for r in merged if r.outcome == "failed"), None)
-    holder = holder or next((r for r in merged if r.when == "call"), merged[0])
+    """Attach what ranks wrote and logged, named by rank, to the report that readers see."""
+    shown = next((r for r in merged if r.outcome == "failed"), None)
+    shown = shown or next((r for r in merged if r.when == "call"), merged[0])
     texts: list[tuple[str, str, int]] = []
     for account in accounts:
-        for phase in account.result.phases if account.result is not None else ():
+        for phase in account.phases:
             texts.extend((title, text, account.rank) for title, text in phase.sections if text)
     for stream in ("stdout", "stderr"):
         texts.extend(
@@ -337,5 +354,5 @@ def _with_sections(merged: list[Merged], accounts: Sequence[Account]) -> list[Me
         ranks = grouped.setdefault((title, text), [])
         if rank not in ranks:
             ranks.append(rank)
-    holder.sections.extend((f"{title} ({rank_names(ranks)})", text) for (title, text), ranks in grouped.items())
+    shown.sections.extend((f"{title} ({rank_names(ranks)})", text) for (title, text), ranks in grouped.items())
     return merged

@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 
 from fsdp_testing.errors import HarnessError
-from fsdp_testing.pool import PooledWorld, WorldOutcome
-from fsdp_testing.pytest_plugin.aftermath import Aftermath, WorldHygieneWarning
-from fsdp_testing.pytest_plugin.leases import IN_RANK, Leases, shared_length
+from fsdp_testing.pool import WorldOutcome
+from fsdp_testing.pytest_plugin import pytest_compat
+from fsdp_testing.pytest_plugin.hygiene_report import HygieneReport, WorldHygieneWarning, report_teardown_failure
+from fsdp_testing.pytest_plugin.leases import IN_RANK, Leases
 from fsdp_testing.pytest_plugin.longrepr import build, text_element
 from fsdp_testing.pytest_plugin.marker import WorldRequest
-from fsdp_testing.pytest_plugin.merge import merge
-from fsdp_testing.pytest_plugin.records import Debugging, ItemTask, Merged, RankResult
-from fsdp_testing.pytest_plugin.selection import collected_id
+from fsdp_testing.pytest_plugin.merge import Merged, merge
+from fsdp_testing.pytest_plugin.records import Debugging, ItemTask, RankResult
+from fsdp_testing.pytest_plugin.selection import collected_id, location_of, shared_length
 from fsdp_testing.pytest_plugin.terminal import debugged_rank
 
 _REQUEST = pytest.StashKey[WorldRequest]()
@@ -30,7 +31,7 @@ class Protocol:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.leases = Leases(config)
-        self._aftermath = Aftermath(config)
+        self._hygiene = HygieneReport(config)
         self._debugged = debugged_rank(config)
         self._unavailable: dict[tuple[str, int], str | None] = {}
         self._plain_chain: list[Any] = []
@@ -81,14 +82,14 @@ class Protocol:
             try:
                 outcome = self._execute(item, request, nextitem)
             except (HarnessError, pytest.fail.Exception) as error:
-                merged = [_failed_setup(item, str(error)), Merged("teardown", "passed", 0.0)]
+                merged = _failed_setup(item, str(error))
             except Exception:
                 # A fault of this harness fails the one test, with all that is known; the session goes on.
                 text = "the harness failed, so the verdict is unknown\n" + traceback.format_exc()
-                merged = [_failed_setup(item, text), Merged("teardown", "passed", 0.0)]
+                merged = _failed_setup(item, text)
             else:
-                merged = merge(outcome, _location(item))
-                self._aftermath.apply(item, outcome, merged)
+                merged = merge(outcome, location_of(item))
+                self._hygiene.add(item, outcome, merged)
                 properties = _properties(outcome)
         self._tear_down_here(item, nextitem, merged)
         # Lending a world, sending and merging belong to setup, so that durations add up to the time spent.
@@ -116,12 +117,7 @@ class Protocol:
             self.leases.note(world, chain[: max((result.kept for result in results), default=0)])
             return outcome
         finally:
-            self._give_back(world)
-
-    def _give_back(self, world: PooledWorld) -> None:
-        world.release()
-        if not world.trusted or not world.kept:
-            self.leases.forget(world)
+            self.leases.give_back(world)
 
     def _debugging(self, request: WorldRequest) -> Debugging | None:
         if self._debugged is None or self._debugged[0] >= request.size or request.backend == "fake":
@@ -145,8 +141,8 @@ class Protocol:
     def _not_run(self, item: pytest.Item, request: WorldRequest, reason: str) -> list[Merged]:
         text = f"backend {request.backend} cannot run here: {reason}"
         if self.config.option.require_backend:
-            return [_failed_setup(item, f"{text} (--require-backend)"), Merged("teardown", "passed", 0.0)]
-        path, line = _location(item)
+            return _failed_setup(item, f"{text} (--require-backend)")
+        path, line = location_of(item)
         skipped = Merged("setup", "skipped", 0.0, (path, line, f"Skipped: {text}"))
         return [skipped, Merged("teardown", "passed", 0.0)]
 
@@ -161,12 +157,10 @@ class Protocol:
         # What the next item shares stays set up, and is left by a later item.
         self._plain_chain = self._plain_chain[:shared]
         try:
-            # pytest's own part of the hook: the others expect that this process had set the item up.
-            runner: Any = self.config.pluginmanager.get_plugin("runner")
-            runner.pytest_runtest_teardown(item=item, nextitem=nextitem)
+            pytest_compat.end_fixtures(item, nextitem)
         except Exception as error:
             text = f"teardown in the controlling process: {type(error).__name__}: {error}"
-            merged[-1].fail(build([text_element([text])], text, None, _location(item)))
+            merged[-1].fail(build([text_element([text])], text, None, location_of(item)))
 
     def _report(
         self, item: pytest.Item, part: Merged, began: float, properties: tuple[tuple[str, Any], ...]
@@ -195,7 +189,7 @@ class Protocol:
     # ------------------------------------------------------------------ the end
 
     def pytest_sessionfinish(self) -> None:
-        """Tell what went wrong after the last test: it belongs to no test any more."""
+        """Report what went wrong after the last test: it belongs to no test any more."""
         for problem in self.leases.take_problems():
             warnings.warn(WorldHygieneWarning(f"the end of a session in {problem}"), stacklevel=1)
 
@@ -212,36 +206,24 @@ class Sweep:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, Any, Any]:
-        """Runs for items of both kinds."""
+        """End them after an item of either kind."""
         result = yield
         stopping = item.session.shouldstop or item.session.shouldfail
         self._leases.leave_what_is_not_shared(None if stopping else nextitem)
         problems = self._leases.take_problems()
         if problems:
-            text = "teardown of fixtures in ranks failed: " + "; ".join(problems)
-            report = pytest.TestReport(
-                nodeid=item.nodeid,
-                location=item.location,
-                keywords=dict.fromkeys(item.keywords, 1),
-                outcome="failed",
-                longrepr=text,
-                when="teardown",
-            )
-            item.ihook.pytest_runtest_logreport(report=report)
+            report_teardown_failure(item, "teardown of fixtures in ranks failed: " + "; ".join(problems))
         return result
 
 
-def _location(item: pytest.Item) -> tuple[str, int]:
-    return str(item.path), (item.location[1] or 0) + 1
-
-
-def _failed_setup(item: pytest.Item, text: str) -> Merged:
+def _failed_setup(item: pytest.Item, text: str) -> list[Merged]:
     lines = text.splitlines() or ["failed without a message"]
-    return Merged("setup", "failed", 0.0, build([text_element(lines)], lines[0], None, _location(item)))
+    failed = Merged("setup", "failed", 0.0, build([text_element(lines)], lines[0], None, location_of(item)))
+    return [failed, Merged("teardown", "passed", 0.0)]
 
 
 def _properties(outcome: WorldOutcome) -> tuple[tuple[str, Any], ...]:
-    """What ranks recorded, each value once; a name gets the rank when ranks recorded different values."""
+    """Return what ranks recorded, each value once; a name gets the rank when ranks recorded different values."""
     by_value: dict[tuple[str, str], tuple[tuple[str, Any], list[int]]] = {}
     reporting = [rank for rank in outcome.ranks if isinstance(rank.value, RankResult)]
     for rank in reporting:

@@ -1,16 +1,18 @@
 """How does a person debug one of N ranks? The chosen rank gets the terminal; the others say how to be chosen.
 
 Ranks have no terminal: their descriptors lead to the controller. Under `--rank-pdb R`, rank R opens the controller's
-terminal by name, for `breakpoint()` and for a look at the frames of a failure.
+terminal by name, for `breakpoint()` and to inspect the frames of a failure.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 import pdb  # noqa: T100 - this file is the debugger's door into a rank
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, TextIO
 
 import pytest
@@ -36,7 +38,7 @@ class _PostMortem:
 
 
 def debugger(reading: TextIO, writing: TextIO) -> pdb.Pdb:
-    """A debugger on the terminal's two ends."""
+    """Return a debugger on the terminal's two ends."""
     made = pdb.Pdb(stdin=reading, stdout=writing)
     made.prompt = f"(rank {current_world().rank} pdb) "
     return made
@@ -57,7 +59,7 @@ def attached(config: pytest.Config, debugging: Debugging | None) -> Iterator[Non
     with _terminal(debugging.terminal) as (reading, writing):
         plugin = _PostMortem(reading, writing, rank)
         config.pluginmanager.register(plugin, "fsdp_testing.post_mortem")
-        sys.breakpointhook = lambda *_, **__: debugger(reading, writing).set_trace(sys._getframe(1))
+        sys.breakpointhook = lambda *_, **__: debugger(reading, writing).set_trace(_caller())
         try:
             yield
         finally:
@@ -72,6 +74,11 @@ def _terminal(name: str) -> Iterator[tuple[TextIO, TextIO]]:
     write = os.open(name, os.O_WRONLY | os.O_NOCTTY)
     with os.fdopen(read, "r") as reading, os.fdopen(write, "w", buffering=1) as writing:
         yield reading, writing
+
+
+def _caller() -> FrameType | None:
+    frame = inspect.currentframe()
+    return frame.f_back.f_back if frame is not None and frame.f_back is not None else None
 
 
 def _refuse(*_: Any, **__: Any) -> None:

@@ -27,12 +27,12 @@ _SET_PER_TEST = frozenset({"warnings filters", "logging"})
 
 
 def _harmless(fixturedef: Any) -> bool:
-    """A fixture of pytest or of this plugin: it changes no state, and nothing need be kept for it."""
+    """Return whether a fixture is of pytest or of this plugin: it changes no state, and nothing need be kept for it."""
     return str(fixturedef.func.__module__).startswith(("_pytest.", "fsdp_testing."))
 
 
 def _plain(value: object) -> Any:
-    """A property as reports show it: anything that is no plain value as its text."""
+    """Return a property as reports show it: anything that is no plain value as its text."""
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
@@ -58,26 +58,26 @@ class RankPlugin:
         self._runs += 1
         self._item = (item.name, self._runs)
 
-    # ------------------------------------------------------------------ what the controller is told
+    # ------------------------------------------------------------------ what the controller receives
 
     def take_reports(self) -> tuple[tuple[Phase, ...], tuple[WarningRecord, ...], tuple[Dirt, ...]]:
-        """Everything since the last call."""
+        """Return everything since the last call."""
         taken = tuple(self._phases), tuple(self._warnings), tuple(self._dirt)
         self._phases, self._warnings, self._dirt = [], [], []
         return taken
 
     def take_collection_problem(self) -> str:
-        """Why collecting failed, if it did."""
+        """Return why collecting failed, if it did."""
         problem = "\n".join(self._collection_problems)
         self._collection_problems = []
         return problem
 
     def user_properties(self) -> tuple[tuple[str, Any], ...]:
-        """Properties of the item that ran last."""
+        """Return the properties of the item that ran last."""
         return self._user_properties
 
     def deepest_guarded(self, chain: list[Any]) -> int:
-        """How many leading nodes of `chain` hold fixtures, counted up to the deepest that does."""
+        """Return how many leading nodes of `chain` have fixtures set up, counted up to the deepest that has."""
         return max((i + 1 for i, node in enumerate(chain) if node in self._guards), default=0)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -181,7 +181,7 @@ class RankPlugin:
         return [guard for other, guard in self._guards.items() if other is not node and node in other.listchain()]
 
     def item_directory(self) -> Path:
-        """Temporary directory of the running item, the same one on every rank."""
+        """Return the temporary directory of the running item, the same one on every rank."""
         name, number = self._item
         path = self.factory.getbasetemp() / f"{re.sub(r'[^A-Za-z0-9]', '_', name)[:30]}-{number}"
         path.mkdir(exist_ok=True)
@@ -253,5 +253,5 @@ class RankTemporaryPaths:
 
 
 def group_count() -> int:
-    """How many process groups this rank has ever made."""
+    """Return how many process groups this rank has ever made."""
     return compat.process_group_count()

@@ -1,9 +1,9 @@
 """How does a new rank have a pytest session at once? The fork server makes one that every rank inherits.
 
-Starting pytest costs a process some 25 ms; a fork has it for nothing. What is made ahead holds pytest's own plugins
-alone: modules of the user (conftest files, plugins) are imported in the rank, since the fork server runs no code that
-might compute or start threads. A rank whose session is another one, or whose fork server could not make it, makes its
-own by the same function.
+Starting pytest is about a third of what a test in new processes costs (CPU); a fork has it for nothing. What is made
+ahead holds pytest's own plugins alone: modules of the user (conftest files, plugins) are imported in the rank, since the
+fork server runs no code that might compute or start threads. A rank whose session is another one, or whose fork server
+could not make it, makes its own by the same function.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import pickle
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
 from fsdp_testing import env
+from fsdp_testing.pytest_plugin import pytest_compat
 from fsdp_testing.pytest_plugin.records import SessionSpec
 
 
@@ -30,9 +30,7 @@ class Started:
         self.spec = spec
         with warnings.catch_warnings():
             self.config = _configured(spec)
-            self.session: Any = pytest.Session.from_config(self.config)
-            self.config._do_configure()
-            self.session.exitstatus = 0
+            self.session = pytest_compat.configured_session(self.config)
             self.config.hook.pytest_sessionstart(session=self.session)
             self._filters = list(warnings.filters)
 
@@ -57,22 +55,13 @@ class Started:
                 plugin = importlib.import_module(module)
                 if not manager.is_registered(plugin):
                     manager.register(plugin, name)
-        self.config.known_args_namespace.file_or_dir = list(self.spec.paths)
-        # pytest's own part of the hook: the others have had it, and capturing must not start twice.
-        others = [plugin for plugin in manager.get_plugins() if plugin is not self.config]
-        load = manager.subset_hook_caller("pytest_load_initial_conftests", remove_plugins=others)
-        # Only these conftest files may declare pytest_plugins; pytest takes any that comes after configuring for a later one.
-        manager._configured = False
-        try:
-            load(early_config=self.config, args=list(self.spec.paths), parser=self.config._parser)
-        finally:
-            manager._configured = True
+        pytest_compat.load_first_conftests(self.config, self.spec.paths)
         start = manager.subset_hook_caller("pytest_sessionstart", remove_plugins=present)
         start(session=self.session)
 
 
 def _configured(spec: SessionSpec) -> pytest.Config:
-    """A parsed configuration equal to the controller's, with pytest's own plugins."""
+    """Return a parsed configuration equal to the controller's, with pytest's own plugins."""
     options = dict(spec.options)
     # Some file must be named, or pytest looks for one around the paths; with the controller it did not find any.
     options.update(inifilename=spec.inifile or os.devnull, rootdir=spec.root, plugins=[], basetemp=None)
@@ -80,7 +69,7 @@ def _configured(spec: SessionSpec) -> pytest.Config:
     # Neither entry points nor variables: the controller has named what it loaded.
     quiet = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": None, "PYTEST_PLUGINS": None}
     with env.temporary(quiet):
-        config = pytest.Config.fromdictargs(options, [*args, spec.empty])
+        config = pytest_compat.parsed_config(options, [*args, spec.empty])
     known = set(config.getini("markers"))
     for line in spec.markers:
         if line not in known:
@@ -92,7 +81,7 @@ _ahead: dict[bytes, Started] = {}
 
 
 def encode(spec: bytes) -> str:
-    """A serialised description as text."""
+    """Return a serialised description as text."""
     return base64.b64encode(spec).decode("ascii")
 
 
@@ -103,6 +92,6 @@ def prepare(text: str) -> None:
 
 
 def take(spec: bytes) -> Started:
-    """The session that was made ahead, or one made now."""
+    """Return the session that was made ahead, or one made now."""
     made = _ahead.pop(spec, None)
     return Started(pickle.loads(spec)) if made is None else made

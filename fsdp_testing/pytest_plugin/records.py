@@ -1,8 +1,8 @@
-"""What do the controlling pytest and the pytest inside a rank tell each other? Plain data, no pytest objects."""
+"""What do the controlling pytest and the pytest inside a rank send each other? Plain data, no pytest objects."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fsdp_testing.records.dirt import Dirt
@@ -22,7 +22,7 @@ class SessionSpec:
         plugins: (name, module) of the plugins to register.
         blocked: Names of plugins that must not be loaded.
         markers: Registered markers, those of plugins that ranks do not load included.
-        empty: A directory that holds nothing, for parsing before anything of the user's is loaded.
+        empty: An empty directory, for parsing before anything of the user's is loaded.
     """
 
     root: str
@@ -38,7 +38,7 @@ class SessionSpec:
 
 @dataclass(frozen=True, slots=True)
 class Debugging:
-    """Which rank gets the terminal, where that is, and the file that tells the others that it is done."""
+    """Which rank gets the terminal, where that is, and the file that appears when it is done."""
 
     rank: int
     terminal: str
@@ -51,7 +51,7 @@ class ItemTask:
 
     Attributes:
         nodeid: The item's id as collected.
-        path: File that holds it.
+        path: File that defines it.
         keep: How many of the item's leading collectors the next item of the session shares: their fixtures live on.
         last: Whether the session ends with this item (fresh processes).
         debugging: Set under `--rank-pdb`.
@@ -100,7 +100,7 @@ class RankResult:
         user_properties: From `record_property`.
         warnings: Those recorded meanwhile.
         dirt: What the item, or a fixture that ended with it, left behind.
-        kept: How many leading collectors still hold fixtures.
+        kept: How many leading collectors still have fixtures set up.
         groups: How many process groups this rank has ever made; ranks must agree about it.
         stop: Why the test asked to stop the session; empty when it did not.
         problem: Why the item could not be run at all (collection failed in the rank); empty normally.
@@ -119,35 +119,3 @@ class RankResult:
     def failed(self) -> bool:
         """True when the item did not run or a report is a failure."""
         return bool(self.problem) or any(phase.outcome == "failed" for phase in self.phases)
-
-
-@dataclass(slots=True)
-class Merged:
-    """One report of the merged item; the item's own facts are added by the protocol."""
-
-    when: str
-    outcome: str
-    duration: float
-    longrepr: Any = None
-    sections: list[tuple[str, str]] = field(default_factory=list)
-    wasxfail: str | None = None
-
-    def fail(self, longrepr: dict[str, Any]) -> None:
-        """Become a failure."""
-        self.outcome, self.longrepr = "failed", longrepr
-
-    def follow(self, phase: Phase) -> None:
-        """Say what one rank said, for all."""
-        self.outcome, self.longrepr, self.wasxfail = phase.outcome, phase.longrepr, phase.wasxfail
-
-    def skip_because(self, path: str, line: int, reason: str) -> None:
-        """Become skipped at a place."""
-        self.outcome, self.longrepr = "skipped", (path, line, reason)
-
-    def explain_expected_failure(self, reason: str) -> None:
-        """Give the reason of an expected failure."""
-        self.wasxfail = reason
-
-    def lengthen(self, seconds: float) -> None:
-        """Count time that is nobody else's."""
-        self.duration += max(0.0, seconds)

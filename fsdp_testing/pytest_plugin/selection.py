@@ -1,12 +1,14 @@
-"""Which tests run on ranks, on which world? Read from markers and options, the same in controller and ranks."""
+"""Which tests run on ranks, on which world? Read from markers, options and nodes, alike in controller and ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.pytest_plugin import pytest_compat
 from fsdp_testing.pytest_plugin.marker import Defaults, Request, WorldRequest, read_defaults, read_marker
 
 SIZE_FIXTURE = "fsdp_world_size"
@@ -64,6 +66,21 @@ def parametrize_sizes(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(SIZE_FIXTURE, request.sizes, ids=ids, indirect=True)
 
 
+def shared_length(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return the length of the common start of two chains of nodes."""
+    count = 0
+    for left, right in zip(first, second, strict=False):
+        if left is not right:
+            break
+        count += 1
+    return count
+
+
+def location_of(item: pytest.Item) -> tuple[str, int]:
+    """Return the file and the line, from 1, of a test."""
+    return str(item.path), (item.location[1] or 0) + 1
+
+
 def collected_id(item: pytest.Item) -> str:
     """Return the id that every process gives an item when it collects it, whatever plugins append to it later."""
     return f"{item.parent.nodeid}::{item.name}" if item.parent is not None else item.nodeid
@@ -90,12 +107,8 @@ def world_request(item: pytest.Item) -> WorldRequest:
 
 def refusal_to_draw(item: pytest.Item) -> str | None:
     """Return why a Hypothesis test cannot run on ranks; None for a test that draws nothing, or the same everywhere."""
-    function = getattr(item, "obj", None)
-    if not getattr(function, "is_hypothesis_test", False):
-        return None
-    # Not promised by Hypothesis, hence read with care: without it, examples count as random.
-    settings = getattr(function, "_hypothesis_internal_use_settings", None)
-    if getattr(settings, "derandomize", False):
+    function: Any = getattr(item, "obj", None)
+    if not getattr(function, "is_hypothesis_test", False) or pytest_compat.draws_alike_everywhere(function):
         return None
     return (
         "expected a test that does the same on every rank, got a Hypothesis test, which would draw other examples on "

@@ -63,7 +63,7 @@ _NEUTRAL: dict[str, Any] = {
 
 
 def session_spec(config: pytest.Config, empty: str) -> SessionSpec:
-    """Describe `config` for ranks; `empty` is a directory that holds nothing."""
+    """Describe `config` for ranks; `empty` is an empty directory."""
     off = {*NOT_IN_RANKS, *config.getini("world_rank_plugins_off")}
     options = {name: value for name, value in vars(config.option).items() if _is_plain(value)}
     options = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}

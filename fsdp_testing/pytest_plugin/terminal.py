@@ -1,4 +1,4 @@
-"""Where is the person? Finds the terminal of this process for `--rank-pdb`, also while pytest captures."""
+"""Where is the person? Find the terminal of this process for `--rank-pdb`, also while pytest captures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 
 def debugged_rank(config: pytest.Config) -> tuple[int, str] | None:
-    """The rank of `--rank-pdb` and the name of the terminal it gets; None without the option.
+    """Return the rank of `--rank-pdb` and the name of the terminal it gets; None without the option.
 
     Raises:
         pytest.UsageError: The rank is no number, or there is no terminal to give.
@@ -27,7 +27,7 @@ def debugged_rank(config: pytest.Config) -> tuple[int, str] | None:
 
 
 def terminal_name() -> str | None:
-    """Device of this process's terminal; pytest keeps it open under another number while it captures."""
+    """Return the device of this process's terminal; pytest keeps it open under another number while it captures."""
     for entry in sorted(Path("/proc/self/fd").iterdir(), key=lambda path: int(path.name)):
         try:
             target = str(entry.readlink())

@@ -11,10 +11,9 @@ from fsdp_testing.errors import InvalidArgument, WorldFailed
 from fsdp_testing.pool import WorldOutcome
 from fsdp_testing.pool.attachment import run_attached
 from fsdp_testing.pool.channel import dumps, loads
-from fsdp_testing.pool.rank_outcome import rank_names
 from fsdp_testing.pool.targets import target_of
-from fsdp_testing.pytest_plugin.aftermath import WorldHygieneWarning
 from fsdp_testing.pytest_plugin.attached import NAME as ATTACHED
+from fsdp_testing.pytest_plugin.hygiene_report import WorldHygieneWarning, left_behind
 from fsdp_testing.pytest_plugin.leases import IN_RANK, Leases
 from fsdp_testing.pytest_plugin.marker import WorldRequest, read_marker
 from fsdp_testing.pytest_plugin.selection import backends_of, defaults_of
@@ -37,7 +36,7 @@ class Worlds:
         self.running = running
 
     def __call__(self, size: int = 2, *args: Any, **kwargs: Any) -> BoundWorld:
-        """A world by the arguments of the marker.
+        """Return a world by the arguments of the marker.
 
         Raises:
             InvalidArgument: An argument is wrong; one call takes one size.
@@ -96,22 +95,16 @@ class BoundWorld:
             if outcome.ok and any(dirt for _, dirt in outcome.values):
                 world.distrust()
         finally:
-            world.release()
-            if not world.trusted or not world.kept:
-                self._leases.forget(world)
+            self._leases.give_back(world)
         if not outcome.ok:
             raise RanksFailed(outcome.describe(), outcome)
         self._report_dirt(outcome)
         return [loads(payload) for payload, _ in outcome.values]
 
     def _report_dirt(self, outcome: WorldOutcome) -> None:
-        found: dict[str, list[int]] = {}
-        for rank, (_, dirt) in enumerate(outcome.values):
-            for entry in dict.fromkeys(map(str, dirt)):
-                found.setdefault(entry, []).append(rank)
-        if not found:
+        text = "; ".join(left_behind((rank, dirt) for rank, (_, dirt) in enumerate(outcome.values)))
+        if not text:
             return
-        text = "; ".join(f"{rank_names(ranks)} left {entry}" for entry, ranks in found.items())
         if self._session.config.option.strict_hygiene:
             raise RanksFailed(f"the function left something behind (--strict-hygiene): {text}", outcome)
         self._running().warn(WorldHygieneWarning(text))

@@ -33,7 +33,7 @@ class Finding:
             empty where `quantity` is no more than that.
         fqn: Parameter or buffer; empty for results, exceptions and lost ranks.
         mismatch: In what it differs.
-        message: First line of an exception's text, or how a process ended.
+        message: An exception's text, or how a process ended.
         overrun: The facts of a broken rule of memory or communication.
     """
 

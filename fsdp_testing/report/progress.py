@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -11,43 +10,14 @@ from rich.text import Text
 
 from fsdp_testing.records import CheckResult, Verdict
 from fsdp_testing.report import summary
-from fsdp_testing.report.terminal import STYLES, told
+from fsdp_testing.report.terminal import STYLES, plain
 
-# Told the moment they are known; everything else waits for the table.
-TOLD_AT_ONCE = (Verdict.FAIL, Verdict.UNKNOWN, Verdict.STALE)
-
-
-class RunListener(Protocol):
-    """What a run tells while it goes on; a listener only looks and never changes the run."""
-
-    def planned(self, total: int) -> None:
-        """`total` pairs of check and implementation will be judged."""
-        ...
-
-    def started(self, implementation: str, check: str) -> None:
-        """This pair runs now."""
-        ...
-
-    def finished(self, result: CheckResult) -> None:
-        """Its result."""
-        ...
-
-
-class SilentListener:
-    """Looks at nothing; the default of programs that want the report alone."""
-
-    def planned(self, total: int) -> None:
-        """Do nothing."""
-
-    def started(self, implementation: str, check: str) -> None:
-        """Do nothing."""
-
-    def finished(self, result: CheckResult) -> None:
-        """Do nothing."""
+# Printed the moment they are known; everything else waits for the table.
+AT_ONCE = (Verdict.FAIL, Verdict.UNKNOWN, Verdict.STALE)
 
 
 class ProgressListener:
-    """Draws progress with rich; usable as a context manager that leaves the terminal as it was.
+    """A `RunListener` that draws progress with rich; as a context manager it leaves the terminal as it was.
 
     In a terminal one line moves: what runs now, how much is done, what was found so far. Elsewhere nothing moves; each
     failed, unknown or stale result is one line, and each implementation one when it is through.
@@ -76,7 +46,7 @@ class ProgressListener:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._tell_about(self._current)
+        self._print_counts(self._current)
         self._progress.stop()
 
     def planned(self, total: int) -> None:
@@ -86,28 +56,28 @@ class ProgressListener:
     def started(self, implementation: str, check: str) -> None:
         """Show what runs now."""
         if implementation != self._current:
-            self._tell_about(self._current)
+            self._print_counts(self._current)
             self._current = implementation
         self._progress.update(self._task, description=f"{implementation} {check}{self._found_so_far()}")
 
     def finished(self, result: CheckResult) -> None:
-        """Count it, and tell trouble at once."""
+        """Count it, and print trouble at once."""
         counts = self._counts.setdefault(result.implementation, dict.fromkeys(Verdict, 0))
         counts[result.verdict] += 1
         self._progress.advance(self._task)
-        if result.verdict in TOLD_AT_ONCE:
+        if result.verdict in AT_ONCE:
             word = (summary.WORDS[result.verdict], STYLES[result.verdict])
-            line = Text.assemble(word, told(f" {result.implementation} {result.check}: {summary.sentence(result)}"))
+            line = Text.assemble(word, plain(f" {result.implementation} {result.check}: {summary.sentence(result)}"))
             self._console.print(line, soft_wrap=not self._moving)
 
     def _found_so_far(self) -> str:
-        totals = {v: sum(counts[v] for counts in self._counts.values()) for v in TOLD_AT_ONCE}
-        told = ", ".join(f"{count} {summary.WORDS[v]}" for v, count in totals.items() if count)
-        return f" ({told})" if told else ""
+        totals = {v: sum(counts[v] for counts in self._counts.values()) for v in AT_ONCE}
+        found = ", ".join(f"{count} {summary.WORDS[v]}" for v, count in totals.items() if count)
+        return f" ({found})" if found else ""
 
-    def _tell_about(self, implementation: str) -> None:
+    def _print_counts(self, implementation: str) -> None:
         counts = self._counts.get(implementation)
         if counts is None or self._moving:
             return
-        told = ", ".join(f"{count} {summary.WORDS[v]}" for v, count in counts.items() if count)
-        self._console.print(f"{implementation}: {told}", soft_wrap=True)
+        found = ", ".join(f"{count} {summary.WORDS[v]}" for v, count in counts.items() if count)
+        self._console.print(f"{implementation}: {found}", soft_wrap=True)

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from fsdp_testing.judging.signature import Signature
 from fsdp_testing.records import Case, ModelSpec, WorldSpec, WrappingPlan
-from fsdp_testing.shrinking.reductions import PLAIN_OPTIMIZER, Node, joined, operations, settings, with_width
+from fsdp_testing.shrinking.ddmin import joined
+from fsdp_testing.shrinking.reductions import PLAIN_OPTIMIZER, Node, operations, settings, with_width
 
 _SKELETONS: tuple[tuple[list[Node], tuple[str, ...]], ...] = (
     ([{"kind": "linear", "name": "a", "out": 2}], ()),
@@ -21,8 +22,8 @@ _SKELETONS: tuple[tuple[list[Node], tuple[str, ...]], ...] = (
 """Small models to which many failures do not mind being moved, with the units that are wrapped."""
 
 
-def leaps(case: Case) -> Iterator[Case]:
-    """Yields the case on a very small model, and with all its settings at their simplest."""
+def on_small_models(case: Case) -> Iterator[Case]:
+    """Yield the case on a very small model, and with all its settings at their simplest."""
     plain = _plain_settings(case)
     for nodes, units in _SKELETONS:
         model = ModelSpec("tree", dtype=case.model.dtype, tree={"width": 2, "nodes": [dict(node) for node in nodes]})
@@ -50,7 +51,7 @@ def _plain_settings(case: Case) -> Case:
 
 
 def beginnings(case: Case, signature: Signature) -> Iterator[Case]:
-    """Yields the case up to one of the operations after which it may be that the failure shows; the shortest first."""
+    """Yield the case up to one of the operations after which it may be that the failure shows; the shortest first."""
     for end in _ends(case, signature):
         if end < len(case.program):
             yield replace(case, program=case.program[:end])
@@ -62,8 +63,8 @@ def _ends(case: Case, signature: Signature) -> list[int]:
     return ends or sorted({length // 4, length // 2, 3 * length // 4, length} - {0})
 
 
-def cores(case: Case) -> Iterator[Case]:
-    """Yields the case with its last operation alone, and with one other before it."""
+def minimal_programs(case: Case) -> Iterator[Case]:
+    """Yield the case with its last operation alone, and with one other before it."""
     if len(case.program) > 2:
         *before, last = case.program
         yield replace(case, program=(last,))
@@ -71,14 +72,15 @@ def cores(case: Case) -> Iterator[Case]:
             yield replace(case, program=(one, last))
 
 
-def every_core(case: Case, signature: Signature) -> Iterator[Case]:
-    """Yields the cores of all beginnings, the smallest first."""
-    found = [core for end in _ends(case, signature) for core in cores(replace(case, program=case.program[:end]))]
-    yield from sorted(found, key=lambda core: len(core.program))
+def minimal_programs_of_beginnings(case: Case, signature: Signature) -> Iterator[Case]:
+    """Yield the minimal programs of all beginnings, the smallest first."""
+    shorter = [replace(case, program=case.program[:end]) for end in _ends(case, signature)]
+    found = [candidate for one in shorter for candidate in minimal_programs(one)]
+    yield from sorted(found, key=lambda candidate: len(candidate.program))
 
 
-def barest(case: Case) -> Case:
-    """Returns the case with all settings and all operations at their simplest."""
+def simplest(case: Case) -> Case:
+    """Return the case with all settings and all operations at their simplest."""
     for kind in (settings, operations):
         case = joined(kind, case, [step.key for step in kind(case)])
     return case

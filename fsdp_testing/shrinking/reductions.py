@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from fsdp_testing.records import Case, OptimizerSpec, WorldSpec, WrappingPlan
+from fsdp_testing.shrinking.ddmin import Reduction
 from fsdp_testing.zoo.tree_schema import SCHEMA, get
 
 Node = dict[str, Any]
@@ -16,113 +17,84 @@ PLAIN_OPTIMIZER = OptimizerSpec("sgd", {"lr": 0.1})
 """The simplest one."""
 
 
-class Step(NamedTuple):
-    """A case with one part less, and which part that was.
-
-    Attributes:
-        key: Names the part within its kind of reduction; keys of one kind can be sorted, later places come later.
-        case: The simpler case.
-    """
-
-    key: tuple[Any, ...]
-    case: Case
-
-
-Kind = Callable[[Case], Iterator[Step]]
-
-
-def joined(kind: Kind, case: Case, keys: Iterable[tuple[Any, ...]]) -> Case:
-    """Returns the case with several parts less.
-
-    Args:
-        kind: Gave the keys for this case.
-        case: Where to start.
-        keys: Which parts; one that is no longer there when its turn comes is passed over.
-    """
-    # What comes later goes first: the places before it stay where they are.
-    for key in sorted(keys, reverse=True):
-        case = next((step.case for step in kind(case) if step.key == key), case)
-    return case
-
-
-def deletions(case: Case) -> Iterator[Step]:
-    """Yields the case without one of its operations, the last one first."""
+def deletions(case: Case) -> Iterator[Reduction]:
+    """Yield the case without one of its operations, the last one first."""
     for place in reversed(range(len(case.program))):
-        yield Step((place,), case.without_operation(place))
+        yield Reduction((place,), case.without_operation(place))
 
 
 _FEW = 6
 
 
-def pairs(case: Case) -> Iterator[Step]:
-    """Yields the case without two of its operations: some are needed, or not, together only."""
+def pairs(case: Case) -> Iterator[Reduction]:
+    """Yield the case without two of its operations: some are needed, or not, together only."""
     length = len(case.program)
     for one in range(length if length > 2 else 0):
         for other in range(one + 1, length if length <= _FEW else min(one + 2, length)):
-            yield Step((one, other), case.without_operation(other).without_operation(one))
+            yield Reduction((one, other), case.without_operation(other).without_operation(one))
 
 
-def settings(case: Case) -> Iterator[Step]:
-    """Yields the case with one of its settings at its simplest."""
+def settings(case: Case) -> Iterator[Reduction]:
+    """Yield the case with one of its settings at its simplest."""
     mixed = case.mixed_precision
     if mixed is not None:
-        yield Step(("precision",), replace(case, mixed_precision=None, model=replace(case.model, dtype="float64")))
+        yield Reduction(("precision",), replace(case, mixed_precision=None, model=replace(case.model, dtype="float64")))
         for item in fields(mixed):
             if getattr(mixed, item.name) is not None:
                 simpler = replace(mixed, **{item.name: None})
-                yield Step(("precision", item.name), replace(case, mixed_precision=simpler))
+                yield Reduction(("precision", item.name), replace(case, mixed_precision=simpler))
     elif case.model.dtype != "float64":
-        yield Step(("dtype",), replace(case, model=replace(case.model, dtype="float64")))
+        yield Reduction(("dtype",), replace(case, model=replace(case.model, dtype="float64")))
     yield from _plans(case)
     if case.world.size > 2:
-        yield Step(("world",), replace(case, world=WorldSpec(2, case.world.backend)))
+        yield Reduction(("world",), replace(case, world=WorldSpec(2, case.world.backend)))
     if case.strategy != "full_shard":
         nearer = "hybrid_shard" if case.strategy == "hybrid_shard_zero2" else "full_shard"
-        yield Step(("strategy",), replace(case, strategy="full_shard", world=replace(case.world, mesh=())))
-        yield Step(("strategy", "nearer"), replace(case, strategy=nearer))
+        yield Reduction(("strategy",), replace(case, strategy="full_shard", world=replace(case.world, mesh=())))
+        yield Reduction(("strategy", "nearer"), replace(case, strategy=nearer))
     if case.cpu_offload:
-        yield Step(("offload",), replace(case, cpu_offload=False))
+        yield Reduction(("offload",), replace(case, cpu_offload=False))
     if case.optimizer != PLAIN_OPTIMIZER:
-        yield Step(("optimizer",), replace(case, optimizer=PLAIN_OPTIMIZER))
+        yield Reduction(("optimizer",), replace(case, optimizer=PLAIN_OPTIMIZER))
     if case.model.freeze:
-        yield Step(("freeze",), replace(case, model=replace(case.model, freeze=())))
+        yield Reduction(("freeze",), replace(case, model=replace(case.model, freeze=())))
     if case.seed:
-        yield Step(("seed",), replace(case, seed=0))
+        yield Reduction(("seed",), replace(case, seed=0))
 
 
-def _plans(case: Case) -> Iterator[Step]:
+def _plans(case: Case) -> Iterator[Reduction]:
     plan = case.wrapping
     if plan != WrappingPlan():
-        yield Step(("wrapping",), replace(case, wrapping=WrappingPlan()))
+        yield Reduction(("wrapping",), replace(case, wrapping=WrappingPlan()))
         for name in plan.units:
             units = tuple(unit for unit in plan.units if unit != name)
-            yield Step(("wrapping", name), replace(case, wrapping=replace(plan, units=units)))
+            yield Reduction(("wrapping", name), replace(case, wrapping=replace(plan, units=units)))
         if plan.ignored:
-            yield Step(("wrapping", ".ignored"), replace(case, wrapping=replace(plan, ignored=())))
+            yield Reduction(("wrapping", ".ignored"), replace(case, wrapping=replace(plan, ignored=())))
 
 
-def operations(case: Case) -> Iterator[Step]:
-    """Yields the case with one operation simplified."""
+def operations(case: Case) -> Iterator[Reduction]:
+    """Yield the case with one operation simplified."""
     for place, operation in enumerate(case.program):
         for number, simpler in enumerate(operation.simpler()):
             if simpler != operation:
                 program = (*case.program[:place], simpler, *case.program[place + 1 :])
-                yield Step((place, number), replace(case, program=program))
+                yield Reduction((place, number), replace(case, program=program))
 
 
-def cuts(case: Case) -> Iterator[Step]:
-    """Yields the case with one part of its module tree left out."""
+def cuts(case: Case) -> Iterator[Reduction]:
+    """Yield the case with one part of its module tree left out."""
     tree = case.model.tree
     for path in _paths(tree["nodes"]) if tree is not None else ():
         smaller = _edited(tree, path, lambda nodes, i: nodes[:i] + nodes[i + 1 :])
-        yield Step(path, replace(case, model=replace(case.model, tree=smaller)))
+        yield Reduction(path, replace(case, model=replace(case.model, tree=smaller)))
 
 
-def trees(case: Case) -> Iterator[Step]:
-    """Yields the case with one part of its module tree simplified."""
+def trees(case: Case) -> Iterator[Reduction]:
+    """Yield the case with one part of its module tree simplified."""
     tree = case.model.tree
     for key, smaller in _smaller_trees(tree) if tree is not None else ():
-        yield Step(key, replace(case, model=replace(case.model, tree=smaller)))
+        yield Reduction(key, replace(case, model=replace(case.model, tree=smaller)))
 
 
 _Smaller = tuple[tuple[Any, ...], dict[str, Any]]
@@ -172,7 +144,7 @@ def _renamed(nodes: list[Node], place: int) -> list[Node]:
 
 
 def with_width(tree: dict[str, Any], width: int) -> dict[str, Any]:
-    """Returns the tree with `width` wherever a width is written down."""
+    """Return the tree with `width` wherever a width is written down."""
     smaller = copy.deepcopy(tree)
     smaller["width"] = width
     for node in _all(smaller["nodes"]):

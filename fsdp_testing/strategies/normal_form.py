@@ -19,6 +19,7 @@ from fsdp_testing.zoo import MODELS
 from fsdp_testing.zoo.tree import has_alias, needs_of, unit_names, unit_of
 from fsdp_testing.zoo.tree_schema import every, get, legal_tree, parameters, walk
 
+_KINDS = {"TreeGroup": "group", "TreeLinear": "linear"}
 _WIDE = ("float32", "float64")
 
 
@@ -187,8 +188,8 @@ def _legal_wrapping(plan: WrappingPlan, tree: Mapping[str, Any]) -> WrappingPlan
     if policy is not None:
         units = ()
         if policy.kind == "module_class":
-            present = {"TreeGroup" if _is_group(tree, name) else "" for name in names} | {"TreeLinear"}
-            classes = tuple(name for name in policy.classes if name in present and _has_class(tree, name))
+            kinds = {place.node["kind"] for place in every(walk(tree))}
+            classes = tuple(name for name in policy.classes if _KINDS.get(name) in kinds)
             policy = replace(policy, classes=classes) if classes else None
     return WrappingPlan(units, policy, ignored)
 
@@ -206,22 +207,6 @@ def _changes_ignored(case: Case) -> bool:
         return False
     names = [spec.fqn for spec in parameters(case.model.tree) if f"{spec.fqn}.".startswith(inside)]
     return any(fnmatchcase(name, pattern) for name in names for pattern in changing)
-
-
-def _has_class(tree: Mapping[str, Any], name: str) -> bool:
-    kind = {"TreeGroup": "group", "TreeLinear": "linear"}.get(name)
-    return any(_node_at(tree, unit)["kind"] == kind for unit in unit_names(tree))
-
-
-def _is_group(tree: Mapping[str, Any], name: str) -> bool:
-    return bool(_node_at(tree, name)["kind"] == "group")
-
-
-def _node_at(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    node: Mapping[str, Any] = tree
-    for part in name.split("."):
-        node = next(inner for inner in node["nodes"] if inner["name"] == part)
-    return node
 
 
 def _legal_world(case: Case) -> WorldSpec:

@@ -17,7 +17,6 @@ from torch import nn
 
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.quantities import Expectation
-from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase, RunMode
 from fsdp_testing.pool import Failed
@@ -58,7 +57,7 @@ def judge_moved(
         world = replace(case.world, size=ranks)
         cases.append(replace(case, world=world, program=_other_batches(case, 10 * place)))
         mode = RunMode(run_and_save, (saved, optimizer), expect_moved, (tuple(cases[:-1]), optimizer))
-        judgements.append(runner.judge(adapter.reference, cases[-1], comparison, mode=mode))
+        judgements.append(runner.judge(adapter, cases[-1], comparison, mode=mode))
         observed = judgements[-1].ranks
         saved = next((rank.saved for rank in observed if isinstance(rank, SavingObservation) and rank.saved), None)
         if judgements[-1].finding is not None or saved is None:
@@ -105,14 +104,13 @@ class MovingProgram(RankProgram):
 
 
 def run_and_save(
-    implementation: str | Adapter, case: Case, observe_all: bool, saved: Saved | None, optimizer: bool
+    adapter: Adapter, case: Case, observe_all: bool, saved: Saved | None, optimizer: bool
 ) -> RankObservation | Failed:
     """Load what was saved, run the case, save the model and, if asked, the optimizer.
 
     Collectives: those of the implementation; every rank of the world runs the same call.
     """
     world = current_world()
-    adapter = registry.adapter_of(implementation)
     program = MovingProgram(case, adapter, world.rank, setup_in_world)
     program.saved = saved
     with warnings.catch_warnings():

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.implementations.shared import naming
 from fsdp_testing.ledger import interception
@@ -36,12 +35,11 @@ class RankTrace:
     observation: RankObservation
 
 
-def trace_case(implementation: str | Adapter, case: Case) -> RankTrace | Failed:
+def trace_case(adapter: Adapter, case: Case) -> RankTrace | Failed:
     """Run `case` through the implementation on this rank and record what happens.
 
     Collectives: those of the implementation; every rank of the world runs the same call.
     """
-    adapter = registry.adapter_of(implementation)
     program = _TimedProgram(case, adapter, current_world().rank, setup_in_world)
     recorder = program.recorder
     with ExitStack() as stack, warnings.catch_warnings():

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_testing.errors import WorldFailed
+from fsdp_testing.implementations import registry
 from fsdp_testing.pool import Pool, WorldOutcome, default_pool
 from fsdp_testing.records import Case, RankObservation
 from fsdp_testing.records.history import History
@@ -33,10 +34,11 @@ def trace(name: str, case: Case, *, pool: Pool | None = None, timeout: float = 6
     Raises:
         WorldFailed: the case did not run to its end on every rank; the message is the account of every rank.
     """
+    adapter = registry.adapter_of(name)
     lender = pool or default_pool()
     world = lender.world(case.world.size, case.world.backend)
     try:
-        outcome = world.execute(job.trace_case, (name, case), timeout=timeout, name=f"trace {name} {case.identity}")
+        outcome = world.execute(job.trace_case, (adapter, case), timeout=timeout, name=f"trace {name} {case.identity}")
     finally:
         world.release()
     if not outcome.ok:
@@ -47,7 +49,7 @@ def trace(name: str, case: Case, *, pool: Pool | None = None, timeout: float = 6
 def trace_on(on_ranks: OnRanks, name: str, case: Case) -> Trace:
     """Trace on ranks that somebody else lends; raises like `trace`."""
     try:
-        return _trace_of(name, case, on_ranks(job.trace_case, name, case, size=case.world.size))
+        return _trace_of(name, case, on_ranks(job.trace_case, registry.adapter_of(name), case, size=case.world.size))
     except WorldFailed as failed:
         if isinstance(failed.outcome, WorldOutcome):
             raise _failed(name, case, failed.outcome) from failed

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -88,15 +89,22 @@ def run_folder() -> Runner:
     return run_pytest
 
 
+def run_source(folder: Path, source: str, *args: str, then_next: bool = False) -> Verdict:
+    """Write a test module (imports are there already) and run pytest over it, and what else is there."""
+    (folder / "test_ranks.py").write_text(HEADER + source + (NEXT if then_next else ""))
+    return run_pytest(folder, *args)
+
+
+@pytest.fixture(scope="session")
+def run_in() -> Runner:
+    """Write a test module into a folder and run pytest with more arguments; for sessions that several tests read."""
+    return run_source
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Runner:
-    """Write a test module (imports are there already) and run pytest over it with more arguments."""
-
-    def runner(source: str, *args: str, then_next: bool = False) -> Verdict:
-        (tmp_path / "test_ranks.py").write_text(HEADER + source + (NEXT if then_next else ""))
-        return run_pytest(tmp_path, *args)
-
-    return runner
+    """Write a test module into the test's own folder and run pytest with more arguments."""
+    return partial(run_source, tmp_path)
 
 
 @dataclass(frozen=True, slots=True)

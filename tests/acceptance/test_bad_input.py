@@ -44,21 +44,30 @@ def test_a_wrong_marker_is_one_clear_collection_error(run: Runner, tmp_path: Pat
     assert "Traceback" not in verdict.text
 
 
+OPTIONS = {
+    ("--world-size", "two"): r"--world-size: expected ranks >= 1 such as 2 or 2,4, got 'two'",
+    ("--rank-timeout", "-1"): r"--rank-timeout: expected seconds >= 0, got '-1'",
+    ("--dist-backend", "glue"): r"--dist-backend: expected one of gloo, nccl, fake",
+    ("--isolation", "cold"): r"--isolation: expected one of warm, fresh, got 'cold'",
+}
+
+
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    "options",
     [
-        (("--world-size", "two"), r"--world-size: expected ranks >= 1 such as 2 or 2,4, got 'two'"),
-        (("--world-size", "0"), r"--world-size: expected ranks >= 1"),
-        (("--rank-timeout", "-1"), r"--rank-timeout: expected seconds >= 0, got '-1'"),
-        (("--dist-backend", "glue"), r"--dist-backend: expected one of gloo, nccl, fake"),
-        (("--isolation", "cold"), r"--isolation: expected one of warm, fresh, got 'cold'"),
-        (("--rank-pdb", "x"), r"--rank-pdb: expected a rank such as 0, got 'x'"),
+        OPTIONS,
+        {("--world-size", "0"): r"--world-size: expected ranks >= 1"},
+        {("--rank-pdb", "x"): r"--rank-pdb: .*'x'"},
     ],
+    ids=["all", "zero", "debugged rank"],
 )
-def test_a_wrong_option_is_a_usage_error(run: Runner, arguments: tuple[str, str], expected: str) -> None:
-    verdict = run("def test_fine(): pass", *arguments)
+def test_wrong_options_are_one_usage_error(
+    run_folder: Runner, tmp_path: Path, options: dict[tuple[str, str], str]
+) -> None:
+    verdict = run_folder(tmp_path, *(word for option in options for word in option))
     assert verdict.code == pytest.ExitCode.USAGE_ERROR, verdict.text
-    assert re.search(expected, verdict.text), verdict.text
+    for expected in options.values():
+        assert re.search(expected, verdict.text), verdict.text
 
 
 def test_a_list_of_sizes_where_no_ids_can_be_made(run: Runner) -> None:
@@ -75,47 +84,53 @@ class TestOld(unittest.TestCase):
     assert "expected one size, got [2, 3]" in verdict.text
 
 
-def test_the_fixture_without_the_marker(run: Runner) -> None:
-    verdict = run("def test_it(world): pass")
-    assert verdict.counts() == (0, 0, 1), verdict.text
-    assert "fixture world: expected a test on ranks, got one without the `world` marker" in verdict.text
+MIXED = """
+def test_without_marker(world): pass
+
+@pytest.mark.world(1000, backend='nccl')
+def test_no_such_device(world): pass
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("x", [os.getpid()])
+def test_other_id(x): pass
+"""
 
 
-def test_a_backend_that_cannot_run_here(run: Runner) -> None:
-    body = "@pytest.mark.world(1000, backend='nccl')\ndef test_it(world): pass"
-    verdict = run(body, "-rs")
-    assert verdict.skipped == 1, verdict.text
-    assert re.search(r"backend nccl cannot run here: .*CUDA device", verdict.text), verdict.text
-    required = run(body, "--require-backend")
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory, run_in: Runner) -> Any:
+    """One session of tests that cannot run, each for a reason of its own, and of one that can."""
+    folder = tmp_path_factory.mktemp("mixed")
+    (folder / "test_outside_only.py").write_text(
+        "import pytest\nimport torch.distributed as dist\n"
+        "if dist.is_initialized():\n    raise OSError('only outside')\n"
+        "@pytest.mark.world(2)\ndef test_it(): pass\n"
+    )
+    return run_in(folder, MIXED, "-rs", then_next=True)
+
+
+def test_what_cannot_run_leaves_the_rest_alone(mixed: Any) -> None:
+    assert mixed.counts() == (1, 0, 3), mixed.text
+    assert mixed.skipped == 1, mixed.text
+
+
+def test_the_fixture_without_the_marker(mixed: Any) -> None:
+    assert "fixture world: expected a test on ranks, got one without the `world` marker" in mixed.text
+
+
+def test_a_backend_that_cannot_run_here(mixed: Any, run: Runner) -> None:
+    assert re.search(r"backend nccl cannot run here: .*CUDA device", mixed.text), mixed.text
+    required = run("@pytest.mark.world(1000, backend='nccl')\ndef test_it(world): pass", "--require-backend")
     assert required.counts() == (0, 0, 1), required.text
     assert "(--require-backend)" in required.text
 
 
-def test_ids_that_differ_between_processes(run: Runner) -> None:
-    verdict = run(
-        """
-@pytest.mark.world(2)
-@pytest.mark.parametrize("x", [os.getpid()])
-def test_it(x): pass
-""",
-        then_next=True,
-    )
-    assert verdict.counts() == (1, 0, 1), verdict.text
-    assert "Test ids must be the same in every process" in verdict.text
+def test_ids_that_differ_between_processes(mixed: Any) -> None:
+    assert "Test ids must be the same in every process" in mixed.text
 
 
-def test_a_file_that_cannot_be_imported_in_a_rank(run: Runner) -> None:
-    verdict = run(
-        """
-if dist.is_initialized():
-    raise OSError("only outside")
-@pytest.mark.world(2)
-def test_it(): pass
-"""
-    )
-    assert verdict.counts() == (0, 0, 1), verdict.text
-    assert "could not be collected in this rank" in verdict.text
-    assert "OSError: only outside" in verdict.text
+def test_a_file_that_cannot_be_imported_in_a_rank(mixed: Any) -> None:
+    assert "could not be collected in this rank" in mixed.text
+    assert "OSError: only outside" in mixed.text
 
 
 WORLDS = """

@@ -219,32 +219,23 @@ def test_a_leak_is_a_failure_when_asked_for(name: str, leaks: dict[str, Any]) ->
     assert following.outcome == "passed", following
 
 
-def test_a_leak_is_a_warning_by_default(run: Runner) -> None:
-    tests = [f"@pytest.mark.world(2)\ndef {_test(name)}(world):\n    {body}\n" for name, (body, _) in LEAKS.items()]
-    verdict = run("\n".join(tests), then_next=True)
-    assert verdict.counts() == (len(LEAKS) + 1, 0, 0), verdict.text
-    assert verdict.warnings == len(LEAKS), verdict.text
-    for _, expected in LEAKS.values():
-        assert re.search(r"WorldHygieneWarning: .*" + expected, verdict.text), verdict.text
-
-
-def test_a_clean_test_is_silent_under_strict_hygiene(run: Runner) -> None:
-    verdict = run("", "--strict-hygiene", then_next=True)
-    assert (verdict.counts(), verdict.warnings) == ((1, 0, 0), 0), verdict.text
-
-
-def test_what_leaked_does_not_outlive_the_session(run: Runner) -> None:
-    verdict = run(
-        """
+OUTLIVING = """
 @pytest.mark.world(2)
 def test_fate(world):
     import subprocess
     child = subprocess.Popen(["setsid", "sleep", "986"])
     print("child", child.pid)
-        """,
-        "-rP",
-    )
-    pids = re.findall(r"child (\d+)", verdict.text)
+"""
+
+
+def test_a_leak_is_a_warning_by_default_and_does_not_outlive_the_session(run: Runner) -> None:
+    tests = [f"@pytest.mark.world(2)\ndef {_test(name)}(world):\n    {body}\n" for name, (body, _) in LEAKS.items()]
+    verdict = run("\n".join([*tests, OUTLIVING]), "-rP", then_next=True)
+    assert verdict.counts() == (len(LEAKS) + 2, 0, 0), verdict.text
+    assert verdict.warnings == len(LEAKS) + 1, verdict.text
+    for _, expected in LEAKS.values():
+        assert re.search(r"WorldHygieneWarning: .*" + expected, verdict.text), verdict.text
+    pids = re.findall(r"child (\d+)\n", verdict.text)
     assert len(pids) == 2, verdict.text
     assert [pid for pid in pids if _runs_sleep(pid)] == []
 

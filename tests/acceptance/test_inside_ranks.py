@@ -151,7 +151,7 @@ def test_default_size(world):
 
 
 def test_every_ordinary_feature_works_in_ranks(run: Runner) -> None:
-    verdict = run(ORDINARY, "-ra", "-W", "error")
+    verdict = run(ORDINARY, "-ra", "-W", "error", "--strict-hygiene")
     assert (verdict.passed, verdict.failed, verdict.errors) == (21, 0, 0), verdict.text
     assert (verdict.skipped, verdict.xfailed) == (2, 2), verdict.text
     assert "test_skipped_by_mark - not today" in verdict.text or "not today" in verdict.text
@@ -164,7 +164,7 @@ def test_the_same_file_passes_with_new_processes_for_every_test(run: Runner) -> 
     assert (verdict.passed, verdict.failed, verdict.errors) == (19, 0, 0), verdict.text
 
 
-def test_the_command_line_fills_what_the_marker_leaves_open(run: Runner) -> None:
+def test_sizes_become_test_ids_and_the_command_line_fills_what_the_marker_leaves_open(run: Runner) -> None:
     verdict = run(
         """
 @pytest.mark.world()
@@ -174,48 +174,27 @@ def test_open(world):
 @pytest.mark.world(2)
 def test_closed(world):
     assert world.size == 2
-""",
-        "-v", "--world-size", "1,3", "--rank-timeout", "20",
-    )  # fmt: skip
-    assert verdict.counts() == (3, 0, 0), verdict.text
-    assert "test_open[world=1] PASSED" in verdict.text
-    assert "test_open[world=3] PASSED" in verdict.text
 
-
-def test_sizes_become_test_ids(run: Runner) -> None:
-    verdict = run(
-        """
 @pytest.mark.parametrize("flag", [True, False])
 @pytest.mark.world([2, 3])
 def test_sizes(world, flag):
     assert world.size in (2, 3)
 """,
-        "-v",
-    )
-    assert verdict.counts() == (4, 0, 0), verdict.text
+        "-v", "--world-size", "1,3", "--rank-timeout", "20",
+    )  # fmt: skip
+    assert verdict.counts() == (7, 0, 0), verdict.text
     assert len(re.findall(r"test_sizes\[(?:True-|False-)?world=[23](?:-True|-False)?\] PASSED", verdict.text)) == 4
+    assert "test_open[world=1] PASSED" in verdict.text
+    assert "test_open[world=3] PASSED" in verdict.text
 
 
-def test_output_of_ranks_is_captured_by_rank_and_shown_live_under_s(run: Runner) -> None:
-    body = """
+TROUBLE = """
 @pytest.mark.world(2)
 def test_says(world):
     print("python", world.rank)
     os.system(f"echo from a child of {world.rank} >&2")
     assert world.rank == 5
-"""
-    captured = run(body)
-    assert "Captured stdout (rank 1)" in captured.text
-    assert "Captured stderr (rank 0)" in captured.text
-    assert "from a child of 1" in captured.text
-    live = run(body, "-s")
-    assert "[rank 0] python 0" in live.text
-    assert "[rank 1] from a child of 1" in live.text
 
-
-def test_a_fixture_that_fails_in_setup_or_teardown_is_told_by_rank(run: Runner) -> None:
-    verdict = run(
-        """
 @pytest.fixture
 def broken(world):
     if world.rank == 1:
@@ -233,12 +212,23 @@ def test_setup(broken):
 @pytest.mark.world(2)
 def test_teardown(untidy):
     pass
-""",
-        then_next=True,
-    )
-    assert verdict.counts() == (2, 0, 2), verdict.text
+"""
+
+
+def test_output_of_ranks_is_captured_and_failed_fixtures_are_reported_by_rank(run: Runner) -> None:
+    verdict = run(TROUBLE, then_next=True)
+    assert verdict.counts() == (2, 1, 2), verdict.text
+    assert "Captured stdout (rank 1)" in verdict.text
+    assert "Captured stderr (rank 0)" in verdict.text
+    assert "from a child of 1" in verdict.text
     assert "ERROR test_ranks.py::test_setup - rank 1: OSError: no disk" in verdict.text
     assert "ERROR test_ranks.py::test_teardown - rank 1: AssertionError: left a mess" in verdict.text
+
+
+def test_output_of_ranks_is_shown_live_under_s(run: Runner) -> None:
+    live = run(TROUBLE, "-s", "-k", "says")
+    assert "[rank 0] python 0" in live.text
+    assert "[rank 1] from a child of 1" in live.text
 
 
 PLAIN = """

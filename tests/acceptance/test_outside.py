@@ -34,32 +34,46 @@ def test_late(world):
 """
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the sessions over those three are."""
+    return tmp_path_factory.mktemp("three")
+
+
+@pytest.fixture(scope="module")
+def first(folder: Path, run_in: Runner) -> Any:
+    """One session with all that writes down what happened."""
+    words = ("-p", "cacheprovider", "--durations=0", "-vv", "--durations-min=0")
+    return run_in(folder, THREE, *words, "--junitxml=out.xml", "-o", "junit_family=xunit2")
+
+
+def test_each_test_counts_once(first: Any) -> None:
+    assert first.counts() == (2, 1, 0), first.text
+
+
 def test_selection_and_stopping(run: Runner) -> None:
-    verdict = run(THREE, "-k", "good or late", "-v")
-    assert verdict.counts() == (2, 0, 0), verdict.text
-    stopped = run(THREE, "-x")
-    assert stopped.counts() == (1, 1, 0), stopped.text
-    assert "stopping after 1 failures" in stopped.text
+    verdict = run(THREE, "-k", "bad or late", "-x")
+    assert verdict.counts() == (0, 1, 0), verdict.text
+    assert "1 deselected" in verdict.text
+    assert "stopping after 1 failures" in verdict.text
 
 
-def test_last_failed(run: Runner) -> None:
-    assert run(THREE, "-p", "cacheprovider").counts() == (2, 1, 0)
-    again = run(THREE, "-p", "cacheprovider", "--lf")
+def test_only_what_failed_last_and_how_to_debug_it(first: Any, folder: Path, run_in: Runner) -> None:
+    again = run_in(folder, THREE, "-p", "cacheprovider", "--lf", "--pdb")
     assert again.counts() == (0, 1, 0), again.text
     assert "test_bad" in again.text
+    assert "Run it again with --rank-pdb 1 to debug rank 1." in again.text
 
 
-def test_durations_are_those_of_the_slowest_rank(run: Runner) -> None:
-    verdict = run(THREE, "--durations=0", "-vv", "--durations-min=0")
-    late = re.search(r"([\d.]+)s call +test_ranks.py::test_late", verdict.text)
-    assert late is not None, verdict.text
+def test_durations_are_those_of_the_slowest_rank(first: Any) -> None:
+    late = re.search(r"([\d.]+)s call +test_ranks.py::test_late", first.text)
+    assert late is not None, first.text
     assert float(late[1]) >= 0.2
-    assert len(re.findall(r"s (?:setup|call|teardown) +test_ranks.py::test_good", verdict.text)) == 3
+    assert len(re.findall(r"s (?:setup|call|teardown) +test_ranks.py::test_good", first.text)) == 3
 
 
-def test_junit_holds_one_case_with_properties_and_every_ranks_account(run: Runner, tmp_path: Path) -> None:
-    run(THREE, "--junitxml=out.xml", "-o", "junit_family=xunit2")
-    cases = {case.attrib["name"]: case for case in ET.parse(tmp_path / "out.xml").getroot().iter("testcase")}
+def test_junit_has_one_case_with_properties_and_every_ranks_account(first: Any, folder: Path) -> None:
+    cases = {case.attrib["name"]: case for case in ET.parse(folder / "out.xml").getroot().iter("testcase")}
     assert set(cases) == {"test_good", "test_bad", "test_late"}
     properties = {(p.attrib["name"], p.attrib["value"]) for p in cases["test_good"].iter("property")}
     assert properties == {("shape", "3"), ("own[rank 0]", "0"), ("own[rank 1]", "1")}
@@ -69,25 +83,18 @@ def test_junit_holds_one_case_with_properties_and_every_ranks_account(run: Runne
     assert "rank 0 passed" in (failure.text or "")
 
 
-def test_the_same_under_xdist(run: Runner) -> None:
-    verdict = run(THREE + THREE.replace("def test_", "def test_more_"), "-n", "2")
-    assert verdict.counts() == (4, 2, 0), verdict.text
-    assert "rank 1: AssertionError: assert 1 == 0" in verdict.text
-    assert "where 1 = World(rank=1, size=2" in verdict.text
-
-
-def test_a_dead_rank_under_xdist_fails_its_test_alone(run: Runner) -> None:
-    verdict = run(
-        """
+DIES = """
 @pytest.mark.world(2)
 def test_dies(world):
     os.kill(os.getpid(), signal.SIGKILL)
-""",
-        "-n",
-        "2",
-        then_next=True,
-    )
-    assert verdict.counts() == (1, 1, 0), verdict.text
+"""
+
+
+def test_the_same_under_xdist_where_a_dead_rank_fails_its_test_alone(run: Runner) -> None:
+    verdict = run(THREE + DIES + THREE.replace("def test_", "def test_more_"), "-n", "2", then_next=True)
+    assert verdict.counts() == (5, 3, 0), verdict.text
+    assert "rank 1: AssertionError: assert 1 == 0" in verdict.text
+    assert "where 1 = World(rank=1, size=2" in verdict.text
     assert "died by SIGKILL" in verdict.text
 
 
@@ -129,12 +136,6 @@ def test_covered(world):
         verdict = run(source, "--cov=mylib", "--cov-branch", "--cov-report=term-missing", *extra)
         assert verdict.counts() == (1, 0, 0), verdict.text
         assert re.search(r"mylib.py +\d+ +0 +\d+ +0 +100%", verdict.text), verdict.text
-
-
-def test_pdb_says_how_to_debug_a_rank(run: Runner) -> None:
-    verdict = run(THREE, "--pdb")
-    assert verdict.counts() == (2, 1, 0), verdict.text
-    assert "Run it again with --rank-pdb 1 to debug rank 1." in verdict.text
 
 
 def test_breakpoint_in_a_rank_says_how_to_debug_it(run: Runner) -> None:

@@ -140,6 +140,7 @@ def test_the_other_import_rules_can_be_broken() -> None:
         "def f(unit):\n    return unit._sharded_state",
         "def f(unit):\n    return getattr(unit, '_fsdp_param_groups', None)",
         "def f(unit):\n    setattr(unit, '_is_root', True)",
+        "import pytest\ndef f(config: pytest.Config):\n    return config._tmp_path_factory",
         "SCRIPT = '''\nimport torch\ntorch._foreach_add_(a, b)\n'''",
         "SCRIPT = '''\ndef held(module):\n    return module._get_fsdp_state()\n'''",
     ],

@@ -16,10 +16,31 @@ WHOLE = {"arch", "docs", "quality", "acceptance"}
 BEHAVIOURS = "behaviours"
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 RUN_STEPS = re.compile(
-    r"tox -e [\w,-]+( -- [\w ./-]+)?"
+    r"tox -e [\w,-]+( -- [\w ./*\[\]-]+)?"
     r"|python -m pip install -c ci/constraints\.txt tox"
     r"|(bash )?(ci/|\.ci/run)[\w./ -]*"
 )
+
+
+def run_lines(workflow: Path) -> list[str]:
+    """What a workflow runs, once for every value of its matrices."""
+    lines: list[str] = []
+    for job in yaml.safe_load(workflow.read_text(encoding="utf-8"))["jobs"].values():
+        matrix = job.get("strategy", {}).get("matrix", {})
+        for step in job["steps"]:
+            found = step.get("run", "").strip().splitlines()
+            for name, values in matrix.items():
+                mark = f"${{{{ matrix.{name} }}}}"
+                found = [line.replace(mark, value) for line in found for value in (values if mark in line else [""])]
+            lines += map(str.strip, found)
+    return lines
+
+
+def tox_environments() -> set[str]:
+    """Environments that tox.ini declares, `{a,b}` in a name taken apart."""
+    names = re.findall(r"^\[testenv:([^\]]+)\]", (ROOT / "tox.ini").read_text(encoding="utf-8"), re.M)
+    parts = [re.fullmatch(r"([\w-]+)(?:\{([\w,]+)\})?", name) for name in names]
+    return {part[1] + factor for part in parts if part for factor in (part[2] or "").split(",")}
 
 
 def test_every_test_folder_mirrors_a_package() -> None:
@@ -47,17 +68,28 @@ def test_workflows_call_tox_and_ci_alone_and_pin_their_actions(path: Path) -> No
     for step in steps:
         if "uses" in step:
             assert re.fullmatch(r"[\w.-]+/[\w./-]+@[0-9a-f]{40}", step["uses"]), f"not pinned by hash: {step['uses']}"
-        else:
-            for line in step["run"].strip().splitlines():
-                assert RUN_STEPS.fullmatch(line.strip()), f"{path.name} does what nobody does at home: {line!r}"
+    for line in run_lines(path):
+        assert RUN_STEPS.fullmatch(line), f"{path.name} does what nobody does at home: {line!r}"
 
 
 def test_there_are_workflows() -> None:
-    assert {path.name for path in WORKFLOWS} >= {"tests.yml"}
+    assert {path.name for path in WORKFLOWS} >= {"tests.yml", "nightly.yml"}
+
+
+def test_every_test_is_run_by_exactly_one_job_of_each_python() -> None:
+    document = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text(encoding="utf-8"))
+    jobs = document["jobs"]["suite"]["strategy"]["matrix"]["folders"]
+    places = [place.relative_to(ROOT) for job in jobs for pattern in job.split() for place in ROOT.glob(pattern)]
+    assert len(places) == len(set(places)), "a folder is named twice"
+    for path in python_files("tests"):
+        if path.name.startswith("test_"):
+            found = [place for place in places if place == path or place in path.parents]
+            assert len(found) == 1, f"{path} is run by {len(found)} jobs"
 
 
 def test_workflow_environments_exist() -> None:
-    known = set(re.findall(r"^\[testenv:([\w-]+)\]", (ROOT / "tox.ini").read_text(encoding="utf-8"), re.M))
+    known = tox_environments()
+    assert {"cpu", "torch-oldest", "torch-newest"} <= known
     for path in WORKFLOWS:
-        for group in re.findall(r"tox(?: run)? -e ([\w,-]+)", path.read_text(encoding="utf-8")):
+        for group in re.findall(r"tox -e ([\w,-]+)", "\n".join(run_lines(path))):
             assert set(group.split(",")) <= known, f"{path.name}: tox.ini has no environment {group}"

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_ref.layout import FlatLayout, ParamSpec, Remap, ShardMap, Span
+from fsdp_ref.layout import FlatLayout, ParamSpec, ShardMap, Span
 from fsdp_ref.layout.inclusive_view import is_padding_mask, numels_with_padding, shard_metadata, shard_param_infos
 
 settings.register_profile("layout", deadline=None, max_examples=150)
@@ -199,64 +199,6 @@ def test_metadata_of_a_rank_is_what_slicing_the_real_flat_tensor_gives(drawn, al
     assert meta.param_shapes == tuple(tuple(item.value.shape) for item in present)
     assert meta.param_numels == tuple(item.value.numel() for item in present)
     assert meta.param_offsets == tuple((i[3], i[4]) for i in infos if i.in_shard)
-
-
-@st.composite
-def two_arrangements(draw) -> tuple[list[Drawn], ShardMap, ShardMap]:
-    drawn = draw(parameter_lists())
-    order = draw(st.permutations(drawn))
-    first = FlatLayout.build([d.spec for d in drawn], alignment_numel=draw(ALIGNMENTS), pad_to_multiple=draw(PADS))
-    other = FlatLayout.build([d.spec for d in order], alignment_numel=draw(ALIGNMENTS), pad_to_multiple=draw(PADS))
-    return drawn, ShardMap(first, draw(st.integers(1, 7))), ShardMap(other, draw(st.integers(1, 7)))
-
-
-def shard_tensors(shards: ShardMap, flat: torch.Tensor) -> list[torch.Tensor]:
-    out = []
-    for rank in range(shards.world_size):
-        piece = flat[shards.shard_span(rank).as_slice()]
-        out.append(torch.cat([piece, piece.new_full((shards.padding(rank),), float("nan"))]))
-    return out
-
-
-def move(plan: Remap, source: list[torch.Tensor]) -> list[torch.Tensor]:
-    target = [source[0].new_full((plan.target.shard_numel,), float("nan")) for _ in range(plan.target.world_size)]
-    for rank in range(plan.target.world_size):
-        for copy in plan.receives(rank):
-            assert copy.target_rank == rank
-            piece = source[copy.source_rank][copy.source_offset : copy.source_offset + copy.numel]
-            assert target[rank][copy.target_offset : copy.target_offset + copy.numel].isnan().all()
-            target[rank][copy.target_offset : copy.target_offset + copy.numel] = piece
-    return target
-
-
-@given(two_arrangements())
-def test_remapped_shards_equal_shards_cut_anew(case):
-    drawn, first, other = case
-    by_name = {d.spec.fqn: d for d in drawn}
-    fresh = flatten(other.layout, [by_name[p.fqn] for p in other.layout.params])
-    moved = move(Remap(first, other), shard_tensors(first, flatten(first.layout, drawn)))
-    for got, want in zip(moved, shard_tensors(other, fresh), strict=True):
-        assert torch.equal(got.nan_to_num(-1.0), want.nan_to_num(-1.0))
-
-
-@given(two_arrangements())
-def test_remap_and_its_inverse_compose_to_identity(case):
-    drawn, first, other = case
-    start = shard_tensors(first, flatten(first.layout, drawn))
-    plan = Remap(first, other)
-    back = move(plan.inverse(), move(plan, start))
-    for got, want in zip(back, start, strict=True):
-        assert torch.equal(got.nan_to_num(-1.0), want.nan_to_num(-1.0))
-
-
-@given(two_arrangements())
-def test_what_ranks_send_is_what_ranks_receive(case):
-    _, first, other = case
-    plan = Remap(first, other)
-    key = lambda copy: (copy.fqn, copy.source_rank, copy.source_offset)
-    received = sorted((c for r in range(other.world_size) for c in plan.receives(r)), key=key)
-    sent = sorted((c for r in range(first.world_size) for c in plan.sends(r)), key=key)
-    assert received == sent
 
 
 @given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9), st.integers(0, 9))

@@ -85,6 +85,18 @@ class TracedAdapter(ToyAdapter):
         yield
 
 
+class TwoMeans(Toy):
+    """Without shards one rank does not count; with them the sum over ranks is not divided."""
+
+    def contribution(self, fqn):
+        mine = super().contribution(fqn)
+        return mine * 0 if self.setup.strategy == "no_shard" and self.rank == self.size - 1 else mine
+
+    def mean(self, fqn, contribution):
+        return super().mean(fqn, contribution) * (1 if self.setup.strategy == "no_shard" else self.size)
+
+
 KEEPS_ONE_UNIT = TracedAdapter(KeepsOneUnit, name="KEEPS_ONE_UNIT")
 KEEPS_OLD_WEIGHTS = ToyAdapter(KeepsOldWeights, name="KEEPS_OLD_WEIGHTS")
 TWO_FAULTS = ToyAdapter(TwoFaults, name="TWO_FAULTS")
+TWO_MEANS = ToyAdapter(TwoMeans, name="TWO_MEANS")

@@ -14,12 +14,23 @@ from fuzz_cases import LINEAR, case, micro
 
 from fsdp_testing.campaign.state import StateDirectory
 from fsdp_testing.findings.discovery import Discovery
+from fsdp_testing.findings.model_source import model_source
 from fsdp_testing.findings.script import script_for
-from fsdp_testing.findings.source import model_source
 from fsdp_testing.findings.writing import try_script, write_discovery
 from fsdp_testing.implementations import registry
-from fsdp_testing.judging.signature import Signature
-from fsdp_testing.records import Batch, Case, Clip, EditFullParameters, Forward, Step, WrappingPlan
+from fsdp_testing.judging.signature import Signature, operation_kind
+from fsdp_testing.records import (
+    Batch,
+    Case,
+    Clip,
+    EditFullParameters,
+    FailureKind,
+    Forward,
+    Measure,
+    Overrun,
+    Step,
+    WrappingPlan,
+)
 from fsdp_testing.strategies import CaseDrawer, Scope, SeededChoices
 from fsdp_testing.zoo.tree import tree_model
 
@@ -27,7 +38,9 @@ NAMES = ("torch-ddp", "torch-fsdp1", "torch-fsdp2")
 
 
 def discovery(name: str, found: Case) -> Discovery:
-    return Discovery(name, Signature("diverged", "value", "step"), found, found, 'a "quoted" reason \\ with a slash')
+    return Discovery(
+        name, Signature(FailureKind.DIVERGED, "value", "step"), found, found, 'a "quoted" reason \\ with a slash'
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -106,8 +119,9 @@ def test_a_script_says_whether_it_reproduces(name: str, program: tuple[object, .
     assert (folder / "script_output.txt").read_text().startswith("reproduces" if reproduces else "does not reproduce")
 
 
-def costly(name: str, found: Case, kind: str, quantity: str, operation: str, reason: str) -> str:
-    script = script_for(Discovery(name, Signature(kind, quantity, operation), found, found, reason))
+def costly(name: str, found: Case, overrun: Overrun) -> str:
+    signature = Signature(FailureKind(overrun.kind), overrun.quantity, operation_kind(found, overrun.operation))
+    script = script_for(Discovery(name, signature, found, found, overrun.sentence, overrun=overrun))
     assert script is not None
     return script
 
@@ -122,49 +136,63 @@ TWO = ({"kind": "linear", "name": "a", "out": 2}, {"kind": "linear", "name": "b"
 IN_VAIN = case(
     Forward(Batch(1)), micro(2), nodes=TWO, width=2, strategy="full_shard", wrapping=WrappingPlan(("a", "b"))
 )
+THRICE = Overrun(Measure.UNIT_GATHERS, 1, 0, 3, 2, (("b", 0),))
 
 
 def test_a_gather_for_nothing_is_shown_without_us(tmp_path: Path):
-    reason = "unit b is gathered 3 times on rank 0, 2 would do"
-    reproduces, said = run_script(
-        costly("torch-fsdp2", IN_VAIN, "excess", "gathers", "forward_backward", reason), tmp_path
-    )
+    reproduces, said = run_script(costly("torch-fsdp2", IN_VAIN, THRICE), tmp_path)
     assert reproduces, said
     assert "1 forward_backward, gathers beyond 4: 1.0, one process gives 0.0" in said
 
 
-HELD = (
-    "kept",
-    "full parameters",
-    "forward",
-    "full parameters stay gathered on rank 0: (root) (96 bytes), b (48 bytes)",
-)
-BYTES = ("excess", "gathers", "forward", "470 bytes are gathered on rank 0, 8 with all padding would do")
-REDUCED = ("excess", "reductions", "forward_backward", "3 reductions are issued on rank 0, {} would do")
+KEPT = Overrun(Measure.KEPT_PARAMETERS, 0, 0, 144, 0, (("", 96), ("b", 48)))
+BYTES = Overrun(Measure.GATHERED_BYTES, 0, 0, 470, 8)
+
+
+def reduced(limit: int) -> Overrun:
+    return Overrun(Measure.REDUCTIONS, 0, 0, 3, limit)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "told", "limit", "shown"),
+    ("name", "overrun", "shown"),
     [
-        ("torch-fsdp1", HELD, 0, "full parameters that stay:"),
-        ("torch-fsdp2", HELD, 0, "full parameters that stay:"),
-        ("torch-fsdp1", BYTES, 0, "bytes gathered beyond 8:"),
-        ("torch-fsdp2", REDUCED, 0, "reductions beyond 0: 1.0"),
-        ("torch-fsdp1", REDUCED, 1, "agree"),
+        ("torch-fsdp1", KEPT, "full parameters that stay:"),
+        ("torch-fsdp2", KEPT, "full parameters that stay:"),
+        ("torch-fsdp1", BYTES, "bytes gathered beyond 8:"),
+        ("torch-fsdp2", reduced(0), "reductions beyond 0: 1.0"),
+        ("torch-fsdp1", reduced(1), "agree"),
     ],
 )
-def test_what_a_script_measures_is_there_and_no_more(name, told, limit, shown, tmp_path):
+def test_what_a_script_measures_is_there_and_no_more(name: str, overrun: Overrun, shown: str, tmp_path: Path):
     # A forward leaves the root gathered, and has gathered it; a micro-batch reduces once.
-    kind, quantity, operation, reason = told
-    asked = case(Forward(Batch(1)) if operation == "forward" else micro(1), nodes=TWO, width=2, strategy="full_shard")
-    reproduces, said = run_script(costly(name, asked, kind, quantity, operation, reason.format(limit)), tmp_path)
+    first = micro(1) if overrun.measure is Measure.REDUCTIONS else Forward(Batch(1))
+    asked = case(first, nodes=TWO, width=2, strategy="full_shard")
+    reproduces, said = run_script(costly(name, asked, overrun), tmp_path)
     assert reproduces == (shown != "agree"), said
     assert shown in said
 
 
-def test_a_cost_without_a_measure_gets_no_script():
-    told = Discovery("torch-ddp", Signature("kept", "full parameters", "forward"), IN_VAIN, IN_VAIN, "?")
-    assert script_for(told) is None
-    gone = Discovery("torch-fsdp2", Signature("excess", "gathers", "step"), IN_VAIN, IN_VAIN, "?")
-    assert script_for(gone) is None
+@pytest.mark.parametrize(
+    ("name", "overrun"),
+    [
+        ("torch-ddp", KEPT),
+        ("torch-fsdp2", None),
+        ("torch-fsdp2", Overrun(Measure.UNIT_GATHERS, 2, 0, 3, 2, (("b", 0),))),
+    ],
+)
+def test_a_cost_without_a_measure_gets_no_script(name: str, overrun: Overrun | None):
+    found = case(*IN_VAIN.program, Step(), nodes=TWO, strategy="full_shard")
+    kind = FailureKind.EXCESS if overrun is None else FailureKind(overrun.kind)
+    assert script_for(Discovery(name, Signature(kind, "gathers", "step"), found, found, "?", overrun=overrun)) is None
+
+
+def test_a_reworded_sentence_changes_no_script():
+    """Scripts are written from fields; nothing reads the reason but people."""
+    told = Discovery("torch-fsdp2", Signature(FailureKind.EXCESS, "gathers"), IN_VAIN, IN_VAIN, "", overrun=THRICE)
+    script, other = script_for(told), script_for(replace(told, reason="said quite differently"))
+    assert script is not None
+    assert other is not None
+    assert script.splitlines()[1:] == other.splitlines()[1:]
+    again = Discovery.from_json(told.to_json(), "here")
+    assert again == told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -121,3 +122,10 @@ def test_reduce_dtype_is_inferred_from_the_compute_dtype_only_where_it_is_left_o
 def test_a_dtype_that_no_case_knows_is_refused():
     with pytest.raises(InvalidImplementation, match="expected `widest_dtype` among float64.*got 'fp32'"):
         Adapter.of(torch_style(widest_dtype="fp32"))
+
+
+def test_a_variant_knows_what_it_is_built_on():
+    plain = TorchStyle(name="plain", wrap=lambda m, s: m, capabilities=frozenset({"no_shard"}))
+    variant = dataclasses.replace(plain, name="variant")
+    assert (Adapter.of(plain).built_on, Adapter.of(variant).built_on) == ("plain", "plain")
+    assert dataclasses.replace(Adapter.of(variant), name="another").built_on == "plain"

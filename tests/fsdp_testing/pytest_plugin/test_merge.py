@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from fsdp_testing.pool.cause import Cause, Died, Failed, Hung, Raised, Stuck, Uneven, Unfinished
+from fsdp_testing.pool.cause import Cause, EndedBadly, Hung, Stuck, Uneven, Unfinished
 from fsdp_testing.pool.outcome import WorldOutcome
 from fsdp_testing.pool.rank_outcome import CollectiveRecord, ErrorRecord, Fate, RankOutcome, rank_names
 from fsdp_testing.pytest_plugin.longrepr import fold
-from fsdp_testing.pytest_plugin.merge import merge
-from fsdp_testing.pytest_plugin.records import Merged, Phase, RankResult
+from fsdp_testing.pytest_plugin.merge import Merged, merge
+from fsdp_testing.pytest_plugin.records import Phase, RankResult
 
 PLACE = ("/t.py", 7)
 UNEVEN = Uneven("default group", ((0, 1), (1, 2)))
@@ -139,14 +139,14 @@ def test_a_skip_elsewhere_does_not_hide_a_failure() -> None:
 
 def test_a_dead_rank_fails_an_expected_failure() -> None:
     dead = RankOutcome(1, Fate.DIED, failed=True, signal_name="SIGKILL")
-    reports = run(returned(0, xfailed()), dead, cause=Died((1,), None, dead))
+    reports = run(returned(0, xfailed()), dead, cause=EndedBadly((1,), dead))
     assert verdict(reports) == "failed in call"
     assert summary(reports) == "rank 1 died by SIGKILL"
 
 
 def test_a_dead_rank_fails_ranks_that_all_passed() -> None:
     dead = RankOutcome(1, Fate.DIED, failed=True, exit_code=3)
-    reports = run(returned(0, PASSED), dead, cause=Died((1,), None, dead))
+    reports = run(returned(0, PASSED), dead, cause=EndedBadly((1,), dead))
     assert verdict(reports) == "failed in call"
     assert "rank 1 died with exit code 3" in text(reports)
 
@@ -176,12 +176,14 @@ def test_different_numbers_of_groups_fail_ranks_that_all_passed() -> None:
 def test_a_rank_that_waits_for_a_failed_one_is_told_with_its_collective() -> None:
     record = CollectiveRecord(4, "default group", 1, "all_reduce float32[2]", "t.py:5 in test")
     waiting = RankOutcome(0, Fate.STOPPED, failed=True, collectives=(record,), stack="Thread 1\n  File a.py\n")
-    reports = run(waiting, returned(1, failed("boom")), cause=Failed((1,), Unfinished((0,), record)))
+    bad = returned(1, failed("boom"))
+    reports = run(waiting, bad, cause=EndedBadly((1,), bad, Unfinished((0,), record)))
     assert summary(reports) == "rank 1: boom; rank 0 waited in all_reduce #4 float32[2]"
     assert "all_reduce #4 float32[2]  (t.py:5 in test)" in text(reports)
     assert "File a.py" in text(reports)
 
 
+BAD = returned(5, failed("boom; rank 0 waited in vain"))
 RECORD = CollectiveRecord(4, "default group", 1, "all_reduce float32[2]", "t.py:5 in test")
 
 
@@ -189,8 +191,8 @@ RECORD = CollectiveRecord(4, "default group", 1, "all_reduce float32[2]", "t.py:
     ("cause", "clause"),
     [
         # More than four ranks, and words of a test's own that look like ours, are no hindrance: nothing is parsed.
-        (Failed((5,), Unfinished((0, 1, 2, 3, 4), RECORD)), "ranks 0 to 4 waited in all_reduce #4 float32[2]"),
-        (Failed((5,), Unfinished((0, 1, 2, 3, 4), None)), "ranks 0 to 4 had not finished"),
+        (EndedBadly((5,), BAD, Unfinished((0, 1, 2, 3, 4), RECORD)), "ranks 0 to 4 waited in all_reduce #4 float32[2]"),
+        (EndedBadly((5,), BAD, Unfinished((0, 1, 2, 3, 4), None)), "ranks 0 to 4 had not finished"),
         (
             Hung((0, 1, 2, 3, 4), 5.0, (), tuple((rank, None) for rank in range(6))),
             "ranks 0 to 4 hung after 5 s: " + "; ".join(f"rank {rank} issued no collective" for rank in range(5)),
@@ -202,7 +204,7 @@ RECORD = CollectiveRecord(4, "default group", 1, "all_reduce float32[2]", "t.py:
 )
 def test_what_all_others_waited_for(cause: Cause, clause: str) -> None:
     waiting = [RankOutcome(rank, Fate.STOPPED, failed=True) for rank in range(5)]
-    reports = run(*waiting, returned(5, failed("boom; rank 0 waited in vain")), cause=cause)
+    reports = run(*waiting, BAD, cause=cause)
     assert summary(reports) == f"rank 5: boom; rank 0 waited in vain; {clause}"
 
 
@@ -213,7 +215,7 @@ def test_a_rank_that_raised_outside_its_test_shows_its_traceback() -> None:
     )
     error = ErrorRecord("ImportError", "no module", f"Traceback ...\n{frames}ImportError: no module\n")
     raised = RankOutcome(0, Fate.RAISED, failed=True, error=error)
-    reports = run(raised, returned(1, PASSED), cause=Raised((0,), None, error, everyone=False))
+    reports = run(raised, returned(1, PASSED), cause=EndedBadly((0,), raised))
     assert verdict(reports) == "failed in call"
     for shown in ("Traceback ...", "test_it.py", "import absent", "ImportError: no module"):
         assert shown in text(reports)
@@ -223,7 +225,7 @@ def test_a_rank_that_raised_outside_its_test_shows_its_traceback() -> None:
 def test_what_only_tells_of_a_lost_peer_is_abbreviated() -> None:
     dead = RankOutcome(1, Fate.DIED, failed=True, signal_name="SIGSEGV")
     message = "RuntimeError: Connection closed by peer"
-    reports = run(returned(0, failed(message)), dead, cause=Died((1,), None, dead))
+    reports = run(returned(0, failed(message)), dead, cause=EndedBadly((1,), dead))
     assert "E   RuntimeError" not in text(reports)
     assert message in text(reports)
 

@@ -10,15 +10,16 @@ import pytest
 from fuzz_cases import case, micro
 
 from fsdp_testing.campaign.batch import Watch
+from fsdp_testing.campaign.investigation import attempts_on
 from fsdp_testing.campaign.lane import CaseResult, Lane
 from fsdp_testing.findings.tags import tags, tokens
 from fsdp_testing.judging.batch_judge import CaseNote
 from fsdp_testing.judging.signature import Signature
 from fsdp_testing.pool import default_pool
 from fsdp_testing.records import Case, Clip, Forward, ModelSpec, Step
-from fsdp_testing.shrinking import minimal_candidates as cores
-from fsdp_testing.shrinking import reductions
-from fsdp_testing.shrinking.shrink import Shrinker
+from fsdp_testing.shrinking import minimal_candidates, reductions
+from fsdp_testing.shrinking.ddmin import Kind, joined
+from fsdp_testing.shrinking.shrink import KINDS, Shrinker
 from fsdp_testing.strategies import CaseDrawer, Scope, SeededChoices, legal_case
 
 FAILS = Signature("diverged", "value", "step")
@@ -64,21 +65,12 @@ def drawn(count: int) -> list[Case]:
     return [drawer.draw(SeededChoices(seed)) for seed in range(count)]
 
 
-KINDS = (
-    reductions.deletions,
-    reductions.pairs,
-    reductions.settings,
-    reductions.cuts,
-    reductions.trees,
-    reductions.operations,
-)
-
-
 def test_every_reduction_of_every_part_is_legal():
     tried = 0
     for one in drawn(40):
         smaller = [step.case for kind in KINDS for step in kind(one)]
-        smaller += [*cores.leaps(one), *cores.cores(one), *cores.every_core(one, FAILS), cores.barest(one)]
+        smaller += [*minimal_candidates.on_small_models(one), *minimal_candidates.minimal_programs(one)]
+        smaller += [*minimal_candidates.minimal_programs_of_beginnings(one, FAILS), minimal_candidates.simplest(one)]
         for candidate in smaller:
             legal = legal_case(candidate)
             assert legal_case(legal) == legal
@@ -87,18 +79,18 @@ def test_every_reduction_of_every_part_is_legal():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_steps_have_keys_of_their_own_that_can_be_joined(kind: reductions.Kind):
+def test_steps_have_keys_of_their_own_that_can_be_joined(kind: Kind):
     for one in drawn(40):
         steps = list(kind(one))
         assert len({step.key for step in steps}) == len(steps)
-        assert reductions.joined(kind, one, []) == one
+        assert joined(kind, one, []) == one
         for step in steps:
-            assert reductions.joined(kind, one, [step.key]) == step.case
+            assert joined(kind, one, [step.key]) == step.case
 
 
 def test_operations_left_out_together_are_those_that_were_left_out_one_by_one():
     one = next(one for one in drawn(40) if len(one.program) > 5)
-    left = reductions.joined(reductions.deletions, one, [(0,), (3,), (4,)])
+    left = joined(reductions.deletions, one, [(0,), (3,), (4,)])
     assert left.program == (one.program[1], one.program[2], *one.program[5:])
 
 
@@ -107,7 +99,7 @@ def test_parts_of_a_tree_left_out_together_are_those_that_were_left_out_one_by_o
         {"kind": "group", "name": "d", "nodes": [{"kind": "norm", "name": "a"}, {"kind": "norm", "name": "b"}]}
     ]
     start = replace(case(micro(1)), model=ModelSpec("tree", tree={"width": 4, "nodes": nodes}))
-    left = reductions.joined(reductions.cuts, start, [(0,), (1,), (3, 0)])
+    left = joined(reductions.cuts, start, [(0,), (1,), (3, 0)])
     assert left.model.tree == {
         "width": 4,
         "nodes": [nodes[2], {"kind": "group", "name": "d", "nodes": [{"kind": "norm", "name": "b"}]}],
@@ -120,7 +112,7 @@ def test_what_is_left_is_what_the_failure_needs(needed: tuple[str, ...]):
     for one in drawn(600):
         if found < 6 and set(needed) <= {*tokens(one), *tags(one)}:
             lane = Pretended(*needed)
-            shrunk = Shrinker(lane, legal_case, lambda _: True, seconds=60).shrink(one, FAILS)
+            shrunk = Shrinker(attempts_on(lane), legal_case, lambda _: True, seconds=60).shrink(one, FAILS)
             assert shrunk.complete
             assert set(needed) <= {*tokens(shrunk.case), *tags(shrunk.case)}
             assert len(shrunk.case.program) == sum(1 for name in needed if ":" not in name)
@@ -142,7 +134,7 @@ def test_a_failure_that_costs_the_ranks_is_met_rarely(kind: str):
             and len(str(one.model.tree)) > 600
         ):
             lane = Pretended("step", "clip", "node:embed", fails=signature)
-            shrunk = Shrinker(lane, legal_case, lambda _: True, seconds=60).shrink(one, signature)
+            shrunk = Shrinker(attempts_on(lane), legal_case, lambda _: True, seconds=60).shrink(one, signature)
             assert sorted(tokens(shrunk.case)) == ["clip", "step"]
             met += lane.failed
             parts += len(one.program) + len(list(reductions.cuts(one))) + len(one.wrapping.units)
@@ -177,27 +169,27 @@ def test_what_a_failure_needs_three_times_is_left_three_times():
         Forward(micro(4).batch),
     ]
     lane = Thrice()
-    shrunk = Shrinker(lane, lambda one: one, lambda _: True).shrink(case(*program), FAILS)
+    shrunk = Shrinker(attempts_on(lane), lambda one: one, lambda _: True).shrink(case(*program), FAILS)
     assert shrunk.case.program == (Step(), Step(), Step())
     assert lane.batches < 20
 
 
 def test_a_failure_of_another_signature_is_not_taken():
     lane = Pretended("step", "clip")
-    shrunk = Shrinker(lane, legal_case, lambda _: True).shrink(case(micro(1), Step(), Clip(0.5)), FAILS)
+    shrunk = Shrinker(attempts_on(lane), legal_case, lambda _: True).shrink(case(micro(1), Step(), Clip(0.5)), FAILS)
     assert "step" in tokens(shrunk.case)
 
 
 def test_what_the_implementation_does_not_claim_is_not_tried():
     lane = Pretended("step")
     start = case(micro(1), Step(), Forward(micro(2).batch))
-    shrunk = Shrinker(lane, legal_case, lambda one: "forward[train]" in tokens(one)).shrink(start, FAILS)
+    shrunk = Shrinker(attempts_on(lane), legal_case, lambda one: "forward[train]" in tokens(one)).shrink(start, FAILS)
     assert set(tokens(shrunk.case)) == {"step", "forward[train]"}
 
 
 def test_time_ends_it():
     lane = Pretended("step")
     start = next(one for one in drawn(50) if "step" in tokens(one))
-    shrunk = Shrinker(lane, legal_case, lambda _: True, seconds=0.0).shrink(start, FAILS)
+    shrunk = Shrinker(attempts_on(lane), legal_case, lambda _: True, seconds=0.0).shrink(start, FAILS)
     assert not shrunk.complete
     assert shrunk.case == start

@@ -41,6 +41,7 @@ class Toy(nn.Module):
         self.shapes = {fqn: tuple(p.shape) for fqn, p in self.full.items()}
         self.shards = {fqn: self.make_shard(fqn, p) for fqn, p in self.full.items()}
         self.sums: dict[str, torch.Tensor] = {}
+        self.used: set[str] | None = None
         self.cast_buffers()
 
     # ---------------------------------------------------------------------------------------- layout
@@ -120,6 +121,7 @@ class Toy(nn.Module):
             if parameter.grad is not None:
                 self.accumulate(fqn, parameter.grad)
                 parameter.grad = None
+        self.used = None
         if self.synchronize:
             self.reduce()
 
@@ -133,9 +135,11 @@ class Toy(nn.Module):
         self.sums = {}
 
     def used_anywhere(self, fqn: str) -> bool:
-        flag = torch.tensor([float(fqn in self.sums)])
-        self.all_reduce(flag)
-        return bool(flag.item())
+        if self.used is None:  # one collective of flags for a whole reduction
+            flags = torch.tensor([float(name in self.sums) for name in self.full])
+            self.all_reduce(flags)
+            self.used = {name for name, flag in zip(self.full, flags.tolist()) if flag}
+        return fqn in self.used
 
     def contribution(self, fqn: str) -> torch.Tensor:
         mine = self.sums.get(fqn)

@@ -1,4 +1,4 @@
-"""How is a reduced failure told? In one or two sentences: schedule, what is wrong, by how much, and what it is like."""
+"""How is a reduced failure explained? In one or two sentences: schedule, what is wrong, by how much, and what it is like."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Mapping, Sequence
 
 from fsdp_testing.checkers.explain import ranks_text
 from fsdp_testing.explanation.casts import OtherCast
-from fsdp_testing.explanation.likeness import Likeness
+from fsdp_testing.explanation.hypotheses import Hypothesis
 from fsdp_testing.records import RAISES, Case, Finding, Operation
 
-Held = Mapping[str, tuple[int, ...]]
+UnshardedUnits = Mapping[str, tuple[int, ...]]
 
 
-def tell(finding: Finding, like: Likeness | None, held: Held, cast: OtherCast | None = None) -> str:
-    """Returns the account of a finding on its shortest schedule.
+def render(finding: Finding, like: Hypothesis | None, unsharded: UnshardedUnits, cast: OtherCast | None = None) -> str:
+    """Return the account of a finding on its shortest schedule.
 
     Args:
         finding: The finding; its case is the shortest one.
         like: What the wrong numbers are equal to.
-        held: Units that were gathered when the operation without effect began, with the ranks that hold them.
+        unsharded: Units that were gathered when the operation without effect began, with the ranks on which they were.
         cast: The cast that gives these numbers, in mixed precision.
     """
     case = finding.case
@@ -26,12 +26,12 @@ def tell(finding: Finding, like: Likeness | None, held: Held, cast: OtherCast | 
     after = f"After {schedule}" if schedule else "While building and wrapping the model"
     if finding.kind in RAISES:
         return f"{after}: {finding.statement}"
-    told = f"{after}: {_what_is_wrong(finding)}"
+    wrong = f"{after}: {_what_is_wrong(finding)}"
     if cast is not None:
         return f"{after}: {cast.happened}; {_what_is_wrong(finding)}, and is what one process gives with that cast."
     if like is None:
-        return f"{told}."
-    return f"{after}: {_cause(case, like, held)}; {_what_is_wrong(finding)}, {_equal_to(case, like)}."
+        return f"{wrong}."
+    return f"{after}: {_cause(case, like, unsharded)}; {_what_is_wrong(finding)}, {_equal_to(case, like)}."
 
 
 def _schedule(program: Sequence[Operation]) -> str:
@@ -52,7 +52,7 @@ def _what_is_wrong(finding: Finding) -> str:
     return f"{finding.quantity} is wrong{where} ({size})"
 
 
-def _cause(case: Case, like: Likeness, held: Held) -> str:
+def _cause(case: Case, like: Hypothesis, unsharded: UnshardedUnits) -> str:
     if like.rank >= 0:
         return f"the inputs of rank {like.rank} do not count"
     if like.left_out < 0:
@@ -62,17 +62,17 @@ def _cause(case: Case, like: Likeness, held: Held) -> str:
     operation = case.program[like.left_out]
     name = f"operation {like.left_out}, {operation.words()}"
     if like.kinds == {"result"} and operation.writes_parameters:
-        if held:
-            holders = sorted({rank for ranks in held.values() for rank in ranks})
-            verb = "holds" if len(held) == 1 else "hold"
-            return f"{units_text(tuple(held))} still {verb} the weights from before {name}, on {ranks_text(tuple(holders))}"
+        if unsharded:
+            where = ranks_text(tuple(sorted({rank for ranks in unsharded.values() for rank in ranks})))
+            verb = "holds" if len(unsharded) == 1 else "hold"
+            return f"{units_text(tuple(unsharded))} still {verb} the weights from before {name}, on {where}"
         return f"the weights from before {name}, are still in use"
     if like.kinds == {"gradient"} and operation.runs_backward:
         return f"the gradient of {name}, is missing"
     return f"{name}, had no effect"
 
 
-def _equal_to(case: Case, like: Likeness) -> str:
+def _equal_to(case: Case, like: Hypothesis) -> str:
     if like.rank >= 0:
         return f"and is what one process gives when rank {like.rank} has no inputs"
     if like.left_out < 0:
@@ -83,7 +83,7 @@ def _equal_to(case: Case, like: Likeness) -> str:
 
 
 def units_text(units: tuple[str, ...]) -> str:
-    """Returns units in words; the root has no name."""
+    """Return units in words; the root has no name."""
     if units == ("",):
         return "the root unit"
     noun = "unit" if len(units) == 1 else "units"

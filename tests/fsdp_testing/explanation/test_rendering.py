@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from fsdp_testing.checkers.explain import ranks_text
-from fsdp_testing.explanation.likeness import Likeness
-from fsdp_testing.explanation.telling import tell, units_text
+from fsdp_testing.explanation.hypotheses import Hypothesis
+from fsdp_testing.explanation.rendering import render, units_text
 from fsdp_testing.records import Batch, Case, Finding, Forward, ForwardBackward, ModelSpec, Step, WorldSpec
 
 PROGRAM = (ForwardBackward(Batch(0), no_sync=True), ForwardBackward(Batch(1)), Step(), Forward(Batch(2), "eval"))
@@ -51,7 +51,7 @@ GRADIENT_FINDING = {
         ),
         (
             {},
-            Likeness(2, 1.0, RESULT, ("blocks.1",)),
+            Hypothesis(2, 1.0, RESULT, ("blocks.1",)),
             {"blocks.1": (0, 1)},
             "After forward-backward in no_sync, forward-backward, step then eval-forward: unit `blocks.1` still holds the "
             "weights from before operation 2, step, on ranks 0 and 1; loss on rank 0 is wrong (max error 0.37, bound "
@@ -59,7 +59,7 @@ GRADIENT_FINDING = {
         ),
         (
             {},
-            Likeness(2, 1.0, RESULT),
+            Hypothesis(2, 1.0, RESULT),
             {},
             "After forward-backward in no_sync, forward-backward, step then eval-forward: the weights from before "
             "operation 2, step, are still in use; loss on rank 0 is wrong (max error 0.37, bound 2e-12), and is what one "
@@ -67,7 +67,7 @@ GRADIENT_FINDING = {
         ),
         (
             GRADIENT_FINDING,
-            Likeness(0, 1.0, GRADIENT),
+            Hypothesis(0, 1.0, GRADIENT),
             {},
             "After forward-backward in no_sync then forward-backward: the gradient of operation 0, forward-backward in "
             "no_sync, is missing; gradient of a.weight is wrong on ranks 0 and 1 (max error 0.37, bound 2e-12), and is "
@@ -75,7 +75,7 @@ GRADIENT_FINDING = {
         ),
         (
             GRADIENT_FINDING,
-            Likeness(-1, 2.0, GRADIENT),
+            Hypothesis(-1, 2.0, GRADIENT),
             {},
             "After forward-backward in no_sync then forward-backward: gradients are 2 times too large, a sum over ranks "
             "where a mean is due; gradient of a.weight is wrong on ranks 0 and 1 (max error 0.37, bound 2e-12), exactly 2 "
@@ -83,7 +83,7 @@ GRADIENT_FINDING = {
         ),
         (
             {**GRADIENT_FINDING, "bound": 0.0},
-            Likeness(-1, 1.0, GRADIENT, rank=1),
+            Hypothesis(-1, 1.0, GRADIENT, rank=1),
             {},
             "After forward-backward in no_sync then forward-backward: the inputs of rank 1 do not count; gradient of "
             "a.weight is wrong on ranks 0 and 1 (max error 0.37, equal bits were due), and is what one process gives when "
@@ -114,8 +114,10 @@ GRADIENT_FINDING = {
         ),
     ],
 )
-def test_sentences(fields: dict[str, Any], like: Likeness | None, held: dict[str, tuple[int, ...]], told: str) -> None:
-    assert tell(finding(**fields), like, held) == told
+def test_sentences(
+    fields: dict[str, Any], like: Hypothesis | None, held: dict[str, tuple[int, ...]], told: str
+) -> None:
+    assert render(finding(**fields), like, held) == told
 
 
 def test_ranks_and_units_in_words() -> None:

@@ -1,9 +1,10 @@
-"""What else is told of a test on ranks? What it left behind, what it warned about, what it wrote, how to debug it."""
+"""What is reported of a test on ranks beside its verdict? What it left behind, warned about and wrote, how to debug it."""
 
 from __future__ import annotations
 
 import importlib
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -11,38 +12,61 @@ import pytest
 from fsdp_testing.pool import WorldOutcome
 from fsdp_testing.pool.rank_outcome import rank_names
 from fsdp_testing.pytest_plugin.longrepr import build, text_element
-from fsdp_testing.pytest_plugin.records import Merged, RankResult, WarningRecord
+from fsdp_testing.pytest_plugin.merge import Merged
+from fsdp_testing.pytest_plugin.records import RankResult, WarningRecord
+from fsdp_testing.pytest_plugin.selection import location_of
+from fsdp_testing.records.dirt import Dirt
 
 
 class WorldHygieneWarning(pytest.PytestWarning):
     """A test left something behind in a rank; `--strict-hygiene` makes it a failure."""
 
 
-class Aftermath:
-    """Applies to the merged reports what is no verdict of pytest's own."""
+def left_behind(dirt: Iterable[tuple[int, Iterable[Dirt]]]) -> list[str]:
+    """Return one line for each thing that ranks left behind, from (rank, what it left); equal things once."""
+    found: dict[str, list[int]] = {}
+    for rank, entries in dirt:
+        for entry in dict.fromkeys(map(str, entries)):
+            found.setdefault(entry, []).append(rank)
+    return [f"{rank_names(ranks)} left {entry}" for entry, ranks in found.items()]
+
+
+def report_teardown_failure(item: pytest.Item, text: str) -> None:
+    """Report a failed teardown beside the item's own reports."""
+    report = pytest.TestReport(
+        nodeid=item.nodeid,
+        location=item.location,
+        keywords=dict.fromkeys(item.keywords, 1),
+        outcome="failed",
+        longrepr=text,
+        when="teardown",
+    )
+    item.ihook.pytest_runtest_logreport(report=report)
+
+
+class HygieneReport:
+    """Adds to the merged reports what is no verdict of pytest's own."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
 
-    def apply(self, item: pytest.Item, outcome: WorldOutcome, merged: list[Merged]) -> None:
-        """Warnings, dirt, output and hints of one test."""
+    def add(self, item: pytest.Item, outcome: WorldOutcome, merged: list[Merged]) -> None:
+        """Add warnings, dirt, output and hints of one test."""
         self._warn(item, outcome)
-        self._judge_dirt(item, outcome, merged)
+        self._report_dirt(item, outcome, merged)
         if self._config.option.capture == "no":
             self._show_output(outcome)
         if self._config.option.usepdb and any(report.outcome == "failed" for report in merged):
             self._hint_at_rank_pdb(outcome, merged)
         self._stop_if_asked(item, outcome)
 
-    def _judge_dirt(self, item: pytest.Item, outcome: WorldOutcome, merged: list[Merged]) -> None:
-        found: dict[str, list[int]] = {}
-        for rank in outcome.ranks:
-            dirt = (*rank.dirt, *(rank.value.dirt if isinstance(rank.value, RankResult) else ()))
-            for entry in dict.fromkeys(map(str, dirt)):
-                found.setdefault(entry, []).append(rank.rank)
-        if not found:
+    def _report_dirt(self, item: pytest.Item, outcome: WorldOutcome, merged: list[Merged]) -> None:
+        lines = left_behind(
+            (rank.rank, (*rank.dirt, *(rank.value.dirt if isinstance(rank.value, RankResult) else ())))
+            for rank in outcome.ranks
+        )
+        if not lines:
             return
-        lines = [f"{rank_names(ranks)} left {entry}" for entry, ranks in found.items()]
         strict = "--strict-hygiene" if self._config.option.strict_hygiene else ""
         if not strict:
             try:
@@ -53,7 +77,7 @@ class Aftermath:
             _fail(item, merged, [f"the test left something behind ({strict})", *lines])
 
     def _warn(self, item: pytest.Item, outcome: WorldOutcome) -> None:
-        """Hand on warnings of ranks, each once."""
+        """Pass warnings of ranks on, each once."""
         by_rank: dict[WarningRecord, list[int]] = {}
         for rank in outcome.ranks:
             for record in rank.value.warnings if isinstance(rank.value, RankResult) else ():
@@ -71,7 +95,7 @@ class Aftermath:
             )
 
     def _show_output(self, outcome: WorldOutcome) -> None:
-        """Under `-s`: what ranks wrote, each line named by its rank."""
+        """Under `-s`, show what ranks wrote, each line named by its rank."""
         reporter: Any = self._config.pluginmanager.get_plugin("terminalreporter")
         if reporter is None:
             return
@@ -105,12 +129,11 @@ def _fail(item: pytest.Item, merged: list[Merged], lines: list[str]) -> None:
     if target.outcome == "failed":
         target.sections.append(("hygiene", "\n".join(lines)))
         return
-    location = str(item.path), (item.location[1] or 0) + 1
-    target.fail(build([text_element(lines)], f"{lines[0]}: {lines[1]}", None, location))
+    target.fail(build([text_element(lines)], f"{lines[0]}: {lines[1]}", None, location_of(item)))
 
 
 def _category(record: WarningRecord) -> type[Warning]:
-    """The warning's class, when this process can import it."""
+    """Return the warning's class, when this process can import it."""
     try:
         found: Any = importlib.import_module(record.module)
         for part in record.category.split("."):

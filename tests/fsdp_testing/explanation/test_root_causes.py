@@ -11,7 +11,7 @@ from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.lifecycle import unsharded_before
 from fsdp_testing.conformance import run_conformance
 from fsdp_testing.errors import PoolBroken, WorldFailed
-from fsdp_testing.explanation.run import How, explain_results
+from fsdp_testing.explanation.root_causes import How, explain_results
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.records import (
     Batch,
@@ -176,6 +176,50 @@ def test_failures_that_look_alike_are_put_together_only_if_one_schedule_shows_bo
     assert second.shortest is not None
     assert [line.partition("(")[0] for line in second.shortest.schedule] == ["0 clip", "1 forward"]
     assert len(runner.judged) < 30
+
+
+def test_failures_in_one_place_have_one_cause_only_if_both_hold_its_schedule() -> None:
+    """The same output of the same model under the same strategy: one is stale after a step, the other wrong after a clip."""
+    look = Forward(Batch(1), "eval")
+    stale = Case(ModelSpec("mlp"), WorldSpec(2), (look, Step(), look))
+    clipped = replace(stale, program=(look, ZeroGrad(), ZeroGrad(), Clip(1.0), look))
+    again = replace(stale, program=(ZeroGrad(), look, ZeroGrad(), Step(), ZeroGrad(), look))
+    findings = [wrong_output(case) for case in (stale, clipped, again)]
+    results = [a_result(f"a.{number}", finding) for number, finding in enumerate(findings)]
+    runner = TwoDefects()
+    done = explain_results(results, lambda check: How(Comparison()), runner, GENEROUS)  # type: ignore[arg-type]
+    first, second, third = (result.findings[0].cause for result in done)
+    assert first == third != second
+
+
+class FirstLook(TwoDefects):
+    """The output is wrong after a step that a look at batch 7 came before."""
+
+    def judge(self, name: str, case: Case, comparison: Comparison, **_how: object) -> JudgedCase:
+        words = " ".join("seven" if getattr(o, "batch", None) == Batch(7) else o.kind for o in case.program)
+        found = wrong_output(case) if re.search(r"seven.* step.* forward$", words) else None
+        return JudgedCase(CaseOutcome(case.identity, Verdict.PASS, 2, case.strategy), found)
+
+
+def test_one_cause_shows_once_where_its_schedule_is_found_only_by_shortening() -> None:
+    """Of several looks the last is taken when a schedule is looked for in another program; here the first is to blame."""
+    look = Forward(Batch(1), "eval")
+    base = Case(ModelSpec("mlp"), WorldSpec(2), (Forward(Batch(7)), Step(), look))
+    other = replace(base, model=ModelSpec("deep_nest"), program=(Forward(Batch(7), "no_grad"), look, Step(), look))
+    results = (a_result("a.b", wrong_output(base)), a_result("c.d", wrong_output(other)))
+    done = explain_results(results, lambda check: How(Comparison()), FirstLook(), GENEROUS)  # type: ignore[arg-type]
+    first, second = (result.findings[0] for result in done)
+    assert first.cause == second.cause
+    assert second.shortest is None
+
+
+def test_failures_that_one_schedule_shows_are_two_causes_if_their_numbers_differ_in_kind() -> None:
+    findings = explained("stale_adapter:TWO_MEANS", "training.gradients_are_means")
+    causes = {finding.cause: finding.case.strategy == "no_shard" for finding in findings}
+    assert len(causes) == 2
+    sentences = [finding.shortest.sentence for finding in findings if finding.shortest is not None]
+    assert sum("the inputs of rank 1 do not count" in one for one in sentences) == 1
+    assert sum("2 times too large" in one for one in sentences) == 1
 
 
 @pytest.mark.parametrize(

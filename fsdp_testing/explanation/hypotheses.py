@@ -19,14 +19,14 @@ from fsdp_testing.records import Case, Freeze, RankObservation
 Oracle = Callable[[Case], Expectation]
 """Runs a case in one process, freely, and looks after every operation."""
 
-HeldUnits = Callable[[int], Mapping[str, Sequence[str]]]
+UnshardedUnits = Callable[[int], Mapping[str, Sequence[str]]]
 """Units that are gathered when an operation begins, with the names of their parameters."""
 
 Values = dict[Quantity, Expected]
 
 
 @dataclass(frozen=True, slots=True)
-class Likeness:
+class Hypothesis:
     """What the wrong numbers are equal to.
 
     Attributes:
@@ -42,6 +42,14 @@ class Likeness:
     kinds: frozenset[str]
     units: tuple[str, ...] = ()
     rank: int = -1
+
+
+def contradict(one: Hypothesis | None, other: Hypothesis | None) -> bool:
+    """Return whether both are known and cannot be the same defect, on schedules of the same shape."""
+    if one is None or other is None:
+        return False
+    mine, theirs = ((like.left_out, like.factor, like.kinds, like.rank) for like in (one, other))
+    return mine != theirs
 
 
 class WrongNumbers:
@@ -68,11 +76,11 @@ class WrongNumbers:
         self._point = next(points, None) if self._wrong else None
         self._kinds = frozenset(quantity.kind for quantity in self._wrong)
 
-    def like(self, held: HeldUnits) -> Likeness | None:
+    def hypothesis(self, unsharded: UnshardedUnits) -> Hypothesis | None:
         """Returns what the numbers are equal to, or None if to nothing that is tried (in lockstep nothing is).
 
         Args:
-            held: Which units were gathered when an operation began.
+            unsharded: Which units were gathered when an operation began.
         """
         if self._point is None or self._comparison.lockstep:
             return None
@@ -81,42 +89,42 @@ class WrongNumbers:
             self._factor(point)
             or self._without_effect(point)
             or self._without_rank(point)
-            or self._stale_units(point, held)
+            or self._stale_units(point, unsharded)
         )
 
-    def _factor(self, point: ExpectedPoint) -> Likeness | None:
+    def _factor(self, point: ExpectedPoint) -> Hypothesis | None:
         size = float(self._case.world.size)
         for factor in (size, 1.0 / size) if self._kinds == {"gradient"} else ():
             if self._agrees({q: _times(point.quantities[q], factor) for q in self._wrong}, point):
-                return Likeness(-1, factor, self._kinds)
+                return Hypothesis(-1, factor, self._kinds)
         return None
 
-    def _without_effect(self, point: ExpectedPoint) -> Likeness | None:
+    def _without_effect(self, point: ExpectedPoint) -> Hypothesis | None:
         for left_out in range(min(self._index, len(self._case.program) - 1), -1, -1):
             if left_out == point.index and not point.snapshot:
                 continue  # an operation that is left out gives no result
             other = self._oracle(self._case.without_operation(left_out))
             if self._agrees(self._values_at(other, point, point.index - 1), point):
-                return Likeness(left_out, 1.0, self._kinds)
+                return Hypothesis(left_out, 1.0, self._kinds)
         return None
 
-    def _without_rank(self, point: ExpectedPoint) -> Likeness | None:
+    def _without_rank(self, point: ExpectedPoint) -> Hypothesis | None:
         size = self._case.world.size
         for silent in range(size) if self._kinds == {"gradient"} and size > 1 else ():
             program = tuple(operation.without_rank(silent, size) for operation in self._case.program)
             other = self._oracle(replace(self._case, program=program))
             if self._agrees(self._values_at(other, point, point.index), point):
-                return Likeness(-1, 1.0, self._kinds, rank=silent)
+                return Hypothesis(-1, 1.0, self._kinds, rank=silent)
         return None
 
-    def _stale_units(self, point: ExpectedPoint, held: HeldUnits) -> Likeness | None:
+    def _stale_units(self, point: ExpectedPoint, unsharded: UnshardedUnits) -> Hypothesis | None:
         """Whether some units alone took no part in a step: those that were gathered when it was made.
 
         One process is made to do that by freezing their parameters before the gradients of this step come into being.
         """
         steps = [i for i, operation in enumerate(self._case.program[: self._index]) if operation.steps]
         for number, step in reversed(list(enumerate(steps))):
-            units = held(step)
+            units = unsharded(step)
             fqns = tuple(fqn for names in units.values() for fqn in names)
             if not fqns or self._kinds != {"result"}:
                 continue
@@ -124,7 +132,7 @@ class WrongNumbers:
             program = (*self._case.program[:begin], Freeze(fqns), *self._case.program[begin:])
             other = self._oracle(replace(self._case, program=program))
             if self._agrees(self._values_at(other, point, point.index + 1), point):
-                return Likeness(step, 1.0, self._kinds, tuple(units))
+                return Hypothesis(step, 1.0, self._kinds, tuple(units))
         return None
 
     def _values_at(self, other: Expectation, point: ExpectedPoint, index: int) -> Values:

@@ -1,8 +1,10 @@
 """Why do the checks of a run fail? One explanation for each root cause, put on the findings it belongs to.
 
 Findings of one implementation that look alike are candidates for one cause. Of each such set one is reduced to its
-shortest schedule; another belongs to the same cause if that schedule, taken from its own program, shows the same failure
-on its own model and strategy. What is never run is never said to be the same.
+shortest schedule. Another one belongs to the same cause if that schedule, taken from its own program, shows the same
+failure on its own model and strategy, or if it is itself reduced to a schedule of the same shape; and if the wrong
+numbers of both are not known to be equal to different things. Of findings in the same place (parameter, model, strategy)
+it is enough that the program holds the schedule.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.explanation.budget import Budget
 from fsdp_testing.explanation.casts import OtherCast, other_cast
-from fsdp_testing.explanation.likeness import Likeness, WrongNumbers
+from fsdp_testing.explanation.hypotheses import Hypothesis, WrongNumbers, contradict
+from fsdp_testing.explanation.rendering import render
 from fsdp_testing.explanation.shortest import shorten, with_schedule
-from fsdp_testing.explanation.telling import tell
 from fsdp_testing.implementations import registry
 from fsdp_testing.judging.case_runner import ORDINARY, CaseRunner, RunMode
 from fsdp_testing.judging.signature import FineSignature, Signature, fine_signature_of, signature_of
@@ -65,7 +67,7 @@ HowOf = Callable[[str], How | None]
 
 
 @dataclass(slots=True)
-class _Place:
+class _Failing:
     """A finding, and where it stands among the results."""
 
     result: int
@@ -76,11 +78,31 @@ class _Place:
 
 @dataclass(slots=True)
 class _Cause:
-    """A root cause in the making: its label, what it was told from, and the findings that belong to it."""
+    """A root cause in the making.
+
+    Attributes:
+        label: Unique for an implementation.
+        explanation: Of the finding that was reduced.
+        hypothesis: What its wrong numbers are equal to, if that was found.
+        members: The findings that belong to it.
+    """
 
     label: str
     explanation: Explanation
-    members: list[_Place] = field(default_factory=list)
+    hypothesis: Hypothesis | None = None
+    members: list[_Failing] = field(default_factory=list)
+
+    @property
+    def shape(self) -> tuple[str, ...]:
+        """The kinds of operations of its schedule."""
+        return _shape(self.explanation.case)
+
+    def contained(self, finding: Finding) -> bool:
+        """Whether the program of a finding holds the schedule, up to where it fails; asked of one fully reduced only."""
+        if finding.operation < 0 or not self.explanation.complete:
+            return True
+        begun = replace(finding.case, program=finding.case.program[: finding.operation + 1])
+        return next(with_schedule(begun, self.explanation.case.program), None) is not None
 
 
 def explain_results(
@@ -91,7 +113,7 @@ def explain_results(
     *,
     draw: bool = False,
 ) -> tuple[CheckResult, ...]:
-    """Returns the results with an explanation on one finding of each root cause.
+    """Return the results with an explanation on one finding of each root cause.
 
     Args:
         results: What a run gave.
@@ -122,9 +144,9 @@ def explain_results(
     )
 
 
-def _places(results: Sequence[CheckResult], name: str, how_of: HowOf) -> list[_Place]:
+def _places(results: Sequence[CheckResult], name: str, how_of: HowOf) -> list[_Failing]:
     """Findings that can be reduced, unexpected failures first and short programs before long ones."""
-    found: list[tuple[bool, int, _Place]] = []
+    found: list[tuple[bool, int, _Failing]] = []
     for index, result in enumerate(results):
         if result.implementation != name:
             continue
@@ -132,7 +154,7 @@ def _places(results: Sequence[CheckResult], name: str, how_of: HowOf) -> list[_P
         for number, finding in enumerate(result.findings):
             if finding.kind in REDUCIBLE and finding.case.program:
                 expected = result.verdict is not Verdict.FAIL
-                place = _Place(index, number, finding, how)
+                place = _Failing(index, number, finding, how)
                 found.append((expected, len(finding.case.program), place))
     return [place for _, _, place in sorted(found, key=lambda item: item[:2])]
 
@@ -147,19 +169,20 @@ class _Explainer:
         self._draw = draw
         self._expectations: dict[str, Expectation] = {}
 
-    def causes(self, places: Sequence[_Place]) -> list[_Cause]:
-        """Every root cause found, each with the findings that belong to it."""
+    def causes(self, places: Sequence[_Failing]) -> list[_Cause]:
+        """Return every root cause found, each with the findings that belong to it."""
         found: dict[Signature, list[_Cause]] = {}
-        known: dict[FineSignature, _Cause] = {}
+        known: dict[FineSignature, list[_Cause]] = {}
         for place in places:
             fine = fine_signature_of(place.finding)
-            cause = known.get(fine)
+            here = known.setdefault(fine, [])
+            cause = next((one for one in here if one.contained(place.finding)), None)
             if cause is None:
                 if self._budget.exhausted:
                     continue
                 alike = found.setdefault(fine.alike, [])
                 cause = self._same(place, alike) or self._new(place, alike)
-                known[fine] = cause
+                here.append(cause)
             cause.members.append(place)
         return [cause for causes in found.values() for cause in causes]
 
@@ -170,28 +193,35 @@ class _Explainer:
 
         return judge
 
-    def _same(self, place: _Place, causes: Sequence[_Cause]) -> _Cause | None:
-        """The cause whose schedule shows this failure too."""
+    def _same(self, place: _Failing, causes: Sequence[_Cause]) -> _Cause | None:
+        """The cause whose schedule shows this failure too, with numbers that do not contradict it."""
         if place.how is None:
             return None
         for cause in causes:
             for case in with_schedule(place.finding.case, cause.explanation.case.program):
                 found = self._judge(place.how)(case)
                 if found is not None and signature_of(found) == signature_of(place.finding):
-                    return cause
+                    known = cause.hypothesis
+                    if known is None or not contradict(self._hypothesis(found, place.how, None), known):
+                        return cause
         return None
 
-    def _new(self, place: _Place, causes: list[_Cause]) -> _Cause:
+    def _new(self, place: _Failing, causes: list[_Cause]) -> _Cause:
+        """The cause of a failure that is reduced now: a new one, unless it ends where another one did."""
         if place.how is None:
             return self._as_it_is(place.finding, causes)
         budget = self._budget.part()
         short = shorten(place.finding, self._judge(place.how), budget)
         case = short.finding.case
-        like, traced = self._look(short.finding, place.how)
+        traced = self._traced(short.finding)
+        like = self._hypothesis(short.finding, place.how, traced)
+        for known in causes:
+            if known.shape == _shape(case) and not contradict(like, known.hypothesis):
+                return known
         cast = self._cast(short.finding, place.how) if like is None else None
-        held = unsharded_before(traced.history, like.left_out) if traced is not None and like is not None else {}
+        unsharded = unsharded_before(traced.history, like.left_out) if traced is not None and like is not None else {}
         explanation = Explanation(
-            sentence=tell(short.finding, like, held, cast),
+            sentence=render(short.finding, like, unsharded, cast),
             schedule=tuple(_lines(case.program)),
             case=case,
             left_out=len(place.finding.case.program) - len(case.program),
@@ -200,59 +230,61 @@ class _Explainer:
             complete=short.complete,
             portrait=portrait_of(traced) if traced is not None and self._draw else None,
         )
-        return self._cause(short.finding, explanation, causes)
+        return self._cause(short.finding, explanation, causes, like)
 
     def _as_it_is(self, finding: Finding, causes: list[_Cause]) -> _Cause:
-        """A failure of a check that judges in a way of its own: told, not reduced."""
-        sentence = f"{tell(finding, None, {})} The check judges several runs together, so that none is shortened."
+        """A failure of a check that judges in a way of its own: reported, not reduced."""
+        sentence = f"{render(finding, None, {})} The check judges several runs together, so that none is shortened."
         schedule = tuple(_lines(finding.case.program))
-        told = Explanation(sentence, schedule, finding.case, left_out=0, runs=0, seconds=0.0, complete=False)
-        return self._cause(finding, told, causes)
+        whole = Explanation(sentence, schedule, finding.case, left_out=0, runs=0, seconds=0.0, complete=False)
+        return self._cause(finding, whole, causes)
 
-    def _cause(self, finding: Finding, explanation: Explanation, causes: list[_Cause]) -> _Cause:
+    def _cause(
+        self, finding: Finding, explanation: Explanation, causes: list[_Cause], hypothesis: Hypothesis | None = None
+    ) -> _Cause:
         kind, sort, operation = signature_of(finding)
-        schedule = " > ".join(step.shape() for step in explanation.case.program)
-        label = f"{kind}: {sort} in {operation} ({schedule})"
-        cause = _Cause(label if not causes else f"{label}, number {len(causes) + 1}", explanation)
+        label = f"{kind}: {sort} in {operation} ({' > '.join(_shape(explanation.case))})"
+        cause = _Cause(label if not causes else f"{label}, number {len(causes) + 1}", explanation, hypothesis)
         causes.append(cause)
         return cause
 
-    def _look(self, finding: Finding, how: How) -> tuple[Likeness | None, Trace | None]:
-        """What the wrong numbers are like, and how the shortest schedule runs."""
-        traced = self._traced(finding)
+    def _hypothesis(self, finding: Finding, how: How, traced: Trace | None) -> Hypothesis | None:
+        """What the wrong numbers are equal to; which units were unsharded is known from the trace."""
         if finding.kind not in _NUMBERS or how.mode != ORDINARY:
-            return None, traced
+            return None
 
-        def held(operation: int) -> dict[str, tuple[str, ...]]:
+        def unsharded(operation: int) -> dict[str, tuple[str, ...]]:
             if traced is None:
                 return {}
             names = dict(traced.units[0])
             return {unit: names.get(unit, ()) for unit in unsharded_before(traced.history, operation)}
 
-        with suppress(HarnessError):  # an oracle that cannot run a variant leaves the failure as it is told
+        with suppress(HarnessError):  # an oracle that cannot run a variant leaves the failure without a hypothesis
             ranks = self._runner.observe(self._name, finding.case, observe_all=True)
-            comparison = as_observed(how.comparison, registry.load(self._name))
-            return WrongNumbers(finding.case, ranks, comparison, self._oracle).like(held), traced
-        return None, traced
+            comparison = as_observed(how.comparison, registry.adapter_of(self._name))
+            return WrongNumbers(finding.case, ranks, comparison, self._oracle).hypothesis(unsharded)
+        return None
 
     def _cast(self, finding: Finding, how: How) -> OtherCast | None:
         """In which dtype it was done instead, where a case in mixed precision has wrong numbers."""
         numbers = finding.kind in _NUMBERS and how.mode == ORDINARY
         if not (numbers and how.comparison.lockstep and finding.case.mixed_precision is not None):
             return None
-        with suppress(HarnessError):  # an oracle that cannot run a variant leaves the failure as it is told
+        with suppress(HarnessError):  # an oracle that cannot run a variant leaves the failure without a cause
             ranks = self._runner.observe(self._name, finding.case, observe_all=True)
             adopted = gathered_state.states(ranks)
 
             def oracle(case: Case) -> Expectation:
-                told: Expectation = self._runner.on_ranks(jobs.expect_lockstep, case, self._name, adopted, size=1)[0]
-                return told
+                expected: Expectation = self._runner.on_ranks(jobs.expect_lockstep, case, self._name, adopted, size=1)[
+                    0
+                ]
+                return expected
 
-            return other_cast(finding.case, ranks, as_observed(how.comparison, registry.load(self._name)), oracle)
+            return other_cast(finding.case, ranks, as_observed(how.comparison, registry.adapter_of(self._name)), oracle)
         return None
 
     def _traced(self, finding: Finding) -> Trace | None:
-        claimed = "unit_trace" in registry.load(self._name).capabilities
+        claimed = "unit_trace" in registry.adapter_of(self._name).capabilities
         if not claimed or finding.kind in RAISES or finding.case.world.backend != "gloo":
             return None
         with suppress(HarnessError):  # what cannot be traced is told without it
@@ -265,6 +297,10 @@ class _Explainer:
         if case.identity not in self._expectations:
             self._expectations[case.identity] = self._runner.on_ranks(jobs.expect_free, case, True, size=1)[0]
         return self._expectations[case.identity]
+
+
+def _shape(case: Case) -> tuple[str, ...]:
+    return tuple(operation.shape() for operation in case.program)
 
 
 def _lines(program: Sequence[Operation]) -> Iterator[str]:
