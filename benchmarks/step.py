@@ -192,17 +192,27 @@ def measure(rank: int, setting: Setting, store: str, out: str, names: list[str])
 
 def measure_memory(setting: Setting) -> dict[str, float]:
     """Return the peak of live full parameters in units of one block's, and resident growth over further steps."""
-    from fsdp_ref.storage.flat_buffer import LEDGER
+    from fsdp_ref.annotations import units_in
+    from fsdp_ref.runtime.events import observe
 
     runner = Runner(ours_wrapper, setting)
     for _ in range(20):
         runner.step()
-    LEDGER.reset_peak()
+    handles = [unit.handle for unit in units_in(runner.model) if unit.handle is not None]
+    buffers = [handle.full_F().untyped_storage() for handle in handles]
+    peak = 0
+
+    def count(event: object) -> None:
+        nonlocal peak
+        peak = max(peak, sum(buffer.nbytes() for buffer in buffers))
+
+    with observe(count):
+        runner.step()
     before = resident_bytes()
     for _ in range(20 if setting.steps < 10 else 200):
         runner.step()
     block = sum(param.numel() for param in Block(setting.width).parameters()) * 4
-    return {"peak_units": LEDGER.peak_bytes / block, "resident_growth_bytes": resident_bytes() - before}
+    return {"peak_units": peak / block, "resident_growth_bytes": resident_bytes() - before}
 
 
 IMPORTING = "import torch, time; start = time.perf_counter(); import fsdp_ref; print(time.perf_counter() - start)"

@@ -104,6 +104,7 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 _NOT_PROFILED: Final = nullcontext()
+_profiler: Final[Any] = torch.autograd.profiler
 
 
 def labelled(event: str, unit: str) -> AbstractContextManager[object]:
@@ -111,7 +112,7 @@ def labelled(event: str, unit: str) -> AbstractContextManager[object]:
 
     Without a profiler it is nothing and costs one look at torch's flag; a range that nobody records costs microseconds.
     """
-    if not getattr(torch.autograd.profiler, "_is_profiler_enabled", True):
+    if not _profiler._is_profiler_enabled:
         return _NOT_PROFILED
     return torch.profiler.record_function(f"FSDP::{event} ({unit or 'root'})")
 

@@ -23,6 +23,7 @@ def _needs_a_positional_input(original: Any, unit: Any, frame: Any, args: Any, k
 def _unused_stay_gathered(original: Any, self: Any, reason: Any) -> None:
     if reason is ReshardReason.AFTER_BACKWARD and self.handle is not None and self.state is UnitState.UNSHARDED:
         self.move(UnitState.ACCUMULATING)
+        self.handle.originals.show_sharded()
     else:
         original(self, reason)
 
