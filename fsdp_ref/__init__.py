@@ -24,7 +24,7 @@ from fsdp_ref.config import (
     StateDictSettings,
     StateDictType,
 )
-from fsdp_ref.handle.flat_parameter import FlatParameter
+from fsdp_ref.handle.marked_parameter import FlatParameter
 
 __all__ = [
     "BackwardPrefetch",

@@ -18,8 +18,8 @@ from fsdp_ref.config import ShardingStrategy as _Strategy
 from fsdp_ref.env import read_switches
 from fsdp_ref.errors import FlattenError, listing
 from fsdp_ref.handle.flat_handle import FlatHandle
-from fsdp_ref.handle.flat_parameter import FlatParameter
 from fsdp_ref.handle.flatten import check_params, flatten
+from fsdp_ref.handle.marked_parameter import FlatParameter
 from fsdp_ref.layout.inclusive_view import (
     FlatParamShardMetadata,
     ShardParamInfo,

@@ -41,23 +41,15 @@ _REFUSED: Final = frozenset({"mixed_precision", "delay_all_reduce_named_params",
 
 
 class ReplicateState:
-    """State that ``replicate`` leaves on a module; filled when the application has checked its arguments."""
+    """State that ``replicate`` leaves on a module.
+
+    Attributes:
+        replica: The running replica, with ``no_sync()``, ``param_names`` and ``device_ids``; None while arguments are
+            being checked.
+    """
 
     def __init__(self) -> None:
-        self._replica: Replica | None = None
-
-    def bind(self, replica: Replica) -> None:
-        """Give the state its replica."""
-        self._replica = replica
-
-    @property
-    def replica(self) -> Replica:
-        """The running replica: ``no_sync()``, ``param_names``, ``device_ids``."""
-        if self._replica is None:
-            raise FsdpRuntimeError(
-                "replicate: expected a finished application, got none. Call replicate(module) first."
-            )
-        return self._replica
+        self.replica: Replica | None = None
 
 
 @contract(state_cls=ReplicateState)
@@ -121,7 +113,7 @@ def replicate(
     )
     skip = {child for ignored in ignored_modules or () for child in ignored.modules()}
     replica = Replica(module, group, options, lambda root: _members(root, skip))
-    replicate.state(module).bind(replica)
+    replicate.state(module).replica = replica
     module.register_forward_pre_hook(replica.pre_forward)
     module.register_forward_hook(replica.post_forward)
     return module

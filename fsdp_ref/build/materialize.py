@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -175,19 +174,8 @@ def _read_again(unit: ResolvedUnit, ignored: Ignored) -> list[ManagedParam]:
 
 def breadth_first(unit: PlannedUnit) -> list[nn.Module]:
     """Return the modules that a unit is responsible for, breadth first from its own."""
-    wanted = set(unit.modules)
-    found: list[nn.Module] = []
-    queue = deque([unit.module])
-    seen = {unit.module}
-    while queue:
-        module = queue.popleft()
-        if module in wanted:
-            found.append(module)
-        for child in module.children():
-            if child not in seen:
-                seen.add(child)
-                queue.append(child)
-    return found
+    depth = {module: name.count(".") + bool(name) for name, module in unit.module.named_modules()}
+    return sorted(unit.modules, key=depth.__getitem__)
 
 
 def _on_meta(module: nn.Module, ignored: Ignored) -> bool:

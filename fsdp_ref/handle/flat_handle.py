@@ -23,9 +23,9 @@ from fsdp_ref.comm.streams import Streams
 from fsdp_ref.compat import labelled
 from fsdp_ref.config import ShardingStrategy, UnitConfig
 from fsdp_ref.errors import FsdpRuntimeError, FsdpTypeError
-from fsdp_ref.handle.flat_parameter import FlatParameter, describe, like_flat
 from fsdp_ref.handle.flatten import build_layout, cut_shard, flatten
 from fsdp_ref.handle.gradients import GradientStore
+from fsdp_ref.handle.marked_parameter import FlatParameter, describe, like_flat
 from fsdp_ref.handle.originals import Originals, Shown
 from fsdp_ref.layout import FlatLayout, ShardMap
 from fsdp_ref.states import READABLE, LifeCycle, UnitState

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fsdp_ref.config import UnitConfig
 from fsdp_ref.errors import FlattenError, explain, listing
-from fsdp_ref.handle.flat_parameter import FlatParameter
+from fsdp_ref.handle.marked_parameter import FlatParameter
 from fsdp_ref.layout import FlatLayout, ShardMap
 from fsdp_ref.storage.param_sites import ManagedParam
 from fsdp_ref.storage.views import flat_views, gap_views

@@ -131,14 +131,6 @@ class FlatLayout:
         """Elements that belong to parameters, without gaps and tail."""
         return sum(param.numel for param in self.params)
 
-    def param_at(self, position: int) -> int | None:
-        """Return which parameter has the flat element ``position``; None for a gap, the tail, or beyond the end.
-
-        A bisection: of parameters that start at the same place all but the last are empty, so the last has it.
-        """
-        index = bisect_right(self.starts, position) - 1
-        return index if index >= 0 and position < self.stops[index] else None
-
     def overlapping(self, window: Span) -> Iterator[tuple[int, Span]]:
         """Yield each parameter with elements in ``window`` as (index, flat span of those elements), in order.
 

@@ -14,8 +14,6 @@ from fsdp_ref.errors import LayoutError, explain
 from fsdp_ref.layout.span import Span
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from fsdp_ref.layout.flat_layout import FlatLayout
 
 
@@ -28,14 +26,6 @@ class ParamSpan(NamedTuple):
     """The piece, counted from the parameter's first element in storage order."""
     offset_in_shard: int
     """Where the piece begins inside the shard."""
-
-
-class Owner(NamedTuple):
-    """The rank that has a piece of a parameter, and where."""
-
-    rank: int
-    span_in_param: Span
-    offset_in_shard: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,23 +98,6 @@ class ShardMap:
                 )
             )
         return position // self.shard_numel
-
-    def owners(self, param_index: int, within: Span | None = None) -> Iterator[Owner]:
-        """Yield the ranks that have pieces of a parameter, in order, each with its piece.
-
-        Args:
-            param_index: position of the parameter in the layout.
-            within: only these elements of the parameter (default: all).
-        """
-        base = self.layout.starts[param_index]
-        whole = Span(0, self.layout.params[param_index].numel)
-        rest = whole if within is None else whole.intersect(within)
-        while rest.numel:
-            rank = self.owner_at(base + rest.start)
-            shard = self.shard_span(rank)
-            piece = Span(rest.start, min(rest.stop, shard.stop - base))
-            yield Owner(rank, piece, base + piece.start - shard.start)
-            rest = Span(piece.stop, rest.stop)
 
     def owner_ranks(self, param_index: int) -> range:
         """Return the (consecutive) ranks that have elements of a parameter; empty for an empty parameter."""

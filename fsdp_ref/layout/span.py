@@ -1,7 +1,7 @@
 """What is a half-open range of elements, and how do two of them meet?
 
 Every range in the package is one of these: ``start`` belongs to it, ``stop`` does not. Empty spans are legal and
-common (a rank beyond the end of a small parameter holds one).
+common (a rank beyond the end of a small parameter has one).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Span:
 
     @property
     def numel(self) -> int:
-        """How many elements the span holds."""
+        """Number of elements."""
         return self.stop - self.start
 
     def __len__(self) -> int:
@@ -40,10 +40,6 @@ class Span:
 
     def __contains__(self, index: object) -> bool:
         return isinstance(index, int) and self.start <= index < self.stop
-
-    def contains(self, other: Span) -> bool:
-        """Return whether every element of ``other`` lies in this span (an empty one needs its position inside)."""
-        return self.start <= other.start and other.stop <= self.stop
 
     def intersect(self, other: Span) -> Span:
         """Return the elements in both; when there are none, an empty span that starts where they would."""

@@ -33,6 +33,26 @@ def test_an_index_without_an_accelerator_is_refused(lab):
 
 
 @pytest.mark.world(2)
+def test_units_are_moved_and_sharded_one_by_one(lab, path, monkeypatch):
+    """A device needs room for one unit's full parameters beside the shards, not for the whole model."""
+    from fsdp_ref.build import attach
+
+    done = []
+
+    def noted(name, function):
+        def call(*args, **kwargs):
+            done.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(attach, "move_states", noted("move", attach.move_states))
+    monkeypatch.setattr(attach, "FlatHandle", noted("shard", attach.FlatHandle))
+    lab.shard(lab.make(), path, policy={lab.Block}, device_id="cpu")
+    assert done == ["move", "shard"] * 4
+
+
+@pytest.mark.world(2)
 @pytest.mark.covers("CTOR-03", "AC-05", "OBJ-01", "OBJ-02")
 def test_the_wrapped_module_and_what_falls_through_to_it(lab):
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper

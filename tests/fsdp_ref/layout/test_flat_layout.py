@@ -41,13 +41,11 @@ def test_no_parameters_make_an_empty_layout():
     layout = FlatLayout.build([], alignment_numel=4, pad_to_multiple=8)
     assert layout.numel == 0
     assert list(layout.segments()) == []
-    assert layout.param_at(0) is None
 
 
 def test_empty_parameters_share_a_place_with_their_neighbour():
     layout = FlatLayout.build(specs((0,), (3,), (2, 0), (2,)))
     assert layout.spans == (Span(0, 0), Span(0, 3), Span(3, 3), Span(3, 5))
-    assert [layout.param_at(k) for k in range(5)] == [1, 1, 1, 3, 3]
     assert [index for index, _ in layout.overlapping(Span(0, 5))] == [1, 3]
 
 

@@ -34,7 +34,6 @@ def test_fewer_elements_than_ranks():
 def test_nothing_to_shard():
     shards = ShardMap(FlatLayout.build([ParamSpec.of("w", (0, 3))]), 4)
     assert shards.shard_numel == shards.padded_numel == 0
-    assert list(shards.owners(0)) == []
     assert list(shards.owner_ranks(0)) == []
 
 
