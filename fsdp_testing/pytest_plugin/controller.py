@@ -1,12 +1,10 @@
 """What does the pytest process that users start do with tests on ranks? Choose them, start the ranks, run the protocol.
 
-Called by the plugin's entry at the first need. The parts that are registered here live as long as the session. Nothing
-at the top of this file needs the pool: it is imported where there can be no ranks, too.
+Called by the plugin's entry at the first need. The parts that are registered here live as long as the session.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,18 +13,17 @@ import pytest
 
 from fsdp_testing import env
 from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.pool.controller import missing_system_calls
 from fsdp_testing.pytest_plugin.selection import defaults_of, refusal_to_draw, world_request
 from fsdp_testing.pytest_plugin.terminal import debugged_rank
 
 if TYPE_CHECKING:
     from fsdp_testing.pytest_plugin.protocol import Protocol
 
-_NEEDED = ("fork", "memfd_create", "register_at_fork")
-
 
 def platform_refusal() -> str | None:
     """Return why no rank can be made on this platform; None where it can."""
-    missing = [f"os.{name}" for name in _NEEDED if not hasattr(os, name)]
+    missing = missing_system_calls()
     if not missing:
         return None
     return (
