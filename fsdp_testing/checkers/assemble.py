@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from fsdp_testing.checkers.tensors import same_bits
-from fsdp_testing.records import Piece
+from fsdp_testing.records import ObservedPiece
 
-RankPieces = tuple[int, Sequence[Piece]]
+RankPieces = tuple[int, Sequence[ObservedPiece]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,12 @@ class Assembled:
         return bool(self.held.all())
 
     def first_hole(self) -> int:
-        """Returns the first element that no rank holds."""
+        """Return the first element that no rank holds."""
         return int((~self.held).nonzero()[0])
 
 
 def assemble(ranks: Iterable[RankPieces], shape: Sequence[int]) -> Assembled | None:
-    """Puts pieces together; None if no rank reports any piece.
+    """Put pieces together; None if no rank reports any piece.
 
     Args:
         ranks: Each rank with its pieces of one tensor.
@@ -70,7 +70,9 @@ def assemble(ranks: Iterable[RankPieces], shape: Sequence[int]) -> Assembled | N
     return Assembled(flat, source >= 0, tuple(contradictions), tuple(dict.fromkeys(owners)))
 
 
-def _contradiction(flat: torch.Tensor, source: torch.Tensor, rank: int, piece: Piece) -> list[tuple[int, int, int]]:
+def _contradiction(
+    flat: torch.Tensor, source: torch.Tensor, rank: int, piece: ObservedPiece
+) -> list[tuple[int, int, int]]:
     """Where `piece` differs from what an earlier rank holds of the same elements."""
     known = source[piece.start : piece.stop] >= 0
     if not bool(known.any()):

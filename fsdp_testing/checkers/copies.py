@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fsdp_testing.checkers import parity
+from fsdp_testing.checkers import agreement
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.explain import finding, finding_of, ranks_text
 from fsdp_testing.checkers.quantities import Expectation, ExpectedPoint
@@ -40,7 +40,7 @@ class CopyingObservation(RankObservation):
 
 
 def review_copies(case: Case, ranks: Sequence[RankObservation], expectation: Expectation) -> Finding | None:
-    """Compares the copies with what the oracle expects of the original's next micro-batch."""
+    """Compare the copies with what the oracle expects of the original's next micro-batch."""
     copies = [rank.copied if isinstance(rank, CopyingObservation) else None for rank in ranks]
     missing = tuple(rank for rank, one in enumerate(copies) if one is None)
     if missing:
@@ -49,8 +49,8 @@ def review_copies(case: Case, ranks: Sequence[RankObservation], expectation: Exp
     if refused:
         if len(refused) == len(ranks):
             return None
-        told = copies[refused[0]]
-        return _finding(case, refused, f"was refused on some ranks only: {told.refused if told else ''}")
+        first = copies[refused[0]]
+        return _finding(case, refused, f"was refused on some ranks only: {first.refused if first else ''}")
     result, state = _next_points(case, expectation)
     seen = [
         RankObservation(
@@ -61,11 +61,11 @@ def review_copies(case: Case, ranks: Sequence[RankObservation], expectation: Exp
         for rank, one in enumerate(copies)
         if one is not None
     ]
-    tally = parity.compare(replace(expectation, points=(result, state)), seen, Comparison(optimizer=False))
+    tally = agreement.compare(replace(expectation, points=(result, state)), seen, Comparison(optimizer=False))
     if not tally.divergences:
-        parity.require_decided(tally)
+        agreement.require_decided(tally)
         return None
-    leading = parity.first(tally.divergences)
+    leading = agreement.first(tally.divergences)
     found = finding_of(case, replace(leading, index=_copied_at(case)), len(tally.divergences) - 1)
     return replace(found, explanation=f"the deep copy: {found.explanation}")
 

@@ -59,7 +59,7 @@ class Divergence:
 
 
 @dataclass(slots=True)
-class Tally:
+class Compared:
     """What a comparison has seen so far.
 
     Attributes:
@@ -75,15 +75,15 @@ class Tally:
     undecided: list[Divergence] = field(default_factory=list)
 
     def add(self, divergence: Divergence) -> None:
-        """Notes a divergence."""
+        """Note a divergence."""
         self.divergences.append(divergence)
 
     def count(self) -> None:
-        """Counts one more tensor compared."""
+        """Count one more tensor compared."""
         self.comparisons += 1
 
     def within(self, point: ExpectedPoint, quantity: Quantity, ranks: tuple[int, ...], found: Difference) -> None:
-        """Notes a comparison within its bound: how close it came to it, and whether that decides anything."""
+        """Note a comparison within its bound: how close it came to it, and whether that decides anything."""
         self.worst_ratio = max(self.worst_ratio, found.ratio)
         if found.error == 0.0 and not found.blank:
             return

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fsdp_testing.checkers.assemble import assemble
-from fsdp_testing.records import Piece, RankObservation, Snapshot
+from fsdp_testing.records import ObservedPiece, RankObservation, Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class GatheredState:
     Attributes:
         values: Parameters by FQN.
         gradients: Gradients by FQN, None where the gradient is None.
-        optimizer: Optimizer state by FQN and state name; None if the implementation does not tell.
+        optimizer: Optimizer state by FQN and state name; None if the implementation does not show it.
         buffers: Buffers by FQN, per rank.
     """
 
@@ -29,7 +29,7 @@ class GatheredState:
 
 
 def states(ranks: Sequence[RankObservation]) -> dict[int, GatheredState]:
-    """Returns the state after every operation of which all ranks reported a snapshot."""
+    """Return the state after every operation of which all ranks reported a snapshot."""
     everyone = [{snapshot.index: snapshot for snapshot in rank.snapshots} for rank in ranks]
     shared = set(everyone[0]).intersection(*everyone[1:]) if everyone else set()
     return {index: _state([one[index] for one in everyone]) for index in sorted(shared)}
@@ -74,6 +74,6 @@ def _buffers(snapshot: Snapshot) -> dict[str, torch.Tensor]:
     return {fqn: buffer.value for fqn, buffer in snapshot.buffers.items()}
 
 
-def _whole(held: Sequence[tuple[int, Sequence[Piece]]], shape: tuple[int, ...]) -> torch.Tensor | None:
+def _whole(held: Sequence[tuple[int, Sequence[ObservedPiece]]], shape: tuple[int, ...]) -> torch.Tensor | None:
     whole = assemble(held, shape)
     return None if whole is None or not whole.complete else whole.flat.reshape(shape)

@@ -49,7 +49,7 @@ class HookedObservation(RankObservation):
 
 
 def check_calls(case: Case, ranks: Sequence[RankObservation], units: int, dtype: str) -> Finding | None:
-    """Returns what is wrong first with the calls of any rank.
+    """Return what is wrong first with the calls of any rank.
 
     Args:
         case: The case that ran.

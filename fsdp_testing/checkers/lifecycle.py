@@ -13,7 +13,7 @@ from fsdp_testing.records.history import History
 
 @dataclass(frozen=True, slots=True)
 class BrokenRule:
-    """A rule that one rank's history breaks, told in one sentence."""
+    """A rule that one rank's history breaks, and the sentence about it."""
 
     rank: int
     unit: str

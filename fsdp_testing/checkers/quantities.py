@@ -84,7 +84,7 @@ class ExpectedPoint:
     pending: bool = False
 
     def largest(self, like: Quantity) -> float:
-        """Returns the largest absolute number that is expected of any quantity of the same kind and part."""
+        """Return the largest absolute number that is expected of any quantity of the same kind and part."""
         values = [
             expected.value
             for quantity, expected in self.quantities.items()

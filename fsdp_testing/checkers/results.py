@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from fsdp_testing.checkers.divergence import Divergence, Tally
+from fsdp_testing.checkers.divergence import Compared, Divergence
 from fsdp_testing.checkers.quantities import Expected, ExpectedPoint, Quantity
 from fsdp_testing.checkers.tensors import difference
 from fsdp_testing.records import FailureKind, Mismatch, OperationResult
 
 
-def check_results(tally: Tally, point: ExpectedPoint, results: Sequence[OperationResult | None]) -> None:
-    """Compares every result of one operation.
+def check_results(tally: Compared, point: ExpectedPoint, results: Sequence[OperationResult | None]) -> None:
+    """Compare every result of one operation.
 
     Args:
         tally: Takes what is found.
@@ -31,9 +31,9 @@ def check_results(tally: Tally, point: ExpectedPoint, results: Sequence[Operatio
 
 
 def compare_tensor(
-    tally: Tally, point: ExpectedPoint, quantity: Quantity, actual: torch.Tensor, expected: Expected
+    tally: Compared, point: ExpectedPoint, quantity: Quantity, actual: torch.Tensor, expected: Expected
 ) -> None:
-    """Compares one whole tensor that one rank reports."""
+    """Compare one whole tensor that one rank reports."""
     wanted = expected.value
     if wanted is None:
         return
@@ -52,11 +52,11 @@ def compare_tensor(
     if not found.exceeded:
         tally.within(point, quantity, ranks, found)
         return
-    sentence = f"is off by {found.error:.3g} (bound {found.bound:.3g}): {found.told}"
+    sentence = f"is off by {found.error:.3g} (bound {found.bound:.3g}): {found.text}"
     tally.add(Divergence.sized(quantity, index, ranks, sentence, found, expected.derivation))
 
 
-def _check_agreement(tally: Tally, point: ExpectedPoint, results: Sequence[OperationResult | None]) -> None:
+def _check_agreement(tally: Compared, point: ExpectedPoint, results: Sequence[OperationResult | None]) -> None:
     """The total norm is one number over all ranks: they must agree to the bit."""
     norms = [result.values["total_norm"] for result in results if result is not None and "total_norm" in result.values]
     differing = tuple(rank for rank, norm in enumerate(norms) if not torch.equal(norm, norms[0]) and not norm.isnan())
@@ -66,7 +66,7 @@ def _check_agreement(tally: Tally, point: ExpectedPoint, results: Sequence[Opera
         tally.add(Divergence(FailureKind.DISAGREED, quantity, point.index, (0, *differing), sentence))
 
 
-def _missing(tally: Tally, index: int, quantity: Quantity) -> None:
+def _missing(tally: Compared, index: int, quantity: Quantity) -> None:
     sentence = "was not reported"
     tally.add(Divergence(FailureKind.MISSING, quantity, index, (quantity.rank,), sentence))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fsdp_testing.checkers import gathered_state, parity
+from fsdp_testing.checkers import agreement, gathered_state
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.explain import finding_of
 from fsdp_testing.checkers.quantities import Expectation, Expected, ExpectedPoint, Quantity
@@ -34,7 +34,7 @@ class PairedObservation(RankObservation):
 
 
 def review_pair(case: Case, ranks: Sequence[RankObservation], expectation: Expectation) -> Finding | None:
-    """Compares what the ranks hold with what DDP held at the same points.
+    """Compare what the ranks hold with what DDP held at the same points.
 
     Raises:
         HarnessError: DDP did not run the case, so that there is no second oracle; that is nobody's failure but ours.
@@ -42,23 +42,23 @@ def review_pair(case: Case, ranks: Sequence[RankObservation], expectation: Expec
     others = [rank.other for rank in ranks if isinstance(rank, PairedObservation) and rank.other is not None]
     wrong = tuple(rank.rank for rank in others if rank.error is not None)
     if len(others) != len(ranks) or wrong:
-        told = next((rank.error.message for rank in others if rank.error is not None), "it reported nothing")
-        raise HarnessError(f"second oracle: expected DDP to run {case.identity}, got {told}. Run the case by itself.")
+        got = next((rank.error.message for rank in others if rank.error is not None), "it reported nothing")
+        raise HarnessError(f"second oracle: expected DDP to run {case.identity}, got {got}. Run the case by itself.")
     states = gathered_state.states(others)
     points = tuple(_point(point, states[point.index]) for point in expectation.points if point.index in states)
     if expectation.notes.get("mode") == "lockstep":
         # Each bound is that of one operation, from the implementation's own state: DDP's is the same before the first.
         points = tuple(point for point in points if point.snapshot)[:1]
     shown = all(rank.gradients for rank in ranks if isinstance(rank, PairedObservation))
-    tally = parity.compare(replace(expectation, points=points), ranks, Comparison(outputs=False, gradients=shown))
+    tally = agreement.compare(replace(expectation, points=points), ranks, Comparison(outputs=False, gradients=shown))
     if not tally.comparisons:
         raise HarnessError(
             f"second oracle: expected something to compare in {case.identity}, got nothing. Observe more."
         )
     if not tally.divergences:
-        parity.require_decided(tally)
+        agreement.require_decided(tally)
         return None
-    found = finding_of(case, parity.first(tally.divergences), len(tally.divergences) - 1)
+    found = finding_of(case, agreement.first(tally.divergences), len(tally.divergences) - 1)
     return replace(found, explanation=f"compared with DDP on the same ranks: {found.explanation}")
 
 

@@ -22,7 +22,7 @@ class Difference:
         exceeded: Whether any element is beyond its bound.
         actual: The number there.
         expected: The number expected there.
-        blank: Whether NaN stands where NaN is expected: nothing tells one from another.
+        blank: Whether NaN stands where NaN is expected: one looks like another.
     """
 
     error: float
@@ -35,7 +35,7 @@ class Difference:
     blank: bool = False
 
     @property
-    def told(self) -> str:
+    def text(self) -> str:
         """Both numbers, and for a NaN that nobody expected what it may be the mark of."""
         text = f"{self.actual!r} for {self.expected!r}"
         unexpected = math.isnan(self.actual) and math.isfinite(self.expected)
@@ -63,7 +63,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def difference(actual: torch.Tensor, expected: torch.Tensor, bound: float | torch.Tensor) -> Difference:
-    """Compares element by element; both tensors have the same shape.
+    """Compare element by element; both tensors have the same shape.
 
     A bound of 0 admits equal numbers only (0.0 and -0.0 are equal numbers). NaN where a number is expected, or a
     number where NaN is expected, is an infinite error.

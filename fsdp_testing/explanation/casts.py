@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from fsdp_testing.checkers import parity
+from fsdp_testing.checkers import agreement
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.quantities import Expectation, ExpectedPoint, Quantity
 from fsdp_testing.records import Case, MixedPrecisionSpec, RankObservation
@@ -33,7 +33,7 @@ class OtherCast:
 def other_cast(
     case: Case, ranks: Sequence[RankObservation], comparison: Comparison, oracle: LockstepOracle
 ) -> OtherCast | None:
-    """Returns the cast that gives the numbers of the first divergence, or None if none does.
+    """Return the cast that gives the numbers of the first divergence, or None if none does.
 
     Args:
         case: A case in mixed precision that diverges.
@@ -42,14 +42,14 @@ def other_cast(
         oracle: Replays other casts.
     """
     truth = oracle(case)
-    divergences = parity.compare(truth, ranks, comparison).divergences
+    divergences = agreement.compare(truth, ranks, comparison).divergences
     if not divergences or any(divergence.max_error is None for divergence in divergences):
         return None
     first = divergences[0]
     wrong = {divergence.quantity for divergence in divergences if divergence.index == first.index}
     for happened, precision in _others(case):
-        told = oracle(replace(case, mixed_precision=precision))
-        if _agrees(told, first.index, wrong, ranks, comparison):
+        expected = oracle(replace(case, mixed_precision=precision))
+        if _agrees(expected, first.index, wrong, ranks, comparison):
             return OtherCast(happened)
     return None
 
@@ -68,15 +68,15 @@ def _others(case: Case) -> Iterator[tuple[str, MixedPrecisionSpec]]:
 
 
 def _agrees(
-    told: Expectation, index: int, wrong: set[Quantity], ranks: Sequence[RankObservation], comparison: Comparison
+    expected: Expectation, index: int, wrong: set[Quantity], ranks: Sequence[RankObservation], comparison: Comparison
 ) -> bool:
-    points = [_only(point, wrong) for point in told.points if point.index == index]
+    points = [_only(point, wrong) for point in expected.points if point.index == index]
     found = {quantity for point in points for quantity in point.quantities}
     if not points or not wrong <= found:
         return False
-    tally = parity.compare(replace(told, points=tuple(points)), ranks, comparison)
+    tally = agreement.compare(replace(expected, points=tuple(points)), ranks, comparison)
     return tally.comparisons > 0 and not tally.divergences and not tally.undecided
 
 
 def _only(point: ExpectedPoint, wrong: set[Quantity]) -> ExpectedPoint:
-    return replace(point, quantities={q: expected for q, expected in point.quantities.items() if q in wrong})
+    return replace(point, quantities={q: one for q, one in point.quantities.items() if q in wrong})

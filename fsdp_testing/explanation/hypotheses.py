@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fsdp_testing.checkers import parity
+from fsdp_testing.checkers import agreement
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.quantities import Expectation, Expected, ExpectedPoint, Quantity
 from fsdp_testing.records import Case, Freeze, RankObservation
@@ -68,7 +68,7 @@ class WrongNumbers:
         self._comparison = comparison
         self._oracle = oracle
         self._truth = oracle(case)
-        divergences = parity.compare(self._truth, ranks, comparison).divergences
+        divergences = agreement.compare(self._truth, ranks, comparison).divergences
         sized = all(divergence.max_error is not None for divergence in divergences)
         self._wrong = [divergence.quantity for divergence in divergences] if sized else []
         self._index = divergences[0].index if divergences else -1
@@ -77,7 +77,7 @@ class WrongNumbers:
         self._kinds = frozenset(quantity.kind for quantity in self._wrong)
 
     def hypothesis(self, unsharded: UnshardedUnits) -> Hypothesis | None:
-        """Returns what the numbers are equal to, or None if to nothing that is tried (in lockstep nothing is).
+        """Return what the numbers are equal to, or None if to nothing that is tried (in lockstep nothing is).
 
         Args:
             unsharded: Which units were gathered when an operation began.
@@ -146,7 +146,7 @@ class WrongNumbers:
         if not values or any(expected.value is None for expected in values.values()):
             return False
         only = replace(self._truth, points=(replace(point, quantities=values),))
-        tally = parity.compare(only, self._ranks, self._comparison)
+        tally = agreement.compare(only, self._ranks, self._comparison)
         return tally.comparisons > 0 and not tally.divergences and not tally.undecided
 
 

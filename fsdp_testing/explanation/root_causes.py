@@ -27,7 +27,7 @@ from fsdp_testing.explanation.shortest import shorten, with_schedule
 from fsdp_testing.implementations import registry
 from fsdp_testing.judging.case_runner import ORDINARY, CaseRunner, RunMode
 from fsdp_testing.judging.signature import FineSignature, Signature, fine_signature_of, signature_of
-from fsdp_testing.programs import jobs
+from fsdp_testing.programs import rank_jobs
 from fsdp_testing.programs.fitting import as_observed
 from fsdp_testing.records import (
     LOSES_RANKS,
@@ -127,9 +127,9 @@ def explain_results(
         explainer = _Explainer(runner, name, Budget(seconds, runs=10**9), draw=draw)
         try:
             found = explainer.causes(_places(results, name, how_of))
-        except Exception as error:  # noqa: BLE001 - a run of an hour must not be lost over how its failures are told
-            told = f"{name}: failures are not explained: {type(error).__name__}: {error}"
-            warnings.warn(told, RuntimeWarning, stacklevel=2)
+        except Exception as error:  # noqa: BLE001 - a run of an hour must not be lost over the explanation of its failures
+            why = f"{name}: failures are not explained: {type(error).__name__}: {error}"
+            warnings.warn(why, RuntimeWarning, stacklevel=2)
             continue
         for cause in found:
             for number, place in enumerate(cause.members):
@@ -275,9 +275,9 @@ class _Explainer:
             adopted = gathered_state.states(ranks)
 
             def oracle(case: Case) -> Expectation:
-                expected: Expectation = self._runner.on_ranks(jobs.expect_lockstep, case, self._name, adopted, size=1)[
-                    0
-                ]
+                expected: Expectation = self._runner.on_ranks(
+                    rank_jobs.expect_lockstep, case, self._name, adopted, size=1
+                )[0]
                 return expected
 
             return other_cast(finding.case, ranks, as_observed(how.comparison, registry.adapter_of(self._name)), oracle)
@@ -287,7 +287,7 @@ class _Explainer:
         claimed = "unit_trace" in registry.adapter_of(self._name).capabilities
         if not claimed or finding.kind in RAISES or finding.case.world.backend != "gloo":
             return None
-        with suppress(HarnessError):  # what cannot be traced is told without it
+        with suppress(HarnessError):  # what cannot be traced is explained without it
             traced = trace_on(self._runner.on_ranks, self._name, finding.case)
             # The first run of a schedule connects and allocates; nobody wants that drawn.
             return trace_on(self._runner.on_ranks, self._name, finding.case) if self._draw else traced
@@ -295,7 +295,7 @@ class _Explainer:
 
     def _oracle(self, case: Case) -> Expectation:
         if case.identity not in self._expectations:
-            self._expectations[case.identity] = self._runner.on_ranks(jobs.expect_free, case, True, size=1)[0]
+            self._expectations[case.identity] = self._runner.on_ranks(rank_jobs.expect_free, case, True, size=1)[0]
         return self._expectations[case.identity]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fsdp_testing.checkers import gathered_state
 from fsdp_testing.checkers.comparison import Comparison
-from fsdp_testing.checkers.divergence import Tally
+from fsdp_testing.checkers.divergence import Compared
 from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.judging import record_stream
@@ -132,7 +132,7 @@ def ask_here(adapter: Adapter, case: Case, ranks: Sequence[RankObservation], *, 
         if not comparison.ignore:
             compared = fast_path_agrees(Replay(case).run(observe_all=observe_all), ranks, comparison)
             if compared > 0:
-                return Numbers(Tally(comparisons=compared), fast=True)
+                return Numbers(Compared(comparisons=compared), fast=True)
         return compare_numbers(case, oracle.expect_free(case, observe_all=observe_all), ranks, comparison)
     division, states = division_of(case, adapter), gathered_state.states(ranks)
     quick = compare_numbers(case, oracle.expect_lockstep(case, division, states, displaced=False), ranks, comparison)

@@ -14,7 +14,7 @@ from typing import Any
 
 from fsdp_testing.checkers import gathered_state
 from fsdp_testing.checkers.comparison import Comparison
-from fsdp_testing.checkers.divergence import Tally
+from fsdp_testing.checkers.divergence import Compared
 from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.errors import PoolBroken
 from fsdp_testing.implementations import registry
@@ -22,7 +22,7 @@ from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.judging.judge import Judgement, Review, judge
 from fsdp_testing.judging.numbers import Numbers, compare_numbers
 from fsdp_testing.pool import Pool, WorldOutcome, default_pool
-from fsdp_testing.programs import jobs
+from fsdp_testing.programs import rank_jobs
 from fsdp_testing.programs.fitting import as_observed, fitted
 from fsdp_testing.records import (
     LOSES_RANKS,
@@ -53,7 +53,7 @@ class RunMode:
     """How ranks run a case and what it is compared with, for claims that its numbers alone do not decide.
 
     Attributes:
-        job: What ranks run, called like `jobs.run_case`, with `arguments` after its own. It returns an observation,
+        job: What ranks run, called like `rank_jobs.run_case`, with `arguments` after its own. It returns an observation,
             of a class of its own where it has more to report.
         arguments: More arguments of `job`.
         expect: What the oracle's process runs, called with the case, whether every operation is observed, and
@@ -64,7 +64,7 @@ class RunMode:
         kept: A case that ran to its end is not run again for the next check that looks at the same.
     """
 
-    job: Callable[..., Any] = jobs.run_case
+    job: Callable[..., Any] = rank_jobs.run_case
     arguments: tuple[Any, ...] = ()
     expect: Callable[..., Expectation] | None = None
     expect_arguments: tuple[Any, ...] = ()
@@ -171,7 +171,7 @@ class CaseRunner:
         """
         adapter = registry.adapter_of(implementation)
         name = f"{adapter.reference} {case.identity}"
-        outcome = self._execute(case.world, jobs.run_case, (adapter, case, observe_all), name)
+        outcome = self._execute(case.world, rank_jobs.run_case, (adapter, case, observe_all), name)
         found = _observations(outcome)
         if len(found) != case.world.size:
             raise PoolBroken(outcome.describe())
@@ -222,13 +222,15 @@ class CaseRunner:
         if mode.expect is not None:
             return self._ask_oracle(mode.expect, (case, observe_all, *mode.expect_arguments), case)
         if asked.comparison.lockstep:
-            return self._ask_oracle(jobs.expect_lockstep, (case, asked.adapter, gathered_state.states(ranks)), case)
+            return self._ask_oracle(
+                rank_jobs.expect_lockstep, (case, asked.adapter, gathered_state.states(ranks)), case
+            )
         return self._free_expectation(case, observe_all=observe_all)
 
     def _free_expectation(self, case: Case, *, observe_all: bool) -> Expectation:
         key = f"{_oracle_view(case).identity}/{observe_all}"
         if key not in self._expectations:
-            self._expectations[key] = self._ask_oracle(jobs.expect_free, (case, observe_all), case)
+            self._expectations[key] = self._ask_oracle(rank_jobs.expect_free, (case, observe_all), case)
             if len(self._expectations) > _ORACLE_CACHE:
                 self._expectations.popitem(last=False)
         self._expectations.move_to_end(key)
@@ -268,7 +270,7 @@ def _reason(found: Judgement) -> str:
 
 
 def _outcome(case: Case, found: Judgement, start: float) -> CaseOutcome:
-    counted = found.tally if found.verdict is not Verdict.UNKNOWN else Tally()
+    counted = found.tally if found.verdict is not Verdict.UNKNOWN else Compared()
     return CaseOutcome(
         identity=case.identity,
         verdict=found.verdict,

@@ -2,7 +2,7 @@
 
 Most cases agree with the oracle to the bit or nearly so. What does passes here, with a bound that is smaller than
 the one of the full comparison everywhere; whatever does not, or is unusual in any way, is left to
-`checkers.parity`, which alone may call something a divergence.
+`checkers.agreement`, which alone may call something a divergence.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fsdp_testing.checkers.quantities import Quantity
 from fsdp_testing.checkers.tensors import same_bits
 from fsdp_testing.programs.models import dtype_name
 from fsdp_testing.programs.replay_point import ReplayPoint
-from fsdp_testing.records import UNIT_ROUNDOFF, OperationResult, Piece, RankObservation, Snapshot
+from fsdp_testing.records import UNIT_ROUNDOFF, ObservedPiece, OperationResult, RankObservation, Snapshot
 
 ROUNDINGS = 12
 """Fewer than `oracle.roundings_of` gives for any case: ranks, micro-batches, and at least one layer with its rows."""
@@ -25,7 +25,7 @@ Ranks = Sequence[RankObservation]
 
 
 def fast_path_agrees(points: Sequence[ReplayPoint], ranks: Ranks, asked: Comparison = Comparison()) -> int:
-    """Returns how many tensors were compared if everything agrees beyond doubt, and -1 if not.
+    """Return how many tensors were compared if everything agrees beyond doubt, and -1 if not.
 
     Args:
         points: What the undisturbed oracle holds.
@@ -84,7 +84,7 @@ def _snapshot_agrees(point: ReplayPoint, snapshots: list[Snapshot], count: int, 
 def _value_agrees(
     point: ReplayPoint, quantity: Quantity, expected: torch.Tensor | None, snapshots: list[Snapshot]
 ) -> bool:
-    held: list[tuple[Piece, ...]] = []
+    held: list[tuple[ObservedPiece, ...]] = []
     for snapshot in snapshots:
         seen = snapshot.parameters.get(quantity.name)
         if seen is None:
@@ -100,7 +100,7 @@ def _value_agrees(
 def _gradient_agrees(
     quantity: Quantity, expected: torch.Tensor | None, snapshots: list[Snapshot], *, none_is_zero: bool
 ) -> bool:
-    held: list[tuple[Piece, ...]] = []
+    held: list[tuple[ObservedPiece, ...]] = []
     absent = 0
     for snapshot in snapshots:
         seen = snapshot.parameters.get(quantity.name)
@@ -120,7 +120,7 @@ def _gradient_agrees(
 
 
 def _state_agrees(quantity: Quantity, expected: torch.Tensor | None, snapshots: list[Snapshot]) -> bool:
-    held: list[tuple[Piece, ...]] = []
+    held: list[tuple[ObservedPiece, ...]] = []
     for snapshot in snapshots:
         if snapshot.optimizer is None:
             return False
@@ -139,7 +139,7 @@ def _state_agrees(quantity: Quantity, expected: torch.Tensor | None, snapshots: 
     return _pieces_agree(held, expected) if held else expected.numel() == 1
 
 
-def _pieces_agree(held: list[tuple[Piece, ...]], expected: torch.Tensor) -> bool:
+def _pieces_agree(held: list[tuple[ObservedPiece, ...]], expected: torch.Tensor) -> bool:
     """Whether the ranks' pieces are the expected tensor: complete, close, and equal to the bit where they overlap."""
     numel = expected.numel()
     if not numel:

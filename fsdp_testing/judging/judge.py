@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from fsdp_testing.checkers import overruns, parity
-from fsdp_testing.checkers.divergence import Tally
+from fsdp_testing.checkers import agreement, overruns
+from fsdp_testing.checkers.divergence import Compared
 from fsdp_testing.checkers.explain import explain, finding, finding_of, overrun_finding, raised_finding
 from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.judging.communication_budget import budget_of
@@ -56,7 +56,7 @@ class Judgement:
     finding: Finding | None = None
     reason: str = ""
     detail: str = ""
-    tally: Tally = field(default_factory=Tally)
+    tally: Compared = field(default_factory=Compared)
     fast: bool = False
     refused: bool = False
     incomplete: bool = False
@@ -162,7 +162,7 @@ def _diverged(case: Case, numbers: Numbers) -> Finding | None:
     divergences = numbers.tally.divergences
     if not divergences or numbers.problem:
         return None
-    return finding_of(case, parity.first(divergences), len(divergences) - 1)
+    return finding_of(case, agreement.first(divergences), len(divergences) - 1)
 
 
 def _uncoordinated(case: Case, records: Sequence[CaseRecord], outcome: WorldOutcome | None) -> Finding | None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fsdp_testing.checkers import parity
+from fsdp_testing.checkers import agreement
 from fsdp_testing.checkers.comparison import Comparison
-from fsdp_testing.checkers.divergence import Tally
+from fsdp_testing.checkers.divergence import Compared
 from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.records import UNIT_ROUNDOFF, Case, RankObservation
 from fsdp_testing.zoo import MODELS
@@ -31,7 +31,7 @@ class Numbers:
         fast: The fast path found everything right.
     """
 
-    tally: Tally
+    tally: Compared
     expectation: Expectation | None = None
     problem: str = ""
     fast: bool = False
@@ -48,7 +48,7 @@ def compare_numbers(
     """Compare what all ranks report with what the oracle expects of `case`."""
     if expectation.notes.get("mode") == "free":
         expectation = _widened(expectation, case)
-    tally = parity.compare(expectation, ranks, comparison)
+    tally = agreement.compare(expectation, ranks, comparison)
     problem = ""
     complete = bool(expectation.points) and expectation.points[-1].index == len(case.program)
     if tally.divergences and _overflows(expectation):

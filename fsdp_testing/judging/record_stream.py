@@ -1,6 +1,6 @@
 """How do a rank's observations survive the rank? Each is appended to a file as soon as its case is over.
 
-A batch that ends badly in its tenth case has told everything about the first nine. The files lie in a directory that
+A batch that ends badly in its tenth case has reported everything of the first nine. The files lie in a directory that
 the controller made for itself (mode 0700) and removes; they are read by processes of the same campaign only.
 """
 
@@ -21,11 +21,11 @@ from fsdp_testing.pool.channel import loads, reduce_tensor
 from fsdp_testing.records import (
     BufferObservation,
     CaseRecord,
+    ObservedPiece,
     OperationAccount,
     OperationResult,
     OptimizerObservation,
     ParameterObservation,
-    Piece,
     RankObservation,
     Snapshot,
 )
@@ -47,12 +47,12 @@ _RECORDS = (
     OptimizerObservation,
     OperationResult,
     OperationAccount,
-    Piece,
+    ObservedPiece,
 )
 
 
 class _Pickler(pickle.Pickler):
-    """Writes the records of this file by position and tensors as bytes: a case has some hundred of them."""
+    """Write the records of this file by position and tensors as bytes: a case has some hundred of them."""
 
     dispatch_table = {
         **copyreg.dispatch_table,
@@ -62,12 +62,12 @@ class _Pickler(pickle.Pickler):
 
 
 def path_of(directory: str, rank: int) -> Path:
-    """Returns the file of one rank."""
+    """Return the file of one rank."""
     return Path(directory) / f"rank{rank}"
 
 
 def append(file: BinaryIO, record: CaseRecord) -> None:
-    """Writes one record and hands it to the kernel, where the death of this process does not matter."""
+    """Write one record and hands it to the kernel, where the death of this process does not matter."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=5).dump(record)
     data = buffer.getvalue()
@@ -76,7 +76,7 @@ def append(file: BinaryIO, record: CaseRecord) -> None:
 
 
 def read(directory: str, rank: int) -> list[CaseRecord]:
-    """Returns the complete records of one rank, in the order of writing; a record cut short by the rank's death is left out."""
+    """Return the complete records of one rank, in the order of writing; a record cut short by the rank's death is left out."""
     try:
         data = path_of(directory, rank).read_bytes()
     except FileNotFoundError:

@@ -19,7 +19,7 @@ _CLEARED = ZeroGrad()
 
 
 def fitted(case: Case, adapter: Adapter) -> Case:
-    """Returns the case as the implementation is asked it."""
+    """Return the case as the implementation is asked it."""
     if case.model.dtype == _WIDEST and adapter.widest_dtype != _WIDEST:
         case = replace(case, model=replace(case.model, dtype=adapter.widest_dtype))
     return replace(case, program=tuple(_cleared(case.program))) if adapter.step_clears_gradients else case
@@ -33,5 +33,5 @@ def _cleared(program: Sequence[Operation]) -> Iterator[Operation]:
 
 
 def as_observed(comparison: Comparison, adapter: Adapter) -> Comparison:
-    """Returns the comparison without what the adapter cannot show: gradients, where it gathers whole parameters."""
+    """Return the comparison without what the adapter cannot show: gradients, where it gathers whole parameters."""
     return comparison if adapter.observes_gradients else replace(comparison, gradients=False)

@@ -12,9 +12,9 @@ from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.programs.models import dtype_name
 from fsdp_testing.records import (
     BufferObservation,
+    ObservedPiece,
     OptimizerObservation,
     ParameterObservation,
-    Piece,
     Snapshot,
 )
 
@@ -22,7 +22,7 @@ from fsdp_testing.records import (
 def snapshot_of(
     adapter: Adapter, model: nn.Module, optimizer: torch.optim.Optimizer | None, index: int, label: str
 ) -> Snapshot:
-    """Reports everything this rank holds.
+    """Report everything this rank holds.
 
     Collectives: none if `adapter.observes_locally`; else those of its gathering, and every rank must call.
     """
@@ -62,5 +62,5 @@ def _state(fqn: str, entries: Mapping[str, protocol.StateEntry]) -> OptimizerObs
     return OptimizerObservation(fqn, tensors, scalars)
 
 
-def _copied(start: int, stop: int, value: torch.Tensor) -> Piece:
-    return Piece(start, stop, value.detach().reshape(-1).clone())
+def _copied(start: int, stop: int, value: torch.Tensor) -> ObservedPiece:
+    return ObservedPiece(start, stop, value.detach().reshape(-1).clone())

@@ -64,7 +64,7 @@ def division_of(case: Case, adapter: Adapter) -> Division | None:
 
 
 def precision_of(spec: MixedPrecisionSpec | None) -> Precision:
-    """Translates a case's mixed precision."""
+    """Translate a case's mixed precision."""
     if spec is None:
         return Precision()
     names = (spec.param_dtype, spec.reduce_dtype, spec.buffer_dtype)
@@ -73,7 +73,7 @@ def precision_of(spec: MixedPrecisionSpec | None) -> Precision:
 
 
 def policy_of(spec: PolicySpec | None, module: nn.Module) -> WrapPolicy | None:
-    """Translates a case's wrapping policy; class names are those of the model's own modules.
+    """Translate a case's wrapping policy; class names are those of the model's own modules.
 
     Raises:
         InvalidRecord: No module of the model has such a class.

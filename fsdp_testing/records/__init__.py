@@ -50,10 +50,10 @@ from fsdp_testing.records.finding import Finding
 from fsdp_testing.records.history import History
 from fsdp_testing.records.observation import (
     BufferObservation,
+    ObservedPiece,
     OperationResult,
     OptimizerObservation,
     ParameterObservation,
-    Piece,
     RaisedError,
     RankObservation,
     Snapshot,
@@ -124,7 +124,7 @@ __all__ = [
     "OptimizerSpec",
     "Overrun",
     "ParameterObservation",
-    "Piece",
+    "ObservedPiece",
     "Portrait",
     "PlannedOperation",
     "PolicySpec",

@@ -19,7 +19,7 @@ class CaseRecord:
         collectives: Per group key, number of collectives issued and a digest of what they were, up to the end of the
             case, counted from the start of the batch.
         leaks: What the case left behind in the process.
-        accounts: What operations put on the wire and left in memory, where the implementation tells of its units.
+        accounts: What operations put on the wire and left in memory, where the implementation reports its units.
     """
 
     index: int

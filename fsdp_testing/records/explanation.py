@@ -10,7 +10,7 @@ from fsdp_testing.records.portrait import Portrait
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A failure, reduced to the shortest schedule of operations that still shows it, and told.
+    """A failure, reduced to the shortest schedule of operations that still shows it, with a sentence about it.
 
     Attributes:
         sentence: What happens, with numbers and bound.

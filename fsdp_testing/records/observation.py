@@ -13,7 +13,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ObservedPiece:
     """The elements [start, stop) of a flattened original tensor that this rank holds.
 
     Attributes:
@@ -45,8 +45,8 @@ class ParameterObservation:
     shape: tuple[int, ...]
     dtype: str
     requires_grad: bool
-    pieces: tuple[Piece, ...]
-    grad_pieces: tuple[Piece, ...] | None
+    pieces: tuple[ObservedPiece, ...]
+    grad_pieces: tuple[ObservedPiece, ...] | None
     grad_dtype: str | None
 
 
@@ -70,7 +70,7 @@ class OptimizerObservation:
     """
 
     fqn: str
-    tensors: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
+    tensors: Mapping[str, tuple[ObservedPiece, ...]] = field(default_factory=dict)
     scalars: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -83,7 +83,7 @@ class Snapshot:
         label: Label of the `observe` operation, or `end`.
         parameters: By FQN.
         buffers: By FQN.
-        optimizer: By FQN; None if the implementation does not tell.
+        optimizer: By FQN; None if the implementation does not show it.
     """
 
     index: int

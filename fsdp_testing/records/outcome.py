@@ -77,7 +77,7 @@ class RunReport:
         world_sizes: Sizes run.
         backend: Backend run.
         seconds: Wall time of the whole run.
-        portraits: How implementations that tell of their units went through a short run, where that was asked for.
+        portraits: How implementations that report their units went through a short run, where that was asked for.
     """
 
     results: tuple[CheckResult, ...]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
-from fsdp_testing.checkers.order import OrderComparison, OrderRow
+from fsdp_testing.checkers.event_order import OrderComparison, OrderRow
 from fsdp_testing.report.drawings.order import account, order_picture
 from fsdp_testing.report.files import write_atomically
 from fsdp_testing.report.html import new_environment, resource

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 
-from fsdp_testing.checkers import trace_rules
+from fsdp_testing.checkers import event_rules
+from fsdp_testing.checkers.event_rules import Rule, TracedObservation
 from fsdp_testing.checkers.quantities import Expectation
-from fsdp_testing.checkers.trace_rules import Rule, TracedObservation
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.pool import Failed
-from fsdp_testing.programs import jobs
+from fsdp_testing.programs import rank_jobs
 from fsdp_testing.programs.models import build_model
 from fsdp_testing.records import Case, Finding, RankObservation, Step, WrappingPlan
 from fsdp_testing.suites.check import FLAT, Check, Place, Suite
@@ -30,7 +30,7 @@ def run_traced(adapter: Adapter, case: Case, observe_all: bool) -> RankObservati
     Collectives: those of the implementation; every rank of the world runs the same call.
     """
     if observe_all:
-        return jobs.run_case(adapter, case, observe_all)
+        return rank_jobs.run_case(adapter, case, observe_all)
     traced = trace_case(adapter, case)
     if isinstance(traced, Failed):
         return Failed(traced.value.observation)
@@ -42,7 +42,7 @@ def run_traced(adapter: Adapter, case: Case, observe_all: bool) -> RankObservati
 
 
 def _review(rules: Sequence[Rule], case: Case, ranks: Sequence[RankObservation], _seen: Expectation) -> Finding | None:
-    return trace_rules.review(rules, case, ranks)
+    return event_rules.review(rules, case, ranks)
 
 
 def _by(*rules: Rule) -> RunMode:
@@ -65,7 +65,7 @@ SUITE = Suite()
     "trace.same_collectives",
     source="torch.distributed: collectives of a group match in order",
     needs=_NEEDS | {"no_sync", "forward_only"},
-    mode=_by(trace_rules.same_collectives),
+    mode=_by(event_rules.same_collectives),
 )
 def _scheduled(place: Place) -> Iterable[Case]:
     """Every rank issues the same collectives in the same order."""
@@ -79,7 +79,7 @@ SUITE.add(
         _PAPER,
         _trained,
         _NEEDS,
-        mode=_by(trace_rules.gathered_once, trace_rules.all_freed),
+        mode=_by(event_rules.gathered_once, event_rules.all_freed),
         strategies=_SHARDED,
     )
 )
@@ -92,7 +92,7 @@ SUITE.add(
         _PAPER,
         _trained,
         _NEEDS,
-        mode=_by(trace_rules.held_while_used),
+        mode=_by(event_rules.held_while_used),
         strategies=_SHARDED,
     )
 )
@@ -105,14 +105,14 @@ SUITE.add(
         _PAPER,
         _side_by_side,
         _NEEDS,
-        mode=_by(trace_rules.gathers_needed),
+        mode=_by(event_rules.gathers_needed),
         strategies=FLAT,
     )
 )
 
 
 @SUITE.check(
-    "trace.reductions_needed", source=_PAPER, needs=_NEEDS | {"no_sync"}, mode=_by(trace_rules.reductions_needed)
+    "trace.reductions_needed", source=_PAPER, needs=_NEEDS | {"no_sync"}, mode=_by(event_rules.reductions_needed)
 )
 def _accumulated(place: Place) -> Iterable[Case]:
     """Gradients are reduced once for every unit and synchronised backward, and not in no_sync."""
@@ -123,7 +123,7 @@ def _accumulated(place: Place) -> Iterable[Case]:
     "trace.recomputed",
     source="pytorch PR 89781",
     needs=_NEEDS | {"activation_checkpointing"},
-    mode=_by(trace_rules.reductions_needed),
+    mode=_by(event_rules.reductions_needed),
 )
 def _recomputed(place: Place) -> Iterable[Case]:
     """Recomputing activations reduces nothing twice."""
@@ -138,7 +138,7 @@ SUITE.add(
         _PAPER,
         _side_by_side,
         _NEEDS,
-        mode=_by(trace_rules.within_memory),
+        mode=_by(event_rules.within_memory),
         strategies=_SHARDED,
     )
 )
@@ -148,7 +148,7 @@ SUITE.add(
     "trace.order",
     source="PyTorch FSDP, VLDB 2023, section 3.3.2; B009",
     needs=_NEEDS,
-    mode=_by(trace_rules.in_order),
+    mode=_by(event_rules.in_order),
     strategies=_SHARDED,
 )
 def _single_units(place: Place) -> Iterable[Case]:

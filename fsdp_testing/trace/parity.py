@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fsdp_testing.checkers.lifecycle import BrokenRule, check_lifecycle
-from fsdp_testing.checkers.order import (
+from fsdp_testing.checkers.event_order import (
     OrderComparison,
     collective_steps,
     compare_steps,
     ranks_agree,
     transition_steps,
 )
+from fsdp_testing.checkers.lifecycle import BrokenRule, check_lifecycle
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.implementations import registry
 from fsdp_testing.pool import Pool

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_testing.checkers.assemble import assemble
-from fsdp_testing.records import Piece
+from fsdp_testing.records import ObservedPiece
 
 
 def piece(start, *values, dtype=torch.float64):
     tensor = torch.tensor(values, dtype=dtype)
-    return Piece(start, start + len(values), tensor)
+    return ObservedPiece(start, start + len(values), tensor)
 
 
 def test_disjoint_pieces_make_a_whole():
@@ -76,7 +76,7 @@ def test_no_piece_at_all():
 
 
 def test_an_empty_parameter_is_complete():
-    whole = assemble([(0, [Piece(0, 0, torch.empty(0))])], (0, 3))
+    whole = assemble([(0, [ObservedPiece(0, 0, torch.empty(0))])], (0, 3))
     assert whole is not None
     assert whole.complete
 
@@ -87,7 +87,7 @@ def test_any_cut_of_a_tensor_is_put_together_again(data):
     whole = torch.arange(numel, dtype=torch.float64)
     cuts = sorted(data.draw(st.lists(st.integers(0, numel), max_size=6)))
     edges = [0, *cuts, numel]
-    pieces = [Piece(a, b, whole[a:b].clone()) for a, b in itertools.pairwise(edges)]
+    pieces = [ObservedPiece(a, b, whole[a:b].clone()) for a, b in itertools.pairwise(edges)]
     extra = data.draw(st.lists(st.sampled_from(pieces), max_size=3))
     spread = [(data.draw(st.integers(0, 3)), [p]) for p in data.draw(st.permutations(pieces + extra))]
     found = assemble(spread, (numel,))

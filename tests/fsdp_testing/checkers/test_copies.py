@@ -12,8 +12,8 @@ from fsdp_testing.records import (
     ForwardBackward,
     ModelSpec,
     Observe,
+    ObservedPiece,
     ParameterObservation,
-    Piece,
     RankObservation,
     Snapshot,
     WorldSpec,
@@ -33,7 +33,7 @@ def expectation():
 
 def copied(gradient=GRADIENT, loss=LOSS):
     held = ParameterObservation(
-        "w", (2,), "float64", True, (Piece(0, 2, GRADIENT),), (Piece(0, 2, gradient),), "float64"
+        "w", (2,), "float64", True, (ObservedPiece(0, 2, GRADIENT),), (ObservedPiece(0, 2, gradient),), "float64"
     )
     return Copied("", {"loss": loss}, Snapshot(0, "deepcopy", {"w": held}, {}))
 

@@ -13,8 +13,8 @@ from fsdp_testing.records import (
     Case,
     ForwardBackward,
     ModelSpec,
+    ObservedPiece,
     ParameterObservation,
-    Piece,
     RaisedError,
     RankObservation,
     Snapshot,
@@ -26,7 +26,9 @@ VALUE = torch.tensor([1.0, 2.0], dtype=torch.float64)
 
 
 def snapshot(value, index=1):
-    held = ParameterObservation("w", (2,), "float64", True, (Piece(0, 2, value),), (Piece(0, 2, value),), "float64")
+    held = ParameterObservation(
+        "w", (2,), "float64", True, (ObservedPiece(0, 2, value),), (ObservedPiece(0, 2, value),), "float64"
+    )
     return Snapshot(index, "end", {"w": held}, {})
 
 

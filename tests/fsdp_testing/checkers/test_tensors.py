@@ -91,8 +91,8 @@ def test_bits_of_every_dtype(dtype):
 def test_a_nan_for_a_number_is_told_with_what_it_may_be_the_mark_of():
     nan, one = torch.tensor([math.nan]), torch.tensor([1.0])
     assert (
-        difference(nan, one, 0.0).told
+        difference(nan, one, 0.0).text
         == "nan for 1.0, which may be a collective's result read before it was waited for"
     )
-    assert difference(one, nan, 0.0).told == "1.0 for nan"
-    assert difference(torch.tensor([2.0]), one, 0.0).told == "2.0 for 1.0"
+    assert difference(one, nan, 0.0).text == "1.0 for nan"
+    assert difference(torch.tensor([2.0]), one, 0.0).text == "2.0 for 1.0"

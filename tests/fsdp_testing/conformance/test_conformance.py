@@ -12,7 +12,7 @@ from fsdp_testing.conformance import run_case, run_check, select_checks, shared_
 from fsdp_testing.errors import BackendUnavailable, InvalidArgument, InvalidImplementation
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.pool import default_pool
-from fsdp_testing.programs.jobs import expect_free
+from fsdp_testing.programs.rank_jobs import expect_free
 from fsdp_testing.records import (
     Batch,
     Case,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fsdp_testing.checkers.comparison import Comparison
-from fsdp_testing.checkers.divergence import Tally
+from fsdp_testing.checkers.divergence import Compared
 from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.judging.case_runner import CaseRunner
@@ -130,7 +130,7 @@ def scripted(monkeypatch, *findings):
 
     def attempt(self, asked, observe_all):
         found = left.pop(0)
-        return Judgement(Verdict.FAIL if found else Verdict.PASS, found, tally=Tally(comparisons=3)), ()
+        return Judgement(Verdict.FAIL if found else Verdict.PASS, found, tally=Compared(comparisons=3)), ()
 
     monkeypatch.setattr(CaseRunner, "_attempt", attempt)
     return CaseRunner()

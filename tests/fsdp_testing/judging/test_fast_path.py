@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_testing.checkers import parity
+from fsdp_testing.checkers import agreement
 from fsdp_testing.judging.fast_path import fast_path_agrees
 from fsdp_testing.programs import oracle
 from fsdp_testing.programs.replay import Replay
@@ -18,10 +18,10 @@ from fsdp_testing.programs.replay_point import ReplayPoint
 from fsdp_testing.records import (
     BufferObservation,
     Case,
+    ObservedPiece,
     OperationResult,
     OptimizerObservation,
     ParameterObservation,
-    Piece,
     RankObservation,
     Snapshot,
 )
@@ -54,13 +54,13 @@ def observed(points: list[ReplayPoint], size: int, *, shard: bool) -> list[RankO
     return ranks
 
 
-def _pieces(value: torch.Tensor, rank: int, size: int, *, shard: bool) -> tuple[Piece, ...]:
+def _pieces(value: torch.Tensor, rank: int, size: int, *, shard: bool) -> tuple[ObservedPiece, ...]:
     flat = value.detach().reshape(-1)
     if not shard:
-        return (Piece(0, flat.numel(), flat.clone()),)
+        return (ObservedPiece(0, flat.numel(), flat.clone()),)
     chunk = -(-flat.numel() // size)
     start, stop = min(rank * chunk, flat.numel()), min((rank + 1) * chunk, flat.numel())
-    return (Piece(start, stop, flat[start:stop].clone()),)
+    return (ObservedPiece(start, stop, flat[start:stop].clone()),)
 
 
 def _snapshot(point: ReplayPoint, rank: int, size: int, *, shard: bool) -> Snapshot:
@@ -95,7 +95,7 @@ def _snapshot(point: ReplayPoint, rank: int, size: int, *, shard: bool) -> Snaps
 
 
 def judged(case: Case, ranks: list[RankObservation]) -> list[Any]:
-    return list(parity.compare(oracle.expect_free(case), ranks, parity.Comparison()).divergences)
+    return list(agreement.compare(oracle.expect_free(case), ranks, agreement.Comparison()).divergences)
 
 
 @pytest.mark.parametrize("shard", [False, True])
@@ -211,7 +211,7 @@ def zeros_for_none(snapshot: Snapshot, fill: float) -> tuple[Snapshot, int]:
 
 @pytest.mark.parametrize("none_is_zero", [False, True])
 def test_zeros_stand_for_none_only_where_that_is_asked(none_is_zero: bool):
-    asked = parity.Comparison(none_is_zero=none_is_zero)
+    asked = agreement.Comparison(none_is_zero=none_is_zero)
     tried = 0
     for case in drawn(60):
         points = Replay(case).run()

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_testing.checkers import parity
-from fsdp_testing.checkers.divergence import Divergence, Tally
+from fsdp_testing.checkers import agreement
+from fsdp_testing.checkers.divergence import Compared, Divergence
 from fsdp_testing.checkers.explain import finding
 from fsdp_testing.checkers.quantities import Expectation, ExpectedPoint, Quantity
 from fsdp_testing.implementations import registry
@@ -39,7 +39,7 @@ TREE = {"width": 2, "nodes": [{"kind": "linear", "name": "a", "out": 2}]}
 CASE = Case(ModelSpec("tree", tree=TREE), WorldSpec(2), (ForwardBackward(Batch(0)),))
 WHOLE = Expectation((ExpectedPoint(1, {}),), {})
 OFF = Divergence(FailureKind.DIVERGED, Quantity("gradient", "w"), 0, (0,), "is off by 3", max_error=3.0)
-RIGHT, WRONG = Tally(comparisons=3), Tally(comparisons=3, divergences=[OFF])
+RIGHT, WRONG = Compared(comparisons=3), Compared(comparisons=3, divergences=[OFF])
 KEPT = (OperationAccount(0, backward=True, held=(("", 64),)),)
 REVIEWED = finding(CASE, FailureKind.DIVERGED, "the rule", 0, "is broken", ranks=(0,))
 
@@ -56,7 +56,7 @@ def raising(rank: int = 1, **facts: bool) -> RankObservation:
 
 def judged(
     told: Sequence[CaseRecord],
-    tally: Tally = RIGHT,
+    tally: Compared = RIGHT,
     problem: str = "",
     outcome: WorldOutcome | None = None,
     **rest: object,
@@ -78,7 +78,7 @@ LADDER = [
     ([replace(r, collectives={1: (r.observation.rank, 4)}, accounts=KEPT) for r in records()], RIGHT, "uncoordinated"),
     ([replace(r, accounts=KEPT) for r in records(leaks=("grad mode: a",))], RIGHT, "kept"),
     (records(accounts=KEPT), RIGHT, ""),
-    (records(leaks=("grad mode: a before", OUTLIVES)), Tally(), "leaked"),
+    (records(leaks=("grad mode: a before", OUTLIVES)), Compared(), "leaked"),
     (records(), RIGHT, ""),
 ]
 
@@ -93,9 +93,9 @@ def test_the_weightiest_fact_is_the_judgement(told, tally, kind):
 @pytest.mark.parametrize(
     ("tally", "problem", "reason"),
     [
-        (Tally(), "", "nothing was compared"),
+        (Compared(), "", "nothing was compared"),
         (
-            Tally(comparisons=3, undecided=[OFF]),
+            Compared(comparisons=3, undecided=[OFF]),
             "",
             "after operation 0 forward_backward(batch 0): gradient of w is off by 3",
         ),
@@ -158,7 +158,7 @@ def test_refusing_is_a_failure_that_a_campaign_counts_apart():
 
 
 def test_an_oracle_that_ends_early_decides_nothing(monkeypatch):
-    monkeypatch.setattr(parity, "compare", lambda *_: RIGHT)
+    monkeypatch.setattr(agreement, "compare", lambda *_: RIGHT)
     ranks = [RankObservation(0), RankObservation(1)]
     short = Expectation((ExpectedPoint(0, {}),), {})
     assert "did not come to the end" in compare_numbers(CASE, short, ranks, batch_judge.Comparison()).problem
@@ -168,10 +168,10 @@ def test_an_oracle_that_ends_early_decides_nothing(monkeypatch):
 @pytest.mark.parametrize(
     ("first", "second", "asked"),
     [
-        (Tally(comparisons=3), Tally(), [False]),
+        (Compared(comparisons=3), Compared(), [False]),
         (WRONG, RIGHT, [False, True]),
         (WRONG, WRONG, [False, True]),
-        (Tally(comparisons=3, undecided=[OFF]), RIGHT, [False, True]),
+        (Compared(comparisons=3, undecided=[OFF]), RIGHT, [False, True]),
     ],
 )
 def test_a_case_in_lockstep_is_replayed_again_where_one_replay_does_not_decide_it(monkeypatch, first, second, asked):
@@ -183,7 +183,7 @@ def test_a_case_in_lockstep_is_replayed_again_where_one_replay_does_not_decide_i
         return WHOLE
 
     monkeypatch.setattr(oracle, "expect_lockstep", expect)
-    monkeypatch.setattr(parity, "compare", lambda expectation, ranks, comparison: next(tallies))
+    monkeypatch.setattr(agreement, "compare", lambda expectation, ranks, comparison: next(tallies))
     case = replace(CASE, mixed_precision=MixedPrecisionSpec("bfloat16"))
     numbers = batch_judge.ask_here(registry.load("torch-ddp"), case, [], observe_all=False)
     assert replays == asked

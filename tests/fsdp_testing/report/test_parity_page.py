@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from xml.etree import ElementTree as ET
 
-from fsdp_testing.checkers.order import compare_steps
+from fsdp_testing.checkers.event_order import compare_steps
 from fsdp_testing.records import History
 from fsdp_testing.report.drawings.order import account, order_picture
 from fsdp_testing.report.parity_page import by_rows, parity_text

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from fsdp_testing.checkers.event_order import collective_steps, ranks_agree, transition_steps
 from fsdp_testing.checkers.lifecycle import check_lifecycle, unsharded_before
-from fsdp_testing.checkers.order import collective_steps, ranks_agree, transition_steps
 from fsdp_testing.errors import InvalidArgument, WorldFailed
 from fsdp_testing.records import Batch, Case, ForwardBackward, ModelSpec, Step, WorldSpec, WrappingPlan, ZeroGrad
 from fsdp_testing.trace.parity import compare_case, parity_cases, parity_program

@@ -1,4 +1,4 @@
-"""Does what the ranks did keep the promises of sharding? Pure rules over recorded histories, which no number shows.
+"""Does what the ranks did keep the rules of sharding? Pure, over recorded events, which no number shows.
 
 Each rule reads the events of all ranks and returns the first thing that is wrong, as a sentence with its place.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from fsdp_testing.checkers.event_order import ranks_agree
 from fsdp_testing.checkers.explain import finding, overrun_finding
 from fsdp_testing.checkers.lifecycle import check_lifecycle
-from fsdp_testing.checkers.order import ranks_agree
 from fsdp_testing.checkers.overruns import CommunicationBudget, first_overrun
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.records import (
@@ -62,8 +62,8 @@ def _broken(case: Case, rank: int, operation: int, sentence: str) -> Finding:
 
 def same_collectives(case: Case, ranks: Sequence[TracedObservation]) -> Finding | None:
     """Every rank issues the same collectives in the same order."""
-    told = ranks_agree(_history(ranks))
-    return _broken(case, 0, -1, f"ranks disagree: {told}") if told else None
+    difference = ranks_agree(_history(ranks))
+    return _broken(case, 0, -1, f"ranks disagree: {difference}") if difference else None
 
 
 def gathered_once(case: Case, ranks: Sequence[TracedObservation]) -> Finding | None:
@@ -183,9 +183,9 @@ def in_order(case: Case, ranks: Sequence[TracedObservation]) -> Finding | None:
             first, then = got[: len(forward)], iter(backward)
             # Whether a unit is gathered again for backward is another rule's; here, in which order.
             if got and (first != forward or not all(unit in then for unit in got[len(forward) :])):
-                told, wanted = ", ".join(map(_shown, got)), ", ".join(map(_shown, (*forward, *backward)))
+                seen, wanted = ", ".join(map(_shown, got)), ", ".join(map(_shown, (*forward, *backward)))
                 return _broken(
-                    case, rank.rank, operation, f"units are gathered in the order {told}; they run in {wanted}"
+                    case, rank.rank, operation, f"units are gathered in the order {seen}; they run in {wanted}"
                 )
     return None
 

@@ -8,23 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp_testing.checkers import state
 from fsdp_testing.checkers.comparison import Comparison
-from fsdp_testing.checkers.divergence import Divergence, Tally
+from fsdp_testing.checkers.divergence import Compared, Divergence
 from fsdp_testing.checkers.quantities import Expectation, ExpectedPoint
 from fsdp_testing.checkers.results import check_results
+from fsdp_testing.checkers.snapshots import absent_snapshot, check_state
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.records import FailureKind, OperationResult, RankObservation, Snapshot
 
 
-def compare(expectation: Expectation, ranks: Sequence[RankObservation], comparison: Comparison) -> Tally:
-    """Compares all ranks' observations with what the oracle expects.
+def compare(expectation: Expectation, ranks: Sequence[RankObservation], comparison: Comparison) -> Compared:
+    """Compare all ranks' observations with what the oracle expects.
 
     Returns:
         The divergences of the first point that has any, and how much was compared on the way. An exception on a rank
         is not a divergence here: comparison ends before the operation that raised.
     """
-    tally = Tally()
+    tally = Compared()
     last = min((rank.error.index for rank in ranks if rank.error is not None), default=None)
     for point in expectation.points:
         if last is not None and point.index >= last:
@@ -36,7 +36,7 @@ def compare(expectation: Expectation, ranks: Sequence[RankObservation], comparis
 
 
 def _check_point(
-    tally: Tally, point: ExpectedPoint, expectation: Expectation, ranks: Sequence[RankObservation], asked: Comparison
+    tally: Compared, point: ExpectedPoint, expectation: Expectation, ranks: Sequence[RankObservation], asked: Comparison
 ) -> None:
     if not point.snapshot:
         results = [_result(rank, point.index) for rank in ranks]
@@ -46,10 +46,10 @@ def _check_point(
     snapshots = [_snapshot(rank, point.index) for rank in ranks]
     absent = tuple(rank.rank for rank, snapshot in zip(ranks, snapshots) if snapshot is None)
     if absent:
-        tally.add(state.absent_snapshot(point, absent))
+        tally.add(absent_snapshot(point, absent))
         return
     present = [snapshot for snapshot in snapshots if snapshot is not None]
-    state.check_state(tally, point, expectation.shapes, present, asked)
+    check_state(tally, point, expectation.shapes, present, asked)
 
 
 def _result(rank: RankObservation, index: int) -> OperationResult | None:
@@ -60,8 +60,8 @@ def _snapshot(rank: RankObservation, index: int) -> Snapshot | None:
     return next((snapshot for snapshot in rank.snapshots if snapshot.index == index), None)
 
 
-def require_decided(tally: Tally) -> None:
-    """Demands that what passed was decided.
+def require_decided(tally: Compared) -> None:
+    """Demand that what passed was decided.
 
     Raises:
         HarnessError: Numbers are within their bound only because it admits nearly everything.
@@ -72,7 +72,7 @@ def require_decided(tally: Tally) -> None:
 
 
 def first(divergences: Sequence[Divergence]) -> Divergence:
-    """Returns the divergence to lead with: a contradiction between ranks explains the rest, then the largest excess."""
+    """Return the divergence to lead with: a contradiction between ranks explains the rest, then the largest excess."""
 
     def weight(item: Divergence) -> tuple[int, float]:
         order = {FailureKind.MISSING: 0, FailureKind.DISAGREED: 1}.get(item.kind, 2)

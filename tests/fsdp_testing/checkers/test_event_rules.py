@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from fsdp_testing.checkers import trace_rules
-from fsdp_testing.checkers.trace_rules import TracedObservation
+from fsdp_testing.checkers import event_rules
+from fsdp_testing.checkers.event_rules import TracedObservation
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.records import (
     AutogradEvent,
@@ -24,14 +24,14 @@ from fsdp_testing.records import (
 UNITS = (("", ()), ("a", ("a.weight",)), ("b", ("b.weight",)))
 SHAPES = {"a.weight": (4, 4), "b.weight": (4, 4)}
 ALL = (
-    trace_rules.same_collectives,
-    trace_rules.gathered_once,
-    trace_rules.all_freed,
-    trace_rules.held_while_used,
-    trace_rules.gathers_needed,
-    trace_rules.reductions_needed,
-    trace_rules.within_memory,
-    trace_rules.in_order,
+    event_rules.same_collectives,
+    event_rules.gathered_once,
+    event_rules.all_freed,
+    event_rules.held_while_used,
+    event_rules.gathers_needed,
+    event_rules.reductions_needed,
+    event_rules.within_memory,
+    event_rules.in_order,
 )
 
 
@@ -91,46 +91,46 @@ def added(event, after):
 
 
 def test_a_trace_that_keeps_its_promises_breaks_no_rule():
-    assert trace_rules.review(ALL, case(), ranks()) is None
+    assert event_rules.review(ALL, case(), ranks()) is None
 
 
 BROKEN = {
     "held": (
         added(unit("a", "gather", 1), unit("a", "free", 1)),
-        trace_rules.all_freed,
+        event_rules.all_freed,
         "stay gathered on rank 0: a",
     ),
-    "twice": (added(unit("b", "gather", 1), unit("b", "gather", 1)), trace_rules.gathered_once, "gathered again"),
+    "twice": (added(unit("b", "gather", 1), unit("b", "gather", 1)), event_rules.gathered_once, "gathered again"),
     "freed early": (
         lambda events: [
             e
             for place, e in enumerate(events)
             if not (e == unit("a", "gather", 1) and module("a", "pre_forward", 1) in events[place:])
         ],
-        trace_rules.held_while_used,
+        event_rules.held_while_used,
         "a runs forward while its unit a is freed",
     ),
     "freed before backward": (
         lambda events: [e for p, e in enumerate(events) if e != unit("a", "gather", 1) or p < len(events) // 2 + 6],
-        trace_rules.held_while_used,
+        event_rules.held_while_used,
         "a runs backward while its unit a is freed",
     ),
     "bytes": (
         added(wire("all_gather_single", 1, 160), unit("a", "free", 1)),
-        trace_rules.gathers_needed,
+        event_rules.gathers_needed,
         "bytes are gathered",
     ),
     "three gathers": (
         added(unit("a", "gather", 1), unit("a", "free", 1)),
-        trace_rules.gathers_needed,
+        event_rules.gathers_needed,
         "unit a is gathered 3 times on rank 0, 2 would do",
     ),
     "reduced twice": (
         added(wire("reduce_scatter_single", 1), unit("a", "free", 1)),
-        trace_rules.reductions_needed,
+        event_rules.reductions_needed,
         "3 reductions are issued on rank 0, 2 would do",
     ),
-    "order": (swapped(unit("a", "gather", 1), unit("b", "gather", 1)), trace_rules.in_order, "in the order b, a"),
+    "order": (swapped(unit("a", "gather", 1), unit("b", "gather", 1)), event_rules.in_order, "in the order b, a"),
 }
 
 
@@ -145,13 +145,13 @@ def test_each_broken_promise_is_found_by_its_rule(broken):
 
 def test_a_flag_is_no_reduction():
     flag = added(wire("all_reduce", 1, 1, "uint8"), unit("a", "free", 1))
-    assert trace_rules.reductions_needed(case(), ranks(flag)) is None
+    assert event_rules.reductions_needed(case(), ranks(flag)) is None
 
 
 def test_ranks_that_disagree_are_told():
     one, other = ranks()
     shorter = replace(other, events=other.events[:-1])
-    found = trace_rules.review((trace_rules.same_collectives,), case(), [one, shorter])
+    found = event_rules.review((event_rules.same_collectives,), case(), [one, shorter])
     assert found is not None
     assert "ranks disagree" in found.explanation
 
@@ -160,20 +160,20 @@ def test_more_held_than_promised_is_told_unless_promised_by_the_strategy():
     three = (*UNITS, ("c", ("c.weight",)))
     events = tuple(unit(name, "gather", 0) for name in ("a", "b", "c"))
     seen = [TracedObservation(0, events=events, units=three, shapes={**SHAPES, "c.weight": (4, 4)})]
-    found = trace_rules.within_memory(case(), seen)
+    found = event_rules.within_memory(case(), seen)
     assert found is not None
     assert "48 elements are held in full (a, b, c), the strategy promises 32" in found.statement
-    assert trace_rules.within_memory(case("shard_grad_op"), seen) is None
+    assert event_rules.within_memory(case("shard_grad_op"), seen) is None
 
 
 def test_units_around_a_unit_count_as_its_own():
     nested = (("", ("w",)), ("a", ("a.weight",)), ("a.b", ("a.b.weight",)))
     shapes = {"w": (4, 4), "a.weight": (4, 4), "a.b.weight": (4, 4)}
     events = tuple(unit(name, "gather", 0) for name in ("", "a", "a.b"))
-    assert trace_rules.within_memory(case(), [TracedObservation(0, events=events, units=nested, shapes=shapes)]) is None
+    assert event_rules.within_memory(case(), [TracedObservation(0, events=events, units=nested, shapes=shapes)]) is None
 
 
-@pytest.mark.parametrize("rule", [trace_rules.held_while_used, trace_rules.in_order])
+@pytest.mark.parametrize("rule", [event_rules.held_while_used, event_rules.in_order])
 def test_modules_that_nobody_recognises_are_no_verdict(rule):
     seen = ranks(lambda events: [e for e in events if not isinstance(e, AutogradEvent)])
     with pytest.raises(HarnessError, match="modules of other names only"):
@@ -181,4 +181,4 @@ def test_modules_that_nobody_recognises_are_no_verdict(rule):
 
 
 def test_nothing_is_said_of_ranks_that_were_not_traced():
-    assert trace_rules.review(ALL, case(), [RankObservation(0), RankObservation(1)]) is None
+    assert event_rules.review(ALL, case(), [RankObservation(0), RankObservation(1)]) is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_testing.checkers.order import (
+from fsdp_testing.checkers.event_order import (
     collective_steps,
     compare_steps,
     ranks_agree,

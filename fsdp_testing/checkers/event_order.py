@@ -12,15 +12,13 @@ from dataclasses import dataclass
 
 from fsdp_testing.records.history import History
 
-Step = str
-
 
 @dataclass(frozen=True, slots=True)
 class OrderRow:
     """One line of a side-by-side comparison; `same` is False where the two differ, "" where one has nothing."""
 
-    left: Step
-    right: Step
+    left: str
+    right: str
     same: bool
 
 
@@ -42,7 +40,7 @@ class OrderComparison:
         return next((index for index, row in enumerate(self.rows) if not row.same), None)
 
 
-def compare_steps(aspect: str, rank: int, left: Sequence[Step], right: Sequence[Step]) -> OrderComparison:
+def compare_steps(aspect: str, rank: int, left: Sequence[str], right: Sequence[str]) -> OrderComparison:
     """Align two sequences, longest common parts first, into rows."""
     rows: list[OrderRow] = []
     matcher = difflib.SequenceMatcher(a=list(left), b=list(right), autojunk=False)
@@ -55,9 +53,9 @@ def compare_steps(aspect: str, rank: int, left: Sequence[Step], right: Sequence[
     return OrderComparison(aspect, rank, tuple(rows))
 
 
-def transition_steps(history: History, rank: int, kinds: frozenset[str]) -> tuple[Step, ...]:
+def transition_steps(history: History, rank: int, kinds: frozenset[str]) -> tuple[str, ...]:
     """Unit transitions of `rank` as text, only the `kinds` asked for; a mark where the program's operation changes."""
-    steps: list[Step] = []
+    steps: list[str] = []
     operation: int | None = None
     for event in history.units(rank):
         if event.transition in kinds:
@@ -68,7 +66,7 @@ def transition_steps(history: History, rank: int, kinds: frozenset[str]) -> tupl
     return tuple(steps)
 
 
-def collective_steps(history: History, rank: int) -> tuple[Step, ...]:
+def collective_steps(history: History, rank: int) -> tuple[str, ...]:
     """Collectives of `rank` as text: kind, reduce op, dtype, elements, group size.
 
     Kinds, not names: gathering into a list, into one tensor, or functionally is one kind.

@@ -8,10 +8,10 @@ import math
 import pytest
 import torch
 
+from fsdp_testing.checkers.agreement import compare, first, require_decided
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.divergence import Divergence
 from fsdp_testing.checkers.explain import explain, finding_of, raised_finding
-from fsdp_testing.checkers.parity import compare, first, require_decided
 from fsdp_testing.checkers.quantities import Expectation, Expected, ExpectedPoint, Quantity
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.records import (
@@ -20,10 +20,10 @@ from fsdp_testing.records import (
     Case,
     ForwardBackward,
     ModelSpec,
+    ObservedPiece,
     OperationResult,
     OptimizerObservation,
     ParameterObservation,
-    Piece,
     RaisedError,
     RankObservation,
     Snapshot,
@@ -39,7 +39,7 @@ CASE = Case(ModelSpec("mlp"), WorldSpec(2), (ForwardBackward(Batch(0)), Step()))
 
 def pieces(whole, rank):
     start, stop = (0, 3) if rank == 0 else (3, 4)
-    return (Piece(start, stop, whole[start:stop].clone()),)
+    return (ObservedPiece(start, stop, whole[start:stop].clone()),)
 
 
 def snapshot(rank, **changes):
@@ -147,14 +147,14 @@ def changed(whole, index, by):
         ({"grad_pieces": None, "grad_dtype": None}, "diverged: gradient of w is None, expected numbers (up to 1)"),
         ({"pieces": ()}, "missing: parameter w is held by no rank from element 3 on"),
         (
-            {"grad_pieces": (Piece(3, 3, torch.empty(0, dtype=torch.float64)),)},
+            {"grad_pieces": (ObservedPiece(3, 3, torch.empty(0, dtype=torch.float64)),)},
             "missing: gradient of w is held by no rank",
         ),
         ({"requires_grad": False}, "diverged: parameter w has requires_grad=False, expected True"),
         ({"dtype": "float32", "grad_dtype": "float32"}, "diverged: parameter w has dtype float32, expected float64"),
         ({"grad_dtype": "bfloat16"}, "diverged: gradient of w has dtype bfloat16, expected float64"),
         (
-            {"pieces": (Piece(2, 4, torch.tensor([3.5, 4.0], dtype=torch.float64)),)},
+            {"pieces": (ObservedPiece(2, 4, torch.tensor([3.5, 4.0], dtype=torch.float64)),)},
             "disagreed: parameter w differs between ranks 0 and 1, first in element 2",
         ),
     ],
@@ -197,8 +197,8 @@ def test_pending_gradients_are_not_compared():
 
 
 def test_a_rank_without_elements_may_have_no_gradient():
-    one = snapshot(0, pieces=(Piece(0, 4, W.clone()),), grad_pieces=(Piece(0, 4, G.clone()),))
-    two = snapshot(1, pieces=(Piece(4, 4, W[:0]),), grad_pieces=None, grad_dtype=None)
+    one = snapshot(0, pieces=(ObservedPiece(0, 4, W.clone()),), grad_pieces=(ObservedPiece(0, 4, G.clone()),))
+    two = snapshot(1, pieces=(ObservedPiece(4, 4, W[:0]),), grad_pieces=None, grad_dtype=None)
     tally = compare(expectation(), ranks(one, two), Comparison(optimizer=False))
     assert not told(tally)
 

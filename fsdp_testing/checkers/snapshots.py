@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING
 import torch
 
 from fsdp_testing.checkers.assemble import Assembled, assemble
-from fsdp_testing.checkers.divergence import Divergence, Tally
+from fsdp_testing.checkers.divergence import Compared, Divergence
 from fsdp_testing.checkers.quantities import Expected, ExpectedPoint, Quantity
 from fsdp_testing.checkers.results import compare_tensor
 from fsdp_testing.checkers.tensors import difference
-from fsdp_testing.records import FailureKind, Mismatch, ParameterObservation, Piece, Snapshot
+from fsdp_testing.records import FailureKind, Mismatch, ObservedPiece, ParameterObservation, Snapshot
 
 if TYPE_CHECKING:
     from fsdp_testing.checkers.comparison import Comparison
 
 Shapes = Mapping[str, tuple[int, ...]]
-RankPieces = list[tuple[int, Sequence[Piece]]]
+RankPieces = list[tuple[int, Sequence[ObservedPiece]]]
 
 
 def check_state(
-    tally: Tally, point: ExpectedPoint, shapes: Shapes, snapshots: Sequence[Snapshot], asked: Comparison
+    tally: Compared, point: ExpectedPoint, shapes: Shapes, snapshots: Sequence[Snapshot], asked: Comparison
 ) -> None:
-    """Compares everything held at one point.
+    """Compare everything held at one point.
 
     Args:
         tally: Takes what is found.
@@ -46,7 +46,7 @@ class _StateCheck:
     """One point of the program on all ranks, being compared."""
 
     def __init__(
-        self, tally: Tally, point: ExpectedPoint, shapes: Shapes, snapshots: Sequence[Snapshot], asked: Comparison
+        self, tally: Compared, point: ExpectedPoint, shapes: Shapes, snapshots: Sequence[Snapshot], asked: Comparison
     ) -> None:
         self._tally = tally
         self._point = point
@@ -55,7 +55,7 @@ class _StateCheck:
         self._asked = asked
 
     def run(self) -> None:
-        """Compares every quantity that is asked for, in the oracle's order."""
+        """Compare every quantity that is asked for, in the oracle's order."""
         checks = {"value": self._value}
         checks |= {"gradient": self._gradient} if self._asked.gradients and not self._point.pending else {}
         checks |= {"optimizer": self._optimizer} if self._asked.optimizer else {}
@@ -147,7 +147,7 @@ class _StateCheck:
             compare_tensor(self._tally, self._point, quantity, seen.value, expected)
 
     def _pieces(self, quantity: Quantity, held: RankPieces, expected: Expected) -> None:
-        """Compares a tensor that the ranks hold together: nothing missing, replicas equal, numbers within the bound."""
+        """Compare a tensor that the ranks hold together: nothing missing, replicas equal, numbers within the bound."""
         if expected.value is None or not expected.value.numel():
             return
         self._tally.count()
@@ -169,7 +169,7 @@ class _StateCheck:
             self._tally.within(self._point, quantity, tuple(rank for rank, _ in held), found)
             return
         ranks = tuple(rank for rank, pieces in held if _diverges(pieces, expected))
-        sentence = f"is off by {found.error:.3g} (bound {found.bound:.3g}), element {found.position} is {found.told}"
+        sentence = f"is off by {found.error:.3g} (bound {found.bound:.3g}), element {found.position} is {found.text}"
         index, why = self._point.index, expected.derivation
         self._tally.add(Divergence.sized(quantity, index, ranks, sentence, found, why))
 
@@ -180,7 +180,7 @@ class _StateCheck:
         self._tally.add(Divergence(FailureKind.DIVERGED, quantity, self._point.index, ranks, sentence, mismatch))
 
 
-def _diverges(pieces: Sequence[Piece], expected: Expected) -> bool:
+def _diverges(pieces: Sequence[ObservedPiece], expected: Expected) -> bool:
     """Whether this rank's own pieces are beyond the bound."""
     if expected.value is None:
         return False
