@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
@@ -62,6 +62,7 @@ class ForwardBackward(TrainingPass):
     """Forward in training mode, loss, backward; inside `no_sync` the gradients stay local."""
 
     kind: ClassVar[str] = "forward_backward"
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.no_sync": ("no_sync",)}
     batch: Batch
     no_sync: bool = False
 
@@ -136,7 +137,12 @@ class Forward(ForwardPass):
 
     kind: ClassVar[str] = "forward"
     needs: ClassVar[frozenset[str]] = frozenset({"forward_only"})
-    drawn_with: ClassVar[tuple[str, ...]] = ("op.forward", "op.eval", "op.no_grad", "op.inference")
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "op.forward": ("forward_only",),
+        "op.eval": ("forward_only",),
+        "op.no_grad": ("forward_only",),
+        "op.inference": ("forward_only", "inference_mode"),
+    }
     share: ClassVar[int] = 2
     batch: Batch
     mode: str = "train"
@@ -157,7 +163,7 @@ class Forward(ForwardPass):
     @classmethod
     def draw(cls, drawer: OperationDrawer) -> Forward:
         batch = drawer.batch()
-        return cls(batch, drawer.pick_by_feature(dict(zip(cls.drawn_with, FORWARD_MODES))))
+        return cls(batch, drawer.pick_by_feature(dict(zip(cls.features, FORWARD_MODES))))
 
     def simpler(self) -> Iterator[Operation]:
         for batch in self.batch.simpler():
@@ -206,7 +212,9 @@ class SeveralForwards(TrainingPass):
 
     kind: ClassVar[str] = "several_forwards"
     needs: ClassVar[frozenset[str]] = frozenset({"several_forwards", "accumulate_without_no_sync"})
-    drawn_with: ClassVar[tuple[str, ...]] = ("op.several_forwards",)
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "op.several_forwards": ("several_forwards", "accumulate_without_no_sync")
+    }
     micro_batches: tuple[Batch, ...]
     reverse: bool = False
 
