@@ -269,3 +269,58 @@ class SeveralForwards(TrainingPass):
                 replay.accumulate(rank, own)
             replay.reduce_pending()
         return values
+
+
+@dataclass(frozen=True, slots=True)
+class LocalMicroBatches(TrainingPass):
+    """Several micro-batches inside one `no_sync`, as accumulation is written by hand; their gradients stay local."""
+
+    kind: ClassVar[str] = "local_micro_batches"
+    needs: ClassVar[frozenset[str]] = frozenset({"no_sync"})
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.local_micro_batches": ("no_sync",)}
+    micro_batches: tuple[Batch, ...]
+
+    def __post_init__(self) -> None:
+        if not self.micro_batches:
+            raise InvalidRecord("LocalMicroBatches.micro_batches: expected at least one, got none. Give a batch.")
+
+    def batches(self) -> tuple[Batch, ...]:
+        return self.micro_batches
+
+    def without_rank(self, rank: int, size: int) -> Operation:
+        return replace(self, micro_batches=tuple(batch.without_rank(rank, size) for batch in self.micro_batches))
+
+    def pending_after(self, pending: bool) -> bool:
+        return True
+
+    @classmethod
+    def draw(cls, drawer: OperationDrawer) -> LocalMicroBatches:
+        return cls(tuple(drawer.batch() for _ in range(drawer.choices.integer(2, 3))))
+
+    def simpler(self) -> Iterator[Operation]:
+        yield ForwardBackward(self.micro_batches[0], no_sync=True)
+        yield replace(self, micro_batches=self.micro_batches[:2])
+        yield replace(self, micro_batches=tuple(batch.plain() for batch in self.micro_batches))
+
+    def most_reductions(self, uses: int) -> int:
+        return 0
+
+    def may_stay_unsharded(self, before: frozenset[str], *, frees_early: bool, backward: bool) -> frozenset[str] | None:
+        local = ForwardBackward(self.micro_batches[0], no_sync=True)
+        return local.may_stay_unsharded(before, frees_early=frees_early, backward=backward)
+
+    def run(self, program: RankProgram) -> Values:
+        values: Values = {}
+        with program.adapter.no_sync(program.model):
+            for place, batch in enumerate(self.micro_batches):
+                forwarded = program.call(batch)
+                values |= {f"{name}.{place}": value for name, value in forwarded.values().items()}
+                program.backward(forwarded.loss)
+        return values
+
+    def replay(self, replay: Replay) -> Results:
+        values: Results = {}
+        for place, batch in enumerate(self.micro_batches):
+            given = ForwardBackward(batch, no_sync=True).replay(replay)
+            values |= {quantity._replace(name=f"{quantity.name}.{place}"): value for quantity, value in given.items()}
+        return values
