@@ -11,7 +11,7 @@ from fsdp_testing.operations.batch import Batch
 from fsdp_testing.operations.freezing import Freeze, Thaw
 from fsdp_testing.operations.full_parameters import AssignData, EditFullParameters, ReplaceParameters, UnshardFirst
 from fsdp_testing.operations.interrupting import Interrupt
-from fsdp_testing.operations.micro_batches import Forward, ForwardBackward, SeveralForwards
+from fsdp_testing.operations.micro_batches import Forward, ForwardBackward, LocalMicroBatches, SeveralForwards
 from fsdp_testing.operations.moving import Move
 from fsdp_testing.operations.norm_clipping import Clip
 from fsdp_testing.operations.observing import Observe
@@ -22,6 +22,7 @@ from fsdp_testing.operations.reloading import Reload
 ALL: tuple[type[Operation], ...] = (
     ForwardBackward, Step, ZeroGrad, Forward, SetLr, Freeze, Thaw, Clip, EditFullParameters, Observe, BuildOptimizer,
     Move, SeveralForwards, Reload, Interrupt, UnshardFirst, AssignData, ReplaceParameters,
+    LocalMicroBatches,
 )  # fmt: skip
 """Every operation, the simplest first: a drawn program that shrinks moves towards the front."""
 
@@ -53,6 +54,6 @@ OPERATIONS = by_kind(ALL)
 
 __all__ = [
     "ALL", "OPERATIONS", "AssignData", "Batch", "BuildOptimizer", "Clip", "EditFullParameters", "Forward",
-    "ForwardBackward", "Freeze", "Interrupt", "Move", "Observe", "Operation", "Reload", "ReplaceParameters", "SetLr",
-    "SeveralForwards", "Step", "Thaw", "UnshardFirst", "ZeroGrad", "by_kind",
+    "ForwardBackward", "Freeze", "Interrupt", "LocalMicroBatches", "Move", "Observe", "Operation", "Reload",
+    "ReplaceParameters", "SetLr", "SeveralForwards", "Step", "Thaw", "UnshardFirst", "ZeroGrad", "by_kind",
 ]  # fmt: skip

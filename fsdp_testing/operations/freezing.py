@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -22,7 +22,7 @@ class Freeze(Operation):
     kind: ClassVar[str] = "freeze"
     needs: ClassVar[frozenset[str]] = frozenset({"frozen_parameters", "thawed_parameters"})
     passes: ClassVar[int | None] = 0
-    drawn_with: ClassVar[tuple[str, ...]] = ("op.freeze",)
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.freeze": ("frozen_parameters", "thawed_parameters")}
     waits_for_reduction: ClassVar[bool] = True
     flag: ClassVar[bool] = False
     patterns: tuple[str, ...]

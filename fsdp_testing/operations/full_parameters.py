@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -27,7 +27,7 @@ class EditFullParameters(Operation):
     kind: ClassVar[str] = "edit_full_parameters"
     needs: ClassVar[frozenset[str]] = frozenset({"summon_writeback"})
     passes: ClassVar[int | None] = 1
-    drawn_with: ClassVar[tuple[str, ...]] = ("op.edit",)
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.edit": ("summon_writeback",)}
     waits_for_reduction: ClassVar[bool] = True
     writes_parameters: ClassVar[bool] = True
     patterns: tuple[str, ...]
@@ -74,7 +74,7 @@ class ReplaceParameters(Operation):
     kind: ClassVar[str] = "replace_parameters"
     needs: ClassVar[frozenset[str]] = frozenset({"summon_writeback", "parameter_replacement"})
     passes: ClassVar[int | None] = 1
-    drawn_with: ClassVar[tuple[str, ...]] = ("op.replace",)
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.replace": ("summon_writeback", "parameter_replacement")}
     waits_for_reduction: ClassVar[bool] = True
     writes_parameters: ClassVar[bool] = True
     patterns: tuple[str, ...]
@@ -114,7 +114,7 @@ class UnshardFirst(TrainingPass):
 
     kind: ClassVar[str] = "unshard_first"
     needs: ClassVar[frozenset[str]] = frozenset({"explicit_unshard"})
-    drawn_with: ClassVar[tuple[str, ...]] = ("op.unshard_first",)
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.unshard_first": ("explicit_unshard",)}
     batch: Batch
     units: tuple[str, ...] = ("",)
     reshard: bool = False
@@ -168,7 +168,7 @@ class AssignData(ForwardPass):
 
     kind: ClassVar[str] = "assign_data"
     needs: ClassVar[frozenset[str]] = frozenset({"data_assignment", "forward_only"})
-    drawn_with: ClassVar[tuple[str, ...]] = ("op.assign_data",)
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.assign_data": ("data_assignment",)}
     waits_for_reduction: ClassVar[bool] = True
     writes_parameters: ClassVar[bool] = True
     patterns: tuple[str, ...]

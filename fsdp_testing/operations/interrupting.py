@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -40,7 +40,7 @@ class Interrupt(Operation):
     kind: ClassVar[str] = "interrupt"
     needs: ClassVar[frozenset[str]] = frozenset({"exception_recovery"})
     passes: ClassVar[int | None] = None
-    drawn_with: ClassVar[tuple[str, ...]] = ("op.interrupt",)
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.interrupt": ("exception_recovery",)}
     waits_for_reduction: ClassVar[bool] = True
     batch: Batch
     place: int = 0

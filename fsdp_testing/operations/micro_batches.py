@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
@@ -62,6 +62,7 @@ class ForwardBackward(TrainingPass):
     """Forward in training mode, loss, backward; inside `no_sync` the gradients stay local."""
 
     kind: ClassVar[str] = "forward_backward"
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.no_sync": ("no_sync",)}
     batch: Batch
     no_sync: bool = False
 
@@ -136,7 +137,12 @@ class Forward(ForwardPass):
 
     kind: ClassVar[str] = "forward"
     needs: ClassVar[frozenset[str]] = frozenset({"forward_only"})
-    drawn_with: ClassVar[tuple[str, ...]] = ("op.forward", "op.eval", "op.no_grad", "op.inference")
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "op.forward": ("forward_only",),
+        "op.eval": ("forward_only",),
+        "op.no_grad": ("forward_only",),
+        "op.inference": ("forward_only", "inference_mode"),
+    }
     share: ClassVar[int] = 2
     batch: Batch
     mode: str = "train"
@@ -157,7 +163,7 @@ class Forward(ForwardPass):
     @classmethod
     def draw(cls, drawer: OperationDrawer) -> Forward:
         batch = drawer.batch()
-        return cls(batch, drawer.pick_by_feature(dict(zip(cls.drawn_with, FORWARD_MODES))))
+        return cls(batch, drawer.pick_by_feature(dict(zip(cls.features, FORWARD_MODES))))
 
     def simpler(self) -> Iterator[Operation]:
         for batch in self.batch.simpler():
@@ -206,7 +212,9 @@ class SeveralForwards(TrainingPass):
 
     kind: ClassVar[str] = "several_forwards"
     needs: ClassVar[frozenset[str]] = frozenset({"several_forwards", "accumulate_without_no_sync"})
-    drawn_with: ClassVar[tuple[str, ...]] = ("op.several_forwards",)
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "op.several_forwards": ("several_forwards", "accumulate_without_no_sync")
+    }
     micro_batches: tuple[Batch, ...]
     reverse: bool = False
 
@@ -260,4 +268,59 @@ class SeveralForwards(TrainingPass):
             for rank, own in enumerate(gradients[place]):
                 replay.accumulate(rank, own)
             replay.reduce_pending()
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class LocalMicroBatches(TrainingPass):
+    """Several micro-batches inside one `no_sync`, as accumulation is written by hand; their gradients stay local."""
+
+    kind: ClassVar[str] = "local_micro_batches"
+    needs: ClassVar[frozenset[str]] = frozenset({"no_sync"})
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.local_micro_batches": ("no_sync",)}
+    micro_batches: tuple[Batch, ...]
+
+    def __post_init__(self) -> None:
+        if not self.micro_batches:
+            raise InvalidRecord("LocalMicroBatches.micro_batches: expected at least one, got none. Give a batch.")
+
+    def batches(self) -> tuple[Batch, ...]:
+        return self.micro_batches
+
+    def without_rank(self, rank: int, size: int) -> Operation:
+        return replace(self, micro_batches=tuple(batch.without_rank(rank, size) for batch in self.micro_batches))
+
+    def pending_after(self, pending: bool) -> bool:
+        return True
+
+    @classmethod
+    def draw(cls, drawer: OperationDrawer) -> LocalMicroBatches:
+        return cls(tuple(drawer.batch() for _ in range(drawer.choices.integer(2, 3))))
+
+    def simpler(self) -> Iterator[Operation]:
+        yield ForwardBackward(self.micro_batches[0], no_sync=True)
+        yield replace(self, micro_batches=self.micro_batches[:2])
+        yield replace(self, micro_batches=tuple(batch.plain() for batch in self.micro_batches))
+
+    def most_reductions(self, uses: int) -> int:
+        return 0
+
+    def may_stay_unsharded(self, before: frozenset[str], *, frees_early: bool, backward: bool) -> frozenset[str] | None:
+        local = ForwardBackward(self.micro_batches[0], no_sync=True)
+        return local.may_stay_unsharded(before, frees_early=frees_early, backward=backward)
+
+    def run(self, program: RankProgram) -> Values:
+        values: Values = {}
+        with program.adapter.no_sync(program.model):
+            for place, batch in enumerate(self.micro_batches):
+                forwarded = program.call(batch)
+                values |= {f"{name}.{place}": value for name, value in forwarded.values().items()}
+                program.backward(forwarded.loss)
+        return values
+
+    def replay(self, replay: Replay) -> Results:
+        values: Results = {}
+        for place, batch in enumerate(self.micro_batches):
+            given = ForwardBackward(batch, no_sync=True).replay(replay)
+            values |= {quantity._replace(name=f"{quantity.name}.{place}"): value for quantity, value in given.items()}
         return values

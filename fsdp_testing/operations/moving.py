@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -25,6 +25,7 @@ class Move(Operation):
 
     kind: ClassVar[str] = "move"
     passes: ClassVar[int | None] = None
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.move": (), "op.cast": ("dtype_cast", "late_optimizer")}
     drawn_with: ClassVar[tuple[str, ...]] = ("op.move",)
     waits_for_reduction: ClassVar[bool] = True
     dtype: str | None = None

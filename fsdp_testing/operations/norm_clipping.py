@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -25,7 +25,7 @@ class Clip(Operation):
     kind: ClassVar[str] = "clip"
     needs: ClassVar[frozenset[str]] = frozenset({"clip_grad_norm"})
     passes: ClassVar[int | None] = None
-    drawn_with: ClassVar[tuple[str, ...]] = ("op.clip",)
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.clip": ("clip_grad_norm",)}
     share: ClassVar[int] = 2
     waits_for_reduction: ClassVar[bool] = True
     max_norm: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -17,7 +18,7 @@ class Observe(Silent):
     """A marked point: every rank reports its local pieces here, without communication or change of state."""
 
     kind: ClassVar[str] = "observe"
-    drawn_with: ClassVar[tuple[str, ...]] = ("op.observe",)
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.observe": ()}
     observes: ClassVar[bool] = True
     label: str = ""
 

@@ -11,7 +11,7 @@ Whoever runs, draws or judges hands itself in: this package imports none of them
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
@@ -38,7 +38,8 @@ class Operation:
     Attributes:
         kind: Its tag in documents and reports.
         needs: Capabilities an implementation must claim for this operation, whatever its fields.
-        drawn_with: Features of a drawn case of which one must be on for the operation to be drawn.
+        features: What must be on for it, or a variant of it, to be drawn, each with the capabilities that it needs.
+        drawn_with: Features of which one must be on for the operation to be drawn at all; empty for its own.
         share: Its chances in one draw then.
         passes: How often it gathers each unit, beside forwards and backwards; None if that is not known.
         waits_for_reduction: It has no meaning while gradients of a `no_sync` micro-batch await reduction.
@@ -53,6 +54,7 @@ class Operation:
 
     kind: ClassVar[str] = "operation"
     needs: ClassVar[frozenset[str]] = frozenset()
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     drawn_with: ClassVar[tuple[str, ...]] = ()
     share: ClassVar[int] = 1
     passes: ClassVar[int | None] = None
@@ -100,7 +102,7 @@ class Operation:
     @classmethod
     def weight(cls, swarm: Swarm) -> int:
         """Return how many of the chances of one draw fall to it."""
-        return cls.share if any(feature in swarm for feature in cls.drawn_with) else 0
+        return cls.share if any(feature in swarm for feature in cls.drawn_with or cls.features) else 0
 
     @classmethod
     def draw(cls, drawer: OperationDrawer) -> Self:
@@ -211,7 +213,7 @@ class Silent(Operation):
 def missing_facets(operation: type[Operation]) -> list[str]:
     """Return the facets that `operation` leaves unsaid."""
     # What can be made without arguments is drawn so, and what has features of its own is drawn with those.
-    said = {"weight"} if operation.drawn_with else set()
+    said = {"weight"} if operation.drawn_with or operation.features else set()
     said |= set() if any(item.default is dataclasses.MISSING for item in dataclasses.fields(operation)) else {"draw"}
     said |= {name for cls in operation.__mro__[: operation.__mro__.index(Operation)] for name in vars(cls)}
     return [facet for facet in FACETS if facet not in said]

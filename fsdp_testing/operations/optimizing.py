@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -24,7 +24,7 @@ class ZeroGrad(Silent):
     """Clears the gradients, by None or by zeros."""
 
     kind: ClassVar[str] = "zero_grad"
-    drawn_with: ClassVar[tuple[str, ...]] = ("op.zero_grad", "op.zero_grad_zeros")
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.zero_grad": (), "op.zero_grad_zeros": ()}
     share: ClassVar[int] = 2
     waits_for_reduction: ClassVar[bool] = True
     set_to_none: bool = True
@@ -57,7 +57,7 @@ class Step(Silent):
     """One optimizer step."""
 
     kind: ClassVar[str] = "step"
-    drawn_with: ClassVar[tuple[str, ...]] = ("op.step",)
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.step": ()}
     waits_for_reduction: ClassVar[bool] = True
     needs_optimizer: ClassVar[bool] = True
     steps: ClassVar[bool] = True
@@ -100,7 +100,7 @@ class BuildOptimizer(Operation):
     kind: ClassVar[str] = "build_optimizer"
     needs: ClassVar[frozenset[str]] = frozenset({"late_optimizer"})
     passes: ClassVar[int | None] = None
-    drawn_with: ClassVar[tuple[str, ...]] = ("op.late_optimizer",)
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.late_optimizer": ("late_optimizer",)}
     waits_for_reduction: ClassVar[bool] = True
     builds_optimizer: ClassVar[bool] = True
 
@@ -122,7 +122,7 @@ class SetLr(Silent):
     """Sets the learning rate of every parameter group."""
 
     kind: ClassVar[str] = "set_lr"
-    drawn_with: ClassVar[tuple[str, ...]] = ("op.set_lr",)
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.set_lr": ()}
     needs_optimizer: ClassVar[bool] = True
     lr: float
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -35,6 +35,13 @@ class Reload(Operation):
 
     kind: ClassVar[str] = "reload"
     passes: ClassVar[int | None] = None
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "op.reload": ("full_state_dict",),
+        "op.reload_optimizer": ("full_state_dict", "optim_state"),
+        "op.reload_sharded": ("sharded_state_dict",),
+        "op.reload_plan": ("full_state_dict", "nested_wrapping"),
+        "op.reload_world": ("full_state_dict",),
+    }
     drawn_with: ClassVar[tuple[str, ...]] = ("op.reload", "op.reload_sharded")
     waits_for_reduction: ClassVar[bool] = True
     renews_model: ClassVar[bool] = True
@@ -84,7 +91,7 @@ class Reload(Operation):
         return replace(self, units=units, through=through)
 
     def simpler(self) -> Iterator[Operation]:
-        yield Reload()
+        yield Reload(optimizer=self.optimizer)
         yield replace(self, through=None)
         yield replace(self, units=None)
         yield replace(self, optimizer=False)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.operations import ALL
 from fsdp_testing.records.capabilities import CAPABILITIES
 from fsdp_testing.strategies.choices import Choices
 
@@ -66,33 +67,7 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
     "batch.scale": (),
     "batch.usage": ("unused_parameters",),
     "batch.usage_differs": ("unused_parameters", "unused_parameters_differ"),
-    # operations
-    "op.step": (),
-    "op.zero_grad": (),
-    "op.zero_grad_zeros": (),
-    "op.no_sync": ("no_sync",),
-    "op.forward": ("forward_only",),
-    "op.eval": ("forward_only",),
-    "op.no_grad": ("forward_only",),
-    "op.inference": ("forward_only", "inference_mode"),
-    "op.late_optimizer": ("late_optimizer",),
-    "op.set_lr": (),
-    "op.freeze": ("frozen_parameters", "thawed_parameters"),
-    "op.clip": ("clip_grad_norm",),
-    "op.edit": ("summon_writeback",),
-    "op.observe": (),
-    "op.move": (),
-    "op.cast": ("dtype_cast", "late_optimizer"),
-    "op.several_forwards": ("several_forwards", "accumulate_without_no_sync"),
-    "op.reload": ("full_state_dict",),
-    "op.reload_optimizer": ("full_state_dict", "optim_state"),
-    "op.reload_sharded": ("sharded_state_dict",),
-    "op.reload_plan": ("full_state_dict", "nested_wrapping"),
-    "op.reload_world": ("full_state_dict",),
-    "op.interrupt": ("exception_recovery",),
-    "op.unshard_first": ("explicit_unshard",),
-    "op.assign_data": ("data_assignment",),
-    "op.replace": ("summon_writeback", "parameter_replacement"),
+    **{name: needs for operation in ALL for name, needs in operation.features.items()},
 }
 
 FEATURES: dict[str, frozenset[str]] = {name: frozenset(needs) for name, needs in _NEEDS.items()}

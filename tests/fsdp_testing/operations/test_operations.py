@@ -11,6 +11,11 @@ import pytest
 
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.operations import ALL, Operation, Step, by_kind
+from fsdp_testing.records import CAPABILITIES
+from fsdp_testing.records.document import decode, encode
+from fsdp_testing.strategies import FEATURES, SeededChoices
+from fsdp_testing.strategies.features import Swarm
+from fsdp_testing.strategies.operation_drawer import OperationDrawer
 
 
 def subclasses(operation: type[Operation]) -> set[type[Operation]]:
@@ -39,6 +44,25 @@ def test_an_operation_that_lacks_facets_is_refused_with_their_names():
 
     with pytest.raises(InvalidRecord, match="Skip lacks draw, weight, passes, replay"):
         by_kind((*ALL, Skip))
+
+
+@pytest.mark.parametrize("operation", ALL, ids=lambda operation: operation.kind)
+def test_what_is_drawn_survives_its_document_and_becomes_simpler(operation: type[Operation]):
+    swarm = Swarm(frozenset(FEATURES))
+    assert operation.weight(swarm) > 0
+    for seed in range(30):
+        drawn = operation.draw(OperationDrawer(SeededChoices(seed), swarm, 2, ("*", "*bias"), 2, ("a", "b")))
+        assert decode(Operation, encode(drawn)) == drawn
+        assert drawn.token().startswith(drawn.kind)
+        assert drawn.text(3).startswith(f"operation 3 {drawn.kind}(")
+        assert drawn.words()
+        assert drawn.required() <= set(CAPABILITIES)
+        lines = drawn.script_lines("3 it")
+        assert lines is None or compile("\n    ".join(["def program(one):", *lines, "pass"]), "script", "exec")
+        smaller, steps = drawn, 0
+        while (simpler := next((one for one in smaller.simpler() if one != smaller), None)) is not None:
+            smaller, steps = simpler, steps + 1
+            assert steps < 20, "it never becomes the simplest"
 
 
 def test_two_operations_of_one_kind_are_refused():
