@@ -175,7 +175,7 @@ class _Display:
         self._progress.update(self._task, description=text)
 
     def found(self, found: Discovery, state: StateDirectory) -> None:
-        from fsdp_testing.findings.writing import write_discovery
+        from fsdp_testing.campaign.writing import write_discovery
 
         folder = write_discovery(found, state)
         self.folders.append(folder)
@@ -246,7 +246,7 @@ def _report_counts(console: Console, what: str, counts: Any) -> None:
 def _try_scripts(console: Console, folders: list[Path]) -> None:
     from rich.text import Text
 
-    from fsdp_testing.findings.writing import SCRIPT, try_script
+    from fsdp_testing.campaign.writing import SCRIPT, try_script
 
     for folder in folders:
         try:

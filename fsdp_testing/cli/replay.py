@@ -12,7 +12,7 @@ from fsdp_testing.errors import InvalidArgument
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fsdp_testing.findings.replay import Recorded
+    from fsdp_testing.campaign.rerun import Recorded
 
 
 def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParser:
@@ -34,7 +34,7 @@ def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParse
 
 def execute(options: argparse.Namespace) -> int:
     """Replay every case in the file; the worst outcome is the exit code."""
-    from fsdp_testing.findings.replay import read_recorded
+    from fsdp_testing.campaign.rerun import read_recorded
     from fsdp_testing.report.terminal import open_console
 
     console = open_console()
@@ -45,7 +45,7 @@ def execute(options: argparse.Namespace) -> int:
 def _replay(console: Console, recorded: Recorded, options: argparse.Namespace) -> int:
     from rich.text import Text
 
-    from fsdp_testing.findings.replay import check_claims, replay
+    from fsdp_testing.campaign.rerun import check_claims, replay
     from fsdp_testing.implementations import registry
     from fsdp_testing.pool import Pool
 
