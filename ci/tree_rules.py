@@ -21,8 +21,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("fsdp_ref", "fsdp_testing")
 FORBIDDEN_STEMS = re.compile(r"(_utils|_util|common|helpers|helper|misc)$")
-# Tensors are torch's: setting these is how its API works, not reaching into somebody's state.
-TENSOR_ATTRIBUTES = frozenset({"grad", "data", "requires_grad"})
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -148,65 +146,6 @@ def bare_ignores(path: str, source: str) -> Iterator[Offence]:
             yield Offence("ignore", path, token.start[0], "", "give the code and a reason: type: ignore[code]  # why")
         if re.search(r"#\s*noqa(?!:\s*[A-Z])", token.string):
             yield Offence("noqa", path, token.start[0], "", "name the rule: noqa: B007")
-
-
-def foreign_attribute_offences(path: str, source: str, allowed: set[str]) -> Iterator[Offence]:
-    """Assignments to attributes of an object that is neither self nor made in the same function or file."""
-    if path in allowed:
-        return
-    tree = ast.parse(source)
-    of_module = {name.id for node in tree.body for name in _plain_targets(node)}
-    declared = TENSOR_ATTRIBUTES | _declared_here(tree)
-    for name, node in _named_nodes(tree):
-        if isinstance(node, ast.ClassDef):
-            continue
-        # `ctx` is how an autograd function passes values to its backward; a module's own objects are its state.
-        own = {"self", "cls", "ctx", *of_module, *_made_here(node)}
-        for target in _assigned_attributes(node):
-            root = target.value
-            if isinstance(root, ast.Name) and root.id not in own and target.attr not in declared:
-                said = f"sets {ast.unparse(target)}; give {root.id} a method for it"
-                yield Offence("foreign_attribute", path, target.lineno, name, said)
-
-
-def _declared_here(tree: ast.Module) -> set[str]:
-    """Attributes that the classes of this file declare: a file may set what it defines."""
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    targets = [item.target for cls in classes for item in cls.body if isinstance(item, ast.AnnAssign)]
-    declared = {target.id for target in targets if isinstance(target, ast.Name)}
-    for function in (item for cls in classes for item in cls.body if isinstance(item, Function)):
-        for target in _assigned_attributes(function):
-            if isinstance(target.value, ast.Name) and target.value.id == "self":
-                declared.add(target.attr)
-    return declared
-
-
-def _made_here(function: Function) -> set[str]:
-    inner = {node.name for node in ast.walk(function) if isinstance(node, Function)}
-    return inner | {target.id for node in ast.walk(function) for target in _plain_targets(node)}
-
-
-def _plain_targets(node: ast.AST) -> Iterator[ast.Name]:
-    if isinstance(node, ast.With):
-        targets: list[ast.expr] = [item.optional_vars for item in node.items if item.optional_vars]
-    elif isinstance(node, ast.Assign):
-        # An alias of something passed in is still that thing; only what a call returns counts as made here.
-        targets = node.targets if isinstance(node.value, ast.Call) else []
-    elif isinstance(node, ast.AnnAssign):
-        targets = [node.target] if isinstance(node.value, ast.Call) else []
-    else:
-        targets = []
-    for target in targets:
-        yield from (item for item in ast.walk(target) if isinstance(item, ast.Name))
-
-
-def _assigned_attributes(function: Function) -> Iterator[ast.Attribute]:
-    for node in ast.walk(function):
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        if isinstance(node, ast.AugAssign | ast.AnnAssign):
-            targets = [node.target]
-        for target in targets:
-            yield from (item for item in ast.walk(target) if is_stored_attribute(item))  # type: ignore[misc]  # narrowed
 
 
 def is_stored_attribute(node: ast.AST) -> bool:

@@ -5,8 +5,11 @@ Everything in the package that is not torch's public, stable surface is imported
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import Any, cast
+from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
@@ -16,12 +19,14 @@ from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "BatchNormBase",
+    "RunningCall",
     "all_gather_flat",
     "apply_function",
     "detailed_debug",
     "graph_task_id",
     "hook_first",
     "in_backward",
+    "labelled",
     "queue_backward_callback",
     "reduce_scatter_flat",
     "saved_tensor_hooks_active",
@@ -96,3 +101,50 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     """Call an autograd function (its ``apply`` is untyped)."""
     call: Callable[..., Any] = function.apply
     return call(*args)
+
+
+_NOT_PROFILED: Final = nullcontext()
+
+
+def labelled(event: str, unit: str) -> AbstractContextManager[object]:
+    """Return a range ``FSDP::event (unit)`` of torch's profiler.
+
+    Without a profiler it is nothing and costs one look at torch's flag; a range that nobody records costs microseconds.
+    """
+    if not getattr(torch.autograd.profiler, "_is_profiler_enabled", True):
+        return _NOT_PROFILED
+    return torch.profiler.record_function(f"FSDP::{event} ({unit or 'root'})")
+
+
+class RunningCall:
+    """A Python call that is on the stack now; says later whether it has ended, by whatever way.
+
+    torch skips the hooks after a call that raised (those after forward for a ``BaseException``, those after collecting
+    a state for any): who waits for such a hook learns here that it will not come.
+    """
+
+    def __init__(self, frame: FrameType) -> None:
+        self._frame = frame
+
+    @classmethod
+    def of_caller(cls) -> RunningCall:
+        """Return the call that called the function that asks."""
+        return cls(sys._getframe(2))
+
+    @classmethod
+    def of_outermost_module_method(cls) -> RunningCall:
+        """Return the outermost call on the stack of one of ``nn.Module``'s own methods."""
+        found = frame = sys._getframe(1)
+        while frame.f_back is not None:
+            frame = frame.f_back
+            if frame.f_code.co_filename == torch.nn.modules.module.__file__:
+                found = frame
+        return cls(found)
+
+    def ended(self) -> bool:
+        """Return whether the call is over."""
+        try:
+            self._frame.clear()
+        except RuntimeError:  # Python clears no frame that is still executing
+            return False
+        return True

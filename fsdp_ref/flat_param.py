@@ -26,7 +26,6 @@ from fsdp_ref.layout.inclusive_view import (
     infos_between,
     shard_metadata,
 )
-from fsdp_ref.states import HandleTrainingState, ShardState
 from fsdp_ref.storage.param_sites import sites_below
 
 if TYPE_CHECKING:
@@ -36,7 +35,6 @@ __all__ = [
     "FlatParamHandle",
     "FlatParamShardMetadata",
     "FlatParameter",
-    "HandleTrainingState",
     "ShardParamInfo",
 ]
 
@@ -116,11 +114,12 @@ class FlatParamHandle:
 
     def needs_unshard(self) -> bool:
         """Return whether the full parameter must be gathered before it can be read."""
-        return self.uses_sharded_strategy and self.handle.state is not ShardState.UNSHARDED
+        return self.uses_sharded_strategy and not self.handle.unsharded
 
     def unshard(self) -> None:
         """Gather the full parameter. Collectives: one all-gather over the group; all ranks must call."""
-        self.handle.unshard()
+        self.handle.start_unshard()
+        self.handle.finish_unshard()
 
     def reshard(self, free_unsharded_flat_param: bool = True) -> None:
         """Free the full parameter, or leave it there."""

@@ -1,112 +1,127 @@
-"""Which states do a unit, a handle and a shard go through, and which moves are legal?
+"""Which states does a unit go through, who owns the memory of its full parameters in each, and which moves are legal?
 
-Three enums, three tables. A class that has a life cycle keeps one member and changes it through
-:func:`check_transition`, so that an illegal order of operations is named when it happens and not when a freed
-storage is read. Source: ``torch.distributed.fsdp._common_utils`` for the names of the first two enums.
+One enum, one table. A unit and its flat parameter share one :class:`LifeCycle`, which refuses a move that the table does
+not list, so that an illegal order of operations is named when it happens and not when a freed storage is read.
 """
 
 from __future__ import annotations
 
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from fsdp_ref.errors import TransitionError, explain, listing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-S = TypeVar("S", bound=Enum)
+
+class UnitState(Enum):
+    """Who owns the full parameters of one unit.
+
+    ::
+
+        SHARDED -> GATHERING -> UNSHARDED -> FORWARD -> UNSHARDED -> BACKWARD -> SHARDED
+
+    The shard itself always belongs to users and their optimizers; a gather reads it. A unit without parameters goes
+    through the same states and owns no memory in any of them.
+    """
+
+    SHARDED = auto()
+    """Nobody: the storage of the full buffer is freed."""
+    GATHERING = auto()
+    """The collective that fills the buffer: it is allocated, and nobody may read it. Only waiting or giving up ends it."""
+    UNSHARDED = auto()
+    """Whoever computes next: the buffer is filled and rests, before forward, between forward and backward, or after a
+    forward that no backward follows. An optimizer step makes it out of date, so the next forward of the tree drops it."""
+    ACCUMULATING = auto()
+    """The accumulation: a backward without synchronisation left the buffer filled for the next forward. No step may come
+    before a backward with synchronisation, so the next forward of the tree keeps it."""
+    FORWARD = auto()
+    """The module's forward: modules show tracked views of the buffer. Nobody else gives it up until the call ends."""
+    BACKWARD = auto()
+    """Autograd, from the first gradient or saved parameter that it asks for until the unit's gradients are complete."""
+    SUMMONED = auto()
+    """A user, who edits a buffer of his own; whether the unit's is filled too is what it was before, and is again."""
+
+    __hash__ = object.__hash__  # looked up several times per unit and step, and Enum's own hash is slow
 
 
-class _State(Enum):
-    """An enum of states. Members are looked up in tables several times per unit and step, and Enum's own hash is slow."""
+class ReshardReason(Enum):
+    """Why a unit gives its full parameters up; see ``runtime.unit.Unit.reshard`` for what follows."""
 
-    __hash__ = object.__hash__
+    AFTER_FORWARD = auto()
+    """The unit's forward ended. The strategy decides."""
+    AFTER_BACKWARD = auto()
+    """The unit's gradients are complete, or the pass ended without any. The strategy and synchronisation decide."""
+    OUT_OF_DATE = auto()
+    """Parameters changed, or may have: a new forward of the tree begins, or a user edited, cast or moved them."""
+    UNUSED = auto()
+    """Gathered ahead of need, and forward ended without using it."""
+    FAILED = auto()
+    """Forward or backward raised."""
 
 
-class TrainingState(_State):
-    """What one unit is busy with."""
+_S = UnitState
+TRANSITIONS: Final[Mapping[UnitState, frozenset[UnitState]]] = {
+    _S.SHARDED: frozenset({_S.GATHERING, _S.SUMMONED}),
+    # GATHERING -> SHARDED: a prefetch that nobody used, or an exception while the gather was in flight.
+    _S.GATHERING: frozenset({_S.UNSHARDED, _S.SHARDED}),
+    _S.UNSHARDED: frozenset({_S.FORWARD, _S.BACKWARD, _S.ACCUMULATING, _S.SHARDED, _S.SUMMONED}),
+    _S.ACCUMULATING: frozenset({_S.FORWARD, _S.BACKWARD, _S.SHARDED, _S.SUMMONED}),
+    # FORWARD -> BACKWARD: the end of a forward that activation checkpointing runs again inside the unit's backward.
+    _S.FORWARD: frozenset({_S.UNSHARDED, _S.ACCUMULATING, _S.BACKWARD, _S.SHARDED}),
+    _S.BACKWARD: frozenset({_S.FORWARD, _S.ACCUMULATING, _S.SHARDED}),
+    _S.SUMMONED: frozenset({_S.SHARDED, _S.UNSHARDED, _S.ACCUMULATING}),
+}
+
+READABLE: Final = frozenset({_S.UNSHARDED, _S.ACCUMULATING, _S.FORWARD, _S.BACKWARD})
+"""States in which the full buffer is filled for certain, and belongs to computation."""
+
+
+class LifeCycle:
+    """The state of one unit, shared by the unit and its flat parameter."""
+
+    __slots__ = ("state",)
+
+    def __init__(self) -> None:
+        self.state = UnitState.SHARDED
+
+    def move(self, new: UnitState, who: str) -> None:
+        """Go to ``new``; ``who`` is the unit's name, for the message.
+
+        Raises:
+            TransitionError: the table does not list the move.
+        """
+        legal = TRANSITIONS[self.state]
+        if new not in legal:
+            raise TransitionError(
+                explain(
+                    f"unit {who or 'root'!r}",
+                    expected=f"a move from {self.state.name} to one of [{listing(sorted(s.name for s in legal))}]",
+                    got=new.name,
+                    remedy="This order of operations is not legal; finish or leave the present phase first",
+                )
+            )
+        self.state = new
+
+
+# ---------------------------------------------------------------------- what torch calls them
+
+
+class TrainingState(Enum):
+    """What one unit is busy with, in the words of torch's ``FullyShardedDataParallel.training_state``."""
 
     IDLE = auto()
     """Nothing runs; parameters and gradients may be edited."""
     FORWARD_BACKWARD = auto()
-    """A forward, or a backward hook, of this unit runs."""
+    """Forward or backward of this unit runs."""
     SUMMON_FULL_PARAMS = auto()
-    """A user holds the full parameters."""
+    """A user has the full parameters."""
 
 
-class HandleTrainingState(_State):
-    """Which phase one flat parameter is in."""
-
-    IDLE = auto()
-    """No phase runs."""
-    FORWARD = auto()
-    """From pre-forward until post-forward."""
-    BACKWARD_PRE = auto()
-    """From pre-backward until the gradient is complete."""
-    BACKWARD_POST = auto()
-    """From the complete gradient until the end of backward."""
-    SUMMON_FULL_PARAMS = auto()
-    """A user holds the full parameters."""
-
-
-class ShardState(_State):
-    """Which copy of one flat parameter is live, hence who owns memory."""
-
-    SHARDED = auto()
-    """Only this rank's shard is allocated; the full buffer's storage is freed."""
-    UNSHARDING = auto()
-    """The full buffer is allocated and a gather into it is in flight: nobody may read it."""
-    UNSHARDED = auto()
-    """The full buffer is filled; parameters are views of it."""
-
-
-TRAINING_TRANSITIONS: Final[Mapping[TrainingState, frozenset[TrainingState]]] = {
-    TrainingState.IDLE: frozenset({TrainingState.FORWARD_BACKWARD, TrainingState.SUMMON_FULL_PARAMS}),
-    # A unit may be entered again while it runs: a module used by its own descendant, a recomputed forward in backward.
-    TrainingState.FORWARD_BACKWARD: frozenset({TrainingState.IDLE, TrainingState.FORWARD_BACKWARD}),
-    TrainingState.SUMMON_FULL_PARAMS: frozenset({TrainingState.IDLE}),
-}
-
-_H = HandleTrainingState
-HANDLE_TRANSITIONS: Final[Mapping[HandleTrainingState, frozenset[HandleTrainingState]]] = {
-    # IDLE -> BACKWARD_POST: a loss taken from an intermediate never passes the output's pre-backward hook.
-    _H.IDLE: frozenset({_H.FORWARD, _H.BACKWARD_PRE, _H.BACKWARD_POST, _H.SUMMON_FULL_PARAMS}),
-    _H.FORWARD: frozenset({_H.IDLE, _H.FORWARD, _H.BACKWARD_PRE, _H.BACKWARD_POST}),
-    # BACKWARD_* -> FORWARD: activation checkpointing runs the forward again inside backward.
-    _H.BACKWARD_PRE: frozenset({_H.IDLE, _H.FORWARD, _H.BACKWARD_PRE, _H.BACKWARD_POST}),
-    # BACKWARD_POST -> BACKWARD_PRE and itself: a unit called several times completes its gradient several times.
-    _H.BACKWARD_POST: frozenset({_H.IDLE, _H.FORWARD, _H.BACKWARD_PRE, _H.BACKWARD_POST}),
-    _H.SUMMON_FULL_PARAMS: frozenset({_H.IDLE}),
-}
-
-SHARD_TRANSITIONS: Final[Mapping[ShardState, frozenset[ShardState]]] = {
-    ShardState.SHARDED: frozenset({ShardState.UNSHARDING}),
-    # UNSHARDING -> SHARDED: a prefetch that nobody used, or an exception while the gather was in flight.
-    ShardState.UNSHARDING: frozenset({ShardState.UNSHARDED, ShardState.SHARDED}),
-    ShardState.UNSHARDED: frozenset({ShardState.SHARDED}),
-}
-
-
-def check_transition(table: Mapping[S, frozenset[S]], old: S, new: S, *, where: str) -> S:
-    """Return ``new`` when ``table`` allows ``old -> new``.
-
-    Args:
-        table: legal successors of each state.
-        old: the present state.
-        new: the state asked for.
-        where: who moves, for the message (a unit's or a handle's name).
-
-    Raises:
-        TransitionError: the table does not list the move.
-    """
-    if new in table[old]:
-        return new
-    raise TransitionError(
-        explain(
-            where,
-            expected=f"a move from {old.name} to one of [{listing(sorted(s.name for s in table[old]))}]",
-            got=new.name,
-            remedy="This order of operations is not legal; finish or leave the present phase first",
-        )
-    )
+def training_state_of(state: UnitState) -> TrainingState:
+    """Return torch's word for a state."""
+    if state is UnitState.SUMMONED:
+        return TrainingState.SUMMON_FULL_PARAMS
+    busy = state is UnitState.FORWARD or state is UnitState.BACKWARD
+    return TrainingState.FORWARD_BACKWARD if busy else TrainingState.IDLE

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_ref.annotations import is_replicated, units_in, units_under
 from fsdp_ref.errors import FsdpValueError
 from fsdp_ref.naming import FLAT_PARAM, FSDP_PREFIX, clean_tensor_name, join_fqn
-from fsdp_ref.runtime.forward import lazy_init
+from fsdp_ref.runtime.root import lazy_init
 from fsdp_ref.storage.views import is_flattened
 
 if TYPE_CHECKING:

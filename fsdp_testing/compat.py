@@ -8,14 +8,14 @@ from typing import Any
 
 
 def fake_store() -> Any:
-    """Store of the fake backend. Importing its module registers backend "fake", which has no public home yet."""
+    """Return the store of the fake backend. Importing its module registers backend "fake", which has no public home yet."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
 
 
 def global_module_hooks() -> tuple[dict[int, Any], ...]:
-    """Hooks that `torch.nn.modules.module.register_module_*` installed: they can be added in public, not listed."""
+    """Return the hooks that `torch.nn.modules.module.register_module_*` installed: in public they can be added, not listed."""
     from torch.nn.modules import module
 
     names = (
@@ -33,21 +33,21 @@ def global_module_hooks() -> tuple[dict[int, Any], ...]:
 
 
 def mode_depths() -> tuple[int, int]:
-    """Depth of the dispatch and of the function mode stack: modes are entered in public, but the stack is not shown."""
+    """Return the depths of the dispatch and of the function mode stack, which torch shows nowhere in public."""
     import torch
 
     return torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
 
 
 def process_groups() -> dict[Any, Any]:
-    """Every process group of this process, with what torch knows of it: torch lists only the default one in public."""
+    """Return every process group of this process, with what torch knows of it; in public only the default one is listed."""
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._world.pg_map
 
 
 def process_group_count() -> int:
-    """How many groups this process has ever made: it names the next one, so ranks must agree about it."""
+    """Return how many groups this process has ever made: it names the next one, so ranks must agree about it."""
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._world.group_count
@@ -61,26 +61,26 @@ def after_backward(callback: Callable[[], None]) -> None:
 
 
 def process_group_named(name: Any) -> Any:
-    """The process group that a functional collective names; torch resolves the name in its private registry alone."""
+    """Return the process group that a functional collective names; torch resolves names in a private registry."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     return _resolve_process_group(name)
 
 
 def collective_options() -> Any:
-    """Home of the options classes of `ProcessGroup` methods; `torch.distributed` re-exports only some of them."""
+    """Return the home of the options classes of `ProcessGroup` methods; `torch.distributed` re-exports only some of them."""
     from torch._C import _distributed_c10d
 
     return _distributed_c10d
 
 
 def backend_select_key() -> Any:
-    """The key that every call passes before its device is known: torch names keys in public as texts, a key set needs it."""
+    """Return the key that every call passes before its device is known; a set of keys takes no public name."""
     import torch
 
     return torch._C.DispatchKey.BackendSelect
 
 
 def other_threads() -> int:
-    """Python threads besides the main one; `threading.active_count` takes a lock and ten times as long."""
+    """Return how many Python threads there are besides the main one; `threading.active_count` costs ten times as much."""
     return _thread._count()

@@ -37,7 +37,7 @@ class Launch:
 
 
 def torchrun() -> Launch | None:
-    """How torchrun started this process, or `None` if it did not (`RANK` and `WORLD_SIZE` are not both set).
+    """Return how torchrun started this process, or `None` if it did not (`RANK` and `WORLD_SIZE` are not both set).
 
     Raises:
         InvalidArgument: Some of torchrun's variables are set, but not as torchrun sets them.
@@ -74,17 +74,17 @@ def _integer(name: str, default: int | None = None) -> int:
 
 
 def get(name: str, default: str | None = None) -> str | None:
-    """Value of one variable."""
+    """Return the value of one variable."""
     return os.environ.get(name, default)
 
 
 def snapshot() -> dict[str, str]:
-    """All variables as they are now."""
+    """Return all variables as they are now."""
     return dict(os.environ)
 
 
 def encoded() -> dict[bytes, bytes]:
-    """All variables as the system stores them; twenty times cheaper than `snapshot`, for comparing often."""
+    """Return all variables as the system stores them; twenty times cheaper than `snapshot`, for comparing often."""
     stored = getattr(os.environ, "_data", None)  # CPython's own table on POSIX
     return dict(stored) if isinstance(stored, dict) else dict(os.environb)
 
@@ -127,7 +127,7 @@ def temporary(values: Mapping[str, str | None]) -> Iterator[None]:
 
 
 def cache_directory() -> Path:
-    """Folder for what the harness may keep between runs: `FSDP_TESTING_CACHE`, else the user's cache folder."""
+    """Return the folder for what the harness may keep between runs: `FSDP_TESTING_CACHE`, else the user's cache folder."""
     chosen = get("FSDP_TESTING_CACHE")
     if chosen:
         return Path(chosen)

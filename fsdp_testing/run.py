@@ -60,7 +60,7 @@ def run_ranks(
 
 
 def _is_pooled_rank() -> bool:
-    """Whether this process came from a pool: its environment may be that of a controller under torchrun."""
+    """Return whether this process came from a pool: its environment may be that of a controller under torchrun."""
     return inside_rank() and current_world().pooled
 
 

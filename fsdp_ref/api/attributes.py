@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_ref.access.full_state import not_yet
 from fsdp_ref.annotations import unit_of
-from fsdp_ref.checkpoint.full_state import not_yet
 from fsdp_ref.config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.states import TrainingState

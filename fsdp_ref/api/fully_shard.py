@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_ref.access.full_state import install
 from fsdp_ref.annotations import is_replicated, unit_of
 from fsdp_ref.build.attach import attach
 from fsdp_ref.build.contract import check_one_module, contract
@@ -20,9 +21,10 @@ from fsdp_ref.build.ignored import resolve_ignored
 from fsdp_ref.build.plan import PlannedUnit
 from fsdp_ref.build.resolve import UNIT_OPTIONS
 from fsdp_ref.build.wrap_policy import PolicyObject
-from fsdp_ref.checkpoint.full_state import install
+from fsdp_ref.compat import RunningCall
 from fsdp_ref.errors import AlreadyAppliedError, ConfigError, listing
-from fsdp_ref.runtime.forward import Frame, abort_forward, enter_forward, exit_forward
+from fsdp_ref.runtime import calls
+from fsdp_ref.runtime.forward import enter_forward, exit_forward
 from fsdp_ref.runtime.unit import Unit
 
 
@@ -131,14 +133,16 @@ class _ForwardHooks:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._open: list[tuple[Frame, BaseException | None]] = []
+        self._open: list[tuple[calls.Frame, BaseException | None]] = []
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Run before everything else of the module's call."""
         unit = unit_of(module)
         assert isinstance(unit, Unit)  # set right after hooking
         handled = sys.exception()
-        frame, args, kwargs = enter_forward(unit, args, kwargs)
+        frame, args, kwargs = enter_forward(unit, args, kwargs, RunningCall.of_caller())
+        if not frame.nested:
+            self._open.clear()  # a call that Ctrl-C ended left its own
         self._open.append((frame, handled))
         return args, kwargs
 
@@ -148,6 +152,6 @@ class _ForwardHooks:
             return output  # ``before`` itself raised
         frame, handled = self._open.pop()
         if sys.exception() is not handled:
-            abort_forward(frame)
+            calls.abort(frame)
             return output
         return exit_forward(frame, output)

@@ -25,7 +25,7 @@ from fsdp_ref.errors import (
     listing,
 )
 from fsdp_ref.naming import join_fqn
-from fsdp_ref.runtime.replica import Replica, ReplicaMembers, ReplicaOptions
+from fsdp_ref.replicas.replica import Replica, ReplicaMembers, ReplicaOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

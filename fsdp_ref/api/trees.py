@@ -11,11 +11,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fsdp_ref.access.summon import SummonOptions, summon
 from fsdp_ref.annotations import units_under
 from fsdp_ref.errors import FsdpValueError, explain, listing
-from fsdp_ref.runtime import comm_hooks
-from fsdp_ref.runtime import no_sync as accumulation
-from fsdp_ref.runtime.summon import SummonOptions, summon
+from fsdp_ref.runtime import reduction_settings
 from fsdp_ref.runtime.unit import Unit
 from fsdp_ref.training import clip
 
@@ -34,7 +33,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for unit in _outermost_units(module, "no_sync"):
-            stack.enter_context(accumulation.no_sync(unit))
+            stack.enter_context(reduction_settings.no_sync(unit))
         yield
 
 
@@ -83,7 +82,7 @@ def register_comm_hook(module: nn.Module, state: Any, hook: Callable[..., Any]) 
         CommHookError: A unit belongs to a larger tree, has a hook already, or is of a hybrid strategy.
     """
     for unit in _outermost_units(module, "register_comm_hook"):
-        comm_hooks.register_comm_hook(unit, state, hook)
+        reduction_settings.register_comm_hook(unit, state, hook)
 
 
 def unshard_params(

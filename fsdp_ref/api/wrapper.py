@@ -15,6 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_ref.access.full_state import install
+from fsdp_ref.access.summon import SummonOptions, summon
+from fsdp_ref.access.user_changes import absorb, gather_early
 from fsdp_ref.annotations import unit_of, units_in, units_under
 from fsdp_ref.api.attributes import UnitAttributes
 from fsdp_ref.api.trees import unshard_params
@@ -22,18 +25,15 @@ from fsdp_ref.build.attach import attach
 from fsdp_ref.build.contract import check_one_module
 from fsdp_ref.build.ignored import resolve_ignored
 from fsdp_ref.build.plan import PlannedUnit
-from fsdp_ref.checkpoint.full_state import install
 from fsdp_ref.config import BackwardPrefetch
 from fsdp_ref.errors import TrainingStateError
 from fsdp_ref.handle.writeback import refuse_other_device
 from fsdp_ref.naming import FSDP_WRAPPED_MODULE, without_wrappers
-from fsdp_ref.runtime.comm_hooks import register_comm_hook
-from fsdp_ref.runtime.forward import call_unit, lazy_init
-from fsdp_ref.runtime.no_sync import no_sync
-from fsdp_ref.runtime.summon import SummonOptions, summon
+from fsdp_ref.runtime.forward import call_unit
+from fsdp_ref.runtime.reduction_settings import no_sync, register_comm_hook
+from fsdp_ref.runtime.root import lazy_init
 from fsdp_ref.runtime.unit import Unit
-from fsdp_ref.runtime.user_changes import absorb, gather_early, settle
-from fsdp_ref.states import TrainingState
+from fsdp_ref.states import ReshardReason, TrainingState
 from fsdp_ref.training.clip import clip_grad_norm_
 
 
@@ -204,7 +204,7 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
         for handle in (unit.handle for unit in found if unit.handle is not None):
             refuse_other_device(handle, fn(torch.empty_like(handle.shard_S[:0])).device)
         for unit in found:
-            settle(unit)
+            unit.reshard(ReshardReason.OUT_OF_DATE)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         for unit in found:
             absorb(unit)
@@ -230,7 +230,7 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
         return clip_grad_norm_(self._unit, float(max_norm), float(norm_type))
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
-        """Let ``hook`` reduce gradients in every unit; see ``runtime.comm_hooks``. Root only, once."""
+        """Let ``hook`` reduce gradients in every unit; see ``runtime.reduction_settings``. Root only, once."""
         register_comm_hook(self._unit, state, hook)
 
     # ------------------------------------------------------------------ object protocol

@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdp_ref.comm.buckets import cut_into_buckets
 from fsdp_ref.comm.collectives import collectives_for
 from fsdp_ref.errors import FsdpRuntimeError, FsdpValueError, MaterializeError, explain, listing
 from fsdp_ref.handle.flatten import check_params
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from fsdp_ref.build.ignored import Ignored
     from fsdp_ref.build.plan import PlannedUnit
@@ -242,22 +243,8 @@ def broadcast_states(params: Sequence[Tensor], modules: Sequence[nn.Module], con
     tensors = list({id(tensor): tensor.detach() for tensor in (*params, *buffers) if tensor.numel()}.values())
     for group in (config.groups.replicate, config.groups.shard):
         if group is not None and group.size() > 1:
-            for bucket in _buckets(tensors):
+            for bucket in cut_into_buckets(tensors, _BROADCAST_BYTES):
                 _broadcast_bucket(bucket, group, config.device)
-
-
-def _buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    buckets: list[list[Tensor]] = []
-    size: dict[torch.dtype, int] = {}
-    last: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.dtype not in last or size[tensor.dtype] + tensor.nbytes > _BROADCAST_BYTES:
-            last[tensor.dtype] = []
-            size[tensor.dtype] = 0
-            buckets.append(last[tensor.dtype])
-        last[tensor.dtype].append(tensor)
-        size[tensor.dtype] += tensor.nbytes
-    return buckets
 
 
 def _broadcast_bucket(bucket: list[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:

@@ -1,18 +1,17 @@
 """Which bytes go on the wire, and how?
 
-The only file that communicates tensors. The algorithm is an object chosen per backend (:func:`collectives_for`);
-every call passes the interceptors, so that a recorder sees it and a fault can delay, change or drop it.
+The only file that communicates. The algorithm is an object chosen per backend (:func:`collectives_for`); each call
+carries the name of the unit that it is for, under which a profiler shows it.
 
 All calls are asynchronous where the backend allows and return a :class:`Pending`; whoever needs the result waits, as
-late as correctness allows.
+late as correctness allows. Until then the tensors of the call belong to the communication: nobody writes to what is
+sent, and nobody reads what is received.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,55 +20,14 @@ from torch import Tensor
 from fsdp_ref import compat
 from fsdp_ref.storage.scratch import ScratchPool
 
+T = TypeVar("T")
+
 
 class Pending(Protocol):
     """A started communication."""
 
     def wait(self) -> None:
         """Return when the result may be read (on CUDA: by the current stream). Waiting twice is legal."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CollectiveCall:
-    """One collective as seen by interceptors, before it starts.
-
-    Attributes:
-        op: ``all_gather``, ``reduce_scatter``, ``all_reduce`` or ``broadcast``.
-        group: the process group; every rank of it takes part.
-        tensor: what this rank contributes (a fault may change it in place).
-        label: who communicates and why, e.g. ``layers.0: parameters``.
-    """
-
-    op: str
-    group: dist.ProcessGroup
-    tensor: Tensor
-    label: str
-
-
-Interceptor = Callable[[CollectiveCall, Callable[[], Pending]], Pending]
-"""Called around each collective: sees the call, runs ``proceed()`` (or not) and returns what the caller waits for."""
-
-_interceptors: list[Interceptor] = []  # per process: a rank's recorder and faults see all of its traffic
-
-
-@contextmanager
-def intercept(interceptor: Interceptor) -> Iterator[None]:
-    """Route every collective of this process through ``interceptor`` while the context lasts (innermost first)."""
-    _interceptors.append(interceptor)
-    try:
-        yield
-    finally:
-        _interceptors.remove(interceptor)
-
-
-def _through(call: CollectiveCall, start: Callable[[], Pending]) -> Pending:
-    for interceptor in _interceptors:
-        start = _bound(interceptor, call, start)
-    return start()
-
-
-def _bound(interceptor: Interceptor, call: CollectiveCall, start: Callable[[], Pending]) -> Callable[[], Pending]:
-    return lambda: interceptor(call, start)
 
 
 class Done:
@@ -80,43 +38,49 @@ class Done:
 
 
 class Started:
-    """Wraps torch's work object, which some backends leave out when nothing is to be done."""
+    """A communication, and what is left to do with what it brought.
 
-    def __init__(self, work: dist.Work | None) -> None:
+    Args:
+        work: the communication; some backends leave it out when nothing is to be done.
+        then: what is left, done once by whoever waits first, on the stream that is current then.
+    """
+
+    def __init__(self, work: dist.Work | Pending | None, then: Callable[[], object] | None = None) -> None:
         self._work = work
+        self._then = then
 
     def wait(self) -> None:
-        """Wait for the work once."""
-        work, self._work = self._work, None
+        """Wait for the work, then do the rest; once."""
+        (work, self._work), (then, self._then) = (self._work, None), (self._then, None)
         if work is not None:
             work.wait()
+        if then is not None:
+            with torch.no_grad():
+                then()
 
 
 class Collectives:
     """The collectives of FSDP over one backend, each by the backend's own operation."""
 
-    def all_gather(self, out: Tensor, shard: Tensor, group: dist.ProcessGroup, label: str) -> Pending:
+    def all_gather(self, out: Tensor, shard: Tensor, group: dist.ProcessGroup, unit: str) -> Pending:
         """Fill ``out`` (world size times ``shard``, flat) with every rank's ``shard`` in rank order."""
-        call = CollectiveCall("all_gather", group, shard, label)
-        return _through(call, lambda: self._all_gather(out, shard, group))
+        with compat.labelled("all_gather", unit):
+            return self._all_gather(out, shard, group)
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, group: dist.ProcessGroup, label: str) -> Pending:
-        """Fill ``out`` (flat) with this rank's chunk of the sum over ranks of ``full`` (world size times ``out``).
+    def reduce_scatter(self, out: Tensor, full: Tensor, group: dist.ProcessGroup, unit: str) -> Pending:
+        """Fill ``out`` (flat) with this rank's chunk of the sum over ranks of ``full`` (world size times ``out``)."""
+        with compat.labelled("reduce_scatter", unit):
+            return self._reduce_scatter(out, full, group)
 
-        ``full`` and ``out`` may not be touched until the result has been waited for.
-        """
-        call = CollectiveCall("reduce_scatter", group, full, label)
-        return _through(call, lambda: self._reduce_scatter(out, full, group))
-
-    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup, label: str, op: str = "sum") -> Pending:
+    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup, unit: str, op: str = "sum") -> Pending:
         """Replace ``tensor`` by its sum (``op="max"``: its maximum) over the ranks of ``group``."""
-        call = CollectiveCall("all_reduce", group, tensor, label)
-        return _through(call, lambda: self._all_reduce(tensor, group, op))
+        with compat.labelled("all_reduce", unit):
+            return self._all_reduce(tensor, group, op)
 
-    def broadcast(self, tensor: Tensor, group_src: int, group: dist.ProcessGroup, label: str) -> Pending:
+    def broadcast(self, tensor: Tensor, group_src: int, group: dist.ProcessGroup, unit: str) -> Pending:
         """Replace ``tensor`` by that of rank ``group_src`` (counted in ``group``)."""
-        call = CollectiveCall("broadcast", group, tensor, label)
-        return _through(call, lambda: self._broadcast(tensor, group_src, group))
+        with compat.labelled("broadcast", unit):
+            return self._broadcast(tensor, group_src, group)
 
     def _all_gather(self, out: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Pending:
         return Started(compat.all_gather_flat(out, shard, group))
@@ -130,57 +94,6 @@ class Collectives:
 
     def _broadcast(self, tensor: Tensor, group_src: int, group: dist.ProcessGroup) -> Pending:
         return Started(dist.broadcast(tensor, group=group, group_src=group_src, async_op=True))
-
-
-class _ThenAdd:
-    """The second half of a reduce-scatter between two ranks: add the chunk that was not exchanged.
-
-    The order of two addends does not matter.
-
-    Args:
-        work: the exchange.
-        out: the other rank's chunk, to become the sum.
-        own: this rank's chunk.
-    """
-
-    def __init__(self, work: dist.Work, out: Tensor, own: Tensor) -> None:
-        self._work: dist.Work | None = work
-        self._out = out
-        self._own = own
-
-    def wait(self) -> None:
-        work, self._work = self._work, None
-        if work is not None:
-            work.wait()
-            self._out.add_(self._own)
-
-
-class _ExchangeAndSum:
-    """The second half of a reduce-scatter by exchange: add the chunks in rank order.
-
-    Args:
-        work: the exchange.
-        received: chunks from all ranks.
-        out: where the sum goes.
-        scratch: takes ``received`` back.
-    """
-
-    def __init__(self, work: dist.Work, received: Tensor, out: Tensor, scratch: ScratchPool) -> None:
-        self._work: dist.Work | None = work
-        self._received = received
-        self._out = out
-        self._scratch = scratch
-
-    def wait(self) -> None:
-        work, self._work = self._work, None
-        if work is None:
-            return
-        work.wait()
-        chunks = self._received.view(-1, self._out.numel()).unbind(0)
-        torch.add(chunks[0], chunks[1], out=self._out)
-        for chunk in chunks[2:]:
-            self._out.add_(chunk)
-        self._scratch.give(self._received)
 
 
 class GlooCollectives(Collectives):
@@ -204,8 +117,15 @@ class GlooCollectives(Collectives):
             return self._sum_with_other(out, full, group)
         received = self._scratch.take(full.numel(), full.dtype, full.device)
         work = dist.all_to_all_single(as_bytes(received), as_bytes(full), group=group, async_op=True)
-        assert work is not None  # async_op=True in a group that this rank belongs to
-        return _ExchangeAndSum(work, received, out, self._scratch)
+
+        def add_in_rank_order() -> None:
+            chunks = received.view(-1, out.numel()).unbind(0)
+            torch.add(chunks[0], chunks[1], out=out)
+            for chunk in chunks[2:]:
+                out.add_(chunk)
+            self._scratch.give(received)
+
+        return Started(work, add_in_rank_order)
 
     def _sum_with_other(self, out: Tensor, full: Tensor, group: dist.ProcessGroup) -> Pending:
         """Of two ranks each sends the other's chunk, straight to where the sum will be; its own never moves."""
@@ -213,8 +133,8 @@ class GlooCollectives(Collectives):
         chunks = full.chunk(2)
         sizes = [out.nbytes if rank == other else 0 for rank in range(2)]
         work = dist.all_to_all_single(as_bytes(out), as_bytes(chunks[other]), sizes, sizes, group=group, async_op=True)
-        assert work is not None  # async_op=True in a group that this rank belongs to
-        return _ThenAdd(work, out, chunks[mine])
+        # The order of two addends does not matter.
+        return Started(work, lambda: out.add_(chunks[mine]))
 
     def _all_gather(self, out: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Pending:
         size = group.size()
@@ -226,7 +146,7 @@ class GlooCollectives(Collectives):
         copies = self._scratch.take(out.numel(), shard.dtype, shard.device)
         copies.view(size, -1).copy_(shard)
         work = dist.all_to_all_single(as_bytes(out), as_bytes(copies), group=group, async_op=True)
-        return _ThenGive(Started(work), copies, self._scratch)
+        return Started(work, lambda: self._scratch.give(copies))
 
     @staticmethod
     def _gather_from_other(out: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Pending:
@@ -239,21 +159,6 @@ class GlooCollectives(Collectives):
         )
         chunks[mine].copy_(shard)
         return Started(work)
-
-
-class _ThenGive:
-    """A communication that reads a scratch buffer."""
-
-    def __init__(self, pending: Pending, buffer: Tensor, scratch: ScratchPool) -> None:
-        self._pending = pending
-        self._buffer: Tensor | None = buffer
-        self._scratch = scratch
-
-    def wait(self) -> None:
-        self._pending.wait()
-        buffer, self._buffer = self._buffer, None
-        if buffer is not None:
-            self._scratch.give(buffer)
 
 
 class HostCollectives(Collectives):
@@ -270,46 +175,24 @@ class HostCollectives(Collectives):
 
     def _all_gather(self, out: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Pending:
         host = torch.empty(out.shape, dtype=out.dtype)
-        return _ThenCopy(self._on_host._all_gather(host, _on_host(shard), group), host, out)
+        return Started(self._on_host._all_gather(host, _on_host(shard), group), lambda: out.copy_(host))
 
     def _reduce_scatter(self, out: Tensor, full: Tensor, group: dist.ProcessGroup) -> Pending:
         host = torch.empty(out.shape, dtype=out.dtype)
-        return _ThenCopy(self._on_host._reduce_scatter(host, _on_host(full), group), host, out)
+        return Started(self._on_host._reduce_scatter(host, _on_host(full), group), lambda: out.copy_(host))
 
     def _all_reduce(self, tensor: Tensor, group: dist.ProcessGroup, op: str) -> Pending:
         host = _on_host(tensor)
-        return _ThenCopy(self._on_host._all_reduce(host, group, op), host, tensor)
+        return Started(self._on_host._all_reduce(host, group, op), lambda: tensor.copy_(host))
 
     def _broadcast(self, tensor: Tensor, group_src: int, group: dist.ProcessGroup) -> Pending:
         host = _on_host(tensor)
-        return _ThenCopy(self._on_host._broadcast(host, group_src, group), host, tensor)
+        return Started(self._on_host._broadcast(host, group_src, group), lambda: tensor.copy_(host))
 
 
 def _on_host(tensor: Tensor) -> Tensor:
     """Return a copy on the host, after what the current stream does to ``tensor``."""
     return tensor.detach().to("cpu", copy=True)
-
-
-class _ThenCopy:
-    """A communication of the host whose result belongs on a device.
-
-    Args:
-        pending: the communication.
-        host: its result.
-        out: where the result goes.
-    """
-
-    def __init__(self, pending: Pending, host: Tensor, out: Tensor) -> None:
-        self._pending = pending
-        self._host: Tensor | None = host
-        self._out = out
-
-    def wait(self) -> None:
-        self._pending.wait()
-        host, self._host = self._host, None
-        if host is not None:
-            with torch.no_grad():
-                self._out.copy_(host)
 
 
 class SilentCollectives(Collectives):
@@ -345,6 +228,13 @@ def collectives_for(group: dist.ProcessGroup, device: torch.device) -> Collectiv
     if backend != "gloo" and f"{device.type}:gloo" not in backend:
         return _plain
     return _gloo if device.type == "cpu" else _gloo_by_host
+
+
+def gather_objects(mine: T, group: dist.ProcessGroup) -> list[T]:
+    """Return every rank's object, in rank order. All ranks of ``group`` must call; the call waits for them."""
+    per_rank: list[T] = [mine] * group.size()
+    dist.all_gather_object(per_rank, mine, group=group)
+    return per_rank
 
 
 def as_bytes(flat: Tensor) -> Tensor:

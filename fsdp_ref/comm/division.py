@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 
 @dataclass(frozen=True, slots=True)
 class DivideFactors:
@@ -26,3 +28,9 @@ class DivideFactors:
         while world_size % factor == 0 and world_size / factor > factor:
             factor *= 2
         return cls(float(factor), world_size / factor)
+
+
+def divide(tensor: Tensor, factor: float) -> None:
+    """Divide ``tensor`` in place; a factor of 1 costs nothing."""
+    if factor > 1:
+        tensor.div_(factor)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_ref.comm.collectives import collectives_for
-from fsdp_ref.comm.division import DivideFactors
+from fsdp_ref.comm.division import DivideFactors, divide
 from fsdp_ref.errors import FsdpValueError
 
 
@@ -58,12 +58,10 @@ def allreduce_hook(state: DefaultState, grad: Tensor) -> None:
 
     Collectives: one all-reduce on ``state.process_group``; all its ranks must join.
     """
-    if state.gradient_predivide_factor > 1:
-        grad.div_(state.gradient_predivide_factor)
+    divide(grad, state.gradient_predivide_factor)
     collectives = collectives_for(state.process_group, grad.device)
-    collectives.all_reduce(grad, state.process_group, "allreduce_hook: gradients").wait()
-    if state.gradient_postdivide_factor > 1:
-        grad.div_(state.gradient_postdivide_factor)
+    collectives.all_reduce(grad, state.process_group, "allreduce_hook").wait()
+    divide(grad, state.gradient_postdivide_factor)
 
 
 def reduce_scatter_hook(state: DefaultState, grad: Tensor, output: Tensor) -> None:
@@ -73,12 +71,10 @@ def reduce_scatter_hook(state: DefaultState, grad: Tensor, output: Tensor) -> No
 
     Collectives: one reduce-scatter on ``state.process_group``; all its ranks must join.
     """
-    if state.gradient_predivide_factor > 1:
-        grad.div_(state.gradient_predivide_factor)
+    divide(grad, state.gradient_predivide_factor)
     collectives = collectives_for(state.process_group, grad.device)
-    collectives.reduce_scatter(output, grad, state.process_group, "reduce_scatter_hook: gradients").wait()
-    if state.gradient_postdivide_factor > 1:
-        output.div_(state.gradient_postdivide_factor)
+    collectives.reduce_scatter(output, grad, state.process_group, "reduce_scatter_hook").wait()
+    divide(output, state.gradient_postdivide_factor)
 
 
 def fp16_compress_hook(state: LowPrecisionState, grad: Tensor, output: Tensor | None = None) -> None:

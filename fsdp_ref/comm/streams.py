@@ -2,7 +2,7 @@
 
 On CUDA: gathers run on the *unshard* stream, casts and host-to-device copies before them on the *pre-unshard*
 stream, gradient casts and reductions on the *post-backward* stream, compute on whatever stream is current. On CPU
-there are no streams; :class:`NullStreams` has the same methods, so that the runtime has one path.
+there are no streams; :class:`Streams` has the same methods and does nothing, so that the runtime has one path.
 
 Discipline, in one place: (1) memory is allocated on the stream that fills it; (2) whoever reads on another stream
 first waits for an event; (3) memory freed after use on another stream is recorded there (``record_stream``), so that
@@ -13,23 +13,27 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+_HERE = nullcontext()
 
-class Streams(Protocol):
-    """What the runtime asks of streams."""
+
+class Streams:
+    """What the runtime asks of streams, where there are none (CPU): everything runs where it is called."""
 
     def unshard(self) -> AbstractContextManager[object]:
         """Issue gathers inside."""
+        return _HERE
 
     def pre_unshard(self) -> AbstractContextManager[object]:
         """Issue what prepares a gather (casts, copies from the host) inside."""
+        return _HERE
 
     def post_backward(self) -> AbstractContextManager[object]:
         """Issue gradient casts, reductions and copies to the host inside."""
+        return _HERE
 
     def gather_after_compute(self) -> None:
         """Make gathers wait for what the current stream did so far to shards (the optimizer step, a user's edit)."""
@@ -45,6 +49,9 @@ class Streams(Protocol):
 
     def compute_after_reduce(self) -> None:
         """Make the current stream wait for the post-backward stream."""
+
+    def host_after_prepare(self) -> None:
+        """Make the host wait for the pre-unshard stream, which copies shards from it without blocking."""
 
     def host_after_reduce(self) -> None:
         """Make the host wait for the post-backward stream, which copied gradients to it without blocking."""
@@ -62,50 +69,7 @@ class Streams(Protocol):
         """Remember that a full parameter was freed here (see :meth:`limit_gathers`)."""
 
 
-class NullStreams:
-    """CPU: everything runs where it is called, so nothing waits."""
-
-    def unshard(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def pre_unshard(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def post_backward(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def gather_after_compute(self) -> None:
-        """Nothing to wait for."""
-
-    def gather_after_prepare(self) -> None:
-        """Nothing to wait for."""
-
-    def compute_after_gather(self) -> None:
-        """Nothing to wait for."""
-
-    def reduce_after_compute(self) -> None:
-        """Nothing to wait for."""
-
-    def compute_after_reduce(self) -> None:
-        """Nothing to wait for."""
-
-    def host_after_reduce(self) -> None:
-        """Nothing to wait for."""
-
-    def used_by_compute(self, tensor: Tensor) -> None:
-        """Memory is freed when its last use has ended."""
-
-    def used_by_reduce(self, tensor: Tensor) -> None:
-        """Memory is freed when its last use has ended."""
-
-    def limit_gathers(self) -> None:
-        """The host cannot run ahead."""
-
-    def note_free(self) -> None:
-        """The host cannot run ahead."""
-
-
-class CudaStreams:
+class CudaStreams(Streams):
     """The streams of one root on one CUDA device; all of its units share them.
 
     Args:
@@ -120,6 +84,7 @@ class CudaStreams:
         self._limit = limit_all_gathers
         # High priority: communication that compute waits for goes first on the device.
         self._unshard = torch.cuda.Stream(device, priority=-1)
+        # Apart from the gathers, so that the next shard is cast or fetched while the present one is gathered.
         self._pre_unshard = torch.cuda.Stream(device, priority=-1)
         self._post_backward = torch.cuda.Stream(device, priority=-1)
         self._frees: deque[torch.cuda.Event] = deque()
@@ -134,6 +99,7 @@ class CudaStreams:
         return torch.cuda.stream(self._post_backward)
 
     def gather_after_compute(self) -> None:
+        # Both: a gather without a cast reads the shard itself, on the unshard stream.
         current = torch.cuda.current_stream(self._device)
         self._unshard.wait_stream(current)
         self._pre_unshard.wait_stream(current)
@@ -153,6 +119,9 @@ class CudaStreams:
     def host_after_reduce(self) -> None:
         self._post_backward.synchronize()
 
+    def host_after_prepare(self) -> None:
+        self._pre_unshard.synchronize()
+
     def used_by_compute(self, tensor: Tensor) -> None:
         tensor.record_stream(torch.cuda.current_stream(self._device))
 
@@ -160,11 +129,13 @@ class CudaStreams:
         tensor.record_stream(self._post_backward)
 
     def limit_gathers(self) -> None:
+        # The oldest first: its readers are the first to end.
         while self._limit and len(self._frees) >= self.MAX_INFLIGHT:
             self._frees.popleft().synchronize()
 
     def note_free(self) -> None:
         if self._limit:
+            # On the current stream, which read the freed memory last.
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._device))
             self._frees.append(event)
@@ -174,4 +145,4 @@ def streams_for(device: torch.device, *, limit_all_gathers: bool) -> Streams:
     """Return the streams for a compute device."""
     if device.type == "cuda":
         return CudaStreams(device, limit_all_gathers=limit_all_gathers)
-    return NullStreams()
+    return Streams()

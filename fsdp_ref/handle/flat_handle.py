@@ -1,9 +1,10 @@
 """When does the full parameter exist, and who sees which copy?
 
 A handle owns one flat parameter: this rank's shard, and a full buffer that is gathered before computation and freed
-after it. It moves between three states (``states.SHARD_TRANSITIONS``); asking for the state it is in costs nothing::
+after it. Of the states of its unit (``states.UnitState``) it moves through three; asking for the one it is in costs
+nothing::
 
-        SHARDED --start_unshard--> UNSHARDING --finish_unshard--> UNSHARDED --reshard--> SHARDED
+        SHARDED --start_unshard--> GATHERING --finish_unshard--> UNSHARDED --reshard--> SHARDED
 
 Suffixes: ``_S`` this rank's flat shard with right padding, ``_F`` the flat full buffer with all padding.
 """
@@ -11,7 +12,6 @@ Suffixes: ``_S`` this rank's flat shard with right padding, ``_F`` the flat full
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_ref.comm.collectives import SILENT, Collectives, Pending, collectives_for
-from fsdp_ref.comm.streams import NullStreams, Streams
+from fsdp_ref.comm.streams import Streams
+from fsdp_ref.compat import labelled
 from fsdp_ref.config import ShardingStrategy, UnitConfig
 from fsdp_ref.errors import FsdpRuntimeError, FsdpTypeError
 from fsdp_ref.handle.flat_parameter import FlatParameter, describe, like_flat
@@ -27,14 +28,12 @@ from fsdp_ref.handle.flatten import build_layout, cut_shard, flatten
 from fsdp_ref.handle.gradients import GradientStore
 from fsdp_ref.handle.originals import Originals, Shown
 from fsdp_ref.layout import FlatLayout, ShardMap
-from fsdp_ref.states import SHARD_TRANSITIONS, ShardState, check_transition
+from fsdp_ref.states import READABLE, LifeCycle, UnitState
+from fsdp_ref.storage import offload
 from fsdp_ref.storage.flat_buffer import FlatBuffer
 from fsdp_ref.storage.param_sites import ManagedParam
 from fsdp_ref.storage.precision import Precision
 from fsdp_ref.storage.views import flat_views, mark_flattened, set_data
-
-ALL_HANDLES: weakref.WeakSet[FlatHandle] = weakref.WeakSet()
-"""Every handle of this process, for tools that count memory."""
 
 
 class FlatHandle:
@@ -47,7 +46,7 @@ class FlatHandle:
         name: the unit's name, for messages and labels.
 
     Attributes:
-        state: which copy is live.
+        life: where the unit is in its life, shared with it.
         layout: where each parameter lies in the flat buffer.
         fqns: names of the parameters, relative to the unit's module.
         sharded: whether ranks hold different pieces, so that computing needs a gather.
@@ -80,20 +79,17 @@ class FlatHandle:
         self.fqns = [managed.fqn for managed in params]
         self.precision = Precision.of(params[0].param.dtype, config.mixed_precision)
         self.collectives: Collectives = collectives_for(groups.shard, config.device)
-        self.streams: Streams = NullStreams()
-        self.state = ShardState.SHARDED
+        self.streams: Streams = Streams()
+        self.life = LifeCycle()
         self.full_precision = False
         self._pending: Pending | None = None
         self._buffers: dict[torch.dtype, FlatBuffer] = {}
         self._views: dict[torch.dtype, list[Tensor]] = {}
         self._cast_S: Tensor | None = None
-        home = torch.device("cpu") if config.offload else config.device
         flat_F = flatten([managed.param for managed in params], self.layout, config.device)
         # Without a group to shard over the flat tensor itself becomes the shard: no second copy.
         shard_S = flat_F if self.shard_size == 1 else cut_shard(flat_F, self.shard_map, self.shard_rank)
-        self.shard_S = shard_S.to(home)
-        if config.offload and config.device.type == "cuda":
-            self.shard_S = self.shard_S.pin_memory()
+        self.shard_S = offload.send_home(shard_S, config.device, offload=config.offload)
         requires_grad = any(managed.param.requires_grad for managed in params)
         self.flat_param: nn.Parameter = FlatParameter(self.shard_S, requires_grad=requires_grad)
         mark_flattened(self.flat_param)
@@ -101,9 +97,13 @@ class FlatHandle:
         self.originals = Originals(self, params)
         self.grads = GradientStore(self, self.originals)
         self.originals.take_over()
-        ALL_HANDLES.add(self)
 
     # ------------------------------------------------------------------ facts
+
+    @property
+    def state(self) -> UnitState:
+        """Where the unit is in its life."""
+        return self.life.state
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -122,7 +122,7 @@ class FlatHandle:
     @property
     def unsharded(self) -> bool:
         """Whether full parameters may be read."""
-        return self.state is ShardState.UNSHARDED
+        return self.life.state in READABLE
 
     # ------------------------------------------------------------------ buffers
 
@@ -147,10 +147,6 @@ class FlatHandle:
             found = self._views[dtype] = flat_views(self.buffer(dtype).tensor, self.layout)
         return found
 
-    def views_of(self, flat_F: Tensor) -> list[Tensor]:
-        """Return one view of a full-sized flat tensor per original, in its own shape."""
-        return flat_views(flat_F, self.layout)
-
     def set_precision(self, dtype: torch.dtype) -> None:
         """Make ``dtype`` the original dtype: the user cast the whole model. The shard is converted, buffers dropped."""
         self.reshard()
@@ -173,33 +169,46 @@ class FlatHandle:
     # ------------------------------------------------------------------ life cycle
 
     def start_unshard(self) -> bool:
-        """Begin to gather the full parameter; return False when it is there or on its way.
+        """Begin to gather the full parameter; return False when it is there or on its way, or a user has it.
 
         Collectives:
             One all-gather over the shard group, when sharded. All of its ranks must call.
         """
-        if self.state is not ShardState.SHARDED:
+        if self.state is not UnitState.SHARDED:
             return False
-        self._move_to(ShardState.UNSHARDING)
+        self._move_to(UnitState.GATHERING)
         if not self.needs_buffer:
             return True
+        try:
+            self._gather()
+        except BaseException:
+            # Nothing will fill the buffer. Whoever comes next gathers anew instead of waiting for this.
+            self._pending = self._cast_S = None
+            self.buffer(self.compute_dtype).free()
+            self._move_to(UnitState.SHARDED)
+            raise
+        return True
+
+    def _gather(self) -> None:
         with self.streams.pre_unshard(), torch.no_grad():
-            source_S = self.shard_S.to(self.config.device, self.compute_dtype, non_blocking=True)
+            source_S = offload.fetch(self.shard_S, self.config.device, self.compute_dtype)
+        # The host stops here when the device is behind: a buffer that is freed on the host is not free on the device
+        # before the kernels that read it have run, and gathers would pile up memory.
         self.streams.limit_gathers()
         self.streams.gather_after_prepare()
         buffer = self.buffer(self.compute_dtype)
+        # Allocated on the stream that fills it: the allocator may hand out memory whose last reader ran there, and the
+        # current stream waits for this one before it reads (:meth:`_wait_for_gather`).
         with self.streams.unshard(), torch.no_grad():
             buffer.allocate()
             if self.sharded:
-                self._pending = self._gathering.all_gather(
-                    buffer.tensor, source_S, self.groups.shard, f"{self.name}: parameters"
-                )
+                self._pending = self._gathering.all_gather(buffer.tensor, source_S, self.groups.shard, self.name)
             else:
                 buffer.tensor.copy_(source_S, non_blocking=True)
-        self._cast_S = source_S  # read on other streams until they have been waited for
-        return True
+        # A cast or fetched copy is read by the collective on other streams: it lives until the gather is waited for.
+        self._cast_S = source_S
 
-    def gather_into(self, full_F: Tensor, part_S: Tensor, what: str) -> None:
+    def gather_into(self, full_F: Tensor, part_S: Tensor) -> None:
         """Gather shard-sized tensors of all ranks into ``full_F`` and wait.
 
         Collectives:
@@ -207,42 +216,56 @@ class FlatHandle:
         """
         source = part_S.to(full_F.device, full_F.dtype)
         with torch.no_grad():
-            self._gathering.all_gather(full_F, source, self.groups.shard, f"{self.name}: {what}").wait()
+            self._gathering.all_gather(full_F, source, self.groups.shard, self.name).wait()
+
+    def gathered_copy(self, dtype: torch.dtype) -> Tensor:
+        """Return the full parameter in memory of the caller's own, whatever state the unit is in.
+
+        Collectives:
+            One all-gather over the shard group, when sharded.
+        """
+        full_F = torch.empty(self.shard_map.padded_numel, dtype=dtype, device=self.config.device)
+        if self.sharded:
+            self.gather_into(full_F, self.shard_S)
+        else:
+            with torch.no_grad():
+                full_F.copy_(self.shard_S)
+        return full_F
 
     def finish_unshard(self) -> None:
         """Wait until the full parameter may be read."""
-        if self.state is not ShardState.UNSHARDING:
-            return
-        self._wait_for_gather()
-        self._move_to(ShardState.UNSHARDED)
+        if self.state is UnitState.GATHERING:
+            self._wait_for_gather()
+            self._move_to(UnitState.UNSHARDED)
 
     def _wait_for_gather(self) -> None:
         """Let the current stream wait; only then is it the one to say when the source of the gather may be reused."""
-        self.streams.compute_after_gather()
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.wait()
-        source_S, self._cast_S = self._cast_S, None
-        if source_S is not None and source_S is not self.shard_S:
-            self.streams.used_by_compute(source_S)
-
-    def unshard(self) -> None:
-        """Gather the full parameter and wait for it."""
-        self.start_unshard()
-        self.finish_unshard()
+        with labelled("wait_for_gather", self.name):
+            self.streams.compute_after_gather()
+            pending, self._pending = self._pending, None
+            if pending is not None:
+                pending.wait()
+            source_S, self._cast_S = self._cast_S, None
+            if source_S is not None and source_S is not self.shard_S:
+                self.streams.used_by_compute(source_S)
 
     def reshard(self) -> None:
-        """Free the full parameter (also one whose gather is in flight; it is waited for first)."""
-        if self.state is ShardState.SHARDED:
+        """Free the full parameter (also one whose gather is in flight; it is waited for first).
+
+        For the handle's own changes of dtype, and for handles without a unit; a unit decides in ``Unit.reshard``.
+        """
+        if self.state is UnitState.SHARDED or self.state is UnitState.SUMMONED:
             return
-        if self.state is ShardState.UNSHARDING:
+        if self.state is UnitState.GATHERING:
             self._wait_for_gather()
         if self.needs_buffer:
             buffer = self.buffer(self.compute_dtype)
+            # Kernels of the current stream that were issued before may run after the host has freed here; the
+            # allocator keeps the memory from other streams until they are done.
             self.streams.used_by_compute(buffer.tensor)
             buffer.free()
             self.streams.note_free()
-        self._move_to(ShardState.SHARDED)
+        self._move_to(UnitState.SHARDED)
 
     def set_full_precision(self, wanted: bool) -> None:
         """Compute without lowering from the next unshard on (evaluation), or with it again."""
@@ -254,8 +277,8 @@ class FlatHandle:
     def _gathering(self) -> Collectives:
         return SILENT if self.config.switches.fake_all_gather else self.collectives
 
-    def _move_to(self, state: ShardState) -> None:
-        self.state = check_transition(SHARD_TRANSITIONS, self.state, state, where=f"flat parameter {self.name!r}")
+    def _move_to(self, state: UnitState) -> None:
+        self.life.move(state, self.name)
 
     def __repr__(self) -> str:
         return f"FlatHandle(flat_fqns={self.fqns}, state={self.state.name})"
@@ -274,13 +297,13 @@ class FlatHandle:
         copied = FlatHandle.__new__(FlatHandle)
         memo[id(self)] = copied
         fresh: dict[str, Any] = {
-            "state": ShardState.SHARDED,
+            "life": LifeCycle(),
             "_pending": None,
             "_buffers": {},
             "_views": {},
             "_cast_S": None,
         }
-        vars(copied).update({**vars(self), **fresh, "streams": NullStreams(), "shard_S": self.shard_S.detach().clone()})
+        vars(copied).update({**vars(self), **fresh, "streams": Streams(), "shard_S": self.shard_S.detach().clone()})
         vars(copied).update(module=copy.deepcopy(self.module, memo))
         flat = like_flat(copy.deepcopy(self.flat_param, memo), self.flat_param)
         set_data(flat, copied.shard_S)
@@ -288,7 +311,6 @@ class FlatHandle:
         originals = self.originals.copied(copied, memo)
         vars(copied).update(originals=originals, grads=GradientStore(copied, originals))
         describe(flat, copied.shard_map, copied.shard_rank, copied.full_F())
-        ALL_HANDLES.add(copied)
         return copied
 
     def __reduce__(self) -> Any:

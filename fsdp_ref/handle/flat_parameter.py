@@ -1,4 +1,4 @@
-"""How is a flat parameter told from any other parameter?
+"""How does one know a flat parameter among other parameters?
 
 By a mark. Its type is ``nn.Parameter``, because optimizers choose their fast paths by exact type; ``isinstance(p,
 FlatParameter)`` looks for the mark. State lives in the handle; the few attributes on the tensor are constants that

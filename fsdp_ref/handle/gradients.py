@@ -19,6 +19,7 @@ from torch import Tensor
 from fsdp_ref.errors import WritebackError, explain
 from fsdp_ref.handle.originals import Originals
 from fsdp_ref.layout import FlatLayout
+from fsdp_ref.storage.offload import send_gradient_home
 from fsdp_ref.storage.views import flat_views, gap_views, set_grad
 
 if TYPE_CHECKING:
@@ -30,7 +31,9 @@ class GradientStore:
 
     Attributes:
         reduced_S: reduced part, shard-sized with right padding; None without one.
-        local_F: local part, full-sized with all padding, in the dtype of computation; None without one.
+        local_F: local part, full-sized with all padding, in the wider of the dtypes of computation and of reduction, so
+            that many small gradients are not rounded away; None without one.
+        arriving: the reduced part may still be on its way to the host.
     """
 
     def __init__(self, handle: FlatHandle, originals: Originals) -> None:
@@ -38,11 +41,13 @@ class GradientStore:
         self._originals = originals
         self.reduced_S: Tensor | None = None
         self.local_F: Tensor | None = None
+        self.arriving = False
         # What users were given: the gradient object per tensor, and where its memory was.
         self._given: list[Tensor | None] = []
         self._given_ptrs: list[int] = []
         self._seen_versions: list[int] = []
-        self._were_zero: list[bool] = []
+        # Per original whether its local part was anything but zero; on the device, so that nobody waits for it.
+        self._were_used: Tensor | None = None
 
     # ------------------------------------------------------------------ adding
 
@@ -50,23 +55,23 @@ class GradientStore:
         """Add this rank's full gradients (one per original, None for unused) to the local part."""
         self.absorb()
         handle = self._handle
+        dtype = torch.promote_types(handle.compute_dtype, handle.precision.reduce)
         if self.local_F is None:
-            self.local_F = torch.empty(
-                handle.shard_map.padded_numel, dtype=handle.compute_dtype, device=handle.config.device
-            )
+            self.local_F = torch.empty(handle.shard_map.padded_numel, dtype=dtype, device=handle.config.device)
             fill_flat(self.local_F, handle.layout, grads)
             return
-        if self.local_F.dtype != handle.compute_dtype:
-            self.local_F = self.local_F.to(handle.compute_dtype)
+        self.local_F = self.local_F.to(torch.promote_types(self.local_F.dtype, dtype))
         for view, grad in zip(flat_views(self.local_F, handle.layout), grads):
             if grad is not None:
                 view.add_(dense(grad))
         # Written by us: zeros that a rank without rows adds are not a user's zero_grad.
-        self._look()
+        self._remember_local()
 
-    def take_local(self) -> Tensor | None:
-        """Return the local part and forget it: it is about to be reduced."""
+    def take_local(self, grads: Sequence[Tensor | None] = ()) -> Tensor | None:
+        """Return the local part with ``grads`` added and forget it: it is about to be reduced. None without a local part."""
         self.absorb()
+        if self.local_F is not None and grads:
+            self.add_local(grads)
         local, self.local_F = self.local_F, None
         return local
 
@@ -76,13 +81,20 @@ class GradientStore:
         home = self._handle.shard_S.device
         if self.reduced_S is None:
             dtype = self._kept_dtype(grad_S)
-            self.reduced_S = grad_S.to(home, dtype, non_blocking=True)
+            self.reduced_S = send_gradient_home(grad_S, home, dtype)
+            self.arriving = self._handle.config.offload
         else:
             # Low-precision gradients are added in the wider dtype of the two, so that accumulation loses nothing.
             wide = torch.promote_types(self.reduced_S.dtype, grad_S.dtype)
             new_S = grad_S.to(home, wide)  # first: it waits for a copy to the host that may still write reduced_S
             total = self.reduced_S.to(wide).add_(new_S)
             self.reduced_S = total.to(self._kept_dtype(grad_S))
+
+    def drop_arriving(self) -> None:
+        """Forget a reduced part that may still be on its way: the pass failed, and nobody waits for it."""
+        if self.arriving:
+            self.reduced_S = None
+            self.arriving = False
 
     def replace_reduced(self, values: Tensor) -> None:
         """Set the reduced part to ``values`` (without right padding); the caller publishes it."""
@@ -99,6 +111,7 @@ class GradientStore:
     def publish(self) -> None:
         """Give users the gradients: the local part while there is one, else the reduced part, else nothing."""
         handle = self._handle
+        self.arriving = False
         if not self._originals.use_orig_params:
             local_F = self.local_F
             shown = self.reduced_S if local_F is None else local_F[: handle.layout.numel]
@@ -126,7 +139,7 @@ class GradientStore:
             set_grad(param, value)
         self._given = [param.grad for param in params]
         self._given_ptrs = [0 if grad is None else grad.data_ptr() for grad in self._given]
-        self._look()
+        self._remember_local()
 
     def absorb(self) -> None:
         """Read what users did to the gradients since they were published.
@@ -146,7 +159,7 @@ class GradientStore:
         if changed:
             self._absorb(params, given, changed)
         elif self.local_F is not None and self.reduced_S is not None and self._versions() != self._seen_versions:
-            self._forget_zeroed(self.local_F, self.reduced_S)
+            self._forget_zeroed(self.reduced_S)
 
     def _versions(self) -> list[int]:
         """Count the writes to the local part: by its own counter, and by those of gradients that have one of their own.
@@ -161,26 +174,32 @@ class GradientStore:
             if tensor is not None and not tensor.is_inference()
         ]
 
-    def _look(self) -> None:
-        """Remember how the local part looks now: later differences are the user's."""
+    def _remember_local(self) -> None:
+        """Remember the local part as it is now: later differences are the user's."""
         self._seen_versions = self._versions()
-        self._were_zero = []
-        if self.local_F is not None and self.reduced_S is not None:
-            self._were_zero = [not view.any() for view in flat_views(self.local_F, self._handle.layout)]
+        both = self.local_F is not None and self.reduced_S is not None
+        self._were_used = self._used() if both else None
 
-    def _forget_zeroed(self, local_F: Tensor, reduced_S: Tensor) -> None:
+    def _used(self) -> Tensor:
+        """Return per original whether its local part is anything but zero, without waiting for the device."""
+        assert self.local_F is not None  # the caller looked
+        return torch.stack([view.any() for view in flat_views(self.local_F, self._handle.layout)])
+
+    def _forget_zeroed(self, reduced_S: Tensor) -> None:
         """Users saw the local part only. What they zeroed in place means "forget this gradient", the reduced part with it.
 
-        Of several originals one that was zero before is left alone: nobody can tell whether it was zeroed, or not used.
+        Of several originals one that was zero before is left alone: whether it was zeroed or not used cannot be known.
         """
-        if not local_F.any():
+        used = self._used()
+        before = used if self._were_used is None else self._were_used
+        are_used, were_used = torch.stack([used, before]).tolist()  # the one place where the host waits
+        if not any(are_used):
             self.local_F = self.reduced_S = None
         elif self._many:
-            views, pieces = flat_views(local_F, self._handle.layout), self._originals.pieces_of(reduced_S)
-            for view, piece, was_zero in zip(views, pieces, self._were_zero):
-                if not was_zero and not view.any():
+            for piece, now, earlier in zip(self._originals.pieces_of(reduced_S), are_used, were_used):
+                if earlier and not now:
                     piece.zero_()
-        self._look()
+        self._remember_local()
 
     def _absorb(self, params: Sequence[Tensor], given: Sequence[Tensor | None], changed: list[int]) -> None:
         if all(param.grad is None for param in params):
@@ -199,7 +218,7 @@ class GradientStore:
                 view.copy_(grad)
         self._given = [param.grad for param in params]
         self._given_ptrs = [0 if grad is None else grad.data_ptr() for grad in self._given]
-        self._look()
+        self._remember_local()
 
     def _target(self, params: Sequence[Tensor], changed: list[int]) -> list[Tensor]:
         """Return where replaced gradients are copied to, making a reduced part when there was no gradient."""

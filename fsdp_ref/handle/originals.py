@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fsdp_ref.naming import FLAT_PARAM
 from fsdp_ref.storage.param_sites import ManagedParam, ParamSite
-from fsdp_ref.storage.views import ReshapeSites, SiteWriters, flat_views, mark_flattened, set_data, set_flat_param
+from fsdp_ref.storage.views import SiteWriters, flat_views, mark_flattened, reshape_sites, set_data, set_flat_param
 
 if TYPE_CHECKING:
     from fsdp_ref.handle.flat_handle import FlatHandle
@@ -53,7 +53,6 @@ class Originals:
         self.use_orig_params = handle.config.use_orig_params
         self.shown = Shown.SHARDED
         self._made_writers: SiteWriters | None = None
-        self._reshape = ReshapeSites(self.managed)
         self._placeholders = [
             torch.empty_strided(spec.shape, spec.stride, dtype=handle.shard_S.dtype, device="meta")
             for spec in handle.layout.params
@@ -109,7 +108,7 @@ class Originals:
         return self._shard_views
 
     def present(self, index: int) -> bool:
-        """Tell whether this rank holds any of original ``index``; all of them hold all of an empty parameter."""
+        """Return whether this rank holds any of original ``index``; all of them hold all of an empty parameter."""
         return not self._handle.sharded or index in self.pieces or not self._handle.layout.params[index].numel
 
     def forget_views(self) -> None:
@@ -128,7 +127,7 @@ class Originals:
             self._point_at(self.shard_views())
             self._writers.show(self.params)
         else:
-            self._reshape.hide(self._placeholders)
+            reshape_sites(self.managed, self._placeholders, registered=False)
             set_flat_param(self._handle.module, FLAT_PARAM, self._handle.flat_param)
 
     def show_sharded(self, *, anew: bool = False) -> None:
@@ -140,7 +139,7 @@ class Originals:
                 self._point_at(self.shard_views())
             self._writers.show(self.params)
         elif self.shown is Shown.SUMMONED:
-            self._reshape.hide(self._placeholders)
+            reshape_sites(self.managed, self._placeholders, registered=False)
             set_flat_param(self._handle.module, FLAT_PARAM, self._handle.flat_param)
         else:
             self._writers.show(self._placeholders)
@@ -149,6 +148,7 @@ class Originals:
     def show_computing(self, views: Sequence[Tensor]) -> None:
         """Show tracked views of the full parameter."""
         if self.use_orig_params and self.shown is Shown.FULL:
+            # Users and optimizers keep these objects: they must never see a buffer that is about to be freed.
             self._point_at(self.shard_views())
         self._writers.show(views)
         self.shown = Shown.COMPUTING
@@ -169,7 +169,7 @@ class Originals:
             set_flat_param(self._handle.module, FLAT_PARAM, None)
             requires_grad = self._handle.flat_param.requires_grad
             shown = [nn.Parameter(view, requires_grad=requires_grad) for view in views]
-            self._reshape.register(shown)
+            reshape_sites(self.managed, shown, registered=True)
         self.shown = Shown.SUMMONED
         return shown
 
@@ -178,7 +178,7 @@ class Originals:
         return [(site.fqn, index, value) for site, index, value in self._writers.shown()]
 
     def unchanged(self) -> bool:
-        """Tell whether every place shows the original it should (original parameters only)."""
+        """Return whether every place shows the original it should (original parameters only)."""
         return self._writers.all_show(self.params)
 
     def trainable(self) -> list[bool]:

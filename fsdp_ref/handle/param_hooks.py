@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fsdp_ref.errors import FsdpRuntimeError
 from fsdp_ref.handle.flat_handle import FlatHandle
-from fsdp_ref.storage.views import set_grad
+from fsdp_ref.storage.views import flat_views, set_grad
 
 _IN_BACKWARD = "_in_backward_optimizers"
 
@@ -37,10 +37,10 @@ def _flat_hooks(handle: FlatHandle, grads: list[Tensor | None]) -> list[Tensor |
     if not flat._backward_hooks:
         return grads
     local = torch.zeros(handle.layout.numel, dtype=handle.compute_dtype, device=handle.config.device)
-    for view, grad in zip(handle.views_of(local), grads):
+    for view, grad in zip(flat_views(local, handle.layout), grads):
         if grad is not None:
             view.copy_(grad)
-    return [*handle.views_of(_run(flat, local))]
+    return [*flat_views(_run(flat, local), handle.layout)]
 
 
 def _run(param: Tensor, grad: Any) -> Tensor:

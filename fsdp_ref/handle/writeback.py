@@ -1,4 +1,4 @@
-"""What did the user do to the parameters since we last looked?
+"""What did the user do to the parameters since the last pass?
 
 Between iterations users replace a parameter's data, put another ``nn.Parameter`` on a module, or cast the whole
 model. Before each gather those changes are copied into the shard (or refused, by name). In-place edits need nothing:
@@ -25,7 +25,7 @@ from fsdp_ref.storage.views import mark_flattened
 
 
 def absorb_params(handle: FlatHandle) -> bool:
-    """Copy what the user changed into the shard; tell whether anything was.
+    """Copy what the user changed into the shard; return whether anything was.
 
     Raises:
         WritebackError: a parameter was replaced by one of another shape.
@@ -173,6 +173,7 @@ def _absorb_data(handle: FlatHandle) -> bool:
         handle.set_precision(dtypes.pop())
     with torch.no_grad():
         if full:
+            # By way of the full buffer: a piece of the shard may begin and end inside a parameter of any strides.
             _copy_full(handle, values)
         else:
             for index, value in values.items():

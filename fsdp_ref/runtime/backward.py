@@ -9,12 +9,13 @@ whatever is left, hand gradients to users.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fsdp_ref import compat
+from fsdp_ref.autograd.graph_hooks import InputsWatch, OutputHook, TakenInputs
+from fsdp_ref.compat import labelled
 from fsdp_ref.config import BackwardPrefetch
 from fsdp_ref.errors import UnshardConflictError, explain
 from fsdp_ref.handle.gradients import dense
@@ -22,11 +23,12 @@ from fsdp_ref.handle.param_hooks import run_after_accumulation, run_tensor_hooks
 from fsdp_ref.handle.writeback import absorb_params, check_unchanged
 from fsdp_ref.runtime import prefetch
 from fsdp_ref.runtime.events import UnitEventKind
-from fsdp_ref.runtime.graph_ties import InputsWatch, OutputHook, TakenInputs
-from fsdp_ref.runtime.root import Root
-from fsdp_ref.runtime.unit import Unit
-from fsdp_ref.states import HandleTrainingState, ShardState, TrainingState
+from fsdp_ref.runtime.unit import Ahead, Unit
+from fsdp_ref.states import READABLE, ReshardReason, UnitState
 from fsdp_ref.storage.precision import map_tensors
+
+if TYPE_CHECKING:
+    from fsdp_ref.runtime.root import Root
 
 # ---------------------------------------------------------------------- pre-backward
 
@@ -43,8 +45,9 @@ def hook_outputs(unit: Unit, output: Any, inputs: TakenInputs) -> Any:
 
     def hook(tensor: Tensor) -> Tensor:
         if tensor.requires_grad and not tensor.is_leaf and not inputs.gives_back(tensor):
+            # The graph keeps the hook, the hook keeps the views that the pass computed with, as long as both are needed.
             tensor.register_hook(waiting)
-            unit.expect_backward()
+            unit.awaits_backward = True
         return tensor
 
     return map_tensors(output, hook)
@@ -60,52 +63,52 @@ def pre_backward(unit: Unit) -> None:
     assert root is not None  # the unit ran forward
     task = root.enter_backward()
     flush_partial(root, unit, task)
-    if unit.entered_backward:
-        return
-    _enter(root, unit, task)
+    if unit.state is not UnitState.BACKWARD:
+        _enter(root, unit, task)
 
 
 def demand(unit: Unit) -> None:
     """Backward reads a parameter of ``unit`` that is not there: gather it, wherever backward is."""
     root = unit.root
     assert root is not None  # the unit ran forward
-    if not compat.in_backward():
-        # Somebody inspects the graph outside of backward; what they read is a copy (see ``tracked``).
-        if unit.handle is not None:
-            unit.handle.unshard()
-        return
     _enter(root, unit, root.enter_backward())
 
 
 def _enter(root: Root, unit: Unit, task: int) -> None:
-    if unit.training_state is TrainingState.SUMMON_FULL_PARAMS:
+    if unit.state is UnitState.SUMMONED:
         raise UnshardConflictError(
             explain(
                 f"backward of {unit!r}",
                 expected="sharded parameters",
-                got="full parameters held by summon_full_params",
+                got="full parameters that summon_full_params shows",
                 remedy="Run backward outside of the context",
             )
         )
-    unit.begin_backward(task)
     root.in_pass[unit] = None
-    unit.note(UnitEventKind.PRE_BACKWARD)
-    handle = unit.handle
-    if handle is not None:
-        if handle.state is ShardState.UNSHARDED:
-            check_unchanged(handle)
-        elif not unit.prefetched:
-            absorb_params(handle)
+    if unit.state is UnitState.FORWARD:
+        return  # a backward inside the unit's own forward, whose parameters are there and stay
+    with labelled("pre_backward", unit.name):
+        unit.note(UnitEventKind.PRE_BACKWARD)
+        handle = unit.handle
+        if handle is not None:
+            if unit.state in READABLE:
+                check_unchanged(handle)
+            elif unit.ahead is not Ahead.PREFETCH:
+                absorb_params(handle)
         unit.unshard()
-        root.owned(unit)
-        unit.show_views()
-    prefetch.in_backward(root, unit, BackwardPrefetch.BACKWARD_PRE)
+        if handle is not None:
+            root.owned(unit)
+            # Not for autograd, which makes its own views: for a forward that checkpointing runs again in here.
+            unit.show_views()
+        unit.move(UnitState.BACKWARD)
+        unit.backward_task = task
+        prefetch.in_backward(root, unit, BackwardPrefetch.BACKWARD_PRE)
 
 
 def reshard_with_inputs(unit: Unit, inputs: Any) -> None:
     """For a unit that trains nothing: give parameters up once the gradients of its inputs are there.
 
-    It has no node in the graph that could tell. When backward does not reach all of them, its end is what tells.
+    It has no node in the graph that could say so. When backward does not reach all of them, its end says so.
     """
     handle, record = unit.handle, unit.graph.record
     if handle is None or record is None or not torch.is_grad_enabled() or any(handle.originals.trainable()):
@@ -127,7 +130,7 @@ def _frozen_done(unit: Unit) -> None:
     assert root is not None  # the unit ran forward
     root.enter_backward()
     root.in_pass[unit] = None
-    _give_up(unit)
+    unit.reshard(ReshardReason.AFTER_BACKWARD)
     prefetch.in_backward(root, unit, BackwardPrefetch.BACKWARD_POST)
 
 
@@ -149,7 +152,7 @@ def on_gradients(unit: Unit, grads: tuple[Tensor | None, ...]) -> None:
     handle = unit.handle
     assert handle is not None  # only units with parameters have gradients
     local = run_tensor_hooks(handle, [None if grad is None else dense(grad).detach() for grad in grads])
-    if unit.entered_backward and unit.backward_task not in {-1, task}:
+    if unit.state is UnitState.BACKWARD and unit.backward_task != task:
         # A pass inside the pass (reentrant checkpointing): other regions of the unit may follow. Keep it open.
         root.partial[unit] = None
         root.sync.accumulate(unit, local)
@@ -159,14 +162,16 @@ def on_gradients(unit: Unit, grads: tuple[Tensor | None, ...]) -> None:
 
 
 def _complete(root: Root, unit: Unit, local: list[Tensor | None]) -> None:
-    unit.note(UnitEventKind.POST_BACKWARD)
-    unit.phase_is(HandleTrainingState.BACKWARD_POST)
-    _give_up(unit)
-    prefetch.in_backward(root, unit, BackwardPrefetch.BACKWARD_POST)
-    if unit.sync_gradients:
-        root.sync.reduce(unit, local)
-    else:
-        root.sync.accumulate(unit, local)
+    with labelled("post_backward", unit.name):
+        unit.note(UnitEventKind.POST_BACKWARD)
+        # First, so that the next gather and the reduction find the memory of this unit's parameters free.
+        unit.reshard(ReshardReason.AFTER_BACKWARD)
+        # Then the gather, which backward waits for next; nobody waits for the reduction before the pass ends.
+        prefetch.in_backward(root, unit, BackwardPrefetch.BACKWARD_POST)
+        if unit.sync_gradients:
+            root.sync.reduce(unit, local)
+        else:
+            root.sync.accumulate(unit, local)
 
 
 def flush_partial(root: Root, entering: Unit, task: int) -> None:
@@ -185,43 +190,30 @@ def _encloses(unit: Unit, other: Unit) -> bool:
     return unit.is_root is True or not unit.name or other.name.startswith(unit.name + ".")
 
 
-def _give_up(unit: Unit) -> None:
-    """Reshard in backward: always when synchronising, else only where the strategy reshards anyway."""
-    unit.end_backward()
-    handle = unit.handle
-    if handle is None or handle.state is ShardState.SHARDED:
-        return
-    # A low-precision copy that nobody gathers (NO_SHARD) is out of date after the next optimizer step.
-    copied = not handle.sharded
-    free = copied or unit.sync_gradients or unit.config.reshards_after_forward
-    unit.reshard(free=free)
-    unit.keep(not free)
-
-
 # ---------------------------------------------------------------------- end
 
 
 def end_backward(root: Root) -> None:
     """The outermost backward pass ended: nothing of it stays in flight, and users see its gradients."""
-    for unit in list(root.partial):
-        root.partial.pop(unit)
-        _complete(root, unit, _nothing_new(unit))
-    _reduce_leftovers(root)
-    root.sync.finish()
-    root.streams.compute_after_reduce()
-    if any(unit.config.cpu_offload.offload_params for unit in root.units):
-        # Nothing else stops the host, which may run ahead into the next step; offloaded gradients it reads itself.
-        root.streams.host_after_reduce()
-    for unit in root.units:
-        handle = unit.handle
-        # What a backward without synchronisation kept is freed by the next one with it, used there or not.
-        kept = unit.keep_unsharded and not unit.sync_gradients
-        if handle is not None and handle.state is not ShardState.SHARDED and not kept:
-            _give_up(unit)
-        unit.end_backward()
-        unit.phase_is(HandleTrainingState.IDLE)
-    publish(root.in_pass)
-    root.in_pass.clear()
+    with labelled("end_of_backward", root.unit.name):
+        for unit in list(root.partial):
+            root.partial.pop(unit)
+            _complete(root, unit, _nothing_new(unit))
+        _reduce_leftovers(root)
+        root.sync.finish()
+        # From here on the current stream, on which the optimizer runs, sees reduced gradients.
+        root.streams.compute_after_reduce()
+        if root.offloads:
+            # Nothing else stops the host, which may run ahead into the next step; offloaded gradients it reads itself.
+            root.streams.host_after_reduce()
+        for unit in root.units:
+            # What a backward without synchronisation kept is freed by the next one with it, used there or not.
+            if unit.state is UnitState.ACCUMULATING and not unit.sync_gradients:
+                unit.end_pass()
+            else:
+                unit.reshard(ReshardReason.AFTER_BACKWARD)
+        publish(root.in_pass)
+        root.in_pass.clear()
 
 
 def _reduce_leftovers(root: Root) -> None:
@@ -239,8 +231,6 @@ def _reduce_leftovers(root: Root) -> None:
         handle.grads.absorb()
         if handle.grads.local_F is not None:
             root.in_pass[unit] = None
-            # What a backward without synchronisation kept gathered is out of date after the step that may follow.
-            unit.keep(False)
             root.sync.reduce(unit, _nothing_new(unit))
 
 
@@ -249,6 +239,7 @@ def publish(units: Iterable[Unit]) -> None:
     handles = [unit.handle for unit in units if unit.handle is not None]
     for handle in handles:
         handle.grads.publish()
+    # After all are shown: a user's hook may look at other parameters, or step an optimizer over several.
     for handle in handles:
         if handle.grads.local_F is None:
             run_after_accumulation(handle)

@@ -27,7 +27,7 @@ class UnitEventKind(Enum):
     GATHER = auto()
     """The all-gather is issued. Earlier than UNSHARD where communication is overlapped without being asked to."""
     RESHARD = auto()
-    """The unit gives its full parameters up; ``freed`` tells whether their memory is gone."""
+    """The unit gives its full parameters up; ``freed`` says whether their memory is gone."""
     REDUCE = auto()
     """The reduction of the unit's gradient is issued."""
     ACCUMULATE = auto()
@@ -70,6 +70,6 @@ def observe(observer: Observer) -> Iterator[None]:
 
 
 def emit(event: UnitEvent) -> None:
-    """Tell all subscribers."""
+    """Report to all subscribers."""
     for observer in tuple(OBSERVERS):
         observer(event)

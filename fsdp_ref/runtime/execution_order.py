@@ -1,15 +1,12 @@
-"""In which order do units run, what comes next, and do all ranks agree?
+"""In which order do units run, and what comes next?
 
 Records positions only; whoever gathers ahead asks :meth:`ExecutionOrder.next_forward` and
-:meth:`ExecutionOrder.next_backward`. Comparing ranks is a pure function of what each rank saw (:func:`compare`); the
-caller exchanges it.
+:meth:`ExecutionOrder.next_backward`. Ranks are compared in ``order_check``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from fsdp_ref.errors import ExecutionOrderError
 
 
 class ExecutionOrder:
@@ -49,7 +46,7 @@ class ExecutionOrder:
             self.first_forward = self.last_forward
 
     def warn_once(self) -> bool:
-        """Tell whether nobody has asked before."""
+        """Return whether nobody has asked before."""
         first, self._warned = not self._warned, True
         return first
 
@@ -69,26 +66,3 @@ class ExecutionOrder:
         """Return the unit that ran just before ``unit`` in forward: backward needs it next."""
         place = self._position.get(unit, 0)
         return self._post[place - 1] if place > 0 else None
-
-
-def compare(per_rank: Sequence[Sequence[str]]) -> str | None:
-    """Tell whether all ranks are about to gather the same parameters.
-
-    Args:
-        per_rank: for each rank, the names of the parameters it gathers next.
-
-    Returns:
-        None when all agree, else a description of two ranks that differ.
-    """
-    for rank, names in enumerate(per_rank):
-        if list(names) != list(per_rank[0]):
-            return f"rank 0 gathers {list(per_rank[0])} while rank {rank} gathers {list(names)}"
-    return None
-
-
-def order_error(difference: str) -> ExecutionOrderError:
-    """Return the error for ranks that disagree in the first iteration."""
-    return ExecutionOrderError(
-        f"Forward order differs across ranks: expected one order on all ranks, got {difference}. "
-        "Make control flow in forward independent of the rank."
-    )

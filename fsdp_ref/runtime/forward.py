@@ -1,7 +1,7 @@
 """What happens around a unit's forward?
 
 ``enter_forward`` gathers, shows tracked views and casts inputs; ``exit_forward`` hooks outputs and gives full parameters
-up; ``abort_forward`` does the latter when the user's forward raised. The wrapper calls them around the wrapped module,
+up; ``calls.abort`` does the latter when the user's forward raised. The wrapper calls them around the wrapped module,
 the composable API from module hooks.
 
 Inside a backward pass the same calls serve a forward that activation checkpointing runs again: it finds parameters
@@ -11,121 +11,96 @@ gathered or gathers them, and leaves giving them up to backward.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsdp_ref import compat
+from fsdp_ref.autograd.graph_hooks import TakenInputs
+from fsdp_ref.autograd.graph_ties import PassRecord
+from fsdp_ref.autograd.tracked import TrackedParams
+from fsdp_ref.compat import RunningCall, labelled
 from fsdp_ref.errors import UnshardConflictError, explain
 from fsdp_ref.handle.writeback import absorb_params
-from fsdp_ref.runtime import backward, prefetch
+from fsdp_ref.runtime import backward, calls, prefetch
+from fsdp_ref.runtime.calls import Frame
 from fsdp_ref.runtime.events import UnitEventKind
-from fsdp_ref.runtime.graph_ties import PassRecord, TakenInputs
 from fsdp_ref.runtime.order_check import check_order
-from fsdp_ref.runtime.root import Root
-from fsdp_ref.runtime.tracked import TrackedParams
+from fsdp_ref.runtime.root import Root, lazy_init
 from fsdp_ref.runtime.unit import Unit
-from fsdp_ref.states import TrainingState
+from fsdp_ref.states import READABLE, ReshardReason, UnitState
 from fsdp_ref.storage.precision import cast_floating, map_tensors, move_to
 from fsdp_ref.storage.views import alias
 
 
-@dataclass(slots=True)
-class Frame:
-    """One open forward call of a unit.
-
-    Attributes:
-        unit: whose.
-        nested: the unit was already open: this call only passes through.
-        outermost: the first open call of the tree, outside of backward.
-        cast_back: the dtype that outputs are cast back to, for units that compute in full precision by exception.
-        context: what is undone when the call ends.
-        record: the unit's forward pass; held here until the outputs' hooks hold it.
-        inputs: what the unit computes with, cast and moved.
-    """
-
-    unit: Unit
-    nested: bool
-    outermost: bool = False
-    cast_back: torch.dtype | None = None
-    context: ExitStack = field(default_factory=ExitStack)
-    record: PassRecord | None = None
-    inputs: TakenInputs = field(default_factory=TakenInputs)
-
-
-def lazy_init(unit: Unit) -> Root:
-    """Return the unit's root, making the unit itself the root when it has none yet."""
-    if unit.root is None:
-        Root(unit, backward.end_backward, backward.demand)
-    assert unit.root is not None  # a root adopts its units
-    return unit.root
-
-
-def enter_forward(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Frame, Any, Any]:
+def enter_forward(
+    unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], running: RunningCall | None = None
+) -> tuple[Frame, Any, Any]:
     """Prepare the unit's forward; return its frame and the inputs to use.
+
+    ``running`` is the Python call that the forward belongs to, where its end may go unnoticed (see ``calls``).
 
     Collectives:
         An all-gather over the shard group unless parameters are there; maybe the next unit's. All ranks must call.
     """
     root = lazy_init(unit)
-    if unit.training_state is TrainingState.SUMMON_FULL_PARAMS:
+    if unit.state is UnitState.SUMMONED:
         raise UnshardConflictError(
             explain(
                 f"forward of {unit!r}",
                 expected="sharded parameters",
-                got="full parameters held by summon_full_params",
+                got="full parameters that summon_full_params shows",
                 remedy="Expects tensor to be unsharded by forward itself; leave the context first",
             )
         )
-    if unit.depth:
-        unit.open_call()
-        return Frame(unit, nested=True), args, kwargs
+    if unit.state is UnitState.FORWARD:
+        return Frame(unit, root, nested=True), args, kwargs
     replay = compat.in_backward()
-    frame = Frame(unit, nested=False, outermost=not replay and root.open_forwards == 0)
-    if not replay:
-        root.open_call()
-    unit.open_call()
+    frame = Frame(unit, root, nested=False, replay=replay, outermost=not replay and not root.calls, running=running)
+    root.calls.append(frame)
     try:
-        if frame.outermost:
-            root.begin_forward()
-            frame.context.enter_context(root.watch_saved_tensors())
-        args, kwargs = _inputs(unit, frame, args, kwargs)
-        frame.inputs = TakenInputs(args, kwargs)
-        _gather(unit, root, frame, replay=replay)
-        if not replay:
-            backward.reshard_with_inputs(unit, (args, kwargs))
+        with labelled("pre_forward", unit.name):
+            if frame.outermost:
+                root.begin_forward()
+                frame.context.enter_context(root.watch_saved_tensors())
+            args, kwargs = _inputs(unit, frame, args, kwargs)
+            frame.inputs = TakenInputs(args, kwargs)
+            _gather(unit, root, frame)
+            if not replay:
+                backward.reshard_with_inputs(unit, (args, kwargs))
     except BaseException:
-        abort_forward(frame)
+        calls.abort(frame)
         raise
     return frame, args, kwargs
 
 
-def _gather(unit: Unit, root: Root, frame: Frame, *, replay: bool) -> None:
+def _gather(unit: Unit, root: Root, frame: Frame) -> None:
     """Have full parameters and show tracked views of them."""
-    unit.begin_forward()
     unit.note(UnitEventKind.PRE_FORWARD)
     _set_precision(unit)
     handle = unit.handle
-    if not replay:
+    if not frame.replay:
         root.order.pre_forward(root.index[unit])
+        # Before this unit's gather: ranks that disagree would wait for each other in different collectives.
         check_order(root, unit)
-    if handle is None:
-        return
-    if not handle.unsharded or not replay:
-        handle.grads.absorb()
-    if absorb_params(handle) and unit.keep_unsharded:
-        unit.drop()
+    if handle is not None:
+        if not frame.replay or unit.state not in READABLE:
+            handle.grads.absorb()
+        if absorb_params(handle) and unit.state is UnitState.ACCUMULATING:
+            unit.reshard(ReshardReason.OUT_OF_DATE)
     unit.unshard()
-    root.owned(unit)
-    if not replay:
-        prefetch.in_forward(root, unit)
-    frame.record = tracked_views(unit, root)
-    if not replay:
-        root.keep_open(frame.record)
-    handle.originals.show_computing(frame.record.views)
+    if handle is not None:
+        root.owned(unit)
+        if not frame.replay:
+            # After the own gather, so that the next one queues behind it and runs while this unit computes.
+            prefetch.in_forward(root, unit)
+        # A unit that runs twice in a forward shows one set of views, hence has one node and one completion.
+        frame.record = tracked_views(unit, root)
+        if not frame.replay:
+            root.keep_open(frame.record)
+        handle.originals.show_computing(frame.record.views)
+    frame.compute()
 
 
 def _set_precision(unit: Unit) -> None:
@@ -167,7 +142,8 @@ def _inputs(unit: Unit, frame: Frame, args: Any, kwargs: Any) -> tuple[Any, Any]
     else:
         policy = unit.config.mixed_precision
         as_root = policy.cast_root_forward_inputs and (unit.is_root or unit.config.applied_here)
-        dtype = unit.input_dtype if policy.cast_forward_inputs or as_root else None
+        casts = (policy.cast_forward_inputs or as_root) and not unit.full_precision_now
+        dtype = policy.param_dtype if casts else None
     if dtype is None:
         return args, kwargs
     return cast_floating(args, dtype), cast_floating(kwargs, dtype)
@@ -176,87 +152,39 @@ def _inputs(unit: Unit, frame: Frame, args: Any, kwargs: Any) -> tuple[Any, Any]
 def _first_floating(*values: Any) -> torch.dtype | None:
     found: list[torch.dtype] = []
 
-    def look(tensor: Tensor) -> Tensor:
+    def collect(tensor: Tensor) -> Tensor:
         if tensor.is_floating_point():
             found.append(tensor.dtype)
         return tensor
 
-    map_tensors(values, look)
+    map_tensors(values, collect)
     return found[0] if found else None
 
 
 def exit_forward(frame: Frame, output: Any) -> Any:
     """Finish the unit's forward; return the output to hand on."""
-    unit = frame.unit
+    unit, root = frame.unit, frame.root
     if frame.nested:
-        unit.close_call()
         return output
-    root = lazy_init(unit)
-    try:
-        if frame.cast_back is not None:
-            output = cast_floating(output, frame.cast_back)
-        output = backward.hook_outputs(unit, output, frame.inputs)
-    except BaseException:
-        abort_forward(frame)
-        raise
-    _close(frame)
-    if not compat.in_backward():
-        root.order.post_forward(root.index[unit])
-        _give_up(unit)
-        if frame.outermost:
-            if unit.is_root:
-                root.order.end_forward()
-            root.end_forward()
-    unit.note(UnitEventKind.POST_FORWARD)
+    with labelled("post_forward", unit.name):
+        try:
+            if frame.cast_back is not None:
+                output = cast_floating(output, frame.cast_back)
+            # Before parameters go: whether an output awaits backward decides whether they go for good.
+            output = backward.hook_outputs(unit, output, frame.inputs)
+        except BaseException:
+            calls.abort(frame)
+            raise
+        calls.close(frame)
+        if not frame.replay:
+            root.order.post_forward(root.index[unit])
+            unit.reshard(ReshardReason.AFTER_FORWARD)
+            if frame.outermost:
+                if unit.is_root:
+                    root.order.end_forward()
+                root.end_forward()
+        unit.note(UnitEventKind.POST_FORWARD)
     return output
-
-
-def abort_forward(frame: Frame) -> None:
-    """The unit's forward raised: put everything back.
-
-    Inside backward this is also how checkpointing stops a forward that it runs again as soon as it has what it needs;
-    the parameters are about to be used, so they stay.
-    """
-    unit = frame.unit
-    if frame.nested:
-        unit.close_call()
-        return
-    _close(frame)
-    if not compat.in_backward():
-        unit.drop()
-        if frame.outermost:
-            root = lazy_init(unit)
-            root.end_forward()
-            for each in root.units:
-                # What the module stored on its way here holds the beginning of a graph that nobody will run backward.
-                each.graph.loosen()
-
-
-def _close(frame: Frame) -> None:
-    unit = frame.unit
-    unit.close_call()
-    if unit.root is not None and not compat.in_backward():
-        unit.root.close_call()
-    frame.context.close()
-
-
-def _give_up(unit: Unit) -> None:
-    """Reshard after forward as the strategy says."""
-    handle = unit.handle
-    if handle is None:
-        return
-    # Where no output can be differentiated no backward will come that frees (one that enters elsewhere gathers anew).
-    for_good = not torch.is_grad_enabled() or not unit.needs_pre_backward
-    free = for_good or (unit.config.reshards_after_forward and not unit.is_root)
-    unit.reshard(free=free and handle.needs_buffer and not _kept(unit))
-    keeps_full = handle.unsharded and handle.sharded and not unit.config.reshards_after_forward
-    # Shown in full only while no gradient of the shard is there: an optimizer step must find matching shapes.
-    if keeps_full and unit.config.use_orig_params and all(param.grad is None for param in handle.originals.params):
-        handle.originals.show_full()
-
-
-def _kept(unit: Unit) -> bool:
-    return unit.keep_unsharded and torch.is_grad_enabled()
 
 
 def call_unit(unit: Unit, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -265,6 +193,6 @@ def call_unit(unit: Unit, forward: Callable[..., Any], args: tuple[Any, ...], kw
     try:
         output = forward(*args, **kwargs)
     except BaseException:
-        abort_forward(frame)
+        calls.abort(frame)
         raise
     return exit_forward(frame, output)

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_ref.comm.collectives import SILENT, Collectives, Pending
-from fsdp_ref.comm.division import DivideFactors
+from fsdp_ref.comm.division import DivideFactors, divide
 from fsdp_ref.comm.hooks import LOW_PRECISION_HOOKS
+from fsdp_ref.compat import labelled
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.gradients import fill_flat
 from fsdp_ref.runtime.events import UnitEventKind
@@ -54,23 +55,24 @@ class _Reduction:
         if self._rest and self._collectives is not None:
             self._pending.wait()
             group = self._rest.pop(0)
-            self._pending = self._collectives.all_reduce(self._out_S, group, f"{self.unit.name}: gradient replicas")
+            self._pending = self._collectives.all_reduce(self._out_S, group, self.unit.name)
 
     def finish(self) -> None:
         """Wait for everything and add the result to the gradient."""
         handle = self.unit.handle
         assert handle is not None  # only units with parameters reduce
+        # On the stream that the sum arrives on, so that compute waits for it once, at the end of backward.
         with handle.streams.post_backward(), torch.no_grad():
-            self._settle()
-            if self._after > 1:
-                self._out_S.div_(self._after)
+            self._wait()
+            divide(self._out_S, self._after)
             handle.grads.add_reduced(self._out_S)
 
-    def _settle(self) -> None:
+    def _wait(self) -> None:
         while self._rest:
             self.advance()
         self._pending.wait()
         if self._sent is not None:
+            # Not before: until the wait the collective reads it.
             SCRATCH.give(self._sent)
             self._sent = None
 
@@ -79,7 +81,7 @@ class _Reduction:
         handle = self.unit.handle
         assert handle is not None  # only units with parameters reduce
         with handle.streams.post_backward():
-            self._settle()
+            self._wait()
 
 
 class GradSync:
@@ -105,11 +107,13 @@ class GradSync:
         assert handle is not None  # only units with parameters have gradients
         unit.note(UnitEventKind.REDUCE)
         streams = handle.streams
+        # Gradients were made by kernels of the current stream and are read on the post-backward stream, which therefore
+        # waits; autograd frees them when this returns, and the allocator must not hand their memory out before.
         streams.reduce_after_compute()
         for grad in grads:
             if grad is not None:
                 streams.used_by_reduce(grad)
-        with streams.post_backward(), torch.no_grad():
+        with labelled("post_backward_reduce", unit.name), streams.post_backward(), torch.no_grad():
             if unit.comm_hook is not None:
                 self._by_hook(unit, handle, grads)
             else:
@@ -122,22 +126,22 @@ class GradSync:
         sent_F = gather_local(handle, grads, dtype, before)
         collectives = SILENT if handle.config.switches.fake_reduce else handle.collectives
         rest = [] if handle.groups.replicate is None else [handle.groups.replicate]
-        label = f"{unit.name}: gradient"
         if handle.sharded:
             out_S = torch.empty(handle.shard_map.shard_numel, dtype=dtype, device=sent_F.device)
-            pending = collectives.reduce_scatter(out_S, sent_F, handle.groups.shard, label)
+            pending = collectives.reduce_scatter(out_S, sent_F, handle.groups.shard, unit.name)
             reduction = _Reduction(unit, sent_F, out_S, pending, after)
         else:
             # What is summed in place becomes the gradient: the buffer leaves the pool for good.
             groups = [group for group in (handle.groups.shard, *rest) if group.size() > 1]
             first, rest = groups[0] if groups else handle.groups.shard, groups[1:]
-            reduction = _Reduction(unit, None, sent_F, collectives.all_reduce(sent_F, first, label), after)
+            reduction = _Reduction(unit, None, sent_F, collectives.all_reduce(sent_F, first, unit.name), after)
         reduction.then_all_reduce(collectives, [group for group in rest if group.size() > 1])
         self._open.append(reduction)
         self._bound()
 
     def _bound(self) -> None:
         if len(self._open) > 1:
+            # By now the sum within the shard group has had a whole unit's backward to end; let that over replicas run.
             self._open[-2].advance()
         while len(self._open) > IN_FLIGHT:
             self._open.popleft().finish()
@@ -152,6 +156,7 @@ class GradSync:
         if handle.sharded:
             out_S = torch.zeros(handle.shard_map.shard_numel, dtype=dtype, device=sent_F.device)
             hook(unit.comm_hook_state, sent_F, out_S)
+            # Not given back to the pool: the hook may have kept it.
         else:
             out_S = sent_F
             hook(unit.comm_hook_state, out_S)
@@ -170,20 +175,17 @@ class GradSync:
 
 def gather_local(handle: FlatHandle, grads: Sequence[Tensor | None], dtype: torch.dtype, divisor: float) -> Tensor:
     """Return all local gradients as one flat tensor in ``dtype``, divided by ``divisor``, padding zero."""
-    kept_F = handle.grads.take_local()
-    if kept_F is not None:
-        handle.grads.local_F = kept_F
-        handle.grads.add_local(grads)
-        kept_F = handle.grads.take_local()
-    if kept_F is not None:
-        handle.streams.used_by_reduce(kept_F)
-    if kept_F is not None and kept_F.dtype == dtype and not handle.sharded:
-        return kept_F.div_(divisor) if divisor != 1.0 else kept_F
-    flat_F = SCRATCH.take(handle.shard_map.padded_numel, dtype, handle.config.device)
+    kept_F = handle.grads.take_local(grads)
     if kept_F is None:
+        flat_F = SCRATCH.take(handle.shard_map.padded_numel, dtype, handle.config.device)
         fill_flat(flat_F, handle.layout, grads, divisor)
+        return flat_F
+    # Made by kernels of the current stream in an earlier backward; given up by the store just now.
+    handle.streams.used_by_reduce(kept_F)
+    if kept_F.dtype == dtype and not handle.sharded:
+        flat_F = kept_F
     else:
+        flat_F = SCRATCH.take(handle.shard_map.padded_numel, dtype, handle.config.device)
         flat_F.copy_(kept_F)
-        if divisor != 1.0:
-            flat_F.div_(divisor)
+    divide(flat_F, divisor)
     return flat_F

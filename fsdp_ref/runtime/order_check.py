@@ -8,14 +8,17 @@ deviation is reported once. Source: ``torch.distributed.fsdp._exec_order_utils``
 from __future__ import annotations
 
 import warnings
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from fsdp_ref import compat
-from fsdp_ref.runtime.execution_order import compare, order_error
-from fsdp_ref.runtime.root import Root
+from fsdp_ref.comm.collectives import gather_objects
+from fsdp_ref.errors import ExecutionOrderError, listing
 from fsdp_ref.runtime.unit import Unit
+
+if TYPE_CHECKING:
+    from fsdp_ref.runtime.root import Root
 
 
 def check_order(root: Root, unit: Unit) -> None:
@@ -37,11 +40,13 @@ def check_order(root: Root, unit: Unit) -> None:
         return
     if root.order.first_forward is None:
         names = [f"{unit.name}.{fqn}" if unit.name else fqn for fqn in handle.fqns]
-        per_rank: list[list[str]] = [[] for _ in range(handle.shard_size)]
-        dist.all_gather_object(per_rank, names, group=handle.groups.shard)
-        difference = compare(per_rank)
-        if difference is not None:
-            raise order_error(difference)
+        per_rank = gather_objects(names, handle.groups.shard)
+        different = [f"rank {rank} gathers {other}" for rank, other in enumerate(per_rank) if other != per_rank[0]]
+        if different:
+            raise ExecutionOrderError(
+                f"Forward order differs across ranks: expected one order on all ranks, got rank 0 gathers {per_rank[0]} "
+                f"while {listing(different)}. Make control flow in forward independent of the rank."
+            )
         return
     place = len(root.order.running)
     recorded = root.order.first_forward

@@ -8,11 +8,15 @@ too. It is not an "unshard" of its own: only the bytes start earlier.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from fsdp_ref.config import BackwardPrefetch
 from fsdp_ref.handle.writeback import absorb_params
-from fsdp_ref.runtime.root import Root
-from fsdp_ref.runtime.unit import Unit
-from fsdp_ref.states import ShardState
+from fsdp_ref.runtime.unit import Ahead, Unit
+from fsdp_ref.states import UnitState
+
+if TYPE_CHECKING:
+    from fsdp_ref.runtime.root import Root
 
 
 def in_forward(root: Root, unit: Unit) -> None:
@@ -26,14 +30,15 @@ def in_forward(root: Root, unit: Unit) -> None:
         return
     following = root.units[target]
     handle = following.handle
-    if handle is None or following.depth or handle.state is not ShardState.SHARDED or following.prefetched:
+    if handle is None or following.state is not UnitState.SHARDED or following.ahead is Ahead.PREFETCH:
         return
+    # What its own forward would do before its gather: nothing may change between this gather and that forward.
     if following.config.switches.full_precision_in_eval:
         handle.set_full_precision(following.full_precision_now)
     absorb_params(handle)
     if explicit:
         following.prefetch()
-    elif handle.needs_buffer:
+    elif handle.needs_buffer:  # otherwise there are no bytes to send ahead
         following.start_gather(prefetch=True)
 
 
@@ -45,5 +50,6 @@ def in_backward(root: Root, unit: Unit, moment: BackwardPrefetch) -> None:
     if target is None:
         return
     following = root.units[target]
-    if following.needs_pre_backward and not following.prefetched and not following.entered_backward:
+    asked = following.ahead is Ahead.PREFETCH or following.state is UnitState.BACKWARD
+    if following.awaits_backward and not asked:
         following.prefetch()

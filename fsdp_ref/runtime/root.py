@@ -1,30 +1,51 @@
 """What do the units of one tree share?
 
-The unit whose forward is entered first becomes the root (lazily, at first use). It lists its units, gives them one set
-of streams and one execution order, and holds what lasts for one forward or backward pass of the whole tree.
+The unit whose forward is entered first becomes the root (:func:`lazy_init`, at first use). It lists its units, gives
+them one set of streams and one execution order, and keeps what lasts for one forward or backward pass of the whole tree.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from fsdp_ref import compat
 from fsdp_ref.annotations import units_under
+from fsdp_ref.autograd.graph_ties import GraphTie, PassRecord
+from fsdp_ref.autograd.tracked import UnitsByStorage, pack_with, unpack_with
 from fsdp_ref.comm.streams import streams_for
 from fsdp_ref.errors import FsdpAssertionError, FsdpValueError, explain, listing
-from fsdp_ref.handle.originals import Shown
 from fsdp_ref.naming import clean_tensor_name
+from fsdp_ref.runtime import backward
+from fsdp_ref.runtime.calls import Frame, abort_interrupted
 from fsdp_ref.runtime.execution_order import ExecutionOrder
 from fsdp_ref.runtime.grad_sync import GradSync
-from fsdp_ref.runtime.graph_ties import GraphTie, PassRecord
-from fsdp_ref.runtime.tracked import UnitsByStorage, pack_with, unpack_with
-from fsdp_ref.runtime.unit import Unit
-from fsdp_ref.runtime.user_changes import settle
-from fsdp_ref.states import ShardState
+from fsdp_ref.runtime.unit import Ahead, Unit
+from fsdp_ref.states import ReshardReason, UnitState
+
+
+def lazy_init(unit: Unit) -> Root:
+    """Return the unit's root, making the unit itself the root when it has none yet."""
+    close_ended(unit)
+    if unit.root is None:
+        Root(unit)
+    assert unit.root is not None  # a root adopts its units
+    return unit.root
+
+
+def close_ended(unit: Unit) -> None:
+    """Close what an exception left open because torch skipped our hook: forward calls, and states being collected."""
+    root = unit.root
+    if root is None:
+        return
+    abort_interrupted(root)
+    if unit.is_root or unit.state is UnitState.SUMMONED:
+        for each in root.units:
+            if each.open_state is not None and each.open_state.collecting.ended():
+                open_state, each.open_state = each.open_state, None
+                open_state.close(each)
 
 
 class _PassEnd:
@@ -49,40 +70,39 @@ class Root:
 
     Args:
         unit: the root unit.
-        end_backward: what to do when the outermost backward pass has finished.
-        demand: make a unit's full parameters available to backward.
 
     Attributes:
         units: all units, depth first.
         order: execution order.
         sync: open gradient reductions.
         round: counts outermost forward passes.
-        open_forwards: forward calls that are open now.
+        calls: forward calls that are open now, outermost first.
         in_pass: units that took part in the present backward pass.
+        partial: units whose gradients came from passes inside the present one, which may bring more.
+        offloads: whether gradients of some unit are copied to the host.
     """
 
-    def __init__(self, unit: Unit, end_backward: Callable[[Root], None], demand: Callable[[Unit], None]) -> None:
+    def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.units: list[Unit] = []
         self.index: dict[Unit, int] = {}
         self.order = ExecutionOrder()
         self.sync = GradSync()
         self.round = 0
-        self.open_forwards = 0
+        self.calls: list[Frame] = []
         self.in_pass: dict[Unit, None] = {}
         self.partial: dict[Unit, None] = {}
+        # What makes autograd keep the node of a unit's views, whose inputs are no tensors. It gets no gradient.
         with torch.inference_mode(False):  # the first forward may be an evaluation
             self.anchor = torch.zeros((), device=unit.config.device, requires_grad=True)
         self.streams = streams_for(unit.config.device, limit_all_gathers=unit.config.limit_all_gathers)
-        self._end_backward = end_backward
         self._passes: dict[int, weakref.ref[_PassEnd]] = {}
         self._dirty = False
         self._ties: dict[GraphTie, None] = {}
         self._open_records: list[PassRecord] = []
         self._storages = UnitsByStorage()
         self._pack = pack_with(self._storages)
-        self._unpack = unpack_with(demand)
-        self._saved: AbstractContextManager[object] | None = None
+        self._unpack = unpack_with(backward.demand)
         self._adopt(unit)
 
     # ------------------------------------------------------------------ members
@@ -105,6 +125,7 @@ class Root:
         check_homogeneous(units)
         names = {id(unit): clean_tensor_name(name) for name, _, unit in reversed(found)}
         self.units = units
+        self.offloads = any(unit.config.cpu_offload.offload_params for unit in units)
         for position, unit in enumerate(units):
             unit.adopt(self, names.get(id(unit), ""), is_root=unit is root_unit)
             self.index[unit] = position
@@ -122,31 +143,22 @@ class Root:
 
     # ------------------------------------------------------------------ forward passes
 
-    def open_call(self) -> None:
-        """A unit's forward begins, outside of backward."""
-        self.open_forwards += 1
-
-    def close_call(self) -> None:
-        """A unit's forward ended."""
-        self.open_forwards = max(0, self.open_forwards - 1)
-
     def begin_forward(self) -> None:
         """The outermost forward call of this tree begins, outside of any backward."""
         self.recover()
         for unit in self.units:
-            handle = unit.handle
-            if handle is None:
+            if unit.handle is not None:
+                unit.handle.grads.release()
+            if unit.ahead is Ahead.USER:
                 continue
-            handle.grads.release()
-            if unit.early:
-                continue
-            # What is left from a forward without backward may be out of date: the user may have changed parameters.
-            if handle.state is not ShardState.SHARDED and not unit.keep_unsharded:
-                settle(unit)
-            unit.new_round()
+            if unit.state is not UnitState.SHARDED and unit.state is not UnitState.ACCUMULATING:
+                unit.reshard(ReshardReason.OUT_OF_DATE)
+            unit.ahead = None
+            unit.end_pass()
             unit.graph.new_round()
         self.round += 1
         self.order.begin_forward()
+        # The optimizer's step runs on the current stream and may not have ended on the device.
         self.streams.gather_after_compute()
 
     def watch_saved_tensors(self) -> AbstractContextManager[object]:
@@ -160,11 +172,16 @@ class Root:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def end_forward(self) -> None:
-        """The outermost forward call ended: free gathers that nobody used. What the graph needs it holds by now."""
+        """The outermost forward call ended: free gathers that nobody used. What the graph needs it keeps by now."""
+        # Outputs have their hooks, which keep the records from here on; a graph that is dropped drops them.
         self._open_records.clear()
         for unit in self.units:
-            if unit.handle is not None and unit.handle.state is ShardState.UNSHARDING and not unit.early:
-                unit.drop()
+            if unit.state is UnitState.GATHERING and unit.ahead is not Ahead.USER:
+                unit.reshard(ReshardReason.UNUSED)
+        if self.offloads:
+            # Shards on the host are read by the device when it gets there. No backward may follow in which the host
+            # waits, and the optimizer that runs on the host would write to them before.
+            self.streams.host_after_prepare()
 
     # ------------------------------------------------------------------ backward passes
 
@@ -174,6 +191,7 @@ class Root:
         if task not in self._passes or self._passes[task]() is None:
             if not self._live_passes():
                 self.recover()
+            # Autograd alone keeps it: it drops the callbacks of a pass that fails, and that is how we hear of it.
             end = _PassEnd(self, task)
             self._passes[task] = weakref.ref(end)
             compat.queue_backward_callback(end)
@@ -190,7 +208,7 @@ class Root:
         if self._live_passes():
             return
         try:
-            self._end_backward(self)
+            backward.end_backward(self)
         except BaseException:
             self.backward_failed(task)
             raise
@@ -200,15 +218,19 @@ class Root:
     def backward_failed(self, task: int) -> None:
         """A backward pass died of an exception: users see parameters, and the gradients that were complete, at once.
 
-        Whatever waits for other ranks is left to :meth:`recover`, so that the exception is not held up here.
+        Whatever waits for other ranks is left to :meth:`recover`, so that the exception is not delayed.
         """
         self._passes.pop(task, None)
         if self._live_passes():
             return
         for unit in self.units:
-            _show_again(unit)
+            unit.reshard(ReshardReason.FAILED)
+        # Gradients were completed on the post-backward stream; what users do with them runs on the current one.
+        self.streams.compute_after_reduce()
         for unit in self.in_pass:
             if unit.handle is not None:
+                # Waiting for a copy to the host may be waiting for ranks that will not come.
+                unit.handle.grads.drop_arriving()
                 unit.handle.grads.publish()
         self._loosen()
 
@@ -222,7 +244,7 @@ class Root:
         self._ties.clear()
 
     def keep_open(self, record: PassRecord) -> None:
-        """Hold the record of a unit's forward until the forward of the whole tree ends; later the graph holds it."""
+        """Keep the record of a unit's forward until the forward of the whole tree ends; later the graph keeps it."""
         self._open_records.append(record)
 
     def recover(self) -> None:
@@ -232,27 +254,14 @@ class Root:
         self._dirty = False
         self.sync.abandon()
         for unit in self.units:
-            unit.drop()
-            unit.be_idle()
+            unit.reshard(ReshardReason.UNUSED)
+            unit.end_pass()
         self.in_pass.clear()
         self.partial.clear()
 
     def in_backward(self) -> bool:
-        """Tell whether a backward pass of this tree is under way."""
+        """Return whether a backward pass of this tree is under way."""
         return bool(self._passes) and bool(self._live_passes())
-
-
-def _show_again(unit: Unit) -> None:
-    """Show what users see outside of passes, without waiting for anybody."""
-    unit.graph.forget()
-    unit.be_idle()
-    handle = unit.handle
-    if handle is not None:
-        if handle.unsharded:
-            handle.reshard()
-            unit.keep(False)
-        if handle.originals.shown is not Shown.SUMMONED:
-            handle.originals.show_sharded()
 
 
 def check_homogeneous(units: list[Unit]) -> None:

@@ -1,35 +1,45 @@
 """What is a unit: one module whose parameters are gathered, computed with and freed together?
 
 A unit ties a module to its handle (None for a unit that owns no parameters), to its settings and to the root that it
-runs under. The wrapper and the composable API make the same units; only how forward reaches them differs.
+runs under. The wrapper and the composable API make the same units; only how forward reaches them differs. Where it is
+in its life is one ``states.UnitState``; :meth:`Unit.reshard` is the one way to give full parameters up.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from fsdp_ref.autograd.graph_ties import GraphSide
 from fsdp_ref.config import UnitConfig
 from fsdp_ref.errors import FsdpRuntimeError, FsdpTypeError
 from fsdp_ref.handle.flat_handle import FlatHandle
-from fsdp_ref.handle.originals import Shown
+from fsdp_ref.handle.writeback import absorb_params
 from fsdp_ref.runtime.events import OBSERVERS, UnitEvent, UnitEventKind, emit
-from fsdp_ref.runtime.graph_ties import GraphSide
-from fsdp_ref.runtime.passes import UnitPasses
-from fsdp_ref.states import TrainingState
+from fsdp_ref.states import READABLE, LifeCycle, ReshardReason, TrainingState, UnitState, training_state_of
 from fsdp_ref.storage.precision import BufferCaster
 from fsdp_ref.storage.views import alias
 
 if TYPE_CHECKING:
+    from fsdp_ref.access.full_state import OpenState
     from fsdp_ref.runtime.root import Root
 
 
-class Unit(UnitPasses):
+class Ahead(Enum):
+    """Who asked for full parameters ahead of need."""
+
+    PREFETCH = auto()
+    """The runtime, for the next unit: its UNSHARD event is out."""
+    USER = auto()
+    """A user. The next forward uses what comes."""
+
+
+class Unit:
     """One sharded module.
 
     Args:
@@ -39,6 +49,12 @@ class Unit(UnitPasses):
         config: settings.
         modules: the modules whose nearest unit this is (for buffers).
         ignored: what this unit and everything above it leave alone (a ``build.ignored.Ignored``).
+
+    Attributes:
+        life: where the unit is in its life, shared with the handle.
+        ahead: who asked for full parameters ahead of need; None for nobody.
+        awaits_backward: an output of the latest forward may be differentiated.
+        backward_task: the backward pass that state BACKWARD began in, -1 in other states.
     """
 
     def __init__(
@@ -50,7 +66,6 @@ class Unit(UnitPasses):
         modules: tuple[nn.Module, ...],
         ignored: Any = None,
     ) -> None:
-        super().__init__()
         self.module = module
         self.holder = holder
         self.handle = handle
@@ -59,30 +74,42 @@ class Unit(UnitPasses):
         self.buffers = BufferCaster(modules, config.mixed_precision.buffer_dtype)
         self.ignored = ignored
         self.name = ""
+        self.comm_hook: Callable[..., Any] | None = None
+        self.comm_hook_state: Any = None
+        self._begin_life()
+
+    def _begin_life(self) -> None:
+        """Set what a unit has when it is made or copied: it belongs to no tree, and nothing runs."""
+        self.life = LifeCycle() if self.handle is None else self.handle.life
+        self.graph = GraphSide(self)
         self.root: Root | None = None
         self.is_root: bool | None = None
         self.sync_gradients = True
-        self.graph = GraphSide(self)
-        self.comm_hook: Callable[..., Any] | None = None
-        self.comm_hook_state: Any = None
-        # Parameters summoned by a state-dict hook until the hook after it, and whether the tree had no root before. Kept
-        # here, not by unit elsewhere: when collecting a state raises there is no hook after, and all this goes together.
-        self.summoned_for_state: tuple[AbstractContextManager[None], bool] | None = None
+        self.ahead: Ahead | None = None
+        self.awaits_backward = False
+        self.backward_task = -1
+        # Kept here, not by unit elsewhere: when collecting a state raises no hook comes after, and all goes together.
+        self.open_state: OpenState | None = None
 
     # ------------------------------------------------------------------ facts
+
+    @property
+    def state(self) -> UnitState:
+        """Where the unit is in its life."""
+        return self.life.state
+
+    @property
+    def training_state(self) -> TrainingState:
+        """The state in torch's words."""
+        return training_state_of(self.life.state)
 
     @property
     def full_precision_now(self) -> bool:
         """Whether this unit computes in full precision: evaluation, when the switch for it is on."""
         return self.config.switches.full_precision_in_eval and not self.module.training
 
-    @property
-    def input_dtype(self) -> torch.dtype | None:
-        """The dtype that inputs are cast to, None for none."""
-        return None if self.full_precision_now else self.config.mixed_precision.param_dtype
-
     def note(self, kind: UnitEventKind, *, prefetch: bool = False, freed: bool = False) -> None:
-        """Tell observers what this unit does."""
+        """Report to observers what this unit does."""
         if OBSERVERS:
             fqns = () if self.handle is None else tuple(self.handle.fqns)
             emit(UnitEvent(kind, self.name, fqns, prefetch, freed))
@@ -103,7 +130,15 @@ class Unit(UnitPasses):
         self.root = None
         self.is_root = None
 
-    # ------------------------------------------------------------------ full parameters
+    # ------------------------------------------------------------------ life cycle
+
+    def move(self, state: UnitState) -> None:
+        """Go to another state.
+
+        Raises:
+            TransitionError: the present state does not allow it.
+        """
+        self.life.move(state, self.name)
 
     def start_gather(self, *, prefetch: bool) -> None:
         """Issue the gather, when one is needed."""
@@ -113,51 +148,91 @@ class Unit(UnitPasses):
     def unshard(self) -> None:
         """Have full parameters now."""
         if self.handle is None:
+            if self.state is UnitState.SHARDED:
+                self.move(UnitState.GATHERING)
+                self.move(UnitState.UNSHARDED)
             return
-        if not self.prefetched:
+        if self.ahead is not Ahead.PREFETCH:
             self.note(UnitEventKind.UNSHARD)
-        self.prefetched = self.early = False
+        self.ahead = None
         self.start_gather(prefetch=False)
         self.handle.finish_unshard()
 
     def prefetch(self) -> None:
         """Ask for full parameters ahead of need."""
         self.note(UnitEventKind.UNSHARD, prefetch=True)
-        self.prefetched = True
+        self.ahead = Ahead.PREFETCH
         self.start_gather(prefetch=True)
 
-    def reshard(self, *, free: bool) -> None:
-        """Give full parameters up; without ``free`` only what is shown changes."""
-        if self.handle is None:
+    def ask_early(self) -> None:
+        """Begin to gather because a user asked for it; the next forward uses what comes."""
+        if self.state is UnitState.UNSHARDED and self.ahead is not Ahead.USER:
+            # Left from a forward without backward: an optimizer may have stepped since, and forward will not look.
+            self.reshard(ReshardReason.OUT_OF_DATE)
+        self.start_gather(prefetch=True)
+        self.ahead = Ahead.USER
+
+    def end_pass(self) -> None:
+        """Forget what the latest forward and backward left to do; gathered parameters are another matter."""
+        self.awaits_backward = False
+        self.backward_task = -1
+
+    def reshard(self, reason: ReshardReason) -> None:
+        """Give full parameters up, or keep them where strategy and synchronisation say so.
+
+        After forward and backward the strategy decides, and observers hear of it. For every other reason they go,
+        silently: no computation asked. Parameters that a running forward or a user has are left to them.
+        """
+        after_backward = reason is ReshardReason.AFTER_BACKWARD
+        if after_backward or reason is ReshardReason.FAILED:
+            self.end_pass()
+        if self.state is UnitState.FORWARD or self.state is UnitState.SUMMONED:
             return
-        freed = free and self.handle.sharded
-        if free:
-            self.handle.reshard()
-            self.keep_unsharded = False
-        self.prefetched = False
-        self.handle.originals.show_sharded()
-        self.note(UnitEventKind.RESHARD, freed=freed)
-
-    def drop(self) -> None:
-        """Free full parameters without a word: cleaning up after an unused gather or an aborted pass."""
-        self.prefetched = self.keep_unsharded = self.early = False
+        handle = self.handle
+        if handle is None:
+            if self.state is not UnitState.SHARDED:
+                self.move(UnitState.SHARDED)
+            return
+        if after_backward or reason is ReshardReason.AFTER_FORWARD:
+            if self.state is not UnitState.SHARDED:
+                self._reshard_as_set(handle, after_backward=after_backward)
+            return
+        if reason is ReshardReason.OUT_OF_DATE:
+            absorb_params(handle)  # before the memory goes: users may have changed what was shown in full
+        self.ahead = None
         self.graph.forget()
-        if self.handle is not None:
-            self.handle.reshard()
-            if self.handle.originals.shown is not Shown.SUMMONED:
-                self.handle.originals.show_sharded()
+        # A gather in flight waits for other ranks; an exception must not. ``Root.recover`` ends it later.
+        if not (reason is ReshardReason.FAILED and self.state is UnitState.GATHERING):
+            handle.reshard()
+        handle.originals.show_sharded()
 
-    # ------------------------------------------------------------------ settings that change
+    def _reshard_as_set(self, handle: FlatHandle, *, after_backward: bool) -> None:
+        frees = self._frees_after_backward(handle) if after_backward else self._frees_after_forward(handle)
+        self.ahead = None
+        if frees:
+            handle.reshard()
+        elif after_backward and self.state is not UnitState.ACCUMULATING:
+            self.move(UnitState.ACCUMULATING)
+        handle.originals.show_sharded()
+        self.note(UnitEventKind.RESHARD, freed=frees and handle.sharded)
+        if after_backward or self.state not in READABLE or not handle.sharded or self.config.reshards_after_forward:
+            return
+        # Shown in full only while no gradient of the shard is there: an optimizer step must find matching shapes.
+        if self.config.use_orig_params and all(param.grad is None for param in handle.originals.params):
+            handle.originals.show_full()
 
-    def synchronise(self, wanted: bool) -> bool:
-        """Let backward reduce gradients, or keep them local; return what held before."""
-        before, self.sync_gradients = self.sync_gradients, wanted
-        return before
+    def _frees_after_forward(self, handle: FlatHandle) -> bool:
+        if not handle.needs_buffer or (self.state is UnitState.ACCUMULATING and torch.is_grad_enabled()):
+            return False
+        # Where no output can be differentiated no backward will come that frees (one that enters elsewhere gathers anew).
+        for_good = not torch.is_grad_enabled() or not self.awaits_backward
+        return for_good or (self.config.reshards_after_forward and not self.is_root)
 
-    def hook(self, state: Any, hook: Callable[..., Any]) -> None:
-        """Let a user's function reduce gradients."""
-        self.comm_hook = hook
-        self.comm_hook_state = state
+    def _frees_after_backward(self, handle: FlatHandle) -> bool:
+        # A low-precision copy that nobody gathers (NO_SHARD) is out of date after the next optimizer step.
+        copied = not handle.sharded
+        unused = self.state is UnitState.GATHERING
+        return copied or unused or self.sync_gradients or self.config.reshards_after_forward
 
     # ------------------------------------------------------------------ views
 
@@ -167,10 +242,6 @@ class Unit(UnitPasses):
             record = self.graph.record
             shown = [alias(view) for view in self.handle.compute_views()] if record is None else record.views
             self.handle.originals.show_computing(shown)
-
-    def originals(self) -> Sequence[nn.Parameter]:
-        """Return the user's parameters that this unit holds."""
-        return () if self.handle is None else self.handle.originals.params
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         """Return an independent unit over the same groups, for the copy of its module; it belongs to no tree yet."""
@@ -182,15 +253,13 @@ class Unit(UnitPasses):
         copied = Unit.__new__(Unit)
         memo[id(self)] = copied
         vars(copied).update(vars(self))
-        UnitPasses.__init__(copied)
         own = {
             name: copy.deepcopy(vars(self)[name], memo)
-            for name in ("module", "holder", "modules", "buffers", "ignored")
+            for name in ("module", "holder", "modules", "buffers", "ignored", "handle")
         }
         vars(copied).update(own)
-        vars(copied).update(handle=copy.deepcopy(self.handle, memo), graph=GraphSide(copied), root=None, is_root=None)
-        # A ``no_sync`` that is open around the copying ends for the original alone: nobody would end it for the copy.
-        copied.sync_gradients = True
+        # Also settings: a ``no_sync`` that is open around the copying ends for the original alone.
+        copied._begin_life()
         return copied
 
     def __reduce__(self) -> Any:

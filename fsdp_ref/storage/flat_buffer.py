@@ -3,34 +3,12 @@
 A :class:`FlatBuffer` is one flat tensor whose storage is freed and refilled in place: the tensor object, and every
 view of it, outlives its memory. That is what lets autograd and modules hold views of parameters while the bytes are
 gone (the mechanism of FSDP's flat parameter; Source: Zhao et al., "PyTorch FSDP", section 4.2).
-
-The buffers count themselves (:data:`LEDGER`), so that a test can bound the peak of live full parameters.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-
-class Ledger:
-    """Bytes of full parameters that are allocated in this process, and the most there ever were."""
-
-    def __init__(self) -> None:
-        self.live_bytes = 0
-        self.peak_bytes = 0
-
-    def add(self, nbytes: int) -> None:
-        """Count an allocation (negative: a release)."""
-        self.live_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-
-    def reset_peak(self) -> None:
-        """Start the next measurement from what is live now."""
-        self.peak_bytes = self.live_bytes
-
-
-LEDGER = Ledger()
 
 
 class FlatBuffer:
@@ -62,14 +40,8 @@ class FlatBuffer:
         """Give the storage its memory, with undefined content; nothing happens when it has it."""
         if not self.allocated:
             self._storage.resize_(self._nbytes)
-            LEDGER.add(self._nbytes)
 
     def free(self) -> None:
         """Take the memory away; nothing happens when it is gone."""
         if self._nbytes and self.allocated:
             self._storage.resize_(0)
-            LEDGER.add(-self._nbytes)
-
-    def __del__(self) -> None:
-        if self._nbytes and self.allocated:
-            LEDGER.add(-self._nbytes)

@@ -18,6 +18,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from fsdp_ref.config import MixedPrecision
 
+_HEAP_TYPE = 1 << 9  # set in ``__flags__`` of classes that Python code defines
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Precision:
@@ -87,10 +89,18 @@ def _map_mapping(value: Mapping[Any, Any], fn: Callable[[Tensor], Tensor]) -> An
 def _map_dataclass(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     old = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     new = {name: map_tensors(item, fn) for name, item in old.items()}
-    changed = {name: item for name, item in new.items() if item is not old[name]}
-    if not changed:
+    # Model libraries return dataclasses that are mappings too, of their fields and maybe of more.
+    items = dict(value) if isinstance(value, dict) else {}
+    mapped = {
+        key: new[key] if key in old and old[key] is item else map_tensors(item, fn) for key, item in items.items()
+    }
+    if all(new[name] is old[name] for name in old) and all(mapped[key] is items[key] for key in items):
         return value
-    result = object.__new__(type(value))
+    # The type that decides how memory is made: Python refuses another's ``__new__``, and the class's own wants arguments.
+    maker: Any = next(base for base in type(value).__mro__ if not base.__flags__ & _HEAP_TYPE)
+    result = maker.__new__(type(value))
+    for key, item in mapped.items():
+        maker.__setitem__(result, key, item)
     names = vars(value) if getattr(value, "__dict__", None) is not None else old
     for name, item in {**names, **new}.items():
         object.__setattr__(result, name, item)

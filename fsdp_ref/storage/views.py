@@ -28,7 +28,7 @@ def mark_flattened(param: Tensor) -> None:
 
 
 def is_flattened(param: Tensor) -> bool:
-    """Tell whether a unit holds ``param``: one of its originals, or a flat parameter itself."""
+    """Return whether a unit holds ``param``: one of its originals, or a flat parameter itself."""
     return getattr(param, _FLATTENED, False)
 
 
@@ -74,6 +74,8 @@ class SiteWriters:
             fast = [site for site in managed.sites if site not in slow]
             self._fast.append([{"dict": _home(site.module, registered), "name": site.name} for site in fast])
             self._slow.append(slow)
+        # Flat lists for what happens twice per unit and pass: writing into the dictionaries skips ``nn.Module.__setattr__``,
+        # which would look through parameters, buffers and children each time.
         self._direct = [
             (index, target["dict"], target["name"]) for index, targets in enumerate(self._fast) for target in targets
         ]
@@ -95,34 +97,22 @@ class SiteWriters:
         ]
 
     def all_show(self, values: Sequence[Tensor]) -> bool:
-        """Tell whether every place shows exactly ``values[i]``."""
+        """Return whether every place shows exactly ``values[i]``."""
         for index, home, name in self._direct:
             if home.get(name) is not values[index]:
                 return False
         return all(getattr(site.module, site.name, None) is values[index] for index, site in self._through)
 
 
-class ReshapeSites:
-    """Switches places between the registered and the plain form (used around summoning with a flat parameter)."""
-
-    def __init__(self, params: Sequence[ManagedParam]) -> None:
-        self._params = params
-
-    def register(self, values: Sequence[nn.Parameter]) -> None:
-        """Show ``values`` as parameters."""
-        for managed, value in zip(self._params, values):
-            for site in managed.sites:
-                _assign(site, value, registered=True)
-
-    def hide(self, values: Sequence[Tensor]) -> None:
-        """Show ``values`` as plain attributes; nothing of ours stays registered."""
-        for managed, value in zip(self._params, values):
-            for site in managed.sites:
-                _assign(site, value, registered=False)
+def reshape_sites(params: Sequence[ManagedParam], values: Sequence[Tensor], *, registered: bool) -> None:
+    """Put ``values[i]`` at every place of parameter i in either form: as parameters, or so that none stays registered."""
+    for managed, value in zip(params, values):
+        for site in managed.sites:
+            _assign(site, value, registered=registered)
 
 
 def overrides_setattr(module: nn.Module) -> bool:
-    """Tell whether the class of ``module`` wants to hear of attributes being set (recurrent layers do)."""
+    """Return whether the class of ``module`` wants to hear of attributes being set (recurrent layers do)."""
     return type(module).__setattr__ is not nn.Module.__setattr__
 
 
@@ -149,9 +139,10 @@ def set_grad(param: Tensor, grad: Tensor | None) -> None:
     elif grad.shape == param.shape and grad.dtype == param.dtype and grad.device == param.device:
         param.grad = grad
     else:
-        holder = torch.empty_like(param, requires_grad=False)
+        # torch checks what is assigned to ``.grad``, and not what its data is exchanged for.
+        accepted = torch.empty_like(param, requires_grad=False)
         param.grad = None
-        param.grad = holder
+        param.grad = accepted
         param.grad.data = grad
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_ref.errors import FsdpRuntimeError, RootError, TrainingStateError, listing
-from fsdp_ref.runtime.forward import lazy_init
+from fsdp_ref.runtime.root import lazy_init
 from fsdp_ref.states import TrainingState
 from fsdp_ref.training.norms import GradientPart, check_norm_type, scale_to, total_norm
 

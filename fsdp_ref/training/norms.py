@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""Dtypes whose presence ranks tell each other, in the order of the flags behind the norm."""
+"""Dtypes whose presence ranks exchange, in the order of the flags behind the norm."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +93,7 @@ def total_norm(parts: Sequence[GradientPart], norm_type: float, device: torch.de
         mine = _local_sums(part.grads, p, device)
         if part.group is not None:
             op = "max" if math.isinf(p) else "sum"
-            collectives_for(part.group, device).all_reduce(mine, part.group, "clip_grad_norm_: norm", op=op).wait()
+            collectives_for(part.group, device).all_reduce(mine, part.group, "clip_grad_norm_", op=op).wait()
         sums = torch.maximum(sums, mine) if math.isinf(p) else sums + mine
     dtypes = [dtype for dtype, count in zip(_DTYPES, sums[1:].tolist(), strict=True) if count]
     if not dtypes:

@@ -18,7 +18,7 @@ class Share:
 
 
 def share_from(worker: str | None, count: str | None) -> Share:
-    """The share that pytest-xdist's variables tell ("gw3" of "8"); all of it when they do not."""
+    """Return the share that pytest-xdist's variables name ("gw3" of "8"); all of it when they do not."""
     digits = (worker or "").removeprefix("gw")
     if not digits.isdecimal() or not (count or "").isdecimal():
         return Share()

@@ -32,14 +32,14 @@ class Backend:
     """A communication backend and the device it computes on.
 
     Attributes:
-        name: name for markers and options.
+        name: Name for markers and options.
         device_type: "cpu", "cuda", or a vendor's.
-        unavailable: called in a rank-like process (torch may be imported); returns the one reason why a world of so
+        unavailable: Called in a rank-like process (torch may be imported); returns the one reason why a world of so
             many ranks cannot run here, or None.
-        torch_backend: what `torch.distributed.init_process_group` is given.
-        single_process: one process stands for any one rank, no peers exist (FakeProcessGroup).
-        prepare: called in the rank before the process group is made (select the device).
-        device_count: called in the rank; how many devices of the type there are, None where ranks share one.
+        torch_backend: What `torch.distributed.init_process_group` is given.
+        single_process: One process stands for any one rank, no peers exist (FakeProcessGroup).
+        prepare: Called in the rank before the process group is made (select the device).
+        device_count: Called in the rank; how many devices of the type there are, None where ranks share one.
     """
 
     name: str
@@ -66,7 +66,7 @@ def register_backend(backend: Backend) -> None:
 
 
 def registered_backends() -> tuple[str, ...]:
-    """Names that can be asked for, entry points included."""
+    """Return the names that can be asked for, entry points included."""
     names = dict.fromkeys(_registered)
     names.update(dict.fromkeys(_entry_point_names()))
     return tuple(names)
@@ -79,10 +79,10 @@ def _entry_point_names() -> tuple[str, ...]:
 
 
 def backend_named(name: str) -> Backend:
-    """The backend called `name`.
+    """Return the backend called `name`.
 
     Raises:
-        InvalidArgument: for a name nobody registered, or an entry point that does not load to a `Backend`.
+        InvalidArgument: For a name nobody registered, or an entry point that does not load to a `Backend`.
     """
     found: Any = _registered.get(name)
     if found is None:

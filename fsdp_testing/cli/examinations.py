@@ -62,7 +62,7 @@ class Symptom:
 
 
 def examine() -> Iterator[Symptom]:
-    """All examinations in the order in which a fault would explain the later ones."""
+    """Return all examinations in the order in which a fault would explain the later ones."""
     for examination in EXAMINATIONS:
         try:
             yield examination()
@@ -72,7 +72,7 @@ def examine() -> Iterator[Symptom]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, which says what happened; the rest is for its own reader."""
+    """Return the first line of an error's message, which says what happened; the rest is for its own reader."""
     return next(iter(str(error).splitlines()), "")
 
 
@@ -105,7 +105,7 @@ def torch() -> Symptom:
 
 
 def backends() -> Symptom:
-    """Which communication backends can run two ranks here."""
+    """Return which communication backends can run two ranks here."""
     from fsdp_testing.backends import backend_named, registered_backends
 
     reasons = {name: backend_named(name).unavailable(2) for name in registered_backends()}
@@ -192,12 +192,12 @@ def _cgroup_processors() -> float | None:
 
 
 def memory() -> Symptom:
-    """How many ranks fit in the memory that is free now."""
+    """Return how many ranks fit in the memory that is free now."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
-        return Symptom("memory", Condition.ODD, "cannot be told: no /proc/meminfo")
+        return Symptom("memory", Condition.ODD, "unknown: there is no /proc/meminfo")
     ranks = free // MEMORY_BYTES_PER_RANK
     said = f"{free // MIB} MiB available, room for about {ranks} ranks"
     if ranks < 4:
@@ -272,7 +272,6 @@ def packages() -> Symptom:
 def trial_world() -> Symptom:
     """Two ranks start, find each other, sum, and end; how long it took."""
     from fsdp_testing import run_ranks
-    from fsdp_testing.cli.trial import rank_sum
 
     start = time.perf_counter()
     found = run_ranks(rank_sum, size=2, backend="gloo", timeout=TRIAL_SECONDS)
@@ -283,6 +282,16 @@ def trial_world() -> Symptom:
     if took > SLOW_SECONDS:
         return Symptom("trial world", Condition.ODD, said, "The machine is busy or slow: allow longer timeouts.")
     return Symptom("trial world", Condition.GOOD, said)
+
+
+def rank_sum() -> float:
+    """Return the sum of all ranks' numbers plus one. Collectives: one all-reduce on the world's group; every rank."""
+    import torch
+    import torch.distributed as dist
+
+    value = torch.tensor([float(dist.get_rank() + 1)])
+    dist.all_reduce(value)
+    return value.item()
 
 
 EXAMINATIONS: tuple[Callable[[], Symptom], ...] = (

@@ -54,11 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = options.execute(options)
         sys.stdout.flush()
     except PoolBroken as error:
-        return _told(error, UNKNOWN)
+        return _say(error, UNKNOWN)
     except HarnessError as error:
-        return _told(error, BAD_USAGE)
+        return _say(error, BAD_USAGE)
     except KeyboardInterrupt:
-        return _told("interrupted", INTERRUPTED)
+        return _say("interrupted", INTERRUPTED)
     except BrokenPipeError:
         # Whoever read our output has gone (`| head`); Python must not complain again while it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+    """Return the whole command line."""
     top = argparse.ArgumentParser(
         prog=PROGRAM,
         description="Prove that a data-parallel sharding implementation computes what one process would compute.",
@@ -89,7 +89,7 @@ def _version() -> str:
     return f"{PROGRAM} {metadata.version('fsdp-testing')}"
 
 
-def _told(error: object, code: int) -> int:
+def _say(error: object, code: int) -> int:
     sys.stdout.flush()
     print(f"{PROGRAM}: {error}", file=sys.stderr)
     return code

@@ -29,7 +29,7 @@ def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParse
         allow_abbrev=False,
     )
     command.add_argument("ids", nargs="*", metavar="ID", help="exhibits such as B036; all without")
-    command.add_argument("--list", action="store_true", help="tell each story and its sources; run nothing")
+    command.add_argument("--list", action="store_true", help="print each story and its sources; run nothing")
     command.add_argument(
         "--fuzz", action="store_true", help="hunt each with random cases too, and say how many it took"
     )
@@ -71,8 +71,8 @@ def execute(options: argparse.Namespace) -> int:
         hunted += visit.hunt is not None
         unmet += visit.hunt is not None and visit.hunt.cases is None
         _print_visit(visit, console)
-    told = f"{escaped} of {len(selection)} exhibits escaped" if escaped else f"all {len(selection)} exhibits are caught"
-    console.print(told, style="bold red" if escaped else "bold green")
+    said = f"{escaped} of {len(selection)} exhibits escaped" if escaped else f"all {len(selection)} exhibits are caught"
+    console.print(said, style="bold red" if escaped else "bold green")
     if options.fuzz:
         console.print(f"random cases met {hunted - unmet} of {hunted} exhibits", style="red" if unmet else "green")
     return 1 if escaped or unmet else 0
@@ -124,15 +124,15 @@ def _print_visit(visit: Visit, console: Console) -> None:
     for check in visit.missed:
         console.print(Text(f"         {check} does not fail on it", style="red"), soft_wrap=True)
     for check in visit.false_alarms:
-        told = f"         {check} does not pass without it, so its failure proves nothing"
-        console.print(Text(told, style="red"), soft_wrap=True)
+        said = f"         {check} does not pass without it, so its failure proves nothing"
+        console.print(Text(said, style="red"), soft_wrap=True)
     for result in visit.results if visit.caught else ():
         console.print(Text(f"         caught by {result.check}", style="dim"), soft_wrap=True)
     if visit.hunt is not None:
-        console.print(Text(f"         {_hunt_told(visit.hunt)}", style="dim"), soft_wrap=True)
+        console.print(Text(f"         {_hunt_text(visit.hunt)}", style="dim"), soft_wrap=True)
 
 
-def _hunt_told(hunt: Hunt) -> str:
+def _hunt_text(hunt: Hunt) -> str:
     if hunt.cases is None:
         return (
             f"not met in {hunt.run} random cases ({hunt.seconds:.0f} s){'; ' if hunt.sentence else ''}{hunt.sentence}"

@@ -60,8 +60,8 @@ def execute(options: argparse.Namespace) -> int:
             compared.append(compare_case(options.left, options.right, case))
         _print_case(compared[-1], options, console)
     different = sum(not found.equal for found in compared)
-    told = conclusion(different, len(cases))
-    console.print(f"{options.left} and {options.right}: {told}", markup=False, soft_wrap=True)
+    said = conclusion(different, len(cases))
+    console.print(f"{options.left} and {options.right}: {said}", markup=False, soft_wrap=True)
     if options.html is not None:
         path = write_parity_page(compared, (options.left, options.right), options.html, full=options.full)
         console.print(f"written: {path}", markup=False, soft_wrap=True)

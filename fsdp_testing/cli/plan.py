@@ -70,7 +70,7 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def _model(name: str, dtype: str) -> tuple[Any, tuple[str, ...]]:
-    """The module and the units it has by default."""
+    """Return the module and the units it has by default."""
     import torch
 
     from fsdp_testing.zoo import MODELS
@@ -155,16 +155,16 @@ def _table(headers: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Rendera
 
 
 def _bars(unit: UnitLayout) -> Iterator[str]:
-    """One line per rank: parameters in turns of two shades, padding and gaps dotted."""
+    """Return one line per rank: parameters in turns of two shades, padding and gaps dotted."""
     shards = unit.shards
     width = min(BAR_WIDTH, shards.shard_numel)
     for rank in range(shards.world_size):
-        held = shards.param_spans(rank)
+        pieces = shards.param_spans(rank)
         marks = []
         for place in range(width):
             # The element in the middle of the place stands for it; a place is never empty since width <= shard_numel.
             element = (2 * place + 1) * shards.shard_numel // (2 * width)
-            owner = next((p for p in held if 0 <= element - p.offset_in_shard < p.span_in_param.numel), None)
+            owner = next((p for p in pieces if 0 <= element - p.offset_in_shard < p.span_in_param.numel), None)
             marks.append("·" if owner is None else "█▒"[owner.param_index % 2])
         yield f"  rank {rank:<3} {''.join(marks)}"
 

@@ -116,7 +116,7 @@ def check_backend(name: str, size: int) -> None:
 
 
 def named(options: argparse.Namespace) -> tuple[str, ...]:
-    """The implementations that are asked for."""
+    """Return the implementations that are asked for."""
     from fsdp_testing.implementations import registry
 
     if options.all and options.names:
@@ -154,7 +154,7 @@ def expectations(path: Path | None, names: tuple[str, ...]) -> dict[str, dict[st
 def judged(
     names: tuple[str, ...], expected: dict[str, dict[str, str]], options: argparse.Namespace, console: Console
 ) -> tuple[RunReport, bool]:
-    """The report, and whether the user interrupted the run before it was complete."""
+    """Return the report, and whether the user interrupted the run before it was complete."""
     from fsdp_testing.conformance import environment, run_conformance
     from fsdp_testing.judging.case_runner import CaseRunner
     from fsdp_testing.records import RunReport
@@ -183,7 +183,7 @@ def judged(
 
 
 class Recording:
-    """Keeps the results that a run has told, for the case that it does not come to its end."""
+    """Keeps the results that a run has reported, for the case that it does not come to its end."""
 
     def __init__(self, listener: RunListener) -> None:
         self.results: list[CheckResult] = []

@@ -21,7 +21,7 @@ class Calls:
         self._known: dict[tuple[Any, ...], Call] = {}
 
     def get(self, key: tuple[Any, ...], waits_for: int = WAITS_FOR_ALL) -> Call:
-        """The call for (operation, detail, dtype, shapes); `waits_for` as in `Call`."""
+        """Return the one `Call` for (operation, detail, dtype, shapes); `waits_for` as in `Call`."""
         call = self._known.get((key, waits_for))
         if call is None:
             if len(self._known) >= _MOST_CALLS:
@@ -54,12 +54,12 @@ call_for = Calls().get
 
 
 def shapes_of(tensors: list[torch.Tensor]) -> Any:
-    """The shape of one tensor, or the shapes of several, as `call_for` takes them."""
+    """Return the shape of one tensor, or the shapes of several, as `call_for` takes them."""
     return tensors[0].shape if len(tensors) == 1 else tuple(tensor.shape for tensor in tensors)
 
 
 def all_to_all_call(tensor: torch.Tensor, *, even: bool) -> Call:
-    """The call of an all_to_all_single; with splits it may exchange nothing with some members."""
+    """Return the call of an all_to_all_single; with splits it may exchange nothing with some members."""
     key = ("all_to_all_single", (), tensor.dtype, tensor.shape)
     return call_for(key, WAITS_FOR_ALL if even else WAITS_FOR_NOBODY)
 
@@ -71,7 +71,7 @@ _HASH_IS_NUMBER = all(hash(dist.ReduceOp(kind)) == kind.value for kind in (dist.
 
 
 def reduce_op_name(value: Any) -> str | None:
-    """Name of a reduce op, whichever of torch's two classes it has; None for anything else."""
+    """Return the name of a reduce op, whichever of torch's two classes it has; None for anything else."""
     kind = value.__class__
     if kind is dist.ReduceOp:
         return _OP_TEXT[hash(value) if _HASH_IS_NUMBER else value.op.value]

@@ -73,7 +73,7 @@ def listen(listener: Listener) -> Iterator[None]:
     """Call `listener` with every collective of this rank while the context lasts; without a recorder there is nothing.
 
     Raises:
-        HarnessError: outside a rank, where no recorder is active.
+        HarnessError: Outside a rank, where no recorder is active.
     """
     recorder = _active
     if recorder is None:
@@ -235,7 +235,7 @@ def _functional_kernel(operator: Any, reader: Callable[..., Any]) -> Callable[..
 
 
 def _moves_nothing(value: Any) -> bool:
-    """Whether a functional collective is only traced: on the meta device, where FakeTensorMode ends up."""
+    """Return whether a functional collective is only traced: on the meta device, where FakeTensorMode ends up."""
     first = value[0] if isinstance(value, (list, tuple)) and value else value
     return isinstance(first, torch.Tensor) and first.device.type == "meta"
 
@@ -250,7 +250,7 @@ def _announcing_cpp(caller: Any) -> Any:
 
 
 def _line_of(group: Any) -> Line | None:
-    """The line of `group`; None for a group whose ranks the ledger cannot name."""
+    """Return the line of `group`; None for a group whose ranks the ledger cannot name."""
     found = id(group)
     if found in _lines:
         return _lines[found]

@@ -40,7 +40,7 @@ def deliver_late() -> Iterator[None]:
 
 
 def wanted(name: str) -> bool:
-    """Whether method `name` of a group is to be called by `call_late`."""
+    """Return whether method `name` of a group is to be called by `call_late`."""
     return _depth > 0 and name in _OUTPUTS
 
 
@@ -91,7 +91,7 @@ _IN_PLACE = frozenset({"allreduce", "broadcast"})
 
 
 def _with_outputs(args: tuple[Any, ...], outputs: Sequence[Tensor]) -> tuple[Any, ...]:
-    """The arguments with other outputs, in the shape that the method takes them."""
+    """Return the arguments with other outputs, in the shape that the method takes them."""
     given = args[0]
     if isinstance(given, Tensor):
         return (outputs[0], *args[1:])
@@ -122,7 +122,7 @@ class Delivery:
         """Copy the result, once.
 
         Raises:
-            RuntimeError: the output has other memory than when the collective began, which would have been written to.
+            RuntimeError: The output has other memory than when the collective began, which would have been written to.
         """
         stand_in, self._stand_in = self._stand_in, None
         if stand_in is None:
@@ -165,7 +165,7 @@ class LateWork(dist.Work):
         self._deliver()
 
     def is_completed(self) -> bool:
-        """Whether the collective is over; who asks and hears that it is may read the result."""
+        """Return whether the collective is over; who asks and hears that it is may read the result."""
         done: bool = self._work.is_completed()
         if done:
             self._deliver()
@@ -180,7 +180,7 @@ class LateWork(dist.Work):
         return self._work.exception()
 
     def result(self) -> list[Tensor]:
-        """The outputs, delivered."""
+        """Return the outputs, delivered."""
         self._work.wait()
         self._deliver()
         return [delivery.output for delivery in self._deliveries]
@@ -190,7 +190,7 @@ class LateWork(dist.Work):
         return int(self._work.source_rank())
 
     def get_future(self) -> Any:
-        """A future of the outputs that delivers when the collective is over."""
+        """Return a future of the outputs that delivers when the collective is over."""
         outputs = [delivery.output for delivery in self._deliveries]
 
         def delivered(future: Any) -> list[Tensor]:

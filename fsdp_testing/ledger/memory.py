@@ -134,15 +134,15 @@ class Area:
         return self._head + _WAIT_GROUP
 
     def epoch(self) -> int:
-        """Number of the job whose entries the area holds."""
+        """Return the number of the job whose entries are in the area."""
         return self.words[self._head + _EPOCH]
 
     def uncompared(self) -> int:
-        """How many groups found no room in the table during this job; their collectives were not recorded."""
+        """Return how many groups found no room in the table during this job; their collectives were not recorded."""
         return self.words[self._head + _OVERFLOW]
 
     def refused(self) -> int:
-        """How many collectives the ledger refused the owner in this job."""
+        """Return how many collectives the ledger refused the owner in this job."""
         return self.words[self._head + _REFUSED]
 
     def groups(self) -> list[tuple[int, int, int]]:
@@ -152,7 +152,7 @@ class Area:
         return [(words[at], words[at + 1], words[at + 2]) for at in slots]
 
     def slot_of(self, key: int) -> int | None:
-        """The slot of group `key`, if the owner has used the group in this job."""
+        """Return the slot of group `key`, if the owner has used the group in this job."""
         words, table = self.words, self._table
         for slot in range(self._written(_GROUPS_USED)):
             if words[table + slot * _TABLE_WORDS] == key:
@@ -160,19 +160,19 @@ class Area:
         return None
 
     def _written(self, length: int) -> int:
-        """The length of a table in this job, such that what it counts can be read; the epoch was looked at before."""
+        """Return the length of a table in this job, such that what it counts can be read; the epoch was looked at before."""
         self._fence.cross()
         found = self.words[self._head + length]
         self._fence.cross()
         return found
 
     def issued(self, key: int) -> int:
-        """How many collectives of group `key` the owner has issued in this job."""
+        """Return how many collectives of group `key` the owner has issued in this job."""
         slot = self.slot_of(key)
         return 0 if slot is None else self.words[self._table + slot * _TABLE_WORDS + 1]
 
     def entry_word(self, slot: int, number: int) -> int:
-        """Index of the first word of collective `number` in `words`: stamp, signature, moment, ids, stamp."""
+        """Return the index of the first word of collective `number` in `words`: stamp, signature, moment, ids, stamp."""
         return (self._rings + (slot * RING + number % RING) * _ENTRY.size) // _WORD
 
     def entry(self, slot: int, number: int) -> Entry | None:
@@ -186,7 +186,7 @@ class Area:
         return Entry(fields[1], fields[2], number, self.epoch() & 0xFFFFFFFF, fields[3], fields[4])
 
     def waiting(self) -> Waiting | None:
-        """The blocking collective issued last in this job."""
+        """Return the blocking collective issued last in this job."""
         words, head = self.words, self._head
         meta = words[head + _WAIT_META]
         key = words[head + _WAIT_GROUP]
@@ -195,7 +195,7 @@ class Area:
         return Waiting(key, meta >> NUMBER_BITS, (meta >> 1) & ANYBODY, bool(meta & 1))
 
     def strings(self) -> list[str]:
-        """All strings of the owner; index is the id, 0 is '?'."""
+        """Return all strings of the owner; index is the id, 0 is '?'."""
         texts = ["?"]
         at = self._texts
         for _ in range(self._written(_STRINGS)):
@@ -287,5 +287,5 @@ class OwnArea(Area):
 
 
 def stamp(number: int, epoch: int) -> int:
-    """What marks an entry as collective `number` of job `epoch`: one word, so that it is read whole."""
+    """Return what marks an entry as collective `number` of job `epoch`: one word, so that it is read whole."""
     return number << NUMBER_BITS | epoch & 0xFFFFFFFF

@@ -18,7 +18,7 @@ _options = collective_options()
 
 
 def reduce_op_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Name of the reduce op among the arguments of a method call, if there is one."""
+    """Return the name of the reduce op among the arguments of a method call, if there is one."""
     for value in (*args[1:], *kwargs.values()):
         name = reduce_op_name(getattr(value, "reduceOp", value))
         if name is not None:

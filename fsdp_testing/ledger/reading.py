@@ -69,5 +69,5 @@ def read_rank(area: Area, epoch: int, last: int = 8) -> RankLedger:
 
 
 def counts(area: Area, epoch: int) -> dict[int, int]:
-    """Collectives issued in job `epoch` by group key; cheap enough to be asked many times a second."""
+    """Return how many collectives were issued in job `epoch` by group key; cheap enough to be asked many times a second."""
     return {key: count for key, count, _ in area.groups()} if area.epoch() == epoch else {}

@@ -123,16 +123,16 @@ class Recorder:
         """Record `call` on the group of `line` and compare it with what the peers recorded.
 
         Args:
-            line: the group's.
-            call: what is about to be issued.
-            blocking: whether the calling thread will wait for it.
-            attempt: method, group and arguments, for the question whether torch will take them at all.
+            line: The group's.
+            call: What is about to be issued.
+            blocking: Whether the calling thread will wait for it.
+            attempt: Method, group and arguments, for the question whether torch will take them at all.
 
         Returns:
             True when the peers disagree but torch will refuse the call anyway: the record is taken back.
 
         Raises:
-            CollectiveMismatch: when a peer issued another collective at the same place of the same group, or waits
+            CollectiveMismatch: When a peer issued another collective at the same place of the same group, or waits
                 in a collective of another group that this rank has not issued, while this one is about to wait too.
         """
         number = line.number = line.number + 1

@@ -12,7 +12,7 @@ from typing import Any
 
 
 def torch_refuses(name: str, group: Any, args: tuple[Any, ...]) -> bool:
-    """Whether method `name` of a `ProcessGroup` certainly raises for these arguments; False when in doubt."""
+    """Return whether method `name` of a `ProcessGroup` certainly raises for these arguments; False when in doubt."""
     check = _CHECKS.get(name)
     try:
         return check is not None and check(group, args)

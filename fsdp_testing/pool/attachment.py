@@ -29,11 +29,11 @@ def run_attached(
     """Call `function` in this process as one rank of torchrun's world.
 
     Args:
-        launch: how torchrun started this process.
-        function: as in `run_ranks`; it need not be importable, since it is not sent anywhere.
-        call: its arguments.
-        size: must be the number of torchrun's processes.
-        backend: a backend whose ranks are processes.
+        launch: How torchrun started this process.
+        function: As in `run_ranks`; it need not be importable, since it is not sent anywhere.
+        call: Its arguments.
+        size: Must be the number of torchrun's processes.
+        backend: A backend whose ranks are processes.
 
     Returns:
         Results by rank, on every rank.
@@ -41,9 +41,9 @@ def run_attached(
     Collectives: one all_gather_object on the default group; every process must come here.
 
     Raises:
-        InvalidArgument: for another size, or a backend of one process.
-        BackendUnavailable: with the reason.
-        Exception: whatever the function raises in this process.
+        InvalidArgument: For another size, or a backend of one process.
+        BackendUnavailable: With the reason.
+        Exception: Whatever the function raises in this process.
     """
     if size != launch.world_size:
         raise InvalidArgument(
@@ -60,8 +60,8 @@ def join(launch: Launch, backend: str) -> world_place.World:
     """This process's view of torchrun's world; the first call makes the group, and every process must come here.
 
     Raises:
-        InvalidArgument: for a backend of one process, or another one than the first call named.
-        BackendUnavailable: with the reason.
+        InvalidArgument: For a backend of one process, or another one than the first call named.
+        BackendUnavailable: With the reason.
     """
     if not world_place.inside_rank():
         world_place.enter(_joined(launch, backend))
@@ -84,15 +84,15 @@ def gather(launch: Launch, value: Any) -> list[Any]:
 
 
 def compare_plans(launch: Launch, plan: list[str], patience: timedelta) -> list[list[str]]:
-    """What every process is about to do, by rank: a meeting before the first collective, where nobody can hang.
+    """Return what every process is about to do, by rank: a meeting before the first collective, where nobody can hang.
 
     Raises:
-        HarnessError: names the ranks that did not come in time.
+        HarnessError: Names the ranks that did not come in time.
     """
     import torch.distributed as dist
 
     try:
-        # torchrun's agent keeps the store; a process that the first rank serves (another launcher) is told by the timeout.
+        # torchrun's agent keeps the store; a process that the first rank serves (another launcher) is noticed by the timeout.
         store = dist.TCPStore(launch.master_addr, launch.master_port, launch.world_size, False, patience)
     except Exception as error:
         raise HarnessError(

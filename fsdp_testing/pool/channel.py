@@ -156,7 +156,7 @@ class Channel:
         return messages
 
     def at_end(self) -> bool:
-        """Whether the peer has gone, without reading what it sent before."""
+        """Return whether the peer has gone, without reading what it sent before."""
         if self._closed:
             return True
         self._sock.settimeout(0.0)

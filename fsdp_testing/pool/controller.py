@@ -59,7 +59,7 @@ class Pool:
             self.server()
 
     def server(self) -> ForkServer:
-        """The fork server, started if it is not there (any more)."""
+        """Return the fork server, started if it is not there (any more)."""
         with self._lock:
             if self._server is not None and not self._server.alive:
                 self._server.close()
@@ -72,15 +72,15 @@ class Pool:
         """Lend a world of `size` ranks; give it back with `release`.
 
         Args:
-            size: number of ranks, at least 1.
-            backend: a registered backend.
+            size: Number of ranks, at least 1.
+            backend: A registered backend.
             isolation: "warm" lends a kept world, "fresh" makes one that ends when it is given back.
 
         Raises:
-            InvalidArgument: for a bad size, isolation or backend name.
-            BackendUnavailable: the backend was found unable to run a world of this size here.
-            PoolBroken: when no rank can be started, on this system or now.
-            HarnessError: when called inside a rank.
+            InvalidArgument: For a bad size, isolation or backend name.
+            BackendUnavailable: The backend was found unable to run a world of this size here.
+            PoolBroken: When no rank can be started, on this system or now.
+            HarnessError: When called inside a rank.
         """
         _validate(size, backend, isolation)
         # A process of torchrun is a rank too, but nobody's: the fake backend's one process may be made for it.
@@ -151,7 +151,7 @@ class Pool:
                 self._server.enrich()
 
     def worlds(self) -> tuple[PooledWorld, ...]:
-        """The worlds that are open now."""
+        """Return the worlds that are open now."""
         with self._lock:
             return tuple(self._worlds)
 
@@ -181,7 +181,7 @@ class Pool:
 
 
 def missing_system_calls() -> tuple[str, ...]:
-    """Names of what ranks are made with and this system does not have."""
+    """Return the names of what ranks are made with and this system does not have."""
     return tuple(f"{module.__name__}.{name}" for module, name in _NEEDED if not hasattr(module, name))
 
 
@@ -230,7 +230,7 @@ if hasattr(os, "register_at_fork"):  # where there is no fork there is no forked
 
 
 def default_pool() -> Pool:
-    """The pool of this process, closed when the process ends."""
+    """Return the pool of this process, closed when the process ends."""
     with _default.lock:
         if _default.pool is None or _default.pool.owner != os.getpid():
             _default.pool = Pool()

@@ -43,9 +43,9 @@ def main(control_fd: int, setup_fd: int, controller_pid: int) -> NoReturn:
     """Serve until the controller goes.
 
     Args:
-        control_fd: the socket that requests come over.
-        setup_fd: a file with JSON: sys_path, modules to import, preparations to call.
-        controller_pid: the process that started this one.
+        control_fd: The socket that requests come over.
+        setup_fd: A file with JSON: sys_path, modules to import, preparations to call.
+        controller_pid: The process that started this one.
     """
     with os.fdopen(setup_fd, encoding="utf-8") as stream:
         settings = json.load(stream)
@@ -63,7 +63,7 @@ def main(control_fd: int, setup_fd: int, controller_pid: int) -> NoReturn:
 
 
 def watch_process(pid: int) -> int | None:
-    """A descriptor that becomes readable when process `pid`, the parent, ends; None where the kernel has no such thing.
+    """Return a descriptor that becomes readable when process `pid`, the parent, ends; None where the kernel has no such thing.
 
     Not PR_SET_PDEATHSIG: that fires when the *thread* of the parent that made this process ends, and a pool may be first
     used in any thread.
@@ -120,7 +120,7 @@ class _ForkServer:
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
 
-    def serve(self, told: dict[str, Any] | None = None) -> NoReturn:
+    def serve(self, more: dict[str, Any] | None = None) -> NoReturn:
         """Say that imports are done, then answer requests for ever."""
         adopt_orphans()
         _install_ledger()
@@ -131,7 +131,7 @@ class _ForkServer:
         gc.freeze()
         gc.disable()
         large_pages.collapse()
-        self._send(READY + json.dumps({"pid": os.getpid(), "threads": thread_count(), **(told or {})}).encode())
+        self._send(READY + json.dumps({"pid": os.getpid(), "threads": thread_count(), **(more or {})}).encode())
         watched = [self._control.fileno(), self._wake_read]
         if self._controller is not None:
             watched.append(self._controller)

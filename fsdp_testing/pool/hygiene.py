@@ -78,7 +78,7 @@ class Snapshot:
             elif value != self._values[i]:
                 dirt.extend(_clean(PROBES[i], self._values[i], value))
         if any(PROBES[i].kind == "process group" for i in suspects):
-            # A group holds its connections open, for a while also after it was destroyed; the group itself is told.
+            # A group holds its connections open, for a while also after it was destroyed; the group itself is reported.
             dirt = [entry for entry in dirt if not (entry.kind == "open file" and entry.what.endswith("]"))]
         return dirt
 
@@ -96,7 +96,7 @@ def _read(probe: Probe) -> Any:
 
 
 def _clean(probe: Probe, before: Any, now: Any) -> list[Dirt]:
-    texts = list(probe.tell(before, now))
+    texts = list(probe.describe(before, now))
     if not texts:
         return []
     if probe.put_back is None:
@@ -105,8 +105,8 @@ def _clean(probe: Probe, before: Any, now: Any) -> list[Dirt]:
         probe.put_back(before, now)
     except Exception as error:
         return [Dirt(probe.kind, f"{text}; putting it back failed: {error}", restored=False) for text in texts]
-    # Told again after the repair: what is still told could not be put back.
-    left = set(probe.tell(before, probe.read()))
+    # Described again after the repair: what still differs could not be put back.
+    left = set(probe.describe(before, probe.read()))
     return [Dirt(probe.kind, text, restored=text not in left) for text in texts]
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 Reader = Callable[[], Any]
-Telling = Callable[[Any, Any], Iterator[str]]
+Describe = Callable[[Any, Any], Iterator[str]]
 Putting = Callable[[Any, Any], None]
 
 
-def _tell_plainly(before: Any, now: Any) -> Iterator[str]:
+def _describe_plainly(before: Any, now: Any) -> Iterator[str]:
     yield f"{before!r} -> {now!r}"
 
 
@@ -23,7 +23,7 @@ class Probe:
         kind: Word for it in a report.
         read: Returns a value that `==` compares; costs microseconds, since every job pays for it twice.
         put_back: Called with (before, now); None when only a new process is as before.
-        tell: Called with (before, now); yields one text for each difference.
+        describe: Called with (before, now); yields one text for each difference.
         collect_first: Whether garbage that awaits collection may look like a leak, so that it is collected and the
             value read again before anything is said.
     """
@@ -31,7 +31,7 @@ class Probe:
     kind: str
     read: Reader
     put_back: Putting | None = None
-    tell: Telling = _tell_plainly
+    describe: Describe = _describe_plainly
     collect_first: bool = False
 
 
@@ -45,13 +45,13 @@ class Setting:
 
 
 def settings_probe(kind: str, settings: Sequence[Setting]) -> Probe:
-    """One probe over several settings: read together, named and put back one by one."""
+    """Return one probe over several settings: read together, named and put back one by one."""
     getters = tuple(setting.get for setting in settings)
 
     def read() -> list[Any]:
         return [get() for get in getters]
 
-    def tell(before: list[Any], now: list[Any]) -> Iterator[str]:
+    def describe(before: list[Any], now: list[Any]) -> Iterator[str]:
         for setting, old, new in zip(settings, before, now, strict=True):
             if old != new:
                 yield f"{setting.name}: {_short(old)} -> {_short(new)}"
@@ -61,7 +61,7 @@ def settings_probe(kind: str, settings: Sequence[Setting]) -> Probe:
             if old != new and setting.set is not None:
                 setting.set(old)
 
-    return Probe(kind, read, put_back, tell)
+    return Probe(kind, read, put_back, describe)
 
 
 def _short(value: object) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fsdp_testing.pool.hygiene_probe import Probe
 
-# A thread that was told to stop gets this long to do so before it counts as left behind.
+# A thread that was asked to stop gets this long to do so before it counts as left behind.
 _THREAD_GRACE_SECONDS = 0.2
 # The moment in which a new process has neither its parent's command line nor its own.
 _EXEC_SECONDS = 0.1
@@ -77,7 +77,7 @@ def _children() -> tuple[int, ...]:
 
 
 def _command(pid: int) -> str:
-    """The command line of a process; empty for one that has ended."""
+    """Return the command line of a process; empty for one that has ended."""
     limit = time.monotonic() + _EXEC_SECONDS
     while True:
         try:
@@ -133,7 +133,7 @@ def _tell_descriptors(before: list[str], now: list[str]) -> Iterator[str]:
 
 
 def _descriptor(number: int) -> str:
-    """What an open descriptor leads to; empty for one that is gone or that libraries keep for good."""
+    """Return what an open descriptor leads to; empty for one that is gone or that libraries keep for good."""
     try:
         kind = os.fstat(number).st_mode
         name = str(Path(f"/proc/self/fd/{number}").readlink())

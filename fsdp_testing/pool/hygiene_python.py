@@ -127,9 +127,9 @@ def _put_faulthandler(enabled: bool) -> None:
         faulthandler.disable()
 
 
-def _setter(holder: Any, name: str) -> Setting:
-    label = f"{getattr(holder, '__name__', type(holder).__name__)}.{name}"
-    return Setting(label, lambda: getattr(holder, name), lambda value: setattr(holder, name, value))
+def _setter(owner: Any, name: str) -> Setting:
+    label = f"{getattr(owner, '__name__', type(owner).__name__)}.{name}"
+    return Setting(label, lambda: getattr(owner, name), lambda value: setattr(owner, name, value))
 
 
 class _Hook:
@@ -151,9 +151,9 @@ class _Hook:
         return repr(self.value)
 
 
-def _hook(holder: Any, name: str) -> Setting:
-    label = f"{holder.__name__}.{name}"
-    return Setting(label, lambda: _Hook(getattr(holder, name)), lambda hook: setattr(holder, name, hook.value))
+def _hook(owner: Any, name: str) -> Setting:
+    label = f"{owner.__name__}.{name}"
+    return Setting(label, lambda: _Hook(getattr(owner, name)), lambda hook: setattr(owner, name, hook.value))
 
 
 INTERPRETER = settings_probe(

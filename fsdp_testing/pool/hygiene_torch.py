@@ -16,8 +16,8 @@ _DEVICES = ("cpu", "cuda")
 _TINIEST = 5e-324
 
 
-def _attribute(label: str, holder: Any, name: str) -> Setting:
-    return Setting(label, lambda: getattr(holder, name), lambda value: setattr(holder, name, value))
+def _attribute(label: str, owner: Any, name: str) -> Setting:
+    return Setting(label, lambda: getattr(owner, name), lambda value: setattr(owner, name, value))
 
 
 def _put_deterministic(value: tuple[bool, bool]) -> None:
@@ -152,8 +152,8 @@ def _replaced(before: list[tuple[Any, ...]], now: list[tuple[Any, ...]]) -> Iter
 
 
 def _name_of(value: Any) -> str:
-    holder = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-    return str(getattr(holder, "__name__", ""))
+    owner = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    return str(getattr(owner, "__name__", ""))
 
 
 def _made_by_compiler(value: Any) -> bool:
@@ -180,7 +180,7 @@ def _cuda_memory() -> int:
 
 def _tell_memory(before: int, now: int) -> Iterator[str]:
     if now > before:
-        yield f"{now - before} bytes of CUDA memory are still held"
+        yield f"{now - before} bytes of CUDA memory are still allocated"
 
 
 PROBES: tuple[Probe, ...] = (

@@ -42,7 +42,7 @@ class Job:
     """Call `target` with `arguments` (args and kwargs, serialised once for all ranks).
 
     The state of the process is compared and put back, except the kinds in `lasting`; None: it is left alone.
-    `sys_path`, `environment` (None removes a variable) and `directory` tell what changed in the controller since the last
+    `sys_path`, `environment` (None removes a variable) and `directory` say what changed in the controller since the last
     job, so that a kept rank sees what a new one would.
     """
 

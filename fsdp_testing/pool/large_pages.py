@@ -35,7 +35,7 @@ def collapse() -> int:
 
 
 def _private_memory(listing: str) -> Iterator[int]:
-    """Addresses of the whole large pages inside writable memory that no file stands behind."""
+    """Return the addresses of the whole large pages inside writable memory that no file stands behind."""
     for line in listing.splitlines():
         addresses, rights, _, _, _, *path = line.split(maxsplit=5)
         if rights != "rw-p" or (path and path[0] != "[heap]"):

@@ -50,7 +50,7 @@ _MOST_MODULES = 5_000
 
 
 def cache_file() -> Path:
-    """Where the recorded list for this torch and Python is kept."""
+    """Return where the recorded list for this torch and Python is kept."""
     from fsdp_testing.env import cache_directory
 
     return cache_directory() / f"preload-torch-{_torch_version()}-py{platform.python_version()}.json"
@@ -65,7 +65,7 @@ def _torch_version() -> str:
 
 
 def recorded_modules() -> list[str]:
-    """The recorded list in the order to import; empty when nothing was recorded or the file is damaged."""
+    """Return the recorded list in the order to import; empty when nothing was recorded or the file is damaged."""
     known = _read()
     refused = set(known["refused"])
     return [name for name in known["modules"] if name not in refused and _allowed(name)]

@@ -60,7 +60,7 @@ class RankProcess:
             undo.pop_all()
 
     def read_exit(self) -> Exit | None:
-        """Exit status, once the fork server has told it."""
+        """Exit status, once the fork server has reported it."""
         if self.exit is None and not self._closed:
             with contextlib.suppress(BlockingIOError):
                 self.exit = _exit_from(os.read(self.status_fd, 64).decode())
@@ -68,7 +68,7 @@ class RankProcess:
 
     @property
     def there(self) -> bool:
-        """Whether the rank can be given a call. Its end of the channel closes before anybody tells its exit status."""
+        """Whether the rank can be given a call. Its end of the channel closes before its exit status is known."""
         return not self._closed and self.read_exit() is None and not self.channel.at_end()
 
     def request_stacks(self) -> None:
@@ -87,7 +87,7 @@ class RankProcess:
                 os.killpg(self.pid, signal.SIGKILL)
 
     def take_output(self, name: str) -> str:
-        """Text written since the last call to `stdout`, `stderr` or `stacks`."""
+        """Return the text written since the last call to `stdout`, `stderr` or `stacks`."""
         fd = self._files[name]
         start = self._seen[name]
         parts: list[bytes] = []
@@ -123,10 +123,10 @@ def _memory_file(name: str) -> int:
     return fd
 
 
-def _exit_from(told: str) -> Exit:
-    if not told:
+def _exit_from(report: str) -> Exit:
+    if not report:
         return Exit(None, "unknown cause (the fork server has gone)")
-    status, _, moment = told.partition(" ")
+    status, _, moment = report.partition(" ")
     code = int(status)
     if not os.WIFSIGNALED(code):
         return Exit(os.WEXITSTATUS(code), None, float(moment))
@@ -138,7 +138,7 @@ def _exit_from(told: str) -> Exit:
 
 
 def listening_socket() -> socket.socket:
-    """A loopback socket on a port the kernel chose, already listening: nobody can take the port from under us."""
+    """Return a loopback socket on a port the kernel chose, already listening: nobody can take the port from under us."""
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     sock.bind(("127.0.0.1", 0))
     sock.listen(1024)
@@ -146,7 +146,7 @@ def listening_socket() -> socket.socket:
 
 
 def directory() -> str:
-    """The controller's directory; '/' when it has been removed."""
+    """Return the controller's directory; '/' when it has been removed."""
     try:
         return str(Path.cwd())
     except FileNotFoundError:

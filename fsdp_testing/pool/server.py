@@ -46,7 +46,7 @@ class ForkServer:
         # The last number lets anybody who reads the command line see whether the controller is still there.
         command = f"{COMMAND}({theirs.fileno()}, {settings}, {os.getpid()})"
         environment = env.snapshot()
-        # numpy's BLAS starts its threads at import unless told not to; a forked rank would wait for them for ever.
+        # numpy's BLAS starts its threads at import unless answer not to; a forked rank would wait for them for ever.
         environment.update(dict.fromkeys(_SINGLE_THREAD, "1"))
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         try:
@@ -70,7 +70,7 @@ class ForkServer:
         """Fork one rank with the descriptors `fds` (name -> number); returns its pid.
 
         Raises:
-            PoolBroken: when the fork server did not start, has ended or cannot fork.
+            PoolBroken: When the fork server did not start, has ended or cannot fork.
         """
         with self._lock:
             self._wait_ready()
@@ -142,13 +142,13 @@ class ForkServer:
         if self._successor is None or not _readable(self._successor):
             return
         successor, self._successor = self._successor, None
-        told: dict[str, Any] = {}
+        answer: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
             message = successor.recv(4096)
-            told = json.loads(message[1:]) if message.startswith(READY) else {}
-        if told.get("culprit"):
-            preload.refuse(told["culprit"])
-        if told.get("threads") != 1:
+            answer = json.loads(message[1:]) if message.startswith(READY) else {}
+        if answer.get("culprit"):
+            preload.refuse(answer["culprit"])
+        if answer.get("threads") != 1:
             successor.close()
             return
         self._retired.append(self._control)

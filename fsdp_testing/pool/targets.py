@@ -43,10 +43,10 @@ def target_of(function: Callable[..., Any] | str) -> Target:
     """Name `function` so that a rank can import it.
 
     Args:
-        function: an importable function, or its name as "package.module:function".
+        function: An importable function, or its name as "package.module:function".
 
     Raises:
-        UnsendableFunction: for a lambda, a nested function, or one that its module does not hold under its name.
+        UnsendableFunction: For a lambda, a nested function, or one that its module does not hold under its name.
     """
     if isinstance(function, str):
         module, colon, qualname = function.partition(":")
@@ -72,7 +72,7 @@ def target_of(function: Callable[..., Any] | str) -> Target:
 
 
 def _depth(function: Callable[..., Any], module: str, qualname: str) -> int:
-    """How many decorators lie between what the name leads to and `function`."""
+    """Return how many decorators lie between what the name leads to and `function`."""
     found: Any = sys.modules.get(module)
     try:
         found = reduce(getattr, qualname.split("."), found)
@@ -110,8 +110,8 @@ def resolve(target: Target) -> Callable[..., Any]:
     """Import what `target` names, in a rank.
 
     Raises:
-        UnsendableFunction: when the module imports but does not hold the name.
-        ImportError: when the module cannot be imported here either by name or from its path.
+        UnsendableFunction: When the module imports but does not hold the name.
+        ImportError: When the module cannot be imported here either by name or from its path.
     """
     module = _import(target)
     try:
@@ -145,7 +145,7 @@ def _import(target: Target) -> Any:
 
 
 def _is_other(known: types.ModuleType, path: str | None) -> bool:
-    """Whether the module of that name is another file's: two test folders may hold files of one name."""
+    """Return whether the module of that name is another file's: two test folders may hold files of one name."""
     file = getattr(known, "__file__", None)
     if path is None or file is None or not path.endswith(".py"):
         return False

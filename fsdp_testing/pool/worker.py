@@ -31,8 +31,8 @@ def main(fds: dict[str, int], modules: frozenset[str]) -> None:
     """Run as a rank.
 
     Args:
-        fds: inherited descriptors: conn, stdout, stderr, stacks, ledger and, for rank 0, listen.
-        modules: what was imported when the rank was forked. Not read off `sys.modules` here: to look at each of some
+        fds: Inherited descriptors: conn, stdout, stderr, stacks, ledger and, for rank 0, listen.
+        modules: What was imported when the rank was forked. Not read off `sys.modules` here: to touch each of some
             thousand names is to copy the memory page of each.
     """
     _redirect(fds)
@@ -47,7 +47,7 @@ def main(fds: dict[str, int], modules: frozenset[str]) -> None:
         except BackendUnavailable as error:
             channel.send(Joined(str(error), unavailable=True))
             return
-        except BaseException as error:  # whatever it is, the controller is told
+        except BaseException as error:  # whatever it is, the controller hears of it
             channel.send(Joined(f"{type(error).__name__}: {_text_of(error)}", traceback=traceback.format_exc()))
             return
         channel.send(Joined())

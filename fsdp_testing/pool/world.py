@@ -76,7 +76,7 @@ class World:
         Bits, not values: -0.0 differs from 0.0 and a NaN equals itself. Collectives: all ranks must join.
 
         Raises:
-            AssertionError: names the ranks that differ from rank 0, where first and by how much.
+            AssertionError: Names the ranks that differ from rank 0, where first and by how much.
         """
         import torch
 
@@ -114,10 +114,10 @@ _place = _Place()
 
 
 def current_world() -> World:
-    """The world of the rank that this code runs in.
+    """Return the world of the rank that this code runs in.
 
     Raises:
-        HarnessError: when called outside a rank.
+        HarnessError: When called outside a rank.
     """
     if _place.world is None:
         raise HarnessError(
@@ -128,7 +128,7 @@ def current_world() -> World:
 
 
 def inside_rank() -> bool:
-    """Whether this process is a rank of a world."""
+    """Return whether this process is a rank of a world."""
     return _place.world is not None
 
 

@@ -120,7 +120,7 @@ class PooledWorld:
         """In a single-process world: stand for `rank` until the world is given back.
 
         Raises:
-            InvalidArgument: for a rank outside the world, or a world whose ranks are processes.
+            InvalidArgument: For a rank outside the world, or a world whose ranks are processes.
         """
         if not self._single:
             raise InvalidArgument(
@@ -145,20 +145,20 @@ class PooledWorld:
         """Call `target(*args, **kwargs)` on every rank and wait for the end of it, whatever that is.
 
         Args:
-            target: an importable function, or "package.module:function".
-            args: sent once, the same to every rank.
-            kwargs: likewise.
-            timeout: seconds until a rank counts as hung, from the moment when all are in the world; None: no limit.
-            name: shown in messages.
-            lasting: kinds of process state (as in `hygiene.PROBES`) that the call may change for good; what else it changed
-                is put back and reported. None: nothing is looked at.
+            target: An importable function, or "package.module:function".
+            args: Sent once, the same to every rank.
+            kwargs: Likewise.
+            timeout: Seconds until a rank counts as hung, from the moment when all are in the world; None: no limit.
+            name: Shown in messages.
+            lasting: Kinds of process state (as in `hygiene.PROBES`) that the call may change for good; what else it changed
+                is put back and reported. None: nothing is compared.
 
         Returns:
             The account of every rank. When it is not `ok`, or something was left dirty, the world is not lent again.
 
         Raises:
-            UnsendableFunction, InvalidArgument: before anything is sent.
-            PoolBroken: when the world has been closed, runs another call, or belongs to another process.
+            UnsendableFunction, InvalidArgument: Before anything is sent.
+            PoolBroken: When the world has been closed, runs another call, or belongs to another process.
         """
         _validate_timeout(timeout)
         reference = target if isinstance(target, Target) else target_of(target)

@@ -6,7 +6,6 @@ rank that failed, died, hung or disagrees makes it failed; the text says which r
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,22 +59,27 @@ class Account:
     result: RankResult | None
 
     @property
+    def phases(self) -> tuple[Phase, ...]:
+        """Its reports, in order."""
+        return self.result.phases if self.result is not None else ()
+
+    @property
     def verdict(self) -> str:
         """One of passed, failed, skipped, xfailed, xpassed, incomplete; or the fate of a rank without a report."""
         if self.result is None:
             return str(self.outcome.fate)
         if self.result.failed:
             return "failed"
-        for phase in self.result.phases:
+        for phase in self.phases:
             if phase.outcome == "skipped":
                 return "skipped" if phase.wasxfail is None else "xfailed"
-        if {phase.when for phase in self.result.phases} != set(_PHASES):
+        if {phase.when for phase in self.phases} != set(_PHASES):
             return "incomplete"
-        return "xpassed" if any(phase.wasxfail is not None for phase in self.result.phases) else "passed"
+        return "xpassed" if any(phase.wasxfail is not None for phase in self.phases) else "passed"
 
     def failing(self) -> tuple[Phase, ...]:
         """Return the reports that are failures."""
-        return () if self.result is None else tuple(p for p in self.result.phases if p.outcome == "failed")
+        return tuple(phase for phase in self.phases if phase.outcome == "failed")
 
     def clause(self) -> str:
         """Say how this rank ended, in one clause of a disagreement."""
@@ -83,7 +87,7 @@ class Account:
             return self.outcome.headline()
         verdict, reason = self.verdict, self.reason()
         if verdict == "incomplete":
-            reported = ", ".join(phase.when for phase in self.result.phases) or "nothing"
+            reported = ", ".join(phase.when for phase in self.phases) or "nothing"
             return f"rank {self.rank} reported {reported} and no more"
         if verdict == "failed":
             return f"rank {self.rank} failed: {self.first_message()}"
@@ -92,7 +96,7 @@ class Account:
     def reason(self) -> str | None:
         """Return why the test was skipped or expected to fail; None for another verdict."""
         verdict = self.verdict
-        for phase in self.result.phases if self.result is not None else ():
+        for phase in self.phases:
             if verdict == "skipped" and phase.outcome == "skipped":
                 return message_of(phase.longrepr).removeprefix("Skipped: ")  # pytest's own prefix
             if verdict in ("xfailed", "xpassed") and phase.wasxfail is not None:
@@ -144,16 +148,13 @@ def _durations(accounts: Sequence[Account]) -> dict[str, float]:
     """Return the seconds of each phase on its slowest rank."""
     longest = dict.fromkeys(_PHASES, 0.0)
     for account in accounts:
-        spent: Counter[str] = Counter()
-        for phase in account.result.phases if account.result is not None else ():
-            spent[phase.when] = max(spent[phase.when], phase.duration)  # type: ignore[assignment]  # seconds
-        for when, seconds in spent.items():
-            longest[when] = max(longest[when], seconds)
+        for phase in account.phases:
+            longest[phase.when] = max(longest[phase.when], phase.duration)
     return longest
 
 
 def _whens(accounts: Sequence[Account]) -> list[str]:
-    seen = {phase.when for account in accounts if account.result is not None for phase in account.result.phases}
+    seen = {phase.when for account in accounts for phase in account.phases}
     return [when for when in _PHASES if when in seen or when != "call"]
 
 
@@ -167,8 +168,7 @@ def _alike(accounts: Sequence[Account]) -> list[Merged]:
     """Every rank skipped, or every rank xfailed or xpassed: the first rank's reports, with every reason."""
     merged = _plain(accounts)
     by_when = {report.when: report for report in merged}
-    first = accounts[0].result
-    for phase in first.phases if first is not None else ():
+    for phase in accounts[0].phases:
         if phase.outcome != "passed" or phase.wasxfail is not None:
             report = by_when[phase.when]
             report.outcome, report.longrepr, report.wasxfail = phase.outcome, phase.longrepr, phase.wasxfail
@@ -196,7 +196,9 @@ def _failure(outcome: WorldOutcome, accounts: Sequence[Account], location: tuple
     """A failed setup or call that names every rank, and failed teardowns as pytest has them: on their own."""
     durations = _durations(accounts)
     teardown = [account for account in accounts if any(p.when == "teardown" for p in account.failing())]
-    others = [a for a in accounts if a.result is None or a.result.problem or _before_teardown(a)]
+    others = [
+        a for a in accounts if a.result is None or a.result.problem or any(p.when != "teardown" for p in a.failing())
+    ]
     reports: list[Merged] = []
     only_teardown = outcome.diagnosis is None or all(a.outcome.fate is Fate.RETURNED for a in accounts)
     if others or not teardown or not only_teardown or _disagreement(accounts):
@@ -210,10 +212,6 @@ def _failure(outcome: WorldOutcome, accounts: Sequence[Account], location: tuple
     if teardown:
         last.fail(_teardown_text(teardown, accounts, location))
     return _with_sections([*reports, last], accounts)
-
-
-def _before_teardown(account: Account) -> bool:
-    return any(phase.when != "teardown" for phase in account.failing())
 
 
 def _first_failing(accounts: Sequence[Account]) -> str:
@@ -235,7 +233,9 @@ def _account_of_all(outcome: WorldOutcome, accounts: Sequence[Account], location
     elements: list[Element] = [text_element([lead])]
     quiet = [a for a in accounts if a.result is not None and not a.result.failed]
     if quiet and len(quiet) < len(accounts):
-        elements[0] = text_element([lead, *(a.clause() for a in quiet if a.verdict != "passed"), *_passed_line(quiet)])
+        passed = [account.rank for account in quiet if account.verdict == "passed"]
+        others = [account.clause() for account in quiet if account.verdict != "passed"]
+        elements[0] = text_element([lead, *others, *([f"{rank_names(passed)} passed"] if passed else [])])
     bereft = any(account.result is None for account in accounts)
     for account in accounts:
         if account.result is None:
@@ -253,11 +253,6 @@ def _account_of_all(outcome: WorldOutcome, accounts: Sequence[Account], location
             shown = abbreviated(longrepr) if bereft and is_consequence(longrepr) else elements_of(longrepr)
             elements.extend(with_header(f" {rank_names(ranks)}: {when} failed ", shown))
     return build(elements, lead, crash, location)
-
-
-def _passed_line(quiet: Sequence[Account]) -> list[str]:
-    passed = [account.rank for account in quiet if account.verdict == "passed"]
-    return [f"{rank_names(passed)} passed"] if passed else []
 
 
 def _teardown_text(
@@ -348,7 +343,7 @@ def _with_sections(merged: list[Merged], accounts: Sequence[Account]) -> list[Me
     shown = shown or next((r for r in merged if r.when == "call"), merged[0])
     texts: list[tuple[str, str, int]] = []
     for account in accounts:
-        for phase in account.result.phases if account.result is not None else ():
+        for phase in account.phases:
             texts.extend((title, text, account.rank) for title, text in phase.sections if text)
     for stream in ("stdout", "stderr"):
         texts.extend(

@@ -12,6 +12,7 @@ import pytest
 
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.pool import WorldOutcome
+from fsdp_testing.pytest_plugin import pytest_compat
 from fsdp_testing.pytest_plugin.hygiene_report import HygieneReport, WorldHygieneWarning, report_teardown_failure
 from fsdp_testing.pytest_plugin.leases import IN_RANK, Leases
 from fsdp_testing.pytest_plugin.longrepr import build, text_element
@@ -81,11 +82,11 @@ class Protocol:
             try:
                 outcome = self._execute(item, request, nextitem)
             except (HarnessError, pytest.fail.Exception) as error:
-                merged = [_failed_setup(item, str(error)), Merged("teardown", "passed", 0.0)]
+                merged = _failed_setup(item, str(error))
             except Exception:
                 # A fault of this harness fails the one test, with all that is known; the session goes on.
                 text = "the harness failed, so the verdict is unknown\n" + traceback.format_exc()
-                merged = [_failed_setup(item, text), Merged("teardown", "passed", 0.0)]
+                merged = _failed_setup(item, text)
             else:
                 merged = merge(outcome, location_of(item))
                 self._hygiene.add(item, outcome, merged)
@@ -140,7 +141,7 @@ class Protocol:
     def _not_run(self, item: pytest.Item, request: WorldRequest, reason: str) -> list[Merged]:
         text = f"backend {request.backend} cannot run here: {reason}"
         if self.config.option.require_backend:
-            return [_failed_setup(item, f"{text} (--require-backend)"), Merged("teardown", "passed", 0.0)]
+            return _failed_setup(item, f"{text} (--require-backend)")
         path, line = location_of(item)
         skipped = Merged("setup", "skipped", 0.0, (path, line, f"Skipped: {text}"))
         return [skipped, Merged("teardown", "passed", 0.0)]
@@ -156,9 +157,7 @@ class Protocol:
         # What the next item shares stays set up, and is left by a later item.
         self._plain_chain = self._plain_chain[:shared]
         try:
-            # pytest's own part of the hook: the others expect that this process had set the item up.
-            runner: Any = self.config.pluginmanager.get_plugin("runner")
-            runner.pytest_runtest_teardown(item=item, nextitem=nextitem)
+            pytest_compat.end_fixtures(item, nextitem)
         except Exception as error:
             text = f"teardown in the controlling process: {type(error).__name__}: {error}"
             merged[-1].fail(build([text_element([text])], text, None, location_of(item)))
@@ -217,9 +216,10 @@ class Sweep:
         return result
 
 
-def _failed_setup(item: pytest.Item, text: str) -> Merged:
+def _failed_setup(item: pytest.Item, text: str) -> list[Merged]:
     lines = text.splitlines() or ["failed without a message"]
-    return Merged("setup", "failed", 0.0, build([text_element(lines)], lines[0], None, location_of(item)))
+    failed = Merged("setup", "failed", 0.0, build([text_element(lines)], lines[0], None, location_of(item)))
+    return [failed, Merged("teardown", "passed", 0.0)]
 
 
 def _properties(outcome: WorldOutcome) -> tuple[tuple[str, Any], ...]:

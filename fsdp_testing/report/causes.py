@@ -42,7 +42,7 @@ class Cause:
 
 
 def causes(report: RunReport) -> tuple[Cause, ...]:
-    """Root causes, unexpected ones first, then in the order of the run."""
+    """Return the root causes, unexpected ones first, then in the order of the run."""
     groups: dict[tuple[str, object], list[tuple[CheckResult, Finding]]] = {}
     for result in report.results:
         for finding in result.findings:
@@ -67,7 +67,7 @@ def _cause(name: str, members: list[tuple[CheckResult, Finding]]) -> Cause:
 
 
 def explanation_line(explanation: Explanation) -> str:
-    """How the shortest schedule was found, in a line."""
+    """Return how the shortest schedule was found, in a line."""
     operations = len(explanation.schedule)
     if not explanation.runs:
         return f"{operations} operations, as the check ran them"

@@ -36,7 +36,7 @@ def write_html(report: RunReport, directory: Path) -> Path:
 
 
 def html_text(report: RunReport) -> str:
-    """The page."""
+    """Return the page."""
     environment = new_environment()
     environment.globals.update(
         word=summary.WORDS.__getitem__,
@@ -74,7 +74,7 @@ def new_environment() -> Environment:
 
 
 def resource(name: str) -> str:
-    """A file of the folder `page`, as text."""
+    """Return a file of the folder `page`, as text."""
     return (resources.files("fsdp_testing.report") / "page" / name).read_text(encoding="utf-8")
 
 

@@ -36,7 +36,7 @@ def write_junit(report: RunReport, path: Path) -> None:
 
 
 def junit_text(report: RunReport) -> str:
-    """The XML document."""
+    """Return the XML document."""
     root = ET.Element("testsuites", name="fsdp-verify", time=f"{report.seconds:.3f}")
     for name in implementations(report):
         results = [result for result in report.results if result.implementation == name]
@@ -85,8 +85,8 @@ def _test_case(result: CheckResult, report: RunReport) -> ET.Element:
 def _account(result: CheckResult, report: RunReport) -> str:
     lines = [result.meaning]
     for finding in result.findings:
-        told = (finding.explanation, place_text(finding), finding.quantity, size_text(finding), finding.detail)
-        lines += ["", *(line for line in told if line)]
+        facts = (finding.explanation, place_text(finding), finding.quantity, size_text(finding), finding.detail)
+        lines += ["", *(line for line in facts if line)]
     lines += accounts(result)
     return _clean("\n".join([*lines, "", f"replay: {replay_line(result, report)}"]))
 

@@ -36,7 +36,7 @@ def write_parity_page(cases: Sequence[CaseParity], names: tuple[str, str], direc
 
 
 def parity_text(cases: Sequence[CaseParity], names: tuple[str, str], *, full: bool = False) -> str:
-    """The page."""
+    """Return the page."""
     left, right = names
     different = sum(not found.equal for found in cases)
     template = new_environment().from_string(resource("parity.html"))
@@ -56,7 +56,7 @@ def parity_text(cases: Sequence[CaseParity], names: tuple[str, str], *, full: bo
 
 
 def conclusion(different: int, count: int) -> str:
-    """What was found, over all cases."""
+    """Return what was found, over all cases."""
     return f"{different} of {count} cases differ" if different else f"the same order in all {count} cases"
 
 
@@ -66,7 +66,7 @@ def differing_aspects(found: CaseParity) -> list[str]:
 
 
 def by_rows(comparisons: Sequence[OrderComparison]) -> list[tuple[OrderComparison, tuple[int, ...]]]:
-    """Comparisons, those of ranks that show the same rows told once, with these ranks; those that differ first."""
+    """Comparisons, those of ranks that show the same rows shown once, with these ranks; those that differ first."""
     found: dict[tuple[str, tuple[OrderRow, ...]], list[OrderComparison]] = {}
     for comparison in comparisons:
         found.setdefault((comparison.aspect, comparison.rows), []).append(comparison)

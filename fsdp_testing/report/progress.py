@@ -10,7 +10,7 @@ from rich.text import Text
 
 from fsdp_testing.records import CheckResult, Verdict
 from fsdp_testing.report import summary
-from fsdp_testing.report.terminal import STYLES, told
+from fsdp_testing.report.terminal import STYLES, plain
 
 # Printed the moment they are known; everything else waits for the table.
 AT_ONCE = (Verdict.FAIL, Verdict.UNKNOWN, Verdict.STALE)
@@ -67,7 +67,7 @@ class ProgressListener:
         self._progress.advance(self._task)
         if result.verdict in AT_ONCE:
             word = (summary.WORDS[result.verdict], STYLES[result.verdict])
-            line = Text.assemble(word, told(f" {result.implementation} {result.check}: {summary.sentence(result)}"))
+            line = Text.assemble(word, plain(f" {result.implementation} {result.check}: {summary.sentence(result)}"))
             self._console.print(line, soft_wrap=not self._moving)
 
     def _found_so_far(self) -> str:

@@ -23,7 +23,7 @@ def order_table(comparison: OrderComparison, left: str, right: str, *, full: boo
         full: Show equal rows far from any difference too.
     """
     table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
-    table.add_column("")  # the mark: colour alone tells nothing
+    table.add_column("")  # the mark: colour alone says nothing
     table.add_column(Text(left), overflow="fold", ratio=1)
     table.add_column(Text(right), overflow="fold", ratio=1)
     for mark, one, other in shown_rows(comparison.rows, full=full):
@@ -64,7 +64,7 @@ def _mark(row: OrderRow) -> str:
 
 
 def by_difference(comparisons: Sequence[OrderComparison]) -> list[tuple[OrderComparison, tuple[int, ...]]]:
-    """Comparisons that differ, those of ranks that show the same rows told once, with these ranks."""
+    """Comparisons that differ, those of ranks that show the same rows shown once, with these ranks."""
     found: dict[tuple[str, tuple[OrderRow, ...]], list[OrderComparison]] = {}
     for comparison in comparisons:
         if not comparison.equal:

@@ -27,7 +27,7 @@ WORDS = {
 }
 
 MEANINGS = {
-    Verdict.PASS: "the claim held in every case that was run",
+    Verdict.PASS: "the claim kept in every case that was run",
     Verdict.FAIL: "the claim was refuted; the first divergence is shown",
     Verdict.UNKNOWN: "nothing can be said: the check, the adapter or the pool failed",
     Verdict.NOT_CLAIMED: "the implementation does not claim what the check needs; it was not run",
@@ -80,8 +80,8 @@ class Tally:
     @property
     def sentence(self) -> str:
         """The tally in one line."""
-        held = self.counts[Verdict.PASS] + self.counts[Verdict.STALE]
-        parts = [f"{held} of {self.asked} claims hold" if self.asked else "nothing was asked"]
+        kept = self.counts[Verdict.PASS] + self.counts[Verdict.STALE]
+        parts = [f"{kept} of {self.asked} claims hold" if self.asked else "nothing was asked"]
         for verdict, word in ((Verdict.FAIL, "refuted"), (Verdict.UNKNOWN, "unknown")):
             if self.counts[verdict]:
                 parts.append(f"{self.counts[verdict]} {word}")
@@ -95,7 +95,7 @@ class Tally:
 
 
 def implementations(report: RunReport) -> tuple[str, ...]:
-    """Names asked for, then any other that has results."""
+    """Return the names asked for, then any other that has results."""
     return tuple(dict.fromkeys([*report.implementations, *(result.implementation for result in report.results)]))
 
 
@@ -114,7 +114,7 @@ def matrix(report: RunReport) -> Matrix:
 
 
 def suite_of(check: str) -> str:
-    """The part of a check's name before the first dot."""
+    """Return the part of a check's name before the first dot."""
     return check.partition(".")[0]
 
 
@@ -126,7 +126,7 @@ def strongest(results: Iterable[CheckResult]) -> CheckResult:
 
 
 def tallies(report: RunReport) -> tuple[Tally, ...]:
-    """One tally per implementation."""
+    """Return one tally per implementation."""
     return tuple(
         _tally(name, [r for r in report.results if r.implementation == name]) for name in implementations(report)
     )
@@ -149,7 +149,7 @@ def attention(report: RunReport, verdict: Verdict) -> tuple[CheckResult, ...]:
 
 
 def report_exit_code(report: RunReport) -> int:
-    """The documented exit code, and 3 where an implementation was asked for but no claim of it was checked at all."""
+    """Return the documented exit code, and 3 where an implementation was asked for but no claim of it was checked at all."""
     if report.exit_code:
         return report.exit_code
     idle = [tally for tally in tallies(report) if tally.asked == 0]
@@ -157,7 +157,7 @@ def report_exit_code(report: RunReport) -> int:
 
 
 def conclusion(report: RunReport) -> str:
-    """The last line a reader sees: what the exit code means, and for whom."""
+    """Return the last line a reader sees: what the exit code means, and for whom."""
     code = report_exit_code(report)
     idle = [tally.implementation for tally in tallies(report) if tally.asked == 0]
     if code == 3 and (idle or not report.results) and not report.count(Verdict.UNKNOWN):
@@ -201,7 +201,7 @@ class HasCase(Protocol):
 
 
 def world_text(about: HasCase) -> str:
-    """The case in a few words: model, world, strategy, dtypes."""
+    """Return the case in a few words: model, world, strategy, dtypes."""
     case = about.case
     parts = [case.model.name, f"{case.world.size} ranks", case.strategy, case.model.dtype]
     if case.mixed_precision is not None:
@@ -217,7 +217,7 @@ def world_text(about: HasCase) -> str:
 
 
 def replay_line(result: CheckResult, report: RunReport) -> str:
-    """The command that runs this check on this implementation again, on the world where it first failed."""
+    """Return the command that runs this check on this implementation again, on the world where it first failed."""
     sizes = [finding.case.world.size for finding in result.findings] or list(report.world_sizes)
     backends = [finding.case.world.backend for finding in result.findings] or [report.backend]
     words = ["fsdp-verify", "run", result.implementation, "--check", result.check]
@@ -230,9 +230,9 @@ def replay_line(result: CheckResult, report: RunReport) -> str:
 
 def sentence(result: CheckResult) -> str:
     """Why the verdict is what it is, in one line; never empty. What is longer is shown below it (`accounts`)."""
-    told = [result.explanation, *(finding.explanation for finding in result.findings)]
-    told += [case.error for case in result.cases]
-    text = next((text.strip() for text in told if text.strip()), MEANINGS[result.verdict])
+    known = [result.explanation, *(finding.explanation for finding in result.findings)]
+    known += [case.error for case in result.cases]
+    text = next((text.strip() for text in known if text.strip()), MEANINGS[result.verdict])
     lines = text.splitlines()
     first, last = lines[0], lines[-1].strip()
     if "Traceback" not in text:
@@ -244,7 +244,7 @@ def sentence(result: CheckResult) -> str:
 
 
 def accounts(result: CheckResult) -> tuple[str, ...]:
-    """What is known of why nothing can be said, at length and each once: the explanation, then the errors of cases."""
+    """Return what is known of why nothing can be said, at length and each once: the explanation, then the errors of cases."""
     texts = [result.explanation] if "\n" in result.explanation.strip() else []
     texts += [case.error for case in result.cases if case.error]
     return tuple(text for text in dict.fromkeys(texts) if text.strip() != sentence(result))

@@ -16,7 +16,7 @@ from fsdp_testing.records import CheckResult, Finding, RunReport, Verdict
 from fsdp_testing.report import summary
 from fsdp_testing.report.causes import causes, explanation_line
 
-# Colour repeats what the word says; nothing is told by colour alone.
+# Colour repeats what the word says; colour alone says nothing.
 STYLES = {
     Verdict.PASS: "green",
     Verdict.FAIL: "bold red",
@@ -44,7 +44,7 @@ LOG_WIDTH = 120
 
 
 def open_console() -> Console:
-    """A console on standard output; a log file, which has no width, gets a usual one unless `COLUMNS` sets it."""
+    """Return a console on standard output; a log file, which has no width, gets a usual one unless `COLUMNS` sets it."""
     console = Console(highlight=False)
     if not console.is_terminal and not env.get("COLUMNS"):
         return Console(highlight=False, width=LOG_WIDTH)
@@ -100,12 +100,12 @@ def verdict_table(report: RunReport, width: int) -> Iterator[RenderableType]:
     yield table
     if narrow:
         key = [f"{header} {name}" for header, name in zip(headers, found.implementations, strict=True)]
-        yield told(f"columns: {', '.join(key)}")
+        yield plain(f"columns: {', '.join(key)}")
         yield Text(f"{SHORT[Verdict.NOT_CLAIMED]} not claimed, {SHORT[None]} not run, {SHORT[Verdict.UNKNOWN]} unknown")
 
 
 def cell(result: CheckResult | None, *, short: bool) -> Text:
-    """A verdict as one coloured word; `not run` where there is no result at all."""
+    """Return a verdict as one coloured word; `not run` where there is no result at all."""
     verdict = result.verdict if result is not None else None
     word = SHORT[verdict] if short else summary.WORDS[verdict] if verdict is not None else "not run"
     return Text(word, style=STYLES[verdict] if verdict is not None else "dim")
@@ -117,7 +117,7 @@ def result_account(result: CheckResult, report: RunReport, *, full: bool) -> Ite
     The first failing case at length, the others in a line each, unless all of them are wanted in full.
     """
     yield Text.assemble((result.implementation, "bold"), "  ", (result.check, "bold cyan"), f"  {result.meaning}")
-    yield told(f"  {summary.sentence(result)}")
+    yield plain(f"  {summary.sentence(result)}")
     at_length = result.findings if full else result.findings[:1]
     for finding in at_length:
         yield Padding(_finding_table(finding, result), (0, 0, 0, 2))
@@ -125,18 +125,18 @@ def result_account(result: CheckResult, report: RunReport, *, full: bool) -> Ite
             yield _account(finding.detail, full=full)
     in_short = result.findings[len(at_length) :]
     for finding in in_short[:SHORT_FINDINGS]:
-        yield told(f"  also: {summary.world_text(finding)}: {finding.explanation}")
+        yield plain(f"  also: {summary.world_text(finding)}: {finding.explanation}")
     if len(in_short) > SHORT_FINDINGS:
         yield Text(f"  and {len(in_short) - SHORT_FINDINGS} more failing cases (--full shows them)")
     for account in summary.accounts(result)[: None if full else SHORT_FINDINGS]:
         yield _account(account, full=full)
     if result.expected:
-        yield told(f"  expected because: {result.expected}")
+        yield plain(f"  expected because: {result.expected}")
     yield Text.assemble("  replay: ", (summary.replay_line(result, report), "bold"))
 
 
 def cause_lines(report: RunReport) -> Iterator[RenderableType]:
-    """Root causes, each once, with the shortest schedule that shows it and the checks that it breaks."""
+    """Return the root causes, each once, with the shortest schedule that shows it and the checks that it breaks."""
     found = causes(report)
     if not found:
         return
@@ -145,14 +145,14 @@ def cause_lines(report: RunReport) -> Iterator[RenderableType]:
     yield Rule(title, style="bold", align="left")
     for cause in found:
         yield Text()
-        yield Text.assemble((cause.implementation, "bold"), "  ", told(cause.sentence))
+        yield Text.assemble((cause.implementation, "bold"), "  ", plain(cause.sentence))
         if cause.explanation is not None:
             for line in cause.explanation.schedule:
-                yield told(f"    {line}", style="cyan")
+                yield plain(f"    {line}", style="cyan")
             yield Text(f"  {explanation_line(cause.explanation)}", style="dim")
-        yield told(f"  {cause.scope}")
+        yield plain(f"  {cause.scope}")
         expected = ", all expected" if cause.expected else ""
-        yield told(f"  breaks{expected}: {', '.join(result.check for result in cause.results)}")
+        yield plain(f"  breaks{expected}: {', '.join(result.check for result in cause.results)}")
 
 
 def _finding_table(finding: Finding, result: CheckResult) -> Table:
@@ -161,34 +161,34 @@ def _finding_table(finding: Finding, result: CheckResult) -> Table:
     table.add_column(overflow="fold")
     # The first finding's sentence is the result's own; said once.
     if finding.explanation and finding.explanation != summary.sentence(result):
-        table.add_row(finding.kind, told(finding.explanation))
-    table.add_row("first at", told(summary.place_text(finding)))
-    table.add_row("tensor" if finding.max_error is not None else "what", told(finding.quantity))
+        table.add_row(finding.kind, plain(finding.explanation))
+    table.add_row("first at", plain(summary.place_text(finding)))
+    table.add_row("tensor" if finding.max_error is not None else "what", plain(finding.quantity))
     if summary.size_text(finding):
         table.add_row("size", Text(summary.size_text(finding)))
     if finding.bound_derivation:
-        table.add_row("bound", told(finding.bound_derivation))
+        table.add_row("bound", plain(finding.bound_derivation))
     table.add_row("case", Text(f"{finding.case.identity}: {summary.world_text(finding)}"))
     return table
 
 
-def told(text: str, style: str = "") -> Text:
-    """Text of a run as it is: no markup, and no escape sequence that could move a reader's cursor or hide a line."""
+def plain(text: str, style: str = "") -> Text:
+    """Return the text of a run as it is: no markup, and no escape sequence that could move a reader's cursor or hide a line."""
     return Text(CONTROL.sub("\N{REPLACEMENT CHARACTER}", text), style=style)
 
 
 def _account(text: str, *, full: bool) -> Text:
-    """A traceback or an account of ranks: its own line breaks, its beginning and its end unless `full`."""
+    """Return a traceback or an account of ranks: its own line breaks, its beginning and its end unless `full`."""
     lines = text.rstrip().splitlines()
     if not full and len(lines) > HEAD_LINES + TAIL_LINES + 1:
         left_out = len(lines) - HEAD_LINES - TAIL_LINES
         note = f"... {left_out} lines left out (--full shows them) ..."
         lines = [*lines[:HEAD_LINES], note, *lines[-TAIL_LINES:]]
-    return told("\n".join(f"  {line}" for line in lines), style="dim")
+    return plain("\n".join(f"  {line}" for line in lines), style="dim")
 
 
 def closing_lines(report: RunReport) -> Iterator[Text]:
-    """One line per implementation, the environment, and what the exit code means."""
+    """Return one line per implementation, the environment, and what the exit code means."""
     width = max((len(name) for name in summary.implementations(report)), default=0)
     for tally in summary.tallies(report):
         style = next((STYLES[v] for v in summary.ATTENTION if tally.counts[v]), STYLES[Verdict.PASS])
@@ -197,6 +197,6 @@ def closing_lines(report: RunReport) -> Iterator[Text]:
     facts = [f"{key} {value}" for key, value in report.environment.items()]
     worlds = ", ".join(map(str, report.world_sizes))
     facts.append(f"{report.backend} on worlds of {worlds}" if worlds else report.backend)
-    yield told(f"{'; '.join(facts)}; {report.seconds:.1f} s in all", style="dim")
+    yield plain(f"{'; '.join(facts)}; {report.seconds:.1f} s in all", style="dim")
     code = summary.report_exit_code(report)
     yield Text(summary.conclusion(report), style="bold green" if code == 0 else "bold red")

@@ -62,7 +62,7 @@ _SUITES = (
     hybrid,
 )
 
-CHECKS: Mapping[str, Check] = MappingProxyType({check.name: check for suite in _SUITES for check in suite.CHECKS})
+CHECKS: Mapping[str, Check] = MappingProxyType({check.name: check for suite in _SUITES for check in suite.SUITE.checks})
 """Every check by name."""
 
 __all__ = ["CHECKS", "Check"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -13,18 +14,13 @@ from fsdp_testing.judging.case_runner import ORDINARY, CaseRunner, JudgedCase, R
 from fsdp_testing.programs.fitting import fitted
 from fsdp_testing.records import (
     STRATEGIES,
-    Batch,
     Case,
-    Forward,
-    ForwardBackward,
     MixedPrecisionSpec,
     ModelSpec,
     Operation,
     OptimizerSpec,
-    Step,
     WorldSpec,
     WrappingPlan,
-    ZeroGrad,
 )
 from fsdp_testing.zoo import MODELS
 
@@ -143,6 +139,35 @@ class Check:
         return any(fnmatchcase(self.name, pattern) or suite == pattern for pattern in patterns)
 
 
+class Suite:
+    """The checks of one file, in the order in which a report lists them."""
+
+    def __init__(self) -> None:
+        self.checks: list[Check] = []
+
+    def add(self, check: Check) -> None:
+        """Add a check whose cases a function of another check builds, or one made for it."""
+        self.checks.append(check)
+
+    def check(
+        self, name: str, source: str, needs: frozenset[str] = frozenset(), **options: Any
+    ) -> Callable[[Builder], Builder]:
+        """Make a check of the function that builds its cases; the function's docstring is the claim.
+
+        Args:
+            name: `suite.check`, unique.
+            source: Where the behaviour is described or was once broken.
+            needs: Capabilities without which the check is not asked.
+            **options: The other fields of `Check`.
+        """
+
+        def make(build: Builder) -> Builder:
+            self.add(Check(name, inspect.getdoc(build) or "", source, build, needs, **options))
+            return build
+
+        return make
+
+
 def needs_of(case: Case) -> frozenset[str]:
     """Return every capability that a case needs, its model's included, but for the wrapping by hand.
 
@@ -156,38 +181,3 @@ def adapt(case: Case, adapter: Adapter) -> Case:
     if "nested_wrapping" not in adapter.capabilities and case.wrapping.units:
         case = replace(case, wrapping=replace(case.wrapping, units=()))
     return fitted(case, adapter)
-
-
-def micro_batch(seed: int, **batch: Any) -> ForwardBackward:
-    """Return a micro-batch whose gradients are reduced."""
-    return ForwardBackward(Batch(seed, **batch))
-
-
-def no_sync_batch(seed: int, **batch: Any) -> ForwardBackward:
-    """Return a micro-batch inside `no_sync`."""
-    return ForwardBackward(Batch(seed, **batch), no_sync=True)
-
-
-def micro_batches(*seeds: int) -> tuple[Operation, ...]:
-    """Return micro-batches whose gradients are reduced, each by itself."""
-    return tuple(micro_batch(seed) for seed in seeds)
-
-
-def accumulated(*seeds: int) -> tuple[Operation, ...]:
-    """Return micro-batches inside `no_sync`, and a last one that reduces the sum."""
-    return (*(no_sync_batch(seed) for seed in seeds[:-1]), micro_batch(seeds[-1]))
-
-
-def forward(seed: int, mode: str = "eval", **batch: Any) -> Forward:
-    """Return a forward that no backward follows."""
-    return Forward(Batch(seed, **batch), mode)
-
-
-def iteration(seed: int, **batch: Any) -> tuple[Operation, ...]:
-    """One training iteration: micro-batch, step, gradients cleared."""
-    return micro_batch(seed, **batch), Step(), ZeroGrad()
-
-
-def iterations(count: int, first: int = 0, **batch: Any) -> tuple[Operation, ...]:
-    """Several training iterations on different inputs."""
-    return tuple(op for seed in range(first, first + count) for op in iteration(seed, **batch))

@@ -7,17 +7,8 @@ from dataclasses import replace
 
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.records import Case, MixedPrecisionSpec, Observe, Step, WrappingPlan, ZeroGrad
-from fsdp_testing.suites.check import (
-    ADAMW,
-    PLAIN_SGD,
-    Builder,
-    Check,
-    Place,
-    accumulated,
-    forward,
-    iterations,
-    micro_batch,
-)
+from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Builder, Check, Place, Suite
+from fsdp_testing.suites.schedules import accumulated, forward, iterations, micro_batch
 from fsdp_testing.zoo import MODELS
 
 _NEEDS = frozenset({"activation_checkpointing"})
@@ -46,33 +37,10 @@ def _trained(*, reentrant: bool = False, outside: bool = False) -> Builder:
     return build
 
 
-def _nested(place: Place) -> Iterable[Case]:
-    # Recomputation inside recomputation, and of a part of a unit only.
-    yield place.case("deep_nest", *iterations(2), wrapping=plan("deep_nest"))
-    part = WrappingPlan(("inner",), checkpointed=("inner.inner",))
-    yield place.case("deep_nest", *iterations(2), wrapping=part)
+SUITE = Suite()
 
 
-def _accumulated(place: Place) -> Iterable[Case]:
-    program = (*accumulated(0, 1, 2), Observe(), Step(), ZeroGrad(), *iterations(1, first=3))
-    for outside in (False, True):
-        yield place.case("mlp", *program, wrapping=plan("mlp", outside=outside), optimizer=PLAIN_SGD)
-
-
-def _evaluated(place: Place) -> Iterable[Case]:
-    wrapping = plan("mlp")
-    # A forward without gradients never runs again, and must leave nothing for a later backward.
-    yield place.case("mlp", *iterations(1), forward(5, "no_grad"), micro_batch(1), Step(), wrapping=wrapping)
-
-
-def _mixed(place: Place) -> Iterable[Case]:
-    precision = MixedPrecisionSpec("bfloat16", "float32")
-    case = place.case("mlp", *iterations(2), micro_batch(2), dtype="float32", optimizer=ADAMW, precision=precision)
-    for outside in (False, True):
-        yield replace(case, wrapping=plan("mlp", outside=outside))
-
-
-CHECKS = (
+SUITE.add(
     Check(
         "activation_checkpointing.inside_units",
         "Units whose modules recompute give the bits of a plain run.",
@@ -80,7 +48,11 @@ CHECKS = (
         _trained(),
         _NEEDS,
         _LOCKSTEP,
-    ),
+    )
+)
+
+
+SUITE.add(
     Check(
         "activation_checkpointing.around_units",
         "Recomputing whole units, gathered again in backward, gives the bits of a plain run.",
@@ -88,7 +60,11 @@ CHECKS = (
         _trained(outside=True),
         _NEEDS,
         _LOCKSTEP,
-    ),
+    )
+)
+
+
+SUITE.add(
     Check(
         "activation_checkpointing.reentrant_inside",
         "The reentrant way inside units gives the bits of a plain run.",
@@ -96,7 +72,11 @@ CHECKS = (
         _trained(reentrant=True),
         _REENTRANT,
         _LOCKSTEP,
-    ),
+    )
+)
+
+
+SUITE.add(
     Check(
         "activation_checkpointing.reentrant_around",
         "The reentrant way around units gives the bits of a plain run.",
@@ -104,34 +84,44 @@ CHECKS = (
         _trained(reentrant=True, outside=True),
         _REENTRANT,
         _LOCKSTEP,
-    ),
-    Check(
-        "activation_checkpointing.nested",
-        "Recomputation inside recomputation, or of a part of a unit, trains as in one process.",
-        _SOURCE,
-        _nested,
-        _NEEDS | {"nested_wrapping"},
-    ),
-    Check(
-        "activation_checkpointing.accumulated",
-        "Recomputed micro-batches inside and outside no_sync add up, each once.",
-        "pytorch PR 90546",
-        _accumulated,
-        _NEEDS | {"no_sync"},
-    ),
-    Check(
-        "activation_checkpointing.after_no_grad",
-        "A forward without gradients between recomputed iterations changes nothing.",
-        "pytorch PR 110139",
-        _evaluated,
-        _NEEDS | {"forward_only"},
-    ),
-    Check(
-        "activation_checkpointing.mixed_precision",
-        "The second forward casts as the first did.",
-        "pytorch PR 90660",
-        _mixed,
-        _NEEDS | {"mixed_precision", "reduce_dtype"},
-        _LOCKSTEP,
-    ),
+    )
 )
+
+
+@SUITE.check("activation_checkpointing.nested", source=_SOURCE, needs=_NEEDS | {"nested_wrapping"})
+def _nested(place: Place) -> Iterable[Case]:
+    """Recomputation inside recomputation, or of a part of a unit, trains as in one process."""
+    # Recomputation inside recomputation, and of a part of a unit only.
+    yield place.case("deep_nest", *iterations(2), wrapping=plan("deep_nest"))
+    part = WrappingPlan(("inner",), checkpointed=("inner.inner",))
+    yield place.case("deep_nest", *iterations(2), wrapping=part)
+
+
+@SUITE.check("activation_checkpointing.accumulated", source="pytorch PR 90546", needs=_NEEDS | {"no_sync"})
+def _accumulated(place: Place) -> Iterable[Case]:
+    """Recomputed micro-batches inside and outside no_sync add up, each once."""
+    program = (*accumulated(0, 1, 2), Observe(), Step(), ZeroGrad(), *iterations(1, first=3))
+    for outside in (False, True):
+        yield place.case("mlp", *program, wrapping=plan("mlp", outside=outside), optimizer=PLAIN_SGD)
+
+
+@SUITE.check("activation_checkpointing.after_no_grad", source="pytorch PR 110139", needs=_NEEDS | {"forward_only"})
+def _evaluated(place: Place) -> Iterable[Case]:
+    """A forward without gradients between recomputed iterations changes nothing."""
+    wrapping = plan("mlp")
+    # A forward without gradients never runs again, and must leave nothing for a later backward.
+    yield place.case("mlp", *iterations(1), forward(5, "no_grad"), micro_batch(1), Step(), wrapping=wrapping)
+
+
+@SUITE.check(
+    "activation_checkpointing.mixed_precision",
+    source="pytorch PR 90660",
+    needs=_NEEDS | {"mixed_precision", "reduce_dtype"},
+    comparison=_LOCKSTEP,
+)
+def _mixed(place: Place) -> Iterable[Case]:
+    """The second forward casts as the first did."""
+    precision = MixedPrecisionSpec("bfloat16", "float32")
+    case = place.case("mlp", *iterations(2), micro_batch(2), dtype="float32", optimizer=ADAMW, precision=precision)
+    for outside in (False, True):
+        yield replace(case, wrapping=plan("mlp", outside=outside))

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable
 
 from fsdp_testing.records import Case, Clip, Observe, Step, ZeroGrad
-from fsdp_testing.suites.check import Builder, Check, Place, iterations, micro_batch
+from fsdp_testing.suites.check import Builder, Check, Place, Suite
+from fsdp_testing.suites.schedules import iterations, micro_batch
 
 _NEEDS = frozenset({"clip_grad_norm"})
 _SOURCE = "torch.nn.utils.clip_grad_norm_"
@@ -30,37 +31,86 @@ def _clipped(norm_type: float, dtype: str = "float32") -> Builder:
     return build
 
 
+SUITE = Suite()
+
+
+for name, value, source in (
+    ("1", 1.0, _SOURCE),
+    ("2", 2.0, "pytorch PR 88955"),
+    ("3", 3.0, _SOURCE),
+    ("inf", math.inf, "pytorch PR 73405; torchrec PR 3199"),
+):
+    SUITE.add(
+        Check(
+            f"clipping.norm_{name}",
+            f"The {name}-norm counts every element of every rank once, and gradients are scaled by it.",
+            source,
+            _clipped(value),
+            _NEEDS,
+        )
+    )
+
+
+@SUITE.check("clipping.not_needed", source=_SOURCE, needs=_NEEDS)
 def _not_needed(place: Place) -> Iterable[Case]:
+    """Gradients below the limit are left alone."""
     for norm_type in (1.0, 2.0, math.inf):
         yield place.case("mlp", micro_batch(0), Clip(1e6, norm_type), Observe(), Step(), dtype="float32")
 
 
+@SUITE.check("clipping.frozen_parameters", source="pytorch PR 88955", needs=_NEEDS | {"frozen_parameters"})
 def _frozen(place: Place) -> Iterable[Case]:
+    """Frozen parameters count nothing, and units without gradient do not harm."""
     for norm_type in (2.0, math.inf):
         yield place.case("frozen_body", micro_batch(0), Clip(0.1, norm_type), Step(), dtype="float32")
 
 
+@SUITE.check("clipping.shared_parameters", source=_SOURCE, needs=_NEEDS | {"shared_parameters"})
 def _shared(place: Place) -> Iterable[Case]:
+    """A shared parameter counts once."""
     yield place.case("tied_within", micro_batch(0), Clip(0.1), Observe(), Step(), dtype="float32")
 
 
+@SUITE.check("clipping.repeated", source=_SOURCE, needs=_NEEDS)
 def _repeated(place: Place) -> Iterable[Case]:
+    """Clipping what is clipped already."""
     yield place.case(
         "mlp", *iterations(1), micro_batch(1), Clip(0.5), Clip(0.1), Clip(0.1, 1.0), Step(), dtype="float32"
     )
 
 
+@SUITE.check("clipping.ranks_without_elements", source="torchrec PR 3199", needs=_NEEDS | {"uneven_parameters"})
 def _some_ranks_empty(place: Place) -> Iterable[Case]:
+    """Ranks that hold no element of a parameter take part."""
     for norm_type in (1.0, 2.0, math.inf):
         yield place.case("one_element", micro_batch(0), Clip(0.1, norm_type), Observe(), Step(), dtype="float32")
 
 
+SUITE.add(
+    Check(
+        "clipping.double_precision",
+        "Gradients in float64 are clipped by a norm in float64.",
+        _SOURCE,
+        _clipped(2.0, "float64"),
+        _NEEDS,
+    )
+)
+
+
+@SUITE.check("clipping.unit_dtypes", source="pytorch issue 171517, PR 173641", needs=_NEEDS | {"nested_wrapping"})
 def _unit_dtypes(place: Place) -> Iterable[Case]:
+    """Units of different dtypes share one norm."""
     for norm_type in (1.0, 2.0, math.inf):
         yield place.case("two_dtypes", micro_batch(0), Clip(0.1, norm_type), Observe(), Step(), dtype="float32")
 
 
+@SUITE.check(
+    "clipping.ranks_without_gradients",
+    source="pytorch PR 88955; B060",
+    needs=_NEEDS | {"frozen_parameters", "frozen_mixed_unit", "uneven_parameters"},
+)
 def _no_gradient_on_some_rank(place: Place) -> Iterable[Case]:
+    """A rank that holds no trainable element takes part in the norm and in every reduction."""
     # The last bias alone trains: the first ranks hold none of it where a unit is flattened; nor do the last of one element.
     frozen = (
         ("mlp", ("layers.0.*", "layers.1.*", "layers.2.weight")),
@@ -72,7 +122,13 @@ def _no_gradient_on_some_rank(place: Place) -> Iterable[Case]:
             yield place.case(model, *program, dtype="float32", freeze=patterns)
 
 
+@SUITE.check(
+    "clipping.earlier_norms",
+    source="found by fuzzing FSDP1, which adds the first infinity norm to every later norm",
+    needs=_NEEDS | {"frozen_parameters", "frozen_mixed_unit"},
+)
 def _earlier_norms(place: Place) -> Iterable[Case]:
+    """A norm counts nothing of the norms before it, on ranks without gradients neither."""
     frozen = ("layers.0.*", "layers.1.*", "layers.2.weight")
     for norm_type in (2.0, math.inf):
         program = (
@@ -85,73 +141,3 @@ def _earlier_norms(place: Place) -> Iterable[Case]:
             Step(),
         )
         yield place.case("mlp", *program, dtype="float32", freeze=frozen)
-
-
-CHECKS = (
-    *(
-        Check(
-            f"clipping.norm_{name}",
-            f"The {name}-norm counts every element of every rank once, and gradients are scaled by it.",
-            source,
-            _clipped(value),
-            _NEEDS,
-        )
-        for name, value, source in (
-            ("1", 1.0, _SOURCE),
-            ("2", 2.0, "pytorch PR 88955"),
-            ("3", 3.0, _SOURCE),
-            ("inf", math.inf, "pytorch PR 73405; torchrec PR 3199"),
-        )
-    ),
-    Check("clipping.not_needed", "Gradients below the limit are left alone.", _SOURCE, _not_needed, _NEEDS),
-    Check(
-        "clipping.frozen_parameters",
-        "Frozen parameters count nothing, and units without gradient do not harm.",
-        "pytorch PR 88955",
-        _frozen,
-        _NEEDS | {"frozen_parameters"},
-    ),
-    Check(
-        "clipping.shared_parameters",
-        "A shared parameter counts once.",
-        _SOURCE,
-        _shared,
-        _NEEDS | {"shared_parameters"},
-    ),
-    Check("clipping.repeated", "Clipping what is clipped already.", _SOURCE, _repeated, _NEEDS),
-    Check(
-        "clipping.ranks_without_elements",
-        "Ranks that hold no element of a parameter take part.",
-        "torchrec PR 3199",
-        _some_ranks_empty,
-        _NEEDS | {"uneven_parameters"},
-    ),
-    Check(
-        "clipping.double_precision",
-        "Gradients in float64 are clipped by a norm in float64.",
-        _SOURCE,
-        _clipped(2.0, "float64"),
-        _NEEDS,
-    ),
-    Check(
-        "clipping.unit_dtypes",
-        "Units of different dtypes share one norm.",
-        "pytorch issue 171517, PR 173641",
-        _unit_dtypes,
-        _NEEDS | {"nested_wrapping"},
-    ),
-    Check(
-        "clipping.ranks_without_gradients",
-        "A rank that holds no trainable element takes part in the norm and in every reduction.",
-        "pytorch PR 88955; B060",
-        _no_gradient_on_some_rank,
-        _NEEDS | {"frozen_parameters", "frozen_mixed_unit", "uneven_parameters"},
-    ),
-    Check(
-        "clipping.earlier_norms",
-        "A norm counts nothing of the norms before it, on ranks without gradients neither.",
-        "found by fuzzing FSDP1, which adds the first infinity norm to every later norm",
-        _earlier_norms,
-        _NEEDS | {"frozen_parameters", "frozen_mixed_unit"},
-    ),
-)

@@ -31,16 +31,9 @@ from fsdp_testing.programs.execute import RankProgram
 from fsdp_testing.programs.reduction import Reduced
 from fsdp_testing.programs.replay import Replay
 from fsdp_testing.programs.setup import setup_in_world
-from fsdp_testing.records import (
-    Case,
-    Finding,
-    MixedPrecisionSpec,
-    Observe,
-    RankObservation,
-    Step,
-    ZeroGrad,
-)
-from fsdp_testing.suites.check import PLAIN_SGD, Check, Place, accumulated, iterations, micro_batch
+from fsdp_testing.records import Case, Finding, MixedPrecisionSpec, Observe, RankObservation, Step, ZeroGrad
+from fsdp_testing.suites.check import PLAIN_SGD, Check, Place, Suite
+from fsdp_testing.suites.schedules import accumulated, iterations, micro_batch
 
 _NEEDS = frozenset({"comm_hook"})
 _LOCKSTEP = Comparison(lockstep=True)
@@ -153,17 +146,6 @@ def _as_reduced_in(wire: str, case: Case) -> Case:
     return replace(case, mixed_precision=MixedPrecisionSpec(reduce_dtype=wire))
 
 
-def _never_stepping(place: Place) -> Iterable[Case]:
-    # No step: gradients are a function of the initial values, so the rank's own are known without the other ranks.
-    for model in ("uneven", "deep_nest"):
-        yield place.case(model, micro_batch(0), ZeroGrad(), micro_batch(1), Observe(), optimizer=PLAIN_SGD)
-
-
-def _accumulating(place: Place) -> Iterable[Case]:
-    yield place.case("mlp", *accumulated(0, 1, 2), Observe(), ZeroGrad(), micro_batch(3), optimizer=PLAIN_SGD)
-    yield place.case("deep_nest", *accumulated(0, 1), Observe(), optimizer=PLAIN_SGD)
-
-
 def _trained(place: Place) -> Iterable[Case]:
     yield place.case("uneven", *iterations(3))
 
@@ -208,23 +190,25 @@ def _compressed_to(wire: str) -> RunMode:
     return RunMode(run_hooked, (Way(wire),), seen_as=partial(_as_reduced_in, wire))
 
 
-CHECKS = (
-    Check(
-        "comm_hook.called_once_per_unit",
-        "Each backward calls the hook once for every unit, with the unit's whole gradient on this rank.",
-        _SOURCE,
-        _never_stepping,
-        _NEEDS,
-        mode=_REVIEWED,
-    ),
-    Check(
-        "comm_hook.not_in_no_sync",
-        "Inside no_sync the hook is not called; the next reduction is given the sum of all micro-batches.",
-        _SOURCE,
-        _accumulating,
-        _NEEDS | {"no_sync"},
-        mode=_REVIEWED,
-    ),
+SUITE = Suite()
+
+
+@SUITE.check("comm_hook.called_once_per_unit", source=_SOURCE, needs=_NEEDS, mode=_REVIEWED)
+def _never_stepping(place: Place) -> Iterable[Case]:
+    """Each backward calls the hook once for every unit, with the unit's whole gradient on this rank."""
+    # No step: gradients are a function of the initial values, so the rank's own are known without the other ranks.
+    for model in ("uneven", "deep_nest"):
+        yield place.case(model, micro_batch(0), ZeroGrad(), micro_batch(1), Observe(), optimizer=PLAIN_SGD)
+
+
+@SUITE.check("comm_hook.not_in_no_sync", source=_SOURCE, needs=_NEEDS | {"no_sync"}, mode=_REVIEWED)
+def _accumulating(place: Place) -> Iterable[Case]:
+    """Inside no_sync the hook is not called; the next reduction is given the sum of all micro-batches."""
+    yield place.case("mlp", *accumulated(0, 1, 2), Observe(), ZeroGrad(), micro_batch(3), optimizer=PLAIN_SGD)
+    yield place.case("deep_nest", *accumulated(0, 1), Observe(), optimizer=PLAIN_SGD)
+
+
+SUITE.add(
     Check(
         "comm_hook.averages",
         "Training with a hook that averages is training without a hook.",
@@ -232,7 +216,11 @@ CHECKS = (
         _trained,
         _NEEDS,
         mode=RunMode(run_hooked, (_MEAN,)),
-    ),
+    )
+)
+
+
+SUITE.add(
     Check(
         "comm_hook.result_is_kept",
         "What the hook returns is the gradient: nothing else is reduced, divided or added.",
@@ -240,7 +228,11 @@ CHECKS = (
         _trained,
         _NEEDS,
         mode=RunMode(run_hooked, (_QUARTER,), expect_scaled, (_QUARTER.factor,)),
-    ),
+    )
+)
+
+
+SUITE.add(
     Check(
         "comm_hook.bfloat16",
         "A hook that reduces in bfloat16 gives what reduction in bfloat16 gives.",
@@ -249,7 +241,11 @@ CHECKS = (
         _NEEDS,
         _LOCKSTEP,
         mode=_compressed_to("bfloat16"),
-    ),
+    )
+)
+
+
+SUITE.add(
     Check(
         "comm_hook.float16",
         "A hook that reduces in float16 gives what reduction in float16 gives.",
@@ -258,5 +254,5 @@ CHECKS = (
         _NEEDS,
         _LOCKSTEP,
         mode=_compressed_to("float16"),
-    ),
+    )
 )

@@ -19,7 +19,8 @@ from fsdp_testing.programs.execute import RankProgram
 from fsdp_testing.programs.observe import snapshot_of
 from fsdp_testing.programs.setup import setup_in_world
 from fsdp_testing.records import Batch, BuildOptimizer, Case, Move, Observe, RankObservation, Step
-from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Check, Place, forward, iterations, micro_batch
+from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Place, Suite
+from fsdp_testing.suites.schedules import forward, iterations, micro_batch
 
 _COPY = "deepcopy"
 """Label of the observation at which the model is copied."""
@@ -66,53 +67,36 @@ def run_copying(adapter: Adapter, case: Case, observe_all: bool) -> RankObservat
     return CopyingObservation(seen.rank, seen.results, seen.snapshots, None, seen.seconds, program.copied)
 
 
-def _copied(place: Place) -> Iterable[Case]:
-    after = (micro_batch(1), Observe(), Step())
-    yield place.case("mlp", *iterations(1), Observe(_COPY), *after, optimizer=PLAIN_SGD)
-    yield place.case("mlp", Observe(_COPY), *after, optimizer=PLAIN_SGD)
+SUITE = Suite()
 
 
+@SUITE.check("conversion.same_device", source="torch.nn.Module.to", needs=frozenset({"forward_only"}))
+def _moved(place: Place) -> Iterable[Case]:
+    """`module.to` the device where it is already changes nothing, before training and in the middle."""
+    yield place.case("uneven", Move(), *iterations(1), Move(), *iterations(1, first=1), forward(5), optimizer=ADAMW)
+
+
+@SUITE.check("conversion.dtype", source="torch.nn.Module.to; B078", needs=frozenset({"dtype_cast", "late_optimizer"}))
 def _cast(place: Place) -> Iterable[Case]:
+    """`module.to(dtype)` before the first forward: training happens in that dtype."""
     late = (BuildOptimizer(), *iterations(2))
     yield place.case("mlp", Move("float32"), *late, optimizer=ADAMW)
     yield place.case("uneven", Move("float64"), *late, optimizer=ADAMW, dtype="float32")
 
 
+@SUITE.check(
+    "conversion.dtype_of_buffers",
+    source="torch.nn.Module.to",
+    needs=frozenset({"dtype_cast", "late_optimizer", "buffers"}),
+)
 def _cast_buffers(place: Place) -> Iterable[Case]:
+    """`module.to(dtype)` before the first forward casts floating buffers, and no others."""
     yield place.case("buffers", Move("float32"), BuildOptimizer(), *iterations(2))
 
 
-def _moved(place: Place) -> Iterable[Case]:
-    yield place.case("uneven", Move(), *iterations(1), Move(), *iterations(1, first=1), forward(5), optimizer=ADAMW)
-
-
-CHECKS = (
-    Check(
-        "conversion.same_device",
-        "`module.to` the device where it is already changes nothing, before training and in the middle.",
-        "torch.nn.Module.to",
-        _moved,
-        frozenset({"forward_only"}),
-    ),
-    Check(
-        "conversion.dtype",
-        "`module.to(dtype)` before the first forward: training happens in that dtype.",
-        "torch.nn.Module.to; B078",
-        _cast,
-        frozenset({"dtype_cast", "late_optimizer"}),
-    ),
-    Check(
-        "conversion.dtype_of_buffers",
-        "`module.to(dtype)` before the first forward casts floating buffers, and no others.",
-        "torch.nn.Module.to",
-        _cast_buffers,
-        frozenset({"dtype_cast", "late_optimizer", "buffers"}),
-    ),
-    Check(
-        "conversion.deepcopy",
-        "A deep copy trains by itself and leaves the original alone, or is refused on every rank.",
-        "copy.deepcopy; B077",
-        _copied,
-        mode=RunMode(run_copying, review=review_copies),
-    ),
-)
+@SUITE.check("conversion.deepcopy", source="copy.deepcopy; B077", mode=RunMode(run_copying, review=review_copies))
+def _copied(place: Place) -> Iterable[Case]:
+    """A deep copy trains by itself and leaves the original alone, or is refused on every rank."""
+    after = (micro_batch(1), Observe(), Step())
+    yield place.case("mlp", *iterations(1), Observe(_COPY), *after, optimizer=PLAIN_SGD)
+    yield place.case("mlp", Observe(_COPY), *after, optimizer=PLAIN_SGD)

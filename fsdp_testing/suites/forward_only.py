@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fsdp_testing.records import Case, Observe, Step, ZeroGrad
-from fsdp_testing.suites.check import Builder, Check, Place, forward, iterations, micro_batch
+from fsdp_testing.suites.check import Builder, Check, Place, Suite
+from fsdp_testing.suites.schedules import forward, iterations, micro_batch
 
 _NEEDS = frozenset({"forward_only"})
 
@@ -29,13 +30,37 @@ def _everywhere(mode: str) -> Builder:
     return build
 
 
+SUITE = Suite()
+
+
+for mode, words, source in (
+    ("train", "in training mode whose output is dropped", "pytorch issue 83107"),
+    ("eval", "in evaluation mode with gradients on", "pytorch PR 110139"),
+    ("no_grad", "under no_grad in evaluation mode", "pytorch PR 110139"),
+    ("inference", "under inference_mode", "torch.inference_mode"),
+):
+    SUITE.add(
+        Check(
+            f"forward_only.{mode}",
+            f"Forward passes {words} give the right output and disturb nothing.",
+            source,
+            _everywhere(mode),
+            _NEEDS | ({"inference_mode"} if mode == "inference" else set()),
+        )
+    )
+
+
+@SUITE.check("forward_only.modes_mixed", source="pytorch PR 110139", needs=_NEEDS)
 def _modes_mixed(place: Place) -> Iterable[Case]:
+    """Modes may change from pass to pass."""
     modes = ("eval", "train", "no_grad", "eval", "train")
     program = [op for seed, mode in enumerate(modes) for op in (forward(20 + seed, mode), *iterations(1, first=seed))]
     yield place.case("mlp", *program)
 
 
+@SUITE.check("forward_only.keeps_gradients", source="pytorch PR 110139", needs=_NEEDS)
 def _keeps_state(place: Place) -> Iterable[Case]:
+    """Gradients that wait for a step survive forward passes."""
     program = (
         micro_batch(0),
         Observe(),
@@ -49,41 +74,9 @@ def _keeps_state(place: Place) -> Iterable[Case]:
     yield place.case("mlp", *program)
 
 
+@SUITE.check("forward_only.batch_norm", source="torch.nn.BatchNorm1d", needs=_NEEDS | {"buffers"})
 def _batch_norm(place: Place) -> Iterable[Case]:
+    """Evaluation uses the statistics that training left, and leaves them."""
     yield place.case(
         "batch_norm", *iterations(2), forward(10), forward(11, "no_grad"), *iterations(1, first=2), forward(12)
     )
-
-
-CHECKS = (
-    *(
-        Check(
-            f"forward_only.{mode}",
-            f"Forward passes {words} give the right output and disturb nothing.",
-            source,
-            _everywhere(mode),
-            _NEEDS | ({"inference_mode"} if mode == "inference" else set()),
-        )
-        for mode, words, source in (
-            ("train", "in training mode whose output is dropped", "pytorch issue 83107"),
-            ("eval", "in evaluation mode with gradients on", "pytorch PR 110139"),
-            ("no_grad", "under no_grad in evaluation mode", "pytorch PR 110139"),
-            ("inference", "under inference_mode", "torch.inference_mode"),
-        )
-    ),
-    Check("forward_only.modes_mixed", "Modes may change from pass to pass.", "pytorch PR 110139", _modes_mixed, _NEEDS),
-    Check(
-        "forward_only.keeps_gradients",
-        "Gradients that wait for a step survive forward passes.",
-        "pytorch PR 110139",
-        _keeps_state,
-        _NEEDS,
-    ),
-    Check(
-        "forward_only.batch_norm",
-        "Evaluation uses the statistics that training left, and leaves them.",
-        "torch.nn.BatchNorm1d",
-        _batch_norm,
-        _NEEDS | {"buffers"},
-    ),
-)

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from fsdp_testing.records import Case, Clip, Observe, Step, ZeroGrad
-from fsdp_testing.suites.check import ADAMW, Check, Place, accumulated, iterations, micro_batch, micro_batches
+from fsdp_testing.suites.check import ADAMW, Place, Suite
+from fsdp_testing.suites.schedules import accumulated, iterations, micro_batch, micro_batches
 
 _NEEDS = frozenset({"cpu_offload"})
 
@@ -15,44 +16,31 @@ def _offloaded(case: Case) -> Case:
     return replace(case, cpu_offload=True)
 
 
+SUITE = Suite()
+
+
+@SUITE.check("offload.trained", source="torch CPUOffload, CPUOffloadPolicy", needs=_NEEDS)
 def _trained(place: Place) -> Iterable[Case]:
+    """Trains as without offload."""
     for model in ("mlp", "uneven"):
         yield _offloaded(place.case(model, *iterations(3), optimizer=ADAMW))
 
 
+@SUITE.check("offload.no_sync", source="pytorch issue 98494, PR 100180", needs=_NEEDS | {"no_sync"})
 def _accumulated(place: Place) -> Iterable[Case]:
+    """Local micro-batches and a reduced one add up."""
     yield _offloaded(place.case("mlp", *accumulated(0, 1), Observe(), Step(), ZeroGrad(), *iterations(1, first=2)))
 
 
+@SUITE.check(
+    "offload.without_no_sync", source="pytorch issue 73784, PR 73535", needs=_NEEDS | {"accumulate_without_no_sync"}
+)
 def _reduced(place: Place) -> Iterable[Case]:
+    """Reduced micro-batches add up; the later does not replace the earlier."""
     yield _offloaded(place.case("mlp", *micro_batches(0, 1), Observe(), Step()))
 
 
+@SUITE.check("offload.clipped", source="pytorch PR 86337", needs=_NEEDS | {"clip_grad_norm"})
 def _clipped(place: Place) -> Iterable[Case]:
+    """Gradients on the CPU are clipped."""
     yield _offloaded(place.case("mlp", micro_batch(0), Clip(0.1), Observe(), Step(), dtype="float32"))
-
-
-CHECKS = (
-    Check("offload.trained", "Trains as without offload.", "torch CPUOffload, CPUOffloadPolicy", _trained, _NEEDS),
-    Check(
-        "offload.no_sync",
-        "Local micro-batches and a reduced one add up.",
-        "pytorch issue 98494, PR 100180",
-        _accumulated,
-        _NEEDS | {"no_sync"},
-    ),
-    Check(
-        "offload.without_no_sync",
-        "Reduced micro-batches add up; the later does not replace the earlier.",
-        "pytorch issue 73784, PR 73535",
-        _reduced,
-        _NEEDS | {"accumulate_without_no_sync"},
-    ),
-    Check(
-        "offload.clipped",
-        "Gradients on the CPU are clipped.",
-        "pytorch PR 86337",
-        _clipped,
-        _NEEDS | {"clip_grad_norm"},
-    ),
-)

@@ -6,17 +6,8 @@ from collections.abc import Iterable
 
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.records import Case, Clip, MixedPrecisionSpec, Step, ZeroGrad
-from fsdp_testing.suites.check import (
-    ADAMW,
-    PLAIN_SGD,
-    Builder,
-    Check,
-    Place,
-    accumulated,
-    forward,
-    iterations,
-    micro_batches,
-)
+from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Builder, Check, Place, Suite
+from fsdp_testing.suites.schedules import accumulated, forward, iterations, micro_batches
 
 _GPT = frozenset({"shared_parameters"})
 
@@ -37,36 +28,51 @@ def _schedule(model: str) -> Builder:
     return build
 
 
-def _low_precision(place: Place) -> Iterable[Case]:
-    precision = MixedPrecisionSpec("bfloat16", "float32")
-    yield place.case("gpt", *iterations(2), dtype="float32", precision=precision, optimizer=PLAIN_SGD)
-
-
 _SCHEDULE = frozenset({"no_sync", "accumulate_without_no_sync", "clip_grad_norm", "forward_only"})
 
-CHECKS = (
-    Check("gpt.trained", "A GPT block stack trains as in one process.", "Radford et al. 2019", _trained("gpt"), _GPT),
+
+SUITE = Suite()
+
+
+SUITE.add(
+    Check("gpt.trained", "A GPT block stack trains as in one process.", "Radford et al. 2019", _trained("gpt"), _GPT)
+)
+
+
+SUITE.add(
     Check(
         "gpt.schedule",
         "With accumulation, clipping and evaluation in between.",
         "Radford et al. 2019",
         _schedule("gpt"),
         _GPT | _SCHEDULE,
-    ),
-    Check(
-        "gpt.bfloat16",
-        "In bfloat16 with float32 reduction, every cast at its place.",
-        "pytorch PR 90660",
-        _low_precision,
-        _GPT | {"mixed_precision", "reduce_dtype"},
-        Comparison(lockstep=True),
-    ),
-    Check("moe.trained", "A mixture of experts trains as in one process.", "Shazeer et al. 2017", _trained("moe")),
+    )
+)
+
+
+@SUITE.check(
+    "gpt.bfloat16",
+    source="pytorch PR 90660",
+    needs=_GPT | {"mixed_precision", "reduce_dtype"},
+    comparison=Comparison(lockstep=True),
+)
+def _low_precision(place: Place) -> Iterable[Case]:
+    """In bfloat16 with float32 reduction, every cast at its place."""
+    precision = MixedPrecisionSpec("bfloat16", "float32")
+    yield place.case("gpt", *iterations(2), dtype="float32", precision=precision, optimizer=PLAIN_SGD)
+
+
+SUITE.add(
+    Check("moe.trained", "A mixture of experts trains as in one process.", "Shazeer et al. 2017", _trained("moe"))
+)
+
+
+SUITE.add(
     Check(
         "moe.schedule",
         "With accumulation, clipping and evaluation in between.",
         "Shazeer et al. 2017",
         _schedule("moe"),
         _SCHEDULE,
-    ),
+    )
 )

@@ -10,18 +10,9 @@ from collections.abc import Iterable
 from functools import partial
 
 from fsdp_testing.records import Case, Observe, OptimizerSpec, Reload, SetLr, Step
-from fsdp_testing.suites.check import (
-    ADAMW,
-    MOMENTUM,
-    PLAIN_SGD,
-    Builder,
-    Check,
-    Place,
-    forward,
-    iterations,
-    micro_batch,
-)
+from fsdp_testing.suites.check import ADAMW, MOMENTUM, PLAIN_SGD, Builder, Check, Place, Suite
 from fsdp_testing.suites.moving import judge_moved
+from fsdp_testing.suites.schedules import forward, iterations, micro_batch
 
 _FULL = frozenset({"full_state_dict"})
 _SHARDED = frozenset({"sharded_state_dict"})
@@ -49,17 +40,6 @@ def _before_training(form: str) -> Builder:
     return build
 
 
-def _other_wrapping(place: Place) -> Iterable[Case]:
-    # To the root alone, and from there to another unit.
-    there, back = (Reload("full", optimizer=False, units=units) for units in ((), ("layers.1",)))
-    program = (*iterations(1), there, Observe(), *iterations(1, first=1), back, *iterations(1, first=2))
-    yield place.case("mlp", *program, optimizer=PLAIN_SGD)
-
-
-def _moved_model(place: Place) -> Iterable[Case]:
-    yield place.case("uneven", *iterations(1), optimizer=PLAIN_SGD)
-
-
 def _trained(form: str) -> Builder:
     def build(place: Place) -> Iterable[Case]:
         program = (*iterations(2), Reload(form), Observe(), *iterations(2, first=2))
@@ -69,189 +49,190 @@ def _trained(form: str) -> Builder:
     return build
 
 
-def _learning_rate(place: Place) -> Iterable[Case]:
-    changed = (SetLr(0.2), Reload(), *iterations(2, first=1))
-    yield place.case("mlp", *iterations(1), *changed, SetLr(0.0), Reload(), *iterations(1, 3), optimizer=MOMENTUM)
+SUITE = Suite()
 
 
-def _other_units(place: Place) -> Iterable[Case]:
-    there, back = Reload(units=()), Reload(units=("layers.2",))
-    program = (*iterations(2), there, Observe(), *iterations(1, first=2), back, *iterations(1, first=3))
-    yield place.case("mlp", *program, optimizer=ADAMW)
-
-
-def _before_first_step(place: Place) -> Iterable[Case]:
-    yield place.case("mlp", Reload(), Observe(), *iterations(2), optimizer=ADAMW)
-
-
-def _twice(place: Place) -> Iterable[Case]:
-    program = (*iterations(1), Reload(), *iterations(1, first=1), Reload(), micro_batch(2), Step(), forward(3))
-    yield place.case("mlp", *program, optimizer=ADAMW)
-
-
-def _stateless(place: Place) -> Iterable[Case]:
-    program = (*iterations(1), SetLr(0.02), Reload(), *iterations(1, first=1))
-    yield place.case("mlp", *program, optimizer=PLAIN_SGD)
-
-
-def _frozen(place: Place) -> Iterable[Case]:
-    yield place.case("frozen_body", *iterations(2), Reload(), Observe(), *iterations(1, first=2), optimizer=ADAMW)
-
-
-def _shared(place: Place) -> Iterable[Case]:
-    yield place.case("tied_within", *iterations(2), Reload(), Observe(), *iterations(1, first=2), optimizer=ADAMW)
-
-
-def _moved_optimizer(place: Place) -> Iterable[Case]:
-    yield place.case("uneven", *iterations(1), SetLr(0.02), *iterations(1, first=1), optimizer=ADAMW)
-
-
-MODEL_CHECKS = (
+SUITE.add(
     Check(
         "full_state_dict.fresh_instance",
         "A saved model, loaded into a fresh instance, has its values and trains on.",
         _SOURCE,
         _model("full", "uneven", "embedding"),
         _FULL,
-    ),
+    )
+)
+
+
+SUITE.add(
     Check(
         "full_state_dict.before_training",
         "A model can be saved and loaded before its first forward.",
         "pytorch PR 90862",
         _before_training("full"),
         _FULL,
-    ),
+    )
+)
+
+
+SUITE.add(
     Check(
         "full_state_dict.buffers",
         "Buffers are saved and loaded with the parameters, in their dtypes.",
         "pytorch issue 93391",
         _model("full", "buffers"),
         _FULL | {"buffers"},
-    ),
+    )
+)
+
+
+SUITE.add(
     Check(
         "full_state_dict.shared_parameters",
         "Parameters under two names, and units under two names, are saved and loaded as one.",
         "pytorch PR 98912, 99448",
         _model("full", "tied_within", "registered_twice"),
         _FULL | {"shared_parameters", "reused_modules"},
-    ),
-    Check(
-        "full_state_dict.other_wrapping",
-        "What one wrapping saved another one loads.",
-        "pytorch PR 90933",
-        _other_wrapping,
-        _FULL | {"nested_wrapping"},
-    ),
-    Check(
-        "full_state_dict.other_world_size",
-        "What N ranks saved N+1 ranks load and train, and N ranks again after them.",
-        _SOURCE,
-        _moved_model,
-        _FULL,
-        judge=partial(judge_moved, optimizer=False),
-    ),
+    )
+)
+
+
+@SUITE.check("full_state_dict.other_wrapping", source="pytorch PR 90933", needs=_FULL | {"nested_wrapping"})
+def _other_wrapping(place: Place) -> Iterable[Case]:
+    """What one wrapping saved another one loads."""
+    # To the root alone, and from there to another unit.
+    there, back = (Reload("full", optimizer=False, units=units) for units in ((), ("layers.1",)))
+    program = (*iterations(1), there, Observe(), *iterations(1, first=1), back, *iterations(1, first=2))
+    yield place.case("mlp", *program, optimizer=PLAIN_SGD)
+
+
+@SUITE.check(
+    "full_state_dict.other_world_size", source=_SOURCE, needs=_FULL, judge=partial(judge_moved, optimizer=False)
+)
+def _moved_model(place: Place) -> Iterable[Case]:
+    """What N ranks saved N+1 ranks load and train, and N ranks again after them."""
+    yield place.case("uneven", *iterations(1), optimizer=PLAIN_SGD)
+
+
+SUITE.add(
     Check(
         "sharded_state_dict.fresh_instance",
         "A model saved in shards, loaded into a fresh instance, has its values and trains on.",
         _SOURCE,
         _model("sharded", "mlp", "uneven"),
         _SHARDED,
-    ),
+    )
+)
+
+
+SUITE.add(
     Check(
         "sharded_state_dict.before_training",
         "A model can be saved and loaded in shards before its first forward.",
         "pytorch PR 90862",
         _before_training("sharded"),
         _SHARDED,
-    ),
+    )
+)
+
+
+SUITE.add(
     Check(
         "sharded_state_dict.buffers",
         "Buffers are saved and loaded with the shards.",
         _SOURCE,
         _model("sharded", "buffers"),
         _SHARDED | {"buffers"},
-    ),
+    )
+)
+
+
+SUITE.add(
     Check(
         "local_state_dict.fresh_instance",
         "Raw shards, loaded on the rank that saved them, give the model back.",
         "torch.distributed.fsdp.LocalStateDictConfig; pytorch PR 94109",
         _model("local", "mlp", "uneven"),
         _LOCAL,
-    ),
+    )
 )
 
-OPTIMIZER_CHECKS = (
+
+SUITE.add(
     Check(
         "optim_state.fresh_instance",
         "Model and optimizer, loaded into fresh instances, go on as if they had never been saved.",
         _SOURCE,
         _trained("full"),
         _OPTIMIZER,
-    ),
+    )
+)
+
+
+SUITE.add(
     Check(
         "optim_state.sharded_model",
         "The same with the model saved in shards.",
         _SOURCE,
         _trained("sharded"),
         _OPTIMIZER | _SHARDED,
-    ),
-    Check(
-        "optim_state.learning_rate",
-        "The learning rate at the time of saving is restored, zero included.",
-        "pytorch PR 128685",
-        _learning_rate,
-        _OPTIMIZER,
-    ),
-    Check(
-        "optim_state.other_wrapping",
-        "Optimizer state that one wrapping saved another one loads.",
-        _SOURCE,
-        _other_units,
-        _OPTIMIZER | {"nested_wrapping"},
-    ),
-    Check(
-        "optim_state.other_world_size",
-        "Optimizer state that N ranks saved N+1 ranks load and train, and N ranks again after them.",
-        _SOURCE,
-        _moved_optimizer,
-        _OPTIMIZER,
-        judge=judge_moved,
-    ),
-    Check(
-        "optim_state.before_first_step",
-        "An optimizer that never stepped can be saved and loaded, and its step counts start at zero.",
-        "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict",
-        _before_first_step,
-        _OPTIMIZER,
-    ),
-    Check(
-        "optim_state.without_state",
-        "An optimizer that keeps no state can be saved and loaded, with its learning rate.",
-        "torch.optim.SGD without momentum",
-        _stateless,
-        _OPTIMIZER,
-    ),
-    Check(
-        "optim_state.repeatedly",
-        "Saved and loaded after every step, training is the same.",
-        _SOURCE,
-        _twice,
-        _OPTIMIZER | {"forward_only"},
-    ),
-    Check(
-        "optim_state.frozen_parameters",
-        "Frozen parameters have no optimizer state, and loading gives them none.",
-        "pytorch PR 76671",
-        _frozen,
-        _OPTIMIZER | {"frozen_parameters"},
-    ),
-    Check(
-        "optim_state.shared_parameters",
-        "A shared parameter has one optimizer state.",
-        "pytorch issue 128011, PR 128685",
-        _shared,
-        _OPTIMIZER | {"shared_parameters"},
-    ),
+    )
 )
 
-CHECKS = MODEL_CHECKS + OPTIMIZER_CHECKS
+
+@SUITE.check("optim_state.learning_rate", source="pytorch PR 128685", needs=_OPTIMIZER)
+def _learning_rate(place: Place) -> Iterable[Case]:
+    """The learning rate at the time of saving is restored, zero included."""
+    changed = (SetLr(0.2), Reload(), *iterations(2, first=1))
+    yield place.case("mlp", *iterations(1), *changed, SetLr(0.0), Reload(), *iterations(1, 3), optimizer=MOMENTUM)
+
+
+@SUITE.check("optim_state.other_wrapping", source=_SOURCE, needs=_OPTIMIZER | {"nested_wrapping"})
+def _other_units(place: Place) -> Iterable[Case]:
+    """Optimizer state that one wrapping saved another one loads."""
+    there, back = Reload(units=()), Reload(units=("layers.2",))
+    program = (*iterations(2), there, Observe(), *iterations(1, first=2), back, *iterations(1, first=3))
+    yield place.case("mlp", *program, optimizer=ADAMW)
+
+
+@SUITE.check("optim_state.other_world_size", source=_SOURCE, needs=_OPTIMIZER, judge=judge_moved)
+def _moved_optimizer(place: Place) -> Iterable[Case]:
+    """Optimizer state that N ranks saved N+1 ranks load and train, and N ranks again after them."""
+    yield place.case("uneven", *iterations(1), SetLr(0.02), *iterations(1, first=1), optimizer=ADAMW)
+
+
+@SUITE.check(
+    "optim_state.before_first_step",
+    source="torch.distributed.checkpoint.state_dict.get_optimizer_state_dict",
+    needs=_OPTIMIZER,
+)
+def _before_first_step(place: Place) -> Iterable[Case]:
+    """An optimizer that never stepped can be saved and loaded, and its step counts start at zero."""
+    yield place.case("mlp", Reload(), Observe(), *iterations(2), optimizer=ADAMW)
+
+
+@SUITE.check("optim_state.without_state", source="torch.optim.SGD without momentum", needs=_OPTIMIZER)
+def _stateless(place: Place) -> Iterable[Case]:
+    """An optimizer that keeps no state can be saved and loaded, with its learning rate."""
+    program = (*iterations(1), SetLr(0.02), Reload(), *iterations(1, first=1))
+    yield place.case("mlp", *program, optimizer=PLAIN_SGD)
+
+
+@SUITE.check("optim_state.repeatedly", source=_SOURCE, needs=_OPTIMIZER | {"forward_only"})
+def _twice(place: Place) -> Iterable[Case]:
+    """Saved and loaded after every step, training is the same."""
+    program = (*iterations(1), Reload(), *iterations(1, first=1), Reload(), micro_batch(2), Step(), forward(3))
+    yield place.case("mlp", *program, optimizer=ADAMW)
+
+
+@SUITE.check("optim_state.frozen_parameters", source="pytorch PR 76671", needs=_OPTIMIZER | {"frozen_parameters"})
+def _frozen(place: Place) -> Iterable[Case]:
+    """Frozen parameters have no optimizer state, and loading gives them none."""
+    yield place.case("frozen_body", *iterations(2), Reload(), Observe(), *iterations(1, first=2), optimizer=ADAMW)
+
+
+@SUITE.check(
+    "optim_state.shared_parameters", source="pytorch issue 128011, PR 128685", needs=_OPTIMIZER | {"shared_parameters"}
+)
+def _shared(place: Place) -> Iterable[Case]:
+    """A shared parameter has one optimizer state."""
+    yield place.case("tied_within", *iterations(2), Reload(), Observe(), *iterations(1, first=2), optimizer=ADAMW)

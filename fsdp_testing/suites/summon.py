@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from fsdp_testing.operations import AssignData, ReplaceParameters
 from fsdp_testing.records import Batch, Case, EditFullParameters, Observe, Step, ZeroGrad
-from fsdp_testing.suites.check import ADAMW, Check, Place, forward, iterations, micro_batch
+from fsdp_testing.suites.check import ADAMW, Place, Suite
+from fsdp_testing.suites.schedules import forward, iterations, micro_batch
 
 _NEEDS = frozenset({"summon_writeback"})
 _SOURCE = "torch.distributed.fsdp.FullyShardedDataParallel.summon_full_params"
@@ -16,7 +17,12 @@ def _edit(patterns: tuple[str, ...] = ("*",), *, writeback: bool = True) -> Edit
     return EditFullParameters(patterns, 0.5, writeback)
 
 
+SUITE = Suite()
+
+
+@SUITE.check("summon.edits_are_kept", source=_SOURCE, needs=_NEEDS | {"forward_only"})
 def _written(place: Place) -> Iterable[Case]:
+    """Edits of full parameters persist on every rank."""
     for model in ("mlp", "uneven"):
         program = (
             *iterations(1),
@@ -30,19 +36,26 @@ def _written(place: Place) -> Iterable[Case]:
         yield place.case(model, *program, optimizer=ADAMW)
 
 
+@SUITE.check("summon.before_first_forward", source="pytorch PR 90862", needs=_NEEDS | {"forward_only"})
 def _before_first(place: Place) -> Iterable[Case]:
+    """Editing before the first forward."""
     yield place.case("mlp", _edit(), forward(9), *iterations(2))
 
 
+@SUITE.check("summon.between_backward_and_step", source=_SOURCE, needs=_NEEDS)
 def _between(place: Place) -> Iterable[Case]:
+    """Editing leaves gradients that wait for a step."""
     yield place.case("mlp", micro_batch(0), _edit(), Observe(), Step(), ZeroGrad(), *iterations(1, first=1))
 
 
-def _read_only(place: Place) -> Iterable[Case]:
-    yield place.case("mlp", *iterations(1), _edit((), writeback=False), Observe(), *iterations(1, first=1))
-
-
+@SUITE.check(
+    "summon.edits_are_discarded",
+    source="pytorch summon_full_params: writeback, which its documentation limits to sharded strategies",
+    needs=_NEEDS | {"forward_only"},
+    strategies=("full_shard", "shard_grad_op"),
+)
 def _discarded(place: Place) -> Iterable[Case]:
+    """Without writeback, edits of gathered parameters are gone once the context is left."""
     for model in ("mlp", "uneven"):
         program = (
             *iterations(1),
@@ -56,7 +69,12 @@ def _discarded(place: Place) -> Iterable[Case]:
         yield place.case(model, *program, optimizer=ADAMW)
 
 
+@SUITE.check(
+    "summon.data_assigned", source="pytorch issue 151223", needs=frozenset({"data_assignment", "forward_only"})
+)
 def _assigned(place: Place) -> Iterable[Case]:
+    """A parameter that is given new storage between iterations trains from there."""
+
     def assign(seed: int) -> AssignData:
         return AssignData(("layers.0.*", "layers.2.weight"), 0.5, Batch(seed))
 
@@ -67,7 +85,9 @@ def _assigned(place: Place) -> Iterable[Case]:
     )
 
 
+@SUITE.check("summon.parameters_replaced", source=_SOURCE, needs=_NEEDS | {"parameter_replacement", "forward_only"})
 def _replaced(place: Place) -> Iterable[Case]:
+    """What is put in the place of a gathered parameter is its value from then on."""
     some, other = ReplaceParameters(("*.weight",), 0.5), ReplaceParameters(("layers.2.*",), -1.0)
     for model in ("mlp", "uneven"):
         program = (
@@ -84,45 +104,7 @@ def _replaced(place: Place) -> Iterable[Case]:
         yield place.case(model, *program, optimizer=ADAMW)
 
 
-CHECKS = (
-    Check(
-        "summon.edits_are_kept",
-        "Edits of full parameters persist on every rank.",
-        _SOURCE,
-        _written,
-        _NEEDS | {"forward_only"},
-    ),
-    Check(
-        "summon.before_first_forward",
-        "Editing before the first forward.",
-        "pytorch PR 90862",
-        _before_first,
-        _NEEDS | {"forward_only"},
-    ),
-    Check(
-        "summon.between_backward_and_step", "Editing leaves gradients that wait for a step.", _SOURCE, _between, _NEEDS
-    ),
-    Check(
-        "summon.edits_are_discarded",
-        "Without writeback, edits of gathered parameters are gone once the context is left.",
-        "pytorch summon_full_params: writeback, which its documentation limits to sharded strategies",
-        _discarded,
-        _NEEDS | {"forward_only"},
-        strategies=("full_shard", "shard_grad_op"),
-    ),
-    Check(
-        "summon.data_assigned",
-        "A parameter that is given new storage between iterations trains from there.",
-        "pytorch issue 151223",
-        _assigned,
-        frozenset({"data_assignment", "forward_only"}),
-    ),
-    Check(
-        "summon.parameters_replaced",
-        "What is put in the place of a gathered parameter is its value from then on.",
-        _SOURCE,
-        _replaced,
-        _NEEDS | {"parameter_replacement", "forward_only"},
-    ),
-    Check("summon.reading", "Gathering to read changes nothing.", _SOURCE, _read_only, _NEEDS),
-)
+@SUITE.check("summon.reading", source=_SOURCE, needs=_NEEDS)
+def _read_only(place: Place) -> Iterable[Case]:
+    """Gathering to read changes nothing."""
+    yield place.case("mlp", *iterations(1), _edit((), writeback=False), Observe(), *iterations(1, first=1))

@@ -14,8 +14,9 @@ from fsdp_testing.pool import Failed
 from fsdp_testing.programs import jobs
 from fsdp_testing.programs.models import build_model
 from fsdp_testing.records import Case, Finding, RankObservation, Step, WrappingPlan
-from fsdp_testing.suites.check import FLAT, Check, Place, accumulated, forward, iterations
+from fsdp_testing.suites.check import FLAT, Check, Place, Suite
 from fsdp_testing.suites.checkpointing import plan
+from fsdp_testing.suites.schedules import accumulated, forward, iterations
 from fsdp_testing.trace.job import trace_case
 
 _NEEDS = frozenset({"unit_trace"})
@@ -57,33 +58,21 @@ def _side_by_side(place: Place) -> Iterable[Case]:
     yield place.case("deep_nest", *iterations(2))
 
 
+SUITE = Suite()
+
+
+@SUITE.check(
+    "trace.same_collectives",
+    source="torch.distributed: collectives of a group match in order",
+    needs=_NEEDS | {"no_sync", "forward_only"},
+    mode=_by(trace_rules.same_collectives),
+)
 def _scheduled(place: Place) -> Iterable[Case]:
+    """Every rank issues the same collectives in the same order."""
     yield place.case("deep_nest", *accumulated(0, 1), Step(), forward(2, "no_grad"), *accumulated(3, 4))
 
 
-def _single_units(place: Place) -> Iterable[Case]:
-    yield place.case("mlp", *iterations(2))
-    yield place.case("deep_nest", *iterations(2), wrapping=WrappingPlan(("inner",)))
-
-
-def _accumulated(place: Place) -> Iterable[Case]:
-    yield place.case("mlp", *accumulated(0, 1, 2), Step())
-
-
-def _recomputed(place: Place) -> Iterable[Case]:
-    for outside in (False, True):
-        yield place.case("mlp", *iterations(2), wrapping=plan("mlp", outside=outside))
-
-
-CHECKS = (
-    Check(
-        "trace.same_collectives",
-        "Every rank issues the same collectives in the same order.",
-        "torch.distributed: collectives of a group match in order",
-        _scheduled,
-        _NEEDS | {"no_sync", "forward_only"},
-        mode=_by(trace_rules.same_collectives),
-    ),
+SUITE.add(
     Check(
         "trace.gathered_and_freed",
         "Each unit is gathered and freed in turn, and after the last backward none is gathered.",
@@ -92,7 +81,11 @@ CHECKS = (
         _NEEDS,
         mode=_by(trace_rules.gathered_once, trace_rules.all_freed),
         strategies=_SHARDED,
-    ),
+    )
+)
+
+
+SUITE.add(
     Check(
         "trace.held_while_used",
         "No module runs while the full parameters of its unit are freed.",
@@ -101,7 +94,11 @@ CHECKS = (
         _NEEDS,
         mode=_by(trace_rules.held_while_used),
         strategies=_SHARDED,
-    ),
+    )
+)
+
+
+SUITE.add(
     Check(
         "trace.gathers_needed",
         "No unit is gathered more often than the strategy needs, nor more bytes than parameters and padding.",
@@ -110,23 +107,31 @@ CHECKS = (
         _NEEDS,
         mode=_by(trace_rules.gathers_needed),
         strategies=FLAT,
-    ),
-    Check(
-        "trace.reductions_needed",
-        "Gradients are reduced once for every unit and synchronised backward, and not in no_sync.",
-        _PAPER,
-        _accumulated,
-        _NEEDS | {"no_sync"},
-        mode=_by(trace_rules.reductions_needed),
-    ),
-    Check(
-        "trace.recomputed",
-        "Recomputing activations reduces nothing twice.",
-        "pytorch PR 89781",
-        _recomputed,
-        _NEEDS | {"activation_checkpointing"},
-        mode=_by(trace_rules.reductions_needed),
-    ),
+    )
+)
+
+
+@SUITE.check(
+    "trace.reductions_needed", source=_PAPER, needs=_NEEDS | {"no_sync"}, mode=_by(trace_rules.reductions_needed)
+)
+def _accumulated(place: Place) -> Iterable[Case]:
+    """Gradients are reduced once for every unit and synchronised backward, and not in no_sync."""
+    yield place.case("mlp", *accumulated(0, 1, 2), Step())
+
+
+@SUITE.check(
+    "trace.recomputed",
+    source="pytorch PR 89781",
+    needs=_NEEDS | {"activation_checkpointing"},
+    mode=_by(trace_rules.reductions_needed),
+)
+def _recomputed(place: Place) -> Iterable[Case]:
+    """Recomputing activations reduces nothing twice."""
+    for outside in (False, True):
+        yield place.case("mlp", *iterations(2), wrapping=plan("mlp", outside=outside))
+
+
+SUITE.add(
     Check(
         "trace.memory_bound",
         "Never more full parameters are held than the unit that runs, those around it, and one ahead.",
@@ -135,14 +140,18 @@ CHECKS = (
         _NEEDS,
         mode=_by(trace_rules.within_memory),
         strategies=_SHARDED,
-    ),
-    Check(
-        "trace.order",
-        "Units are gathered in the order in which they run, and for backward in the reverse of it.",
-        "PyTorch FSDP, VLDB 2023, section 3.3.2; B009",
-        _single_units,
-        _NEEDS,
-        mode=_by(trace_rules.in_order),
-        strategies=_SHARDED,
-    ),
+    )
 )
+
+
+@SUITE.check(
+    "trace.order",
+    source="PyTorch FSDP, VLDB 2023, section 3.3.2; B009",
+    needs=_NEEDS,
+    mode=_by(trace_rules.in_order),
+    strategies=_SHARDED,
+)
+def _single_units(place: Place) -> Iterable[Case]:
+    """Units are gathered in the order in which they run, and for backward in the reverse of it."""
+    yield place.case("mlp", *iterations(2))
+    yield place.case("deep_nest", *iterations(2), wrapping=WrappingPlan(("inner",)))

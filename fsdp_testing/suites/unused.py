@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.records import Case, Observe, Step, ZeroGrad
-from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Check, Place, iteration, iterations, micro_batch, no_sync_batch
+from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Place, Suite
+from fsdp_testing.suites.schedules import iteration, iterations, micro_batch, no_sync_batch
 
 _NEEDS = frozenset({"unused_parameters"})
 _DIFFER = _NEEDS | {"unused_parameters_differ"}
@@ -18,12 +19,19 @@ _FIRST = (True, False, False)
 _NONE = (False, False, False)
 
 
+SUITE = Suite()
+
+
+@SUITE.check("unused.never", source="pytorch issue 83107, PR 83195", needs=_NEEDS, comparison=_LENIENT)
 def _never(place: Place) -> Iterable[Case]:
+    """Parameters that no iteration uses do not move, and the others train."""
     yield place.case("conditional", *iterations(2, usage=(_ALL,)), optimizer=PLAIN_SGD)
     yield place.case("unused_output", *iterations(2), optimizer=PLAIN_SGD)
 
 
+@SUITE.check("unused.sometimes", source="pytorch issue 83129, PR 80245", needs=_NEEDS, comparison=_LENIENT)
 def _sometimes(place: Place) -> Iterable[Case]:
+    """Parameters used in some iterations only get their gradient in those."""
     program = [op for seed, mask in enumerate((_ALL, _FIRST, _NONE, _ALL)) for op in iteration(seed, usage=(mask,))]
     yield place.case("conditional", *program, optimizer=PLAIN_SGD)
     masks = ((True, False), (False, True), (False, False), (True, True))
@@ -31,7 +39,11 @@ def _sometimes(place: Place) -> Iterable[Case]:
     yield place.case("partly_used", *program, optimizer=PLAIN_SGD)
 
 
+@SUITE.check(
+    "unused.in_accumulation", source="pytorch issue 69031, PR 124193", needs=_NEEDS | {"no_sync"}, comparison=_LENIENT
+)
 def _in_accumulation(place: Place) -> Iterable[Case]:
+    """A parameter that only a local micro-batch used is reduced with the others."""
     program = (
         no_sync_batch(0, usage=(_ALL,)),
         no_sync_batch(1, usage=(_FIRST,)),
@@ -47,73 +59,42 @@ def _in_accumulation(place: Place) -> Iterable[Case]:
     )
 
 
+@SUITE.check(
+    "unused.units_differ_between_ranks",
+    source="torch.nn.parallel.DistributedDataParallel, find_unused_parameters",
+    needs=_DIFFER,
+    comparison=_LENIENT,
+)
 def _differ(place: Place) -> Iterable[Case]:
+    """Ranks may run different units: each counts with zeros where it did not."""
     masks = ((_ALL, _FIRST), (_FIRST, _NONE), (_NONE, _ALL))
     program = [op for seed, mask in enumerate(masks) for op in iteration(seed, usage=mask)]
     yield place.case("conditional", *program, optimizer=PLAIN_SGD)
 
 
+@SUITE.check(
+    "unused.parameters_differ_between_ranks",
+    source="torch.nn.parallel.DistributedDataParallel, find_unused_parameters",
+    needs=_DIFFER,
+    comparison=_LENIENT,
+)
 def _differ_in_unit(place: Place) -> Iterable[Case]:
+    """Inside a unit that every rank runs, ranks may use different parameters."""
     masks = (((True, False), (False, True)), ((True, True), (False, False)))
     program = [op for seed, mask in enumerate(masks) for op in iteration(seed, usage=mask)]
     yield place.case("partly_used", *program, optimizer=PLAIN_SGD)
 
 
+@SUITE.check(
+    "unused.gradient_is_none",
+    source="torch.nn.parallel.DistributedDataParallel, find_unused_parameters",
+    needs=_NEEDS | {"unused_gradient_is_none"},
+)
 def _is_none(place: Place) -> Iterable[Case]:
+    """A parameter that no rank used keeps gradient None: weight decay and momentum leave it alone."""
     masks = (_ALL, _FIRST, _NONE, _ALL)
     program = [op for seed, mask in enumerate(masks) for op in iteration(seed, usage=(mask,))]
     yield place.case("conditional", *program, optimizer=ADAMW)
     masks_in_unit = ((True, False), (False, False), (True, True))
     program = [op for seed, mask in enumerate(masks_in_unit) for op in iteration(seed, usage=(mask,))]
     yield place.case("partly_used", *program, optimizer=ADAMW)
-
-
-CHECKS = (
-    Check(
-        "unused.never",
-        "Parameters that no iteration uses do not move, and the others train.",
-        "pytorch issue 83107, PR 83195",
-        _never,
-        _NEEDS,
-        _LENIENT,
-    ),
-    Check(
-        "unused.sometimes",
-        "Parameters used in some iterations only get their gradient in those.",
-        "pytorch issue 83129, PR 80245",
-        _sometimes,
-        _NEEDS,
-        _LENIENT,
-    ),
-    Check(
-        "unused.in_accumulation",
-        "A parameter that only a local micro-batch used is reduced with the others.",
-        "pytorch issue 69031, PR 124193",
-        _in_accumulation,
-        _NEEDS | {"no_sync"},
-        _LENIENT,
-    ),
-    Check(
-        "unused.units_differ_between_ranks",
-        "Ranks may run different units: each counts with zeros where it did not.",
-        "torch.nn.parallel.DistributedDataParallel, find_unused_parameters",
-        _differ,
-        _DIFFER,
-        _LENIENT,
-    ),
-    Check(
-        "unused.parameters_differ_between_ranks",
-        "Inside a unit that every rank runs, ranks may use different parameters.",
-        "torch.nn.parallel.DistributedDataParallel, find_unused_parameters",
-        _differ_in_unit,
-        _DIFFER,
-        _LENIENT,
-    ),
-    Check(
-        "unused.gradient_is_none",
-        "A parameter that no rank used keeps gradient None: weight decay and momentum leave it alone.",
-        "torch.nn.parallel.DistributedDataParallel, find_unused_parameters",
-        _is_none,
-        _NEEDS | {"unused_gradient_is_none"},
-    ),
-)

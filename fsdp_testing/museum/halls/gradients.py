@@ -36,7 +36,7 @@ def _rescaled(original: Any, self: Any, grads: Any) -> None:
     original(self, grads)
 
 
-def _forgets_local(original: Any, self: Any) -> None:
+def _forgets_local(original: Any, self: Any, *grads: Any) -> None:
     original(self)
 
 

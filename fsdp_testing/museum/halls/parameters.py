@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_ref.access import full_state
 from fsdp_ref.build import plan, resolve
-from fsdp_ref.checkpoint import full_state
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.originals import Originals
 from fsdp_testing.museum.exhibit import Exhibit

@@ -9,6 +9,8 @@ import torch
 
 from fsdp_ref.runtime import backward, forward
 from fsdp_ref.runtime.root import Root
+from fsdp_ref.runtime.unit import Unit
+from fsdp_ref.states import ReshardReason, UnitState
 from fsdp_testing.museum.exhibit import Exhibit
 from fsdp_testing.museum.planting import instead, planting
 
@@ -18,20 +20,19 @@ def _needs_a_positional_input(original: Any, unit: Any, frame: Any, args: Any, k
     return original(unit, frame, args, kwargs)
 
 
-def _unused_stay_gathered(original: Any, unit: Any) -> None:
-    if unit.handle is None or unit.entered_backward:
-        original(unit)
-        return
-    unit.reshard(free=False)
-    unit.keep(True)
+def _unused_stay_gathered(original: Any, self: Any, reason: Any) -> None:
+    if reason is ReshardReason.AFTER_BACKWARD and self.handle is not None and self.state is UnitState.UNSHARDED:
+        self.move(UnitState.ACCUMULATING)
+    else:
+        original(self, reason)
 
 
 def _unwatched(original: Any, self: Any) -> Any:
     return nullcontext()
 
 
-def _no_hook_on_views(original: Any, unit: Any, output: Any) -> Any:
-    return output if isinstance(output, torch.Tensor) and output._is_view() else original(unit, output)
+def _no_hook_on_views(original: Any, unit: Any, output: Any, inputs: Any) -> Any:
+    return output if isinstance(output, torch.Tensor) and output._is_view() else original(unit, output, inputs)
 
 
 EXHIBITS = (
@@ -51,7 +52,7 @@ EXHIBITS = (
         story="Units were given up when their gradients arrived. One that the loss does not reach kept the weights it "
         "had gathered, and computed with them in the next iteration.",
         source="pytorch issue 83107, issue 83129, PR 80245",
-        plant=planting((backward, "_give_up", instead(_unused_stay_gathered))),
+        plant=planting((Unit, "reshard", instead(_unused_stay_gathered))),
         checks=("outputs.bypassed",),
     ),
     Exhibit(

@@ -6,6 +6,7 @@ from typing import Any
 
 from fsdp_ref import compat
 from fsdp_ref.runtime import backward, forward
+from fsdp_ref.states import UnitState
 from fsdp_testing.museum.exhibit import Exhibit
 from fsdp_testing.museum.planting import instead, planting
 
@@ -18,7 +19,7 @@ def _expects_forward(original: Any, unit: Any, *args: Any, **kwargs: Any) -> Any
 
 def _from_a_pass_inside(unit: Any) -> bool:
     task = unit.root.enter_backward()
-    return bool(unit.entered_backward and unit.backward_task not in {-1, task})
+    return unit.state is UnitState.BACKWARD and unit.backward_task != task
 
 
 def _never_arrives(original: Any, unit: Any, grads: Any) -> None:

@@ -10,6 +10,7 @@ from fsdp_ref.handle.originals import Originals
 from fsdp_ref.runtime import backward
 from fsdp_ref.runtime.root import Root
 from fsdp_ref.runtime.unit import Unit
+from fsdp_ref.states import ReshardReason
 from fsdp_testing.museum.exhibit import Exhibit
 from fsdp_testing.museum.planting import instead, planting
 
@@ -35,13 +36,13 @@ def _unwatched(original: Any, self: Any) -> Any:
     return nullcontext()
 
 
-def _plain_outputs_only(original: Any, unit: Any, output: Any) -> Any:
-    return output if hasattr(output, "__dataclass_fields__") else original(unit, output)
+def _plain_outputs_only(original: Any, unit: Any, output: Any, inputs: Any) -> Any:
+    return output if hasattr(output, "__dataclass_fields__") else original(unit, output, inputs)
 
 
-def _kept_through_steps(original: Any, self: Any) -> None:
-    if self.handle is None or not self.handle.sharded:
-        original(self)
+def _kept_through_steps(original: Any, self: Any, reason: Any) -> None:
+    if reason is not ReshardReason.OUT_OF_DATE or self.handle is None or not self.handle.sharded:
+        original(self, reason)
 
 
 EXHIBITS = (
@@ -91,7 +92,7 @@ EXHIBITS = (
         story="A forward that no backward follows leaves units gathered; the next forward after a step computes with "
         "the old weights. Found by this project in torch's FSDP1 and FSDP2.",
         source="docs/findings/unsharded-weights-survive-the-optimizer-step.md",
-        plant=planting((Unit, "drop", instead(_kept_through_steps))),
+        plant=planting((Unit, "reshard", instead(_kept_through_steps))),
         checks=("forward_only.eval", "accumulation.forward_between"),
     ),
 )

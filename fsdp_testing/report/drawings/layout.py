@@ -15,7 +15,7 @@ GAP = 8
 
 
 def layout(portrait: Portrait) -> Markup:
-    """The drawing; empty markup if the run told of no units."""
+    """Return the drawing; empty markup if the run reported no units."""
     if not portrait.units:
         return Markup("")
     height = sum(_height(unit) for unit in portrait.units)
@@ -54,14 +54,14 @@ def _unit(drawing: Drawing, unit: UnitPortrait, top: float) -> None:
 
 
 def unit_account(unit: UnitPortrait) -> str:
-    """A unit in a line."""
+    """Return a unit in a line."""
     ranks = range(len(unit.held))
     padding = sum(map(unit.padding, ranks))
     longest = max(map(unit.shard, ranks), default=0)
-    told = f"{unit.elements} elements; {longest} ({bytes_text(longest * unit.element_bytes)}) a rank"
-    return f"{told}; {padding} of padding in all" if padding else f"{told}; no padding"
+    facts = f"{unit.elements} elements; {longest} ({bytes_text(longest * unit.element_bytes)}) a rank"
+    return f"{facts}; {padding} of padding in all" if padding else f"{facts}; no padding"
 
 
 def account(portrait: Portrait) -> str:
-    """What the drawing shows, in words."""
+    """Return what the drawing shows, in words."""
     return "; ".join(f"{unit.unit or '(root)'} {unit_account(unit)}" for unit in portrait.units)

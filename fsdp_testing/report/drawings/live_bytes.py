@@ -19,7 +19,7 @@ CURVE_STYLES = 4
 
 
 def live_bytes(portrait: Portrait) -> Markup:
-    """The drawing; empty markup if nothing was recorded."""
+    """Return the drawing; empty markup if nothing was recorded."""
     if not portrait.ranks or not portrait.seconds:
         return Markup("")
     units = [unit.unit for unit in portrait.units]
@@ -80,9 +80,9 @@ def _bars(drawing: Drawing, portrait: Portrait, units: list[str]) -> None:
 
 
 def account(portrait: Portrait) -> str:
-    """What the drawing shows, in words."""
+    """Return what the drawing shows, in words."""
     most = [max((point.amount for point in rank.live), default=0) for rank in portrait.ranks]
-    told = ", ".join(f"rank {rank.rank} at most {bytes_text(amount)}" for rank, amount in zip(portrait.ranks, most))
+    facts = ", ".join(f"rank {rank.rank} at most {bytes_text(amount)}" for rank, amount in zip(portrait.ranks, most))
     beyond = [str(rank.rank) for rank, amount in zip(portrait.ranks, most) if amount > portrait.bound_bytes]
     verdict = f"beyond the bound on rank {', '.join(beyond)}" if beyond else "within the bound"
-    return f"{told}; {verdict} of {bytes_text(portrait.bound_bytes)}"
+    return f"{facts}; {verdict} of {bytes_text(portrait.bound_bytes)}"

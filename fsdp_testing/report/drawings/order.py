@@ -18,7 +18,7 @@ KINDS = {"≠": ("changed", "changed"), "<": ("only-left", ""), ">": ("", "only-
 
 
 def order_picture(comparison: OrderComparison, left: str, right: str, *, full: bool = False) -> Markup:
-    """The drawing of one aspect on one rank; equal stretches far from any difference are left out unless `full`."""
+    """Return the drawing of one aspect on one rank; equal stretches far from any difference are left out unless `full`."""
     rows = list(shown_rows(comparison.rows, full=full))
     drawing = Drawing(HEAD + ROW * len(rows), f"{comparison.aspect} on rank {comparison.rank}: {account(comparison)}")
     drawing.text(COLUMN / 2, 14, left, "strong", "middle")
@@ -46,7 +46,7 @@ def _step(drawing: Drawing, x: float, y: float, kind: str, text: str) -> None:
 
 
 def account(comparison: OrderComparison) -> str:
-    """What the drawing shows, in words."""
+    """Return what the drawing shows, in words."""
     counts = {
         "equal": sum(row.same for row in comparison.rows),
         "different": sum(not row.same and bool(row.left) and bool(row.right) for row in comparison.rows),

@@ -30,10 +30,10 @@ class Drawing:
     def box(self, kind: str, x: float, y: float, size: tuple[float, float], title: str = "") -> None:
         """A rectangle of class `kind` whose upper left corner is (x, y), with a title for the pointer."""
         width, height = max(size[0], 1.0), size[1]
-        told = Markup("<title>{}</title>").format(title) if title else ""
+        hint = Markup("<title>{}</title>").format(title) if title else ""
         self._parts.append(
             Markup('<rect class="{}" x="{}" y="{}" width="{}" height="{}">{}</rect>').format(
-                kind, _short(x), _short(y), _short(width), _short(height), told
+                kind, _short(x), _short(y), _short(width), _short(height), hint
             )
         )
 
@@ -64,7 +64,7 @@ class Drawing:
                 return
 
     def markup(self) -> Markup:
-        """The whole element."""
+        """Return the whole element."""
         opening = Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">').format(
             WIDTH, _short(self._height), self._label
         )
@@ -76,7 +76,7 @@ def _short(number: float) -> str:
 
 
 def clipped(text: str, width: float) -> str:
-    """The text, its beginning left out where it is wider than `width`; names tell most at their end."""
+    """Return the text, its beginning left out where it is wider than `width`; names differ most at their end."""
     most = max(int(width / LETTER), 2)
     return text if len(text) <= most else f"…{text[len(text) - most + 1 :]}"
 

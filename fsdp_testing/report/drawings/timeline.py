@@ -21,7 +21,7 @@ LANES = (
 
 
 def timeline(portrait: Portrait) -> Markup:
-    """The drawing; empty markup if nothing was recorded."""
+    """Return the drawing; empty markup if nothing was recorded."""
     if not portrait.ranks or not portrait.seconds:
         return Markup("")
     rank_height = LANE * (len(LANES) + 1) + RANK_GAP
@@ -56,24 +56,24 @@ def _stretch(drawing: Drawing, stretch: Stretch, y: float, seconds: float) -> No
 
 
 def name_of(stretch: Stretch) -> str:
-    """What a stretch is about; the root unit has no name of its own."""
+    """Return what a stretch is about; the root unit has no name of its own."""
     return stretch.what or "(root)"
 
 
 def milliseconds(seconds: float) -> str:
-    """Seconds as milliseconds."""
+    """Return the seconds as milliseconds."""
     return f"{1000 * seconds:.3g} ms"
 
 
 def account(portrait: Portrait) -> str:
-    """What the drawing shows, in a sentence for each rank."""
-    told = []
+    """Return what the drawing shows, in a sentence for each rank."""
+    facts = []
     for rank in portrait.ranks:
         waited = sum(stretch.stop - stretch.start for stretch in rank.stretches if stretch.lane == "wait")
         collectives = sum(stretch.lane == "collective" for stretch in rank.stretches)
         gathers = sum(stretch.lane == "gathered" for stretch in rank.stretches)
-        told.append(
+        facts.append(
             f"rank {rank.rank}: gathers: {gathers}, collectives: {collectives}, waiting "
             f"{milliseconds(waited)} of {milliseconds(portrait.seconds)}"
         )
-    return "; ".join(told)
+    return "; ".join(facts)

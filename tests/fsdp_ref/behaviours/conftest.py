@@ -130,8 +130,9 @@ class Lab:
     Lin = Lin
     CLOSE = CLOSE
 
-    def __init__(self, world: Any) -> None:
+    def __init__(self, world: Any, collectives: Callable[[], Any]) -> None:
         self.world = world
+        self._collectives = collectives
 
     def make(self, build: Callable[[], nn.Module] = Net, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any:
         """Build a model with the same values on every rank."""
@@ -264,8 +265,8 @@ class Lab:
         return _events()
 
     def collectives(self) -> Any:
-        """Return a context that collects (operation, label) of every collective of the reference."""
-        return _collectives()
+        """Return a context that lists every collective of the reference."""
+        return self._collectives()
 
 
 @contextmanager
@@ -277,24 +278,10 @@ def _events() -> Iterator[list[Any]]:
         yield seen
 
 
-@contextmanager
-def _collectives() -> Iterator[list[Any]]:
-    from fsdp_ref.comm.collectives import intercept
-
-    seen: list[Any] = []
-
-    def note(call: Any, proceed: Callable[[], Any]) -> Any:
-        seen.append(call)
-        return proceed()
-
-    with intercept(note):
-        yield seen
-
-
 @pytest.fixture
-def lab(world: Any) -> Lab:
+def lab(world: Any, watch_collectives: Callable[[], Any]) -> Lab:
     """The equipment for this rank."""
-    return Lab(world)
+    return Lab(world, watch_collectives)
 
 
 @pytest.fixture(params=PATHS)

@@ -205,7 +205,7 @@ def test_frozen_units_are_given_up_in_backward_and_never_reduced(lab, path, inpu
         assert kinds[f"blocks.{i}", "RESHARD"] >= 2
     assert kinds["", "REDUCE"] == 1
     assert not any(unit.handle.unsharded for unit in lab.units(model))
-    assert all(p.grad is None for u in lab.units(model)[1:] for p in (*u.originals(), u.handle.flat_param))
+    assert all(p.grad is None for u in lab.units(model)[1:] for p in (*u.handle.originals.params, u.handle.flat_param))
     lab.reference_step(reference, lab.batches())
     if path != "flat":
         lab.assert_grads(model, reference)
@@ -215,7 +215,7 @@ def test_frozen_units_are_given_up_in_backward_and_never_reduced(lab, path, inpu
 @pytest.mark.covers("FRZ-01", "LIM-07", "B039")
 def test_frozen_units_do_not_pile_up_during_backward(lab, path):
     from fsdp_ref.runtime.events import observe
-    from fsdp_ref.states import ShardState
+    from fsdp_ref.states import UnitState
 
     plain = lab.make(lambda: lab.Net(blocks=6))
     for block in plain.blocks:
@@ -226,7 +226,7 @@ def test_frozen_units_do_not_pile_up_during_backward(lab, path):
 
     def count(_):
         nonlocal peak
-        alive = [u for u in lab.units(model)[1:] if u.handle.state is not ShardState.SHARDED]
+        alive = [u for u in lab.units(model)[1:] if u.handle.state is not UnitState.SHARDED]
         peak = max(peak, len(alive))
 
     with observe(count):
@@ -352,7 +352,7 @@ def test_no_grad_forwards_leave_nothing_behind(lab, path):
     with torch.no_grad():
         output = model(lab.batch())
     assert output._backward_hooks is None
-    assert not any(unit.needs_pre_backward for unit in lab.units(model))
+    assert not any(unit.awaits_backward for unit in lab.units(model))
     plain = torch.ones(2, requires_grad=True)
     with lab.events() as seen:
         (output.sum() + plain.sum()).backward()

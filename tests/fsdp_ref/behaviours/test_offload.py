@@ -10,7 +10,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fsdp_ref import CPUOffload, MixedPrecision, ShardingStrategy
-from fsdp_ref.comm.streams import NullStreams
+from fsdp_ref.comm.streams import Streams
+from fsdp_ref.runtime import grad_sync
 
 
 @pytest.mark.world(2)
@@ -43,7 +44,7 @@ def test_offload_with_kept_low_precision_gradients(lab):
         assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.bfloat16}
 
 
-class SlowCopies(NullStreams):
+class SlowCopies(Streams):
     """A device whose copies to the host take as long as nobody waits for them.
 
     Inside the post-backward stream, what ``to(..., non_blocking=True)`` returns is not there yet (NaN). It is filled when
@@ -124,3 +125,24 @@ def test_nobody_reads_an_offloaded_gradient_before_its_copy_has_ended(lab, orig_
     assert streams.waited == 4
     assert seen_by_hooks
     assert all(grad.isfinite().all() for grad in seen_by_hooks)
+
+
+@pytest.mark.world(2)
+def test_a_failed_backward_shows_no_gradient_whose_copy_is_under_way(lab, orig_path, monkeypatch):
+    model = lab.shard(lab.make(), orig_path, policy={lab.Block}, cpu_offload=CPUOffload(True))
+    with torch.no_grad():
+        model(lab.batch())
+    monkeypatch.setattr(grad_sync, "IN_FLIGHT", 0)  # results go home as soon as they are there
+    streams = SlowCopies()
+    lab.units(model)[0].root.streams = streams
+    for unit in lab.units(model):
+        unit.handle.streams = streams
+    hook = next(m for m in model.modules() if isinstance(m, lab.Block)).register_full_backward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        lab.loss(model, lab.batch()).backward()
+    hook.remove()
+    assert streams.copied
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    model.zero_grad()
+    lab.loss(model, lab.batch()).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)

@@ -50,7 +50,9 @@ def test_adam_counts_steps_of_unused_parameters_as_one_process_does(lab, orig_pa
         lab.loss(model, lab.batch(step)).backward()
         lab.reference_step(reference, lab.batches(step))
         if step == 1:
-            params = dict(zip(lab.units(model)[0].handle.fqns, lab.units(model)[0].originals(), strict=True))
+            params = dict(
+                zip(lab.units(model)[0].handle.fqns, lab.units(model)[0].handle.originals.params, strict=True)
+            )
             params["a.weight"].grad = None
             reference.a.weight.grad = None
         optim.step()

@@ -10,6 +10,7 @@ from torch import nn
 
 from fsdp_ref import MixedPrecision, ShardingStrategy
 from fsdp_ref.composable import replicate
+from fsdp_ref.states import UnitState
 
 S = ShardingStrategy
 
@@ -52,7 +53,7 @@ def test_a_unit_inside_itself(lab, path, strategy):
             for module in (model, reference):
                 torch.optim.SGD(module.parameters(), lr=0.1).step()
             lab.assert_params(model, reference)
-        assert [unit.depth for unit in lab.units(model)] == [0]
+        assert [unit.state for unit in lab.units(model)] == [UnitState.SHARDED]
 
 
 class PassedBy(torch.autograd.Function):
@@ -89,7 +90,7 @@ def test_a_unit_whose_parameters_autograd_passes_by(lab, path):
     with lab.collectives() as seen:
         lab.loss(model, lab.batch()).backward()
     root, unit = lab.units(model)
-    assert [call.label for call in seen if call.op == "reduce_scatter"] == [f"{root.name}: gradient"]
+    assert [call.unit for call in seen if call.op == "reduce_scatter"] == [root.name]
     assert root.handle.grads.reduced_S is not None
     assert unit.handle.grads.reduced_S is None
     assert not unit.handle.unsharded

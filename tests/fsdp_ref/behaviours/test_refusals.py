@@ -14,9 +14,9 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from fsdp_ref import MixedPrecision
 from fsdp_ref.errors import FsdpRuntimeError, FsdpTypeError, SharedParameterError, UnshardConflictError, WritebackError
 from fsdp_ref.handle.originals import Shown
-from fsdp_ref.states import ShardState, TrainingState
+from fsdp_ref.states import TrainingState, UnitState
 
-SHARDED = ShardState.SHARDED
+SHARDED = UnitState.SHARDED
 
 
 class Pair(nn.Module):
@@ -35,7 +35,7 @@ class Pair(nn.Module):
 def assert_at_rest(lab, model):
     """Nothing of a pass that failed is left: no open call, no full parameter, no tracked view."""
     for unit in lab.units(model):
-        assert (unit.depth, unit.training_state) == (0, TrainingState.IDLE)
+        assert unit.training_state is TrainingState.IDLE
         assert unit.handle is None or (unit.handle.state, unit.handle.originals.shown) == (SHARDED, Shown.SHARDED)
 
 
@@ -118,7 +118,7 @@ def test_backward_while_full_parameters_are_held(lab, path):
     reference = lab.make()
     model = lab.shard(copy.deepcopy(reference), path, policy={lab.Block})
     loss = lab.loss(model, lab.batch())
-    with lab.full(model), pytest.raises(UnshardConflictError, match="backward of Unit.*held by summon_full_params"):
+    with lab.full(model), pytest.raises(UnshardConflictError, match="backward of Unit.*that summon_full_params shows"):
         loss.backward()
     assert_trains(lab, model, reference)
 

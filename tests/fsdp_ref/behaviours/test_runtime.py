@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_ref import ShardingStrategy
-from fsdp_ref.states import HandleTrainingState, TrainingState
+from fsdp_ref.states import TrainingState, UnitState
 
 S = ShardingStrategy
 strategies = pytest.mark.parametrize("strategy", [S.FULL_SHARD, S.SHARD_GRAD_OP], ids=lambda s: s.name)
@@ -24,7 +24,7 @@ def step_both(model, reference):
 def idle(lab, model):
     units = lab.units(model)
     assert {unit.training_state for unit in units} == {TrainingState.IDLE}
-    assert {unit.phase for unit in units} == {HandleTrainingState.IDLE}
+    assert {unit.state for unit in units} <= {UnitState.SHARDED, UnitState.UNSHARDED}
     assert not any(unit.handle.unsharded for unit in units if unit.handle)
 
 

@@ -281,7 +281,7 @@ def test_the_limiter_changes_no_number(lab):
 @pytest.mark.covers("LIM-01", "LIM-07", "B019")
 @pytest.mark.parametrize("forward", [False, True])
 def test_at_most_two_nested_units_are_unsharded_at_a_time(lab, path, forward):
-    from fsdp_ref.states import ShardState
+    from fsdp_ref.states import UnitState
 
     model = lab.shard(lab.make(lambda: lab.Net(blocks=6)), path, policy={lab.Block}, forward_prefetch=forward)
     peak = 0
@@ -290,7 +290,7 @@ def test_at_most_two_nested_units_are_unsharded_at_a_time(lab, path, forward):
 
         def count(_):
             nonlocal peak
-            alive = [u for u in lab.units(model) if not u.is_root and u.handle.state is not ShardState.SHARDED]
+            alive = [u for u in lab.units(model) if not u.is_root and u.handle.state is not UnitState.SHARDED]
             peak = max(peak, len(alive))
 
         with observe(count):

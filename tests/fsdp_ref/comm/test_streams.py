@@ -13,16 +13,17 @@ from torch import nn
 
 from fsdp_ref import CPUOffload, MixedPrecision
 from fsdp_ref import FullyShardedDataParallel as FSDP
+from fsdp_ref.access.user_changes import gather_early
 from fsdp_ref.annotations import units_under
-from fsdp_ref.comm.streams import NullStreams
-from fsdp_ref.runtime.no_sync import no_sync
-from fsdp_ref.runtime.user_changes import gather_early
+from fsdp_ref.comm.streams import Streams
+from fsdp_ref.runtime.reduction_settings import no_sync
+from fsdp_ref.states import ReshardReason
 from fsdp_ref.storage.scratch import ScratchPool
 
 pytestmark = pytest.mark.world(2, backend="fake")
 
 
-class Recording(NullStreams):
+class Recording(Streams):
     """Notes what it is asked for; tensors that are recorded must still have their memory."""
 
     def __init__(self):
@@ -58,6 +59,9 @@ class Recording(NullStreams):
     def compute_after_reduce(self):
         self.note("compute waits for reductions")
 
+    def host_after_prepare(self):
+        self.note("the host waits for shards")
+
     def host_after_reduce(self):
         self.note("the host waits for reductions")
 
@@ -75,14 +79,14 @@ def sharded(world):
     model(torch.ones(1, 3))
     (_, _, unit), *_ = units_under(model)
     streams = unit.root.streams = unit.handle.streams = Recording()
-    unit.drop()
+    unit.reshard(ReshardReason.OUT_OF_DATE)
     streams.calls.clear()
     return model, unit, streams
 
 
 def test_memory_is_recorded_where_it_was_read_before_it_is_freed(sharded):
     _, unit, streams = sharded
-    unit.handle.unshard()
+    unit.unshard()
     # Only when compute has waited for the gather does compute's place in time say that the gather has read the cast.
     assert streams.calls == ["compute waits for gathers", "compute reads bfloat16[6] on compute"]
     streams.calls.clear()
@@ -108,7 +112,7 @@ def test_gathers_wait_for_what_changed_the_shard(sharded):
         param.data = torch.ones_like(param)
     gather_early(unit)
     assert streams.calls == ["gathers wait for compute"] * 2  # the copy of what was assigned; whatever came before
-    unit.drop()
+    unit.reshard(ReshardReason.OUT_OF_DATE)
 
 
 def test_reductions_wait_and_kept_gradients_are_recorded(sharded):
@@ -136,6 +140,29 @@ def test_the_host_waits_only_for_gradients_that_it_reads_itself(world, offload):
     streams = unit.root.streams = unit.handle.streams = Recording()
     model(torch.ones(1, 3)).sum().backward()
     assert ("the host waits for reductions" in streams.calls) == offload
+
+
+def test_gradients_of_a_failed_backward_are_waited_for_too(sharded):
+    model, _, streams = sharded
+    x = torch.ones(1, 3, requires_grad=True)
+    loss = model(x).sum()
+    x.register_hook(lambda grad: 1 / 0)
+    streams.calls.clear()
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    assert streams.calls[-1] == "compute waits for reductions"
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_host_waits_for_shards_that_the_device_reads_from_it(world, offload):
+    model = FSDP(nn.Linear(3, 4), cpu_offload=CPUOffload(offload), use_orig_params=True)
+    model(torch.ones(1, 3))
+    (_, _, unit), *_ = units_under(model)
+    streams = unit.root.streams = unit.handle.streams = Recording()
+    with torch.no_grad():
+        model(torch.ones(1, 3))
+    assert ("the host waits for shards" in streams.calls) == offload
 
 
 def test_scratch_keeps_memory_of_the_host_only():

@@ -16,6 +16,7 @@ from fsdp_ref.errors import WritebackError
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.gradients import dense, fill_flat
 from fsdp_ref.storage.param_sites import sites_below
+from fsdp_ref.storage.views import flat_views
 
 CPU = torch.device("cpu")
 KINDS = ["flat", "orig"]
@@ -109,7 +110,7 @@ def test_local_parts_are_added_up_and_hide_the_reduced_part(groups, kind):
     else:
         assert shown(handle)[0].tolist() == [3.0] * 6 + [2.0] * 3 + [1.0] * 9
     local_F = handle.grads.take_local()
-    assert [view.unique().tolist() for view in handle.views_of(local_F)] == [[value] for value in want]
+    assert [view.unique().tolist() for view in flat_views(local_F, handle.layout)] == [[value] for value in want]
     assert handle.grads.local_F is None
     # Padding between and behind the parameters is zero: it takes part in the sum over ranks.
     assert float(local_F.sum()) == 6 * 3.0 + 3 * 2.0 + 9 * 1.0
@@ -187,7 +188,7 @@ def test_clearing_one_local_gradient_forgets_that_one(groups, place, drop):
     else:
         shown(handle)[place].zero_()
     local_F = handle.grads.take_local()
-    assert [view.unique().tolist() for view in handle.views_of(local_F)][place] == [0.0]
+    assert [view.unique().tolist() for view in flat_views(local_F, handle.layout)][place] == [0.0]
     pieces = handle.originals.pieces_of(handle.grads.reduced_S)
     assert [piece.unique().tolist() for piece in pieces[:2]] == [[0.0 if index == place else 7.0] for index in range(2)]
 
@@ -210,7 +211,7 @@ def test_changing_the_local_part_in_place_keeps_the_reduced_one(groups):
     shown(handle)[0].mul_(3.0)
     handle.grads.absorb()
     assert handle.grads.reduced_S is not None
-    assert handle.views_of(handle.grads.take_local())[0].unique().tolist() == [3.0]
+    assert flat_views(handle.grads.take_local(), handle.layout)[0].unique().tolist() == [3.0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -245,7 +246,7 @@ def test_a_replaced_local_gradient_is_what_is_reduced(groups):
     handle.grads.publish()
     handle.originals.params[1].grad = torch.full((3,), 4.0)
     local_F = handle.grads.take_local()
-    assert [view.unique().tolist() for view in handle.views_of(local_F)] == [[1.0], [4.0], [1.0]]
+    assert [view.unique().tolist() for view in flat_views(local_F, handle.layout)] == [[1.0], [4.0], [1.0]]
 
 
 def test_a_gradient_of_another_shape_is_refused_by_name(groups):
@@ -297,7 +298,7 @@ def test_casting_the_model_casts_the_local_part_before_more_is_added(groups, kin
     handle.set_precision(F64)
     handle.grads.add_local(grads(2.0**-30, dtype=F64))
     assert handle.grads.local_F.dtype == F64
-    assert handle.views_of(handle.grads.local_F)[0].unique().tolist() == [1.0 + 2.0**-30]
+    assert flat_views(handle.grads.local_F, handle.layout)[0].unique().tolist() == [1.0 + 2.0**-30]
 
 
 @pytest.mark.parametrize("divisor", [1.0, 2.0, 4.0])
@@ -308,7 +309,7 @@ def test_filling_divides_and_clears(groups, divisor, dtype):
     fill_flat(flat_F, handle.layout, grads(257.0, without=(1,)), divisor)
     # Cast first, divided then: 257 is no bfloat16.
     want = float(torch.tensor(257.0).to(dtype)) / divisor
-    assert [view.unique().tolist() for view in handle.views_of(flat_F)] == [[want], [0.0], [want]]
+    assert [view.unique().tolist() for view in flat_views(flat_F, handle.layout)] == [[want], [0.0], [want]]
     assert float(flat_F.double().sum()) == want * 15
 
 
@@ -317,3 +318,33 @@ def test_sparse_gradients_become_dense():
     assert dense(sparse).tolist() == [[0.0, 0.0], [2.0, 3.0], [0.0, 0.0]]
     strided = torch.ones(2)
     assert dense(strided) is strided
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_local_part_is_added_up_in_the_dtype_of_reduction(groups, kind):
+    handle = make(groups, kind, precision=MixedPrecision(param_dtype=BF16, reduce_dtype=F32))
+    handle.grads.add_local(grads(1.0, dtype=BF16))
+    for _ in range(64):  # each alone is half of the last bit that bfloat16 keeps beside 1
+        handle.grads.add_local(grads(2.0**-8, dtype=BF16))
+    handle.grads.publish()
+    want = [[1.25]] * 3
+    assert [view.unique().tolist() for view in flat_views(handle.grads.take_local(), handle.layout)] == want
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_host_never_waits_for_each_parameter(groups, kind, monkeypatch):
+    reads = []
+    for name in ("__bool__", "item", "tolist"):
+        original = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda self, _read=original: reads.append(self.shape) or _read(self))
+    handle = make(groups, kind)
+    handle.grads.add_reduced(reduced(handle, 7.0))
+    handle.grads.add_local(grads(1.0))
+    handle.grads.publish()
+    handle.grads.add_local(grads(1.0))
+    handle.grads.publish()
+    assert reads == []
+    for grad in shown(handle):
+        grad.mul_(2.0)
+    handle.grads.absorb()
+    assert len(reads) == 1

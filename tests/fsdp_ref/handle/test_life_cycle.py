@@ -16,7 +16,8 @@ from fsdp_ref.config import MixedPrecision, ShardingStrategy, UnitConfig
 from fsdp_ref.errors import FlattenError, TransitionError
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.flatten import build_layout, check_params, flatten
-from fsdp_ref.states import ShardState
+from fsdp_ref.states import UnitState
+from fsdp_ref.storage.flat_buffer import FlatBuffer
 from fsdp_ref.storage.param_sites import sites_below
 
 CPU = torch.device("cpu")
@@ -74,10 +75,10 @@ def test_states_and_memory(low):
     for size, rank in [(1, 0), (2, 1), (1024, 7)]:
         with fake_world(size, rank) as groups:
             handle = make(groups, mixed_precision=precision)
-            assert handle.state is ShardState.SHARDED
+            assert handle.state is UnitState.SHARDED
             assert handle.start_unshard()
             assert not handle.start_unshard()
-            assert handle.state is ShardState.UNSHARDING
+            assert handle.state is UnitState.GATHERING
             handle.finish_unshard()
             handle.finish_unshard()
             assert handle.unsharded
@@ -85,13 +86,13 @@ def test_states_and_memory(low):
             assert [tuple(view.shape) for view in handle.compute_views()] == [(7, 3), (7,), (5, 7), (5,), (5,), (5,)]
             handle.reshard()
             handle.reshard()
-            assert handle.state is ShardState.SHARDED
+            assert handle.state is UnitState.SHARDED
             if handle.needs_buffer:
                 assert handle.full_F().untyped_storage().size() == 0
             handle.start_unshard()
             handle.reshard()
             with pytest.raises(TransitionError, match="expected a move from SHARDED"):
-                handle._move_to(ShardState.UNSHARDED)
+                handle._move_to(UnitState.UNSHARDED)
 
 
 @pytest.mark.covers("CTOR-06", "CTOR-07", "CTOR-08", "CTOR-09", "CTOR-10", "B079")
@@ -114,7 +115,8 @@ def test_what_cannot_be_flattened_is_refused_by_name():
 def test_without_sharding_nothing_is_copied_or_freed():
     with fake_world(4, 2) as groups:
         handle = make(groups, strategy=ShardingStrategy.NO_SHARD)
-        handle.unshard()
+        handle.start_unshard()
+        handle.finish_unshard()
         assert handle.full_F() is handle.shard_S
         assert all(
             view.data_ptr() == param.data_ptr() for view, param in zip(handle.compute_views(), handle.originals.params)
@@ -147,3 +149,23 @@ def test_flattening_takes_one_tensor_for_each_place():
     layout = build_layout(sites_below(model, model.parameters()), config, 2).layout
     with pytest.raises(FlattenError, match="flatten: expected 6 tensors, got 5. Pass one each"):
         flatten(list(model.parameters())[:5], layout, CPU)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_gather_that_raised_is_made_again(size, monkeypatch):
+    with fake_world(size, 0) as groups:
+        handle = make(groups, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+        failing = ValueError("no memory")
+
+        def refuse(*args):
+            raise failing
+
+        with monkeypatch.context() as patch:
+            patch.setattr(FlatBuffer, "allocate", refuse)
+            with pytest.raises(ValueError, match="no memory"):
+                handle.start_unshard()
+        assert handle.state is UnitState.SHARDED
+        assert handle.start_unshard()
+        handle.finish_unshard()
+        assert handle.unsharded
+        assert handle.full_F().untyped_storage().size() == handle.full_F().nbytes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_ref import CPUOffload, FullyShardedDataParallel
 from fsdp_ref.annotations import units_under
-from fsdp_ref.storage.flat_buffer import LEDGER
+from fsdp_ref.runtime.events import observe
 from fsdp_ref.wrap import ModuleWrapPolicy
 
 
@@ -68,7 +67,7 @@ def test_freezing_and_thawing(trial, api, strategy):
     def freeze(frozen: bool) -> None:
         for param in case.plain.blocks[1].parameters():
             param.requires_grad_(not frozen)
-        shown = unit.originals() if case.api != "flat" else [unit.handle.flat_param]
+        shown = unit.handle.originals.params if case.api != "flat" else [unit.handle.flat_param]
         for param in shown:
             param.requires_grad_(not frozen)
 
@@ -80,7 +79,7 @@ def test_freezing_and_thawing(trial, api, strategy):
         case.compare()
         assert all(not each.handle.unsharded for each in units(case.model))
         if frozen:
-            assert all(param.grad is None for param in unit.originals())
+            assert all(param.grad is None for param in unit.handle.originals.params)
 
 
 @pytest.mark.covers("FRZ-06", "ORIG-05", "ORIG-22", "CTOR-07")
@@ -165,7 +164,7 @@ def test_replaced_parameters_and_gradients_are_taken_over(trial, api, strategy, 
         param.data = param.data * 2
     if case.api == "orig":
         for unit in units(case.model):
-            for managed, param in zip(unit.handle.originals.managed, unit.originals(), strict=True):
+            for managed, param in zip(unit.handle.originals.managed, unit.handle.originals.params, strict=True):
                 for site in managed.sites:
                     setattr(site.module, site.name, param)
     case.zero_grad()
@@ -225,7 +224,7 @@ def test_replacements_that_cannot_be_taken_over_are_refused(trial):
     with torch.no_grad():
         case.plain.blocks[0].up.bias.zero_()
         case.model(case.inputs(0)[case.world.rank])
-    assert unit.originals()[1] is new
+    assert unit.handle.originals.params[1] is new
     case.compare()
     block.up.weight.data = torch.zeros(1000)
     with pytest.raises(RuntimeError, match="Cannot writeback when the parameter shape changes"):
@@ -332,17 +331,16 @@ def test_an_optimizer_in_backward(trial):
 
 @pytest.mark.covers("STRAT-02", "STRAT-03", "STRAT-10", "B019", "LIM-03")
 @pytest.mark.world(2)
-def test_at_most_two_full_units_beside_the_root(trial):
+def test_at_most_two_full_units_beside_the_root(trial, full_bytes):
     case = trial("orig", "FULL_SHARD", model=lambda: trial.__globals__["Net"](blocks=6))
     case.train(2)
     sizes = [unit.handle.buffer(torch.float64).nbytes for unit in units(case.model)]
-    gc.collect()  # other tests' models
-    before = LEDGER.live_bytes
-    LEDGER.reset_peak()
     case.zero_grad()
-    case.loss(case.inputs(5)).backward()
-    assert LEDGER.peak_bytes - before <= sizes[0] + 2 * max(sizes[1:])
-    assert LEDGER.live_bytes == before
+    alive = []
+    with observe(lambda event: alive.append(full_bytes(case.model))):
+        case.loss(case.inputs(5)).backward()
+    assert max(sizes[1:]) < max(alive) <= sizes[0] + 2 * max(sizes[1:])
+    assert full_bytes(case.model) == 0
 
 
 @pytest.mark.covers("ORIG-15")

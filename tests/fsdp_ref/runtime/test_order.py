@@ -10,7 +10,6 @@ from torch import nn
 
 from fsdp_ref import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy, fully_shard
 from fsdp_ref.annotations import units_under
-from fsdp_ref.comm.collectives import intercept
 from fsdp_ref.runtime.events import UnitEventKind, observe
 from fsdp_ref.wrap import ModuleWrapPolicy
 
@@ -42,7 +41,6 @@ class Tracer:
     def __init__(self, model) -> None:
         self.numbers = {unit.name: index for index, (_, _, unit) in enumerate(units_under(model))}
         self.events: list[str] = []
-        self.collectives: list[str] = []
 
     def event(self, event) -> None:
         # A unit's number is known by its parameters: names exist only once a root does.
@@ -53,10 +51,6 @@ class Tracer:
 
     def number(self, event) -> int:
         return ["", "a", "b", "c"].index(event.unit)
-
-    def call(self, call, proceed):
-        self.collectives.append(f"{call.op} {call.label}")
-        return proceed()
 
     def take(self) -> str:
         events, self.events = " ".join(self.events), []
@@ -77,15 +71,15 @@ def shard(api, strategy, **options):
     )
 
 
-def trace(model, iterations=3):
+def trace(model, watch_collectives, iterations=3):
     tracer, result = Tracer(model), []
-    with observe(tracer.event), intercept(tracer.call):
+    with observe(tracer.event), watch_collectives() as calls:
         for _ in range(iterations):
             loss = model(torch.randn(2, 4)).sum()
             forward = tracer.take()
             loss.backward()
             result.append((forward, tracer.take()))
-    return result, tracer
+    return result, [f"{call.op} {call.unit}" for call in calls]
 
 
 BACKWARD = {
@@ -99,24 +93,24 @@ BACKWARD = {
 @pytest.mark.parametrize("prefetch", [None, PRE, POST])
 @pytest.mark.parametrize("kind", ["flat", "orig"])
 @pytest.mark.world(2)
-def test_full_shard_order(world, prefetch, kind):
-    result, _ = trace(shard(kind, "FULL_SHARD", backward_prefetch=prefetch))
+def test_full_shard_order(world, prefetch, kind, watch_collectives):
+    result, _ = trace(shard(kind, "FULL_SHARD", backward_prefetch=prefetch), watch_collectives)
     assert result == [("U0 U1 R1 U2 R2 U3 R3 R0(k)", BACKWARD[prefetch])] * 3
 
 
 @pytest.mark.covers("ORD-04", "ORD-08")
 @pytest.mark.parametrize("api", ["flat", "composable"])
 @pytest.mark.world(2)
-def test_forward_prefetch_order(world, api):
-    result, _ = trace(shard(api, "FULL_SHARD", forward_prefetch=True))
+def test_forward_prefetch_order(world, api, watch_collectives):
+    result, _ = trace(shard(api, "FULL_SHARD", forward_prefetch=True), watch_collectives)
     assert result[0][0] == "U0 U1 R1 U2 R2 U3 R3 R0(k)"
     assert [forward for forward, _ in result[1:]] == ["U0 U1 U2 R1 U3 R2 R3 R0(k)"] * 2
 
 
 @pytest.mark.covers("ORD-06")
 @pytest.mark.world(2)
-def test_shard_grad_op_order(world):
-    result, _ = trace(shard("orig", "SHARD_GRAD_OP"))
+def test_shard_grad_op_order(world, watch_collectives):
+    result, _ = trace(shard("orig", "SHARD_GRAD_OP"), watch_collectives)
     assert result == [("U0 U1 R1(k) U2 R2(k) U3 R3(k) R0(k)", BACKWARD[PRE])] * 3
 
 
@@ -124,25 +118,21 @@ def test_shard_grad_op_order(world):
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy")
 @pytest.mark.world(2)
-def test_both_apis_do_the_same(world, strategy):
+def test_both_apis_do_the_same(world, strategy, watch_collectives):
     models = [shard("orig", strategy), shard("composable", strategy)]
-    traces = [trace(model) for model in models]
+    traces = [trace(model, watch_collectives) for model in models]
     assert traces[0][0] == traces[1][0]
-    assert traces[0][1].collectives == traces[1][1].collectives
-    assert (
-        len(traces[0][1].collectives)
-        == {"FULL_SHARD": 3 * (4 + 3 + 4), "SHARD_GRAD_OP": 3 * 8, "NO_SHARD": 12}[strategy]
-    )
+    assert traces[0][1] == traces[1][1]
+    assert len(traces[0][1]) == {"FULL_SHARD": 3 * (4 + 3 + 4), "SHARD_GRAD_OP": 3 * 8, "NO_SHARD": 12}[strategy]
     handles = [[unit.handle.fqns for _, _, unit in units_under(model)] for model in models]
     assert handles[0] == handles[1]
 
 
 @pytest.mark.covers("ACC-05")
 @pytest.mark.world(2)
-def test_collectives_of_accumulation(world):
+def test_collectives_of_accumulation(world, watch_collectives):
     def count(model, kind):
-        calls: list[str] = []
-        with intercept(lambda call, proceed: calls.append(call.op) or proceed()):
+        with watch_collectives() as calls:
             if kind == "n":
                 with model.no_sync():
                     loss = model(torch.randn(2, 4)).sum()
@@ -152,8 +142,8 @@ def test_collectives_of_accumulation(world):
                 loss = model(torch.randn(2, 4)).sum()
                 forward = len(calls)
                 loss.backward()
-        gathers = calls[forward:].count("all_gather")
-        return forward, gathers, calls[forward:].count("reduce_scatter")
+        ops = [call.op for call in calls[forward:]]
+        return forward, ops.count("all_gather"), ops.count("reduce_scatter")
 
     model = shard("orig", "FULL_SHARD", backward_prefetch=None)
     assert [count(model, kind) for kind in "nns"] == [(4, 3, 0), (4, 3, 0), (4, 3, 4)]
@@ -184,7 +174,7 @@ class Sums(nn.Module):
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @pytest.mark.parametrize("api", ["orig", "composable"])
 @pytest.mark.world(2)
-def test_an_input_given_back_gathers_nothing(world, api, strategy, frozen):
+def test_an_input_given_back_gathers_nothing(world, api, strategy, frozen, watch_collectives):
     torch.manual_seed(0)
     options = {"policy": ModuleWrapPolicy({Unit})}
     if api == "composable":
@@ -196,7 +186,7 @@ def test_an_input_given_back_gathers_nothing(world, api, strategy, frozen):
             sharding_strategy=ShardingStrategy[strategy],
             use_orig_params=True,
         )
-    for _, backward in trace(model)[0]:
+    for _, backward in trace(model, watch_collectives)[0]:
         events = backward.split()
         assert events.count("U1") == 1, backward
         assert events[-1] == "R0" and events.index("R1") < len(events) - 1, backward

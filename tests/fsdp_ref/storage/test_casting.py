@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import OrderedDict, defaultdict
 from types import MappingProxyType
 
@@ -35,3 +36,46 @@ def test_moving_takes_every_tensor_whatever_its_dtype():
     found = move_to({"here": here, "there": [there]}, torch.device("meta"))
     assert (found["here"].device.type, found["there"][0].device.type) == ("meta", "meta")
     assert found["there"][0] is there
+
+
+@dataclasses.dataclass
+class Output(OrderedDict):
+    """A dataclass that is a mapping of its own fields, as model libraries return."""
+
+    logits: torch.Tensor
+    cache: tuple[torch.Tensor, ...] = ()
+    loss: torch.Tensor | None = None
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                self[field.name] = value
+
+
+@dataclasses.dataclass
+class Plain(dict):
+    """The same over a plain dict, whose items are no fields."""
+
+    scale: float
+
+
+def test_a_dataclass_that_is_a_mapping():
+    ids = torch.tensor([1])
+    value = Output(torch.ones(2), (torch.ones(1), ids))
+    found = cast_floating(value, torch.float64)
+    assert type(found) is Output
+    assert list(found) == ["logits", "cache"]
+    assert (found.logits.dtype, found.cache[0].dtype, found.loss) == (torch.float64, torch.float64, None)
+    assert found["logits"] is found.logits  # cast once, not twice
+    assert found["cache"] is found.cache
+    assert found.cache[1] is ids
+    assert value.logits.dtype is value["logits"].dtype is torch.float32
+    assert cast_floating(value, torch.float32) is value
+
+
+def test_items_of_a_dataclass_that_are_no_fields():
+    value = Plain(2.0)
+    value["x"] = torch.ones(1)
+    found = cast_floating(value, torch.float64)
+    assert (type(found), found.scale, found["x"].dtype) == (Plain, 2.0, torch.float64)

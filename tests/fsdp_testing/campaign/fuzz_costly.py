@@ -37,7 +37,7 @@ def _gather_twice(original: Any, handle: FlatHandle) -> Any:
     started = original(handle)
     if started and handle.sharded:
         again = handle.full_F().clone()
-        handle.gather_into(again, handle.shard_S.to(handle.compute_dtype), "parameters, for nothing")
+        handle.gather_into(again, handle.shard_S.to(handle.compute_dtype))
     return started
 
 

@@ -18,7 +18,8 @@ from fsdp_testing.records import (
     void_operations,
 )
 from fsdp_testing.suites import CHECKS
-from fsdp_testing.suites.check import FLAT, Check, Place, adapt, micro_batch, needs_of
+from fsdp_testing.suites.check import FLAT, Check, Place, adapt, needs_of
+from fsdp_testing.suites.schedules import micro_batch
 from fsdp_testing.zoo import MODELS
 
 EVERYTHING = frozenset(CAPABILITIES)

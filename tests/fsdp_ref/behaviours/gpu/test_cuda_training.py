@@ -15,10 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_ref import BackwardPrefetch, CPUOffload, MixedPrecision
-from fsdp_ref.comm.collectives import intercept
 from fsdp_ref.comm.hooks import LowPrecisionState, bf16_compress_hook
-from fsdp_ref.states import ShardState
-from fsdp_ref.storage.flat_buffer import LEDGER
+from fsdp_ref.states import UnitState
 
 pytestmark = pytest.mark.gpu
 
@@ -175,7 +173,7 @@ class OnDevices:
         case.optimizer.zero_grad()
         case.train(2)
 
-    def test_evaluation_frees_full_parameters(self, pair, api) -> None:
+    def test_evaluation_frees_full_parameters(self, pair, api, full_bytes) -> None:
         case = pair(api, "FULL_SHARD", lambda: Wide(pair().Block))
         x = torch.ones(1, Wide.WIDTH, dtype=torch.float64, device=case.device)
         sharded = case.units()[0].handle.sharded
@@ -183,16 +181,16 @@ class OnDevices:
             case.model(x)  # warms up streams and workspaces
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-            before, live = torch.cuda.memory_allocated(), LEDGER.live_bytes
+            before = torch.cuda.memory_allocated()
             case.model(x)
             torch.cuda.synchronize()
         assert torch.cuda.memory_allocated() - before == 0
-        assert LEDGER.live_bytes == live
+        assert full_bytes(case.model) == 0
         block_bytes = sum(param.nbytes for param in case.plain.blocks[0].parameters())
         if sharded:
             grown = torch.cuda.max_memory_allocated() - before
             assert block_bytes <= grown <= 4 * block_bytes  # two blocks, what ranks exchange, and room for rounding
-            assert {unit.handle.state for unit in case.units() if unit.handle} == {ShardState.SHARDED}
+            assert {unit.handle.state for unit in case.units() if unit.handle} == {UnitState.SHARDED}
 
     def test_steps_leave_no_memory_behind(self, pair, api, strategy) -> None:
         case = pair(api, strategy)
@@ -209,24 +207,20 @@ class OnDevices:
             sizes.append(held())
         assert sizes[-1] == sizes[3]
 
-    def test_communication_has_streams_of_its_own(self, pair, api) -> None:
+    def test_communication_has_streams_of_its_own(self, pair, api, watch_collectives) -> None:
         case = pair(api)
         case.train(1)
-        seen: dict[str, set[int]] = {}
-
-        def note(call, proceed):
-            seen.setdefault(call.label.rpartition(": ")[2], set()).add(torch.cuda.current_stream().cuda_stream)
-            return proceed()
-
-        with intercept(note):
+        with watch_collectives() as seen:
             case.backward(1)
         default = torch.cuda.current_stream().cuda_stream
-        assert len(seen["gradient"]) == 1
-        assert default not in seen["gradient"]
+        gathers = {call.stream for call in seen if call.op == "all_gather"}
+        reductions = {call.stream for call in seen if call.op != "all_gather"}
+        assert len(reductions) == 1
+        assert default not in reductions
         if case.units()[0].handle.sharded:
-            assert len(seen["parameters"]) == 1
-            assert default not in seen["parameters"]
-            assert seen["parameters"] != seen["gradient"]
+            assert len(gathers) == 1
+            assert default not in gathers
+            assert gathers != reductions
 
     def test_state_dict_round_trip(self, pair, api, strategy) -> None:
         case = pair(api, strategy)

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from fsdp_ref import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
+from fsdp_ref.annotations import units_under
+from fsdp_ref.states import TrainingState
 from fsdp_ref.wrap import ModuleWrapPolicy
 
 APIS = ["flat", "orig", "composable"]
@@ -200,3 +202,23 @@ def test_what_is_not_there_yet_says_so(world):
     model = shard("orig", net())
     with pytest.raises(NotImplementedError, match="optim_state_dict: .*not there yet"):
         FullyShardedDataParallel.optim_state_dict(model, None)
+
+
+@pytest.mark.parametrize("load", [False, True])
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.world(2)
+def test_one_unit_at_a_time_is_full(world, api, load):
+    model = shard(api, net())
+    state = model.state_dict()
+    found = [unit for _, _, unit in units_under(model)]
+    full = []
+
+    def count(*_):
+        full.append(sum(unit.training_state is TrainingState.SUMMON_FULL_PARAMS for unit in found))
+
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            (module.register_load_state_dict_post_hook if load else module.register_state_dict_post_hook)(count)
+    model.load_state_dict(state) if load else model.state_dict()
+    assert len(full) == 4
+    assert max(full) == 2 < len(found)  # the root around them, and one

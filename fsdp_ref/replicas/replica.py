@@ -21,9 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdp_ref.comm.buckets import cut_into_buckets
 from fsdp_ref.comm.collectives import collectives_for
-from fsdp_ref.comm.division import DivideFactors
+from fsdp_ref.comm.division import DivideFactors, divide
 from fsdp_ref.compat import graph_task_id, queue_backward_callback
+from fsdp_ref.storage.precision import map_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -61,7 +63,7 @@ class Replica:
         module: the replicated module.
         group: ranks that hold a replica each.
         options: see :class:`ReplicaOptions`.
-        find_members: tells what belongs to it.
+        find_members: returns what belongs to it.
     """
 
     def __init__(
@@ -124,17 +126,20 @@ class Replica:
             # Thawed parameters are noticed here: a hook cannot be put on a frozen one.
             if param.requires_grad and param not in self._hooked:
                 self._hooked.add(param)
-                param.register_post_accumulate_grad_hook(self._told())
+                param.register_post_accumulate_grad_hook(self._hook())
 
     def post_forward(self, module: nn.Module, args: object, output: object) -> None:
         """Watch the output, so that a rank whose backward reaches no parameter still joins the reduction."""
         del module, args
         if torch.is_grad_enabled():
-            for tensor in _tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(self._told())
+            map_tensors(output, self._watch)
 
-    def _told(self) -> Callable[[Tensor], None]:
+    def _watch(self, tensor: Tensor) -> Tensor:
+        if tensor.requires_grad:
+            tensor.register_hook(self._hook())
+        return tensor
+
+    def _hook(self) -> Callable[[Tensor], None]:
         """Return a hook that does not keep the module alive: the collector sees no cycle that autograd is part of."""
         me = weakref.ref(self)
 
@@ -155,7 +160,7 @@ class Replica:
         self._queued_in = -1
         if self._sync and self.group.size() > 1:
             params = [param for param in self.members.params.values() if param.requires_grad]
-            for bucket in buckets(params, self.options.bucket_bytes):
+            for bucket in cut_into_buckets(params, self.options.bucket_bytes):
                 self._reduce(bucket)
 
     @torch.no_grad()
@@ -166,12 +171,9 @@ class Replica:
         flat = torch.cat([*(piece.reshape(-1) for piece in pieces), pieces[0].new_tensor(present)])
         numel = flat.numel() - len(bucket)
         grads, flags = flat[:numel], flat[numel:]
-        if self._factors.before > 1:
-            grads.div_(self._factors.before)
-        label = f"{type(self.module).__name__} (replicated): gradients"
-        collectives_for(self.group, flat.device).all_reduce(flat, self.group, label).wait()
-        if self._factors.after > 1:
-            grads.div_(self._factors.after)
+        divide(grads, self._factors.before)
+        collectives_for(self.group, flat.device).all_reduce(flat, self.group, type(self.module).__name__).wait()
+        divide(grads, self._factors.after)
         offset = 0
         for param, used in zip(bucket, flags.tolist(), strict=True):
             mean = grads[offset : offset + param.numel()].view(param.shape)
@@ -185,33 +187,10 @@ class Replica:
     def _broadcast(self, tensors: Iterable[Tensor]) -> None:
         pending = [
             collectives_for(self.group, tensor.device).broadcast(
-                tensor.detach(), 0, self.group, f"{type(self.module).__name__} (replicated): from rank 0"
+                tensor.detach(), 0, self.group, type(self.module).__name__
             )
             for tensor in tensors
             if tensor.numel()
         ]
         for work in pending:
             work.wait()
-
-
-def buckets(params: Iterable[nn.Parameter], max_bytes: int) -> Iterator[list[nn.Parameter]]:
-    """Cut parameters, in order, into runs of one dtype and device and at most about ``max_bytes``."""
-    runs: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-    for param in params:
-        run = runs.setdefault((param.dtype, param.device), [])
-        run.append(param)
-        if sum(each.numel() * each.element_size() for each in run) >= max_bytes:
-            yield run.copy()
-            run.clear()
-    yield from (run for run in runs.values() if run)
-
-
-def _tensors_in(value: object) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif isinstance(value, (list, tuple, set)):
-        for item in value:
-            yield from _tensors_in(item)

@@ -1,4 +1,4 @@
-"""How do users get hold of full parameters, and what becomes of their edits?
+"""How do users see full parameters, and what becomes of their edits?
 
 The full parameters are gathered in full precision into a buffer of their own, whatever state the unit is in, so that a
 unit which stays unsharded between forward and backward is not disturbed. Edits survive however they were made: in
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_ref import compat
+from fsdp_ref.access.summon_grads import FullGradients
 from fsdp_ref.annotations import unit_of, units_under
 from fsdp_ref.config import ShardingStrategy
 from fsdp_ref.errors import (
@@ -31,11 +32,10 @@ from fsdp_ref.errors import (
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.originals import Shown
 from fsdp_ref.handle.writeback import absorb_params
-from fsdp_ref.runtime.forward import lazy_init
-from fsdp_ref.runtime.summon_grads import FullGradients
+from fsdp_ref.runtime.root import close_ended, lazy_init
 from fsdp_ref.runtime.unit import Unit
-from fsdp_ref.states import ShardState, TrainingState
-from fsdp_ref.storage.flat_buffer import FlatBuffer
+from fsdp_ref.states import READABLE, ReshardReason, UnitState
+from fsdp_ref.storage.views import flat_views
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,11 @@ def summon(module: nn.Module, options: SummonOptions) -> Iterator[None]:
     else:
         own = unit_of(module)
         units = [] if own is None else [own]
+    for unit in units:
+        close_ended(unit)
     _check(units, options)
     for unit in units:
-        # Before the first is summoned: cleaning up after a failed pass makes every unit of the tree idle.
+        # Before the first is summoned: cleaning up after a failed pass gives up what every unit of the tree has.
         lazy_init(unit).recover()
     with ExitStack() as stack:
         for unit in units:
@@ -102,79 +104,82 @@ def _check(units: list[Unit], options: SummonOptions) -> None:
         )
     for unit in units:
         busy = compat.in_backward() and unit.root is not None and unit.root.in_backward()
-        if unit.training_state is TrainingState.FORWARD_BACKWARD or unit.depth or busy:
+        if unit.state is UnitState.FORWARD or busy:
             raise UnshardConflictError(
                 "Cannot manually unshard parameters during forward/backward: expected an idle unit, got "
                 f"{unit!r} while it runs. Summon before or after."
             )
-        if unit.training_state is TrainingState.SUMMON_FULL_PARAMS:
+        if unit.state is UnitState.SUMMONED:
             raise UnshardConflictError(
                 "Cannot manually unshard parameters when already unsharding parameters: expected a unit whose "
-                f"parameters nobody holds, got {unit!r}. Use the surrounding context."
+                f"parameters nobody has summoned, got {unit!r}. Use the surrounding context."
             )
 
 
 @contextmanager
 def _summoned(unit: Unit, options: SummonOptions) -> Iterator[None]:
     handle = unit.handle
-    if handle is None:
-        unit.begin_summon()
+    summoned = None if handle is None else _Summoned(unit, handle, options)
+    if summoned is not None:
+        summoned.prepare()
+    resumes = unit.state
+    unit.move(UnitState.SUMMONED)
+    try:
+        if summoned is not None:
+            summoned.show()
         try:
             yield
         finally:
-            unit.be_idle()
-        return
-    summoned = _Summoned(unit, handle, options)
-    unit.begin_summon()
-    try:
-        summoned.show()
-        yield
+            if summoned is not None:
+                summoned.keep_edits(resumes)
     finally:
-        try:
-            summoned.keep_edits()
-        finally:
+        # The unit's own buffer was left alone, and so is what was gathered in it before.
+        unit.move(resumes)
+        if summoned is not None:
             summoned.close()
-            unit.be_idle()
 
 
 class _Summoned:
-    """One unit's full parameters in a user's hands."""
+    """One unit's full parameters while a user has them; tensors that he keeps stay valid copies."""
 
     def __init__(self, unit: Unit, handle: FlatHandle, options: SummonOptions) -> None:
         self._unit = unit
         self._handle = handle
         self._options = options
-        self._buffer: FlatBuffer | None = None
         self._full_F = handle.shard_S
         self._views: list[Tensor] = []
         self._shown: list[nn.Parameter] = []
         self._grads: FullGradients | None = None
         self._was_full = False
-        self._opened = False
 
     @property
     def _visible(self) -> bool:
         return not self._options.rank0_only or self._handle.shard_rank == 0
 
-    def show(self) -> None:
-        """Gather and show."""
+    def prepare(self) -> None:
+        """Take over what users changed, before the unit's own buffer is left alone."""
         handle = self._handle
         handle.grads.absorb()
         absorb_params(handle)
-        if handle.state is ShardState.UNSHARDING or handle.compute_dtype != handle.precision.original:
+        if handle.state is UnitState.GATHERING or handle.compute_dtype != handle.precision.original:
             # A low-precision copy would be out of date after an edit: later compute gathers again.
-            self._unit.drop()
+            self._unit.reshard(ReshardReason.OUT_OF_DATE)
+
+    def show(self) -> None:
+        """Gather and show."""
+        handle = self._handle
         self._was_full = handle.originals.shown is Shown.FULL
         handle.originals.show_sharded()
         self._full_F = self._gather()
         if self._options.with_grads:
             self._grads = FullGradients(handle)
             self._grads.gather()
-        self._opened = True
         if not self._visible:
-            self._free_unneeded()
+            if not self._options.writeback and handle.sharded:
+                # With writeback the buffer is kept: it receives rank 0's edits.
+                self._full_F = handle.shard_S
             return
-        self._views = handle.views_of(self._full_F)
+        self._views = flat_views(self._full_F, handle.layout)
         self._shown = handle.originals.show_summoned(self._views)
         if self._grads is not None:
             self._grads.show(self._shown)
@@ -188,25 +193,10 @@ class _Summoned:
             whole = handle.shard_S.to(device)
             discards = not self._options.writeback and handle.config.strategy is not ShardingStrategy.NO_SHARD
             return whole.clone() if discards else whole
-        self._buffer = FlatBuffer(handle.shard_map.padded_numel, handle.shard_S.dtype, handle.config.device)
-        self._buffer.allocate()
-        handle.gather_into(self._buffer.tensor, handle.shard_S, "summoned parameters")
-        full_F = self._buffer.tensor
-        if device != full_F.device:
-            copied = full_F.to(device)
-            self._buffer = None
-            return copied
-        return full_F
+        return handle.gathered_copy(handle.shard_S.dtype).to(device)
 
-    def _free_unneeded(self) -> None:
-        """A rank that may not see full parameters keeps the buffer only to receive rank 0's edits."""
-        if not self._options.writeback:
-            self._release()
-
-    def keep_edits(self) -> None:
-        """Write what the user made of the parameters to the shard."""
-        if not self._opened:
-            return
+    def keep_edits(self, resumes: UnitState) -> None:
+        """Write what the user made of the parameters to the shard, and to the unit's own buffer if that is filled."""
         handle = self._handle
         problem: Exception | None = None
         if self._visible:
@@ -223,7 +213,7 @@ class _Summoned:
                     handle.shard_S[: span.numel].copy_(self._full_F[span.as_slice()])
                 elif self._full_F is not handle.shard_S:
                     handle.shard_S.copy_(self._full_F)
-                if handle.unsharded and handle.needs_buffer:
+                if resumes in READABLE and handle.needs_buffer:
                     handle.full_F().copy_(self._full_F)
             if self._grads is not None:
                 self._grads.keep_edits(self._shown)
@@ -269,7 +259,7 @@ class _Summoned:
         for group in (handle.groups.replicate, handle.groups.shard):
             if group is not None and group.size() > 1:
                 flat = self._full_F.to(handle.config.device)
-                handle.collectives.broadcast(flat, 0, group, f"{handle.name}: summoned parameters").wait()
+                handle.collectives.broadcast(flat, 0, group, handle.name).wait()
                 self._full_F = flat
 
     def close(self) -> None:
@@ -280,11 +270,3 @@ class _Summoned:
         handle.originals.show_sharded()
         if self._was_full and handle.unsharded and all(p.grad is None for p in handle.originals.params):
             handle.originals.show_full()
-        self._views = []
-        self._release()
-
-    def _release(self) -> None:
-        """Let go of the buffer. It is not freed under tensors that the user kept: those stay valid copies."""
-        self._buffer = None
-        if self._handle.sharded:
-            self._full_F = self._handle.shard_S

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,11 +15,15 @@ from torch import nn
 
 from fsdp_ref import FullyShardedDataParallel as FSDP
 from fsdp_ref import ShardingStrategy, fully_shard
+from fsdp_ref.annotations import units_under
+from fsdp_ref.comm.collectives import Collectives
 from fsdp_ref.composable import no_sync
 from fsdp_ref.wrap import ModuleWrapPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
+    import torch.distributed as dist
 
 APIS = ["flat", "orig", "composable"]
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
@@ -156,3 +162,56 @@ def api(request: pytest.FixtureRequest) -> str:
 def strategy(request: pytest.FixtureRequest) -> str:
     """Each strategy over one group."""
     return str(request.param)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective that the reference asked for, before it starts."""
+
+    op: str
+    tensor: torch.Tensor
+    group: dist.ProcessGroup
+    unit: str
+    stream: int
+
+
+@contextlib.contextmanager
+def _watched_collectives() -> Iterator[list[Call]]:
+    seen: list[Call] = []
+
+    def watching(op: str) -> Callable[..., Any]:
+        sent = {"all_gather": (1, 2, 3), "reduce_scatter": (1, 2, 3), "all_reduce": (0, 1, 2), "broadcast": (0, 2, 3)}[
+            op
+        ]
+        original = vars(Collectives)[op]
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            stream = torch.cuda.current_stream().cuda_stream if torch.cuda.is_initialized() else 0
+            seen.append(Call(op, *(args[place] for place in sent), stream))
+            return original(self, *args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for op in ("all_gather", "reduce_scatter", "all_reduce", "broadcast"):
+            stack.enter_context(mock.patch.object(Collectives, op, watching(op)))
+        yield seen
+
+
+@pytest.fixture
+def watch_collectives() -> Callable[[], contextlib.AbstractContextManager[list[Call]]]:
+    """Return a context whose value lists the reference's collectives of this rank while it lasts."""
+    return _watched_collectives
+
+
+def full_bytes(model: nn.Module) -> int:
+    """Return the bytes of full parameters that units of ``model`` have now."""
+    handles = [unit.handle for _, _, unit in units_under(model) if unit.handle is not None]
+    buffers = [buffer for handle in handles for buffer in handle._buffers.values()]
+    return sum(buffer.tensor.untyped_storage().size() for buffer in buffers)
+
+
+@pytest.fixture(name="full_bytes")
+def _full_bytes() -> Callable[[nn.Module], int]:
+    """Return a function: bytes of full parameters that the units of a model have now."""
+    return full_bytes

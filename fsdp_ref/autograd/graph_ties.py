@@ -8,19 +8,15 @@ model may be dropped before backward, and a module may store a tensor with its g
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from fsdp_ref import compat
 from fsdp_ref.errors import FsdpRuntimeError
-from fsdp_ref.storage.precision import map_tensors
 
 if TYPE_CHECKING:
+    from fsdp_ref.autograd.graph_hooks import InputsWatch
     from fsdp_ref.runtime.unit import Unit
 
 
@@ -67,7 +63,7 @@ class PassRecord:
         views: the views of the full parameters that the pass computed with.
         round: the forward pass of the whole tree.
         tracked: whether autograd tracks the views.
-        watch: tells when the gradients of the inputs are there, for units that train nothing.
+        watch: reports when the gradients of the inputs are there, for units that train nothing.
     """
 
     __slots__ = ("__weakref__", "round", "tracked", "views", "watch")
@@ -116,85 +112,3 @@ class GraphSide:
     def forget(self) -> None:
         """Compute with other views from now on."""
         self._record = None
-
-
-class TakenInputs:
-    """The inputs of one forward call that require grad, to know them again among its outputs."""
-
-    __slots__ = ("_taken",)
-
-    def __init__(self, *values: Any) -> None:
-        self._taken: dict[int, tuple[Tensor, int]] = {}
-        if torch.is_grad_enabled():
-            for value in values:
-                map_tensors(value, self._take)
-
-    def _take(self, tensor: Tensor) -> Tensor:
-        if tensor.requires_grad:
-            self._taken[id(tensor)] = tensor, tensor._version
-        return tensor
-
-    def gives_back(self, output: Tensor) -> bool:
-        """Whether an output is one of the inputs as it came; one that was changed in place since is not."""
-        _, version = self._taken.get(id(output), (None, -1))
-        return version == output._version
-
-
-class OutputHook:
-    """Runs when the gradient of an output is there."""
-
-    __slots__ = ("_pre_backward", "_record", "_tie")
-
-    def __init__(self, tie: GraphTie, record: PassRecord | None, pre_backward: Callable[[Unit], None]) -> None:
-        self._tie = tie
-        self._record = record
-        self._pre_backward = pre_backward
-
-    def __call__(self, grad: Tensor) -> None:
-        self._pre_backward(self._tie.unit())
-
-
-class InputsWatch:
-    """Tells once per backward pass when the gradients of all inputs of a unit have arrived.
-
-    The hooks on the inputs hold the watch weakly, and they go with it: an input may outlive the graph (a prompt that
-    is trained in front of a frozen model is the same tensor in every step). They run before whatever else waits for
-    the same gradients, which may need memory that this unit gives back.
-
-    Args:
-        tie: the unit.
-        tensors: its inputs that require grad.
-        done: what to do then.
-    """
-
-    def __init__(self, tie: GraphTie, tensors: list[Tensor], done: Callable[[Unit], None]) -> None:
-        self._tie = tie
-        self._done = done
-        distinct = list({id(tensor): tensor for tensor in tensors}.values())
-        self._all = frozenset(range(len(distinct)))
-        self._missing = set(self._all)
-        self._task = -1
-        me = weakref.ref(self)
-        self._handles = [
-            compat.hook_first(tensor, functools.partial(_tell, me, index)) for index, tensor in enumerate(distinct)
-        ]
-
-    def arrived(self, index: int) -> None:
-        """The gradient of input ``index`` is there."""
-        task = compat.graph_task_id()
-        if task != self._task:
-            self._task = task
-            self._missing = set(self._all)
-        self._missing.discard(index)
-        if not self._missing:
-            self._done(self._tie.unit())
-
-    def __del__(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-
-def _tell(watch: weakref.ref[InputsWatch], index: int, grad: Tensor) -> None:
-    found = watch()
-    if found is not None:
-        found.arrived(index)

@@ -1,4 +1,4 @@
-"""When does a unit take over what users changed on its parameters and gradients?"""
+"""What can users do to a unit between passes: change its parameters and gradients, and have it gathered early?"""
 
 from __future__ import annotations
 
@@ -13,13 +13,6 @@ def absorb(unit: Unit) -> None:
         unit.handle.grads.absorb()
 
 
-def settle(unit: Unit) -> None:
-    """Give up whatever is left of an earlier forward, taking over what users changed on it."""
-    if unit.handle is not None:
-        absorb_params(unit.handle)
-        unit.drop()
-
-
 def gather_early(unit: Unit) -> None:
     """Begin to gather because a user asked for it; the next forward uses what comes.
 
@@ -28,6 +21,6 @@ def gather_early(unit: Unit) -> None:
     """
     absorb(unit)
     if unit.handle is not None:
+        # The optimizer's step, or a user's edit, may still write to the shard on the current stream.
         unit.handle.streams.gather_after_compute()
-    unit.start_gather(prefetch=True)
-    unit.mark_early()
+    unit.ask_early()

@@ -17,17 +17,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from fsdp_ref import compat
 from fsdp_ref.errors import FsdpRuntimeError
-from fsdp_ref.runtime.unit import Unit
 from fsdp_ref.storage.views import alias
 
-OnGradients = Callable[[Unit, tuple[Tensor | None, ...]], None]
+if TYPE_CHECKING:
+    from fsdp_ref.runtime.unit import Unit
+
+OnGradients: TypeAlias = "Callable[[Unit, tuple[Tensor | None, ...]], None]"
 
 
 class TrackedParams(torch.autograd.Function):
@@ -79,18 +81,24 @@ class SavedView:
         unit = self.tie.unit()
         handle = unit.handle
         assert handle is not None  # see __init__
+        there = handle.unsharded and self.full_precision == handle.full_precision
+        if not compat.in_backward() and not there:
+            # Somebody inspects the graph: what they read is theirs, and the unit stays as it is.
+            return self._view(handle.gathered_copy(self.dtype))
         if self.full_precision != handle.full_precision:
             handle.set_full_precision(self.full_precision)
-        outside = not compat.in_backward()
         if not handle.unsharded:
             demand(unit)
-        view = torch.empty(0, dtype=self.dtype, device=handle.config.device)
-        view.set_(handle.full_F().untyped_storage(), self.offset, self.size, self.stride)
+        view = self._view(handle.full_F())
         # With create_graph the new graph keeps what it reads, and nothing would gather it again: give it its own copy.
-        return view.clone() if outside or torch.is_grad_enabled() else view
+        return view.clone() if torch.is_grad_enabled() or not compat.in_backward() else view
+
+    def _view(self, flat_F: Tensor) -> Tensor:
+        view = torch.empty(0, dtype=self.dtype, device=flat_F.device)
+        return view.set_(flat_F.untyped_storage(), self.offset, self.size, self.stride)
 
 
-class UnitsByStorage(dict[int, Unit]):
+class UnitsByStorage(dict[int, "Unit"]):
     """Units by the storage of their buffer."""
 
     __slots__ = ("__weakref__",)

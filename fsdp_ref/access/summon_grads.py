@@ -1,4 +1,4 @@
-"""How do users get hold of full, averaged gradients next to full parameters?"""
+"""How do users see full, averaged gradients next to full parameters?"""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_ref.handle.flat_handle import FlatHandle
-from fsdp_ref.storage.views import set_grad
+from fsdp_ref.storage.views import flat_views, set_grad
 
 
 class FullGradients:
@@ -33,7 +33,7 @@ class FullGradients:
             self._full_F = grads.local_F if grads.local_F is not None else grads.reduced_S
             return
         has = torch.tensor([grads.reduced_S is not None], dtype=torch.int32, device=handle.config.device)
-        handle.collectives.all_reduce(has, handle.groups.shard, f"{handle.name}: has gradients", op="max").wait()
+        handle.collectives.all_reduce(has, handle.groups.shard, handle.name, op="max").wait()
         if not has.item():
             self._full_F = grads.local_F
             return
@@ -44,11 +44,11 @@ class FullGradients:
             else grads.reduced_S.to(handle.config.device, dtype)
         )
         self._full_F = torch.empty(handle.shard_map.padded_numel, dtype=dtype, device=handle.config.device)
-        handle.gather_into(self._full_F, part_S, "summoned gradients")
+        handle.gather_into(self._full_F, part_S)
 
     def show(self, params: Sequence[nn.Parameter]) -> None:
         """Set ``.grad`` of summoned parameters."""
-        views = [None] * len(params) if self._full_F is None else self._handle.views_of(self._full_F)
+        views = [None] * len(params) if self._full_F is None else flat_views(self._full_F, self._handle.layout)
         for param, view in zip(params, views):
             set_grad(param, view if param.requires_grad else None)
 
@@ -63,7 +63,7 @@ class FullGradients:
             else:
                 return
         with torch.no_grad():
-            for param, view in zip(params, handle.views_of(self._full_F)):
+            for param, view in zip(params, flat_views(self._full_F, handle.layout)):
                 if param.grad is None:
                     view.zero_()
                 elif param.grad.data_ptr() != view.data_ptr():

@@ -1,0 +1,1 @@
+"""Modules that every rank holds whole, with equal gradients."""
