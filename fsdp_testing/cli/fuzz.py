@@ -7,6 +7,17 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsdp_testing.cli.museum import hunt_exhibits
+from fsdp_testing.cli.options import (
+    Subparsers,
+    add_old_spelling,
+    add_seed,
+    add_timeout,
+    add_world_sizes,
+    count,
+    seconds,
+    warn_old_spelling,
+)
 from fsdp_testing.errors import HarnessError, InvalidArgument
 
 if TYPE_CHECKING:
@@ -17,8 +28,6 @@ if TYPE_CHECKING:
     from fsdp_testing.campaign.tally import CampaignTally
     from fsdp_testing.findings.discovery import Discovery
     from fsdp_testing.implementations.adapter import Adapter
-
-Subparsers = argparse._SubParsersAction  # the only name argparse gives it
 
 DESCRIPTION = """\
 Run random cases (module tree, wrapping plan, strategy, program of training operations) on ranks and compare each with a
@@ -38,15 +47,13 @@ def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParse
     )
     command.add_argument("name", metavar="NAME", nargs="?", help="implementation")
     limit = command.add_argument_group("how long")
-    limit.add_argument("--seconds", type=_positive, metavar="N", help="end after N seconds (default 60)")
-    limit.add_argument("--examples", type=_count, metavar="N", help="end after N cases were drawn")
+    limit.add_argument("--seconds", type=seconds, metavar="N", help="end after N seconds (default 60)")
+    limit.add_argument("--examples", type=count, metavar="N", help="end after N cases were drawn")
     limit.add_argument("--stop-at-first", action="store_true", help="end with the first confirmed finding")
     what = command.add_argument_group("what is drawn")
-    what.add_argument("--seed", type=int, default=0, metavar="S", help="from which all choices follow (default 0)")
-    what.add_argument(
-        "--world-size", type=_sizes, default=(2,), metavar="N[,N...]", help="ranks, the usual number first"
-    )
-    what.add_argument("--max-operations", type=_count, default=12, metavar="N", help="longest program (default 12)")
+    add_seed(what, "from which all choices follow")
+    add_world_sizes(what, "numbers of ranks, the usual one first (default 2)")
+    what.add_argument("--max-operations", type=count, default=12, metavar="N", help="longest program (default 12)")
     what.add_argument(
         "--without", action="append", default=[], metavar="FEATURE", help="never draw this (tree.tied, op.clip, ...)"
     )
@@ -56,47 +63,29 @@ def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParse
     what.add_argument("--no-known", action="store_true", help="meet the known failures that ship with fsdp-testing too")
     what.add_argument(
         "--exhibits",
-        type=_count,
+        type=count,
         metavar="N",
-        help="instead of NAME: hunt N exhibits of the museum, chosen by --seed, each for at most --seconds",
+        help=argparse.SUPPRESS,
     )
     where = command.add_argument_group("where")
     where.add_argument("--state", type=Path, metavar="DIR", help="default: .fsdp-fuzz/NAME in the current directory")
-    where.add_argument(
-        "--lanes", type=_count, metavar="N", help="batches under way at a time (default: half the cores)"
+    jobs = where.add_argument(
+        "--jobs", type=count, metavar="N", help="batches under way at a time (default: half the cores)"
     )
-    where.add_argument("--deadline", type=_positive, default=30.0, metavar="SECONDS", help="for one case (default 30)")
+    add_old_spelling(where, "--lanes", jobs)
+    add_old_spelling(where, "--deadline", add_timeout(where, 30.0))
     where.add_argument("--no-scripts", action="store_true", help="do not run the scripts of findings at the end")
     return command
 
 
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
-    return number
-
-
-def _positive(text: str) -> float:
-    number = float(text)
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
-    return number
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(_count(part) for part in text.split(","))
-
-
 def execute(options: argparse.Namespace) -> int:
-    """Run a campaign: 0 if nothing was found, 1 if something was, 3 if nothing could be judged.
-
-    With --exhibits something is there to be found: 0 if every exhibit was met, 1 if not.
-    """
-    if (options.name is None) == (options.exhibits is None):
-        raise InvalidArgument("fuzz: expected NAME or --exhibits N, got both or neither. Say what is to be fuzzed.")
-    if options.exhibits is not None:
-        return _hunt_exhibits(options)
+    """Run a campaign: 0 if nothing was found, 1 if something was, 3 if nothing could be judged."""
+    if options.exhibits is not None and options.name is None:
+        warn_old_spelling("fsdp-verify fuzz", "fuzz --exhibits", "museum --exhibits")
+        limit = options.examples
+        return hunt_exhibits(options.exhibits, options.seed, seconds=options.seconds or 60.0, limit=limit)
+    if options.name is None or options.exhibits is not None:
+        raise InvalidArgument("fuzz: expected NAME alone. Say what is to be fuzzed; exhibits: `museum --exhibits N`.")
     from fsdp_testing.campaign.campaign import Campaign
     from fsdp_testing.implementations import registry
     from fsdp_testing.pool import default_pool
@@ -105,7 +94,7 @@ def execute(options: argparse.Namespace) -> int:
     adapter = registry.load(options.name)
     plan = _plan(options, adapter)
     console = open_console()
-    _tell_start(console, plan, adapter)
+    _report_start(console, plan, adapter)
     with _Display(console) as display:
         campaign = Campaign(plan, default_pool(), display.progress, display.found)
         for message in campaign.damaged:
@@ -114,36 +103,14 @@ def execute(options: argparse.Namespace) -> int:
             tally = campaign.run()
         except KeyboardInterrupt:
             display.say(f"interrupted; everything up to here is in {plan.state}")
-            _tell_end(console, campaign, plan)
+            _report_end(console, campaign, plan)
             raise
-    _tell_end(console, campaign, plan)
+    _report_end(console, campaign, plan)
     if not options.no_scripts:
         _try_scripts(console, display.folders)
     if tally.discovered:
         return 1
     return 0 if tally.statuses["passed"] + tally.statuses["leaked"] + tally.statuses["known"] else 3
-
-
-def _hunt_exhibits(options: argparse.Namespace) -> int:
-    """Hunts exhibits of the museum one after the other; tells of each how many random cases it took."""
-    from rich.text import Text
-
-    from fsdp_testing.museum.hunt import RANDOM_CASES, drawn_exhibits, hunt
-    from fsdp_testing.report.terminal import open_console
-
-    console = open_console()
-    unmet = 0
-    for exhibit in drawn_exhibits(options.exhibits, options.seed):
-        limit = options.examples or RANDOM_CASES
-        ended = hunt(exhibit, options.seed, limit=limit, seconds=options.seconds or 60.0)
-        unmet += ended.cases is None
-        word = ("NOT MET", "bold red") if ended.cases is None else ("met    ", "green")
-        told = f" {exhibit.id}  {exhibit.title}: {ended.run} random cases, {ended.seconds:.1f} s"
-        console.print(Text.assemble(word, told), soft_wrap=True)
-        if ended.sentence:
-            console.print(Text(f"         {ended.sentence}", style="dim"), soft_wrap=True)
-    console.print(f"{options.exhibits - unmet} of {options.exhibits} exhibits were met")
-    return 1 if unmet else 0
 
 
 def _plan(options: argparse.Namespace, adapter: Adapter) -> Plan:
@@ -157,16 +124,16 @@ def _plan(options: argparse.Namespace, adapter: Adapter) -> Plan:
             known.append(read_known(path.read_text(encoding="utf-8"), str(path)))
         except OSError as error:
             raise InvalidArgument(f"--known: expected a readable file, got {error}. Correct the path.") from error
-    seconds = options.seconds if options.seconds or options.examples else 60.0
+    limit = options.seconds if options.seconds or options.examples else 60.0
     return Plan(
         name=options.name,
         scope=Scope(adapter.capabilities, options.world_size, options.max_operations, frozenset(options.without)),
         state=options.state or Path(".fsdp-fuzz") / _folder(options.name),
-        seconds=seconds,
+        seconds=limit,
         examples=options.examples,
         seed=options.seed,
-        lanes=options.lanes or max(2, (os.cpu_count() or 2) // 2),
-        deadline=options.deadline,
+        lanes=options.jobs or max(2, (os.cpu_count() or 2) // 2),
+        deadline=options.timeout,
         known=joined(known),
         stop_at_first=options.stop_at_first,
     )
@@ -208,7 +175,7 @@ class _Display:
         self._progress.update(self._task, description=text)
 
     def found(self, found: Discovery, state: StateDirectory) -> None:
-        from fsdp_testing.findings.writing import write_discovery
+        from fsdp_testing.campaign.writing import write_discovery
 
         folder = write_discovery(found, state)
         self.folders.append(folder)
@@ -221,7 +188,7 @@ class _Display:
         self._progress.console.print(Text(text))
 
 
-def _tell_start(console: Console, plan: Plan, adapter: Adapter) -> None:
+def _report_start(console: Console, plan: Plan, adapter: Adapter) -> None:
     from rich.text import Text
 
     missing = plan.scope.not_claimed()
@@ -230,7 +197,7 @@ def _tell_start(console: Console, plan: Plan, adapter: Adapter) -> None:
         console.print(Text(f"{adapter.name} does not claim, so it is not drawn: {names}", style="dim"))
 
 
-def _tell_end(console: Console, campaign: Campaign, plan: Plan) -> None:
+def _report_end(console: Console, campaign: Campaign, plan: Plan) -> None:
     from rich.text import Text
 
     tally = campaign.tally
@@ -244,14 +211,14 @@ def _tell_end(console: Console, campaign: Campaign, plan: Plan) -> None:
             f"state in {plan.state}"
         )
     )
-    _tell_known(console, tally)
-    _tell_counts(console, "refused by the implementation itself (not judged)", tally.unsupported)
-    _tell_counts(console, "could not be judged", tally.unjudged)
+    _report_known(console, tally)
+    _report_counts(console, "refused by the implementation itself (not judged)", tally.unsupported)
+    _report_counts(console, "could not be judged", tally.unjudged)
     if tally.not_investigated:
         console.print(Text(f"suspects like others that were investigated: {tally.not_investigated}"))
 
 
-def _tell_known(console: Console, tally: CampaignTally) -> None:
+def _report_known(console: Console, tally: CampaignTally) -> None:
     from rich.text import Text
 
     ran, there = tally.examples
@@ -267,7 +234,7 @@ def _tell_known(console: Console, tally: CampaignTally) -> None:
         console.print(Text(f"  {one.share:.1%} ({one.met} cases{later}): {one.rule}", style="dim"))
 
 
-def _tell_counts(console: Console, what: str, counts: Any) -> None:
+def _report_counts(console: Console, what: str, counts: Any) -> None:
     from rich.text import Text
 
     if counts:
@@ -279,7 +246,7 @@ def _tell_counts(console: Console, what: str, counts: Any) -> None:
 def _try_scripts(console: Console, folders: list[Path]) -> None:
     from rich.text import Text
 
-    from fsdp_testing.findings.writing import SCRIPT, try_script
+    from fsdp_testing.campaign.writing import SCRIPT, try_script
 
     for folder in folders:
         try:

@@ -6,14 +6,13 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fsdp_testing.cli.options import Subparsers, add_timeout
 from fsdp_testing.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fsdp_testing.findings.replay import Recorded
-
-Subparsers = argparse._SubParsersAction  # the only name argparse gives it
+    from fsdp_testing.campaign.rerun import Recorded
 
 
 def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParser:
@@ -29,12 +28,13 @@ def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParse
     command.add_argument("file", type=Path, metavar="FILE", help="JSON")
     command.add_argument("--implementation", metavar="NAME", help="run it on this one instead of the recorded one")
     command.add_argument("--once", action="store_true", help="run it once")
+    add_timeout(command, 30.0)
     return command
 
 
 def execute(options: argparse.Namespace) -> int:
     """Replay every case in the file; the worst outcome is the exit code."""
-    from fsdp_testing.findings.replay import read_recorded
+    from fsdp_testing.campaign.rerun import read_recorded
     from fsdp_testing.report.terminal import open_console
 
     console = open_console()
@@ -45,7 +45,7 @@ def execute(options: argparse.Namespace) -> int:
 def _replay(console: Console, recorded: Recorded, options: argparse.Namespace) -> int:
     from rich.text import Text
 
-    from fsdp_testing.findings.replay import check_claims, replay
+    from fsdp_testing.campaign.rerun import check_claims, replay
     from fsdp_testing.implementations import registry
     from fsdp_testing.pool import Pool
 
@@ -60,7 +60,7 @@ def _replay(console: Console, recorded: Recorded, options: argparse.Namespace) -
     for _ in range(1 if options.once else 2):
         pool = Pool()
         try:
-            runs.append(replay(pool, name, recorded.case))
+            runs.append(replay(pool, name, recorded.case, options.timeout))
         finally:
             pool.close()
     note, digest = runs[0].note, runs[0].digest

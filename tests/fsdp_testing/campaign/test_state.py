@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from fuzz_cases import case, micro
 
+from fsdp_testing.campaign.rerun import check_claims, read_recorded
 from fsdp_testing.campaign.state import Progress, StateDirectory, write_atomically
 from fsdp_testing.errors import InvalidArgument, InvalidRecord
 from fsdp_testing.findings.discovery import Discovery
-from fsdp_testing.findings.replay import check_claims, read_recorded
 from fsdp_testing.implementations import registry
 from fsdp_testing.judging.signature import Signature
 from fsdp_testing.records import Freeze, Step

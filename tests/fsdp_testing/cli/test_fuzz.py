@@ -14,7 +14,7 @@ import pytest
 
 from fsdp_testing.cli.main import main
 
-FAULTS = Path(__file__).parents[1] / "fuzz"
+FAULTS = Path(__file__).parents[1] / "campaign"
 BROKEN = Path(__file__).parents[2] / "quality" / "broken"
 WRONG = "fuzz_faults:WRONG_IN_CLIP"
 
@@ -27,7 +27,7 @@ def _faults_are_importable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 
 def fuzz(*arguments: str) -> int:
-    return main(["fuzz", *arguments, "--lanes", "1"])
+    return main(["fuzz", *arguments, "--jobs", "1"])
 
 
 def test_a_healthy_implementation_ends_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -114,10 +114,10 @@ def process_wait(process: subprocess.Popen[bytes], seconds: float) -> None:
         (["nobody"], "expected one of"),
         (["torch-ddp", "--without", "tree.what"], "tree.what"),
         (["torch-ddp", "--known", "none.json"], "readable file"),
-        (["torch-ddp", "--seconds", "-1"], "above 0"),
+        (["torch-ddp", "--seconds", "-1"], "positive number"),
         (["torch-ddp", "--world-size", "0"], "at least 1"),
-        ([], "NAME or --exhibits"),
-        (["torch-ddp", "--exhibits", "2"], "NAME or --exhibits"),
+        ([], "expected NAME"),
+        (["torch-ddp", "--exhibits", "2"], "museum --exhibits"),
         (["--exhibits", "1000"], "expected 1 to"),
     ],
 )
@@ -139,7 +139,8 @@ def test_exhibits_are_hunted_and_counted(monkeypatch: pytest.MonkeyPatch, capsys
 
     monkeypatch.setattr(hunting, "hunt", pretended)
     assert fuzz("--exhibits", "3", "--seed", "7", "--seconds", "9") == 1
-    told = capsys.readouterr().out
+    told, warned = capsys.readouterr()
+    assert "fuzz --exhibits is called museum --exhibits now" in warned
     assert [name for name, _, _ in asked] == [exhibit.id for exhibit in hunting.drawn_exhibits(3, 7)]
     assert {(seed, seconds) for _, seed, seconds in asked} == {(7, 9.0)}
     assert "2 of 3 exhibits were met" in told

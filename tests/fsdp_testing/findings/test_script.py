@@ -13,10 +13,10 @@ import torch
 from fuzz_cases import LINEAR, case, micro
 
 from fsdp_testing.campaign.state import StateDirectory
+from fsdp_testing.campaign.writing import try_script, write_discovery
 from fsdp_testing.findings.discovery import Discovery
 from fsdp_testing.findings.model_source import model_source
 from fsdp_testing.findings.script import script_for
-from fsdp_testing.findings.writing import try_script, write_discovery
 from fsdp_testing.implementations import registry
 from fsdp_testing.judging.signature import Signature, operation_kind
 from fsdp_testing.records import (
