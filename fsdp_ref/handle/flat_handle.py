@@ -174,7 +174,7 @@ class FlatHandle:
         Collectives:
             One all-gather over the shard group, when sharded. All of its ranks must call.
         """
-        if self.state is not UnitState.SHARDED:
+        if self.life.state is not UnitState.SHARDED:
             return False
         self._move_to(UnitState.GATHERING)
         if not self.needs_buffer:
@@ -234,7 +234,7 @@ class FlatHandle:
 
     def finish_unshard(self) -> None:
         """Wait until the full parameter may be read."""
-        if self.state is UnitState.GATHERING:
+        if self.life.state is UnitState.GATHERING:
             self._wait_for_gather()
             self._move_to(UnitState.UNSHARDED)
 
@@ -254,9 +254,9 @@ class FlatHandle:
 
         For the handle's own changes of dtype, and for handles without a unit; a unit decides in ``Unit.reshard``.
         """
-        if self.state is UnitState.SHARDED or self.state is UnitState.SUMMONED:
+        if self.life.state is UnitState.SHARDED or self.life.state is UnitState.SUMMONED:
             return
-        if self.state is UnitState.GATHERING:
+        if self.life.state is UnitState.GATHERING:
             self._wait_for_gather()
         if self.needs_buffer:
             buffer = self.buffer(self.compute_dtype)
@@ -281,7 +281,7 @@ class FlatHandle:
         self.life.move(state, self.name)
 
     def __repr__(self) -> str:
-        return f"FlatHandle(flat_fqns={self.fqns}, state={self.state.name})"
+        return f"FlatHandle(flat_fqns={self.fqns}, state={self.life.state.name})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatHandle:
         """Return an independent flat parameter over the same groups, sharded, without gradients.

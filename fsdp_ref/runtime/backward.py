@@ -63,7 +63,7 @@ def pre_backward(unit: Unit) -> None:
     assert root is not None  # the unit ran forward
     task = root.enter_backward()
     flush_partial(root, unit, task)
-    if unit.state is not UnitState.BACKWARD:
+    if unit.life.state is not UnitState.BACKWARD:
         _enter(root, unit, task)
 
 
@@ -75,7 +75,7 @@ def demand(unit: Unit) -> None:
 
 
 def _enter(root: Root, unit: Unit, task: int) -> None:
-    if unit.state is UnitState.SUMMONED:
+    if unit.life.state is UnitState.SUMMONED:
         raise UnshardConflictError(
             explain(
                 f"backward of {unit!r}",
@@ -85,13 +85,13 @@ def _enter(root: Root, unit: Unit, task: int) -> None:
             )
         )
     root.in_pass[unit] = None
-    if unit.state is UnitState.FORWARD:
+    if unit.life.state is UnitState.FORWARD:
         return  # a backward inside the unit's own forward, whose parameters are there and stay
     with labelled("pre_backward", unit.name):
         unit.note(UnitEventKind.PRE_BACKWARD)
         handle = unit.handle
         if handle is not None:
-            if unit.state in READABLE:
+            if unit.life.state in READABLE:
                 check_unchanged(handle)
             elif unit.ahead is not Ahead.PREFETCH:
                 absorb_params(handle)
@@ -152,7 +152,7 @@ def on_gradients(unit: Unit, grads: tuple[Tensor | None, ...]) -> None:
     handle = unit.handle
     assert handle is not None  # only units with parameters have gradients
     local = run_tensor_hooks(handle, [None if grad is None else dense(grad).detach() for grad in grads])
-    if unit.state is UnitState.BACKWARD and unit.backward_task != task:
+    if unit.life.state is UnitState.BACKWARD and unit.backward_task != task:
         # A pass inside the pass (reentrant checkpointing): other regions of the unit may follow. Keep it open.
         root.partial[unit] = None
         root.sync.accumulate(unit, local)
@@ -208,7 +208,7 @@ def end_backward(root: Root) -> None:
             root.streams.host_after_reduce()
         for unit in root.units:
             # What a backward without synchronisation kept is freed by the next one with it, used there or not.
-            if unit.state is UnitState.ACCUMULATING and not unit.sync_gradients:
+            if unit.life.state is UnitState.ACCUMULATING and not unit.sync_gradients:
                 unit.end_pass()
             else:
                 unit.reshard(ReshardReason.AFTER_BACKWARD)

@@ -55,15 +55,15 @@ class Frame:
 
     def compute(self) -> None:
         """The module's forward is about to run; full parameters are there."""
-        if self.unit.state in {UnitState.BACKWARD, UnitState.ACCUMULATING}:
-            self.resumes = self.unit.state
+        if self.unit.life.state in {UnitState.BACKWARD, UnitState.ACCUMULATING}:
+            self.resumes = self.unit.life.state
         self.unit.move(UnitState.FORWARD)
 
 
 def close(frame: Frame) -> None:
     """The call has ended: the unit is in the state around it, and what was entered for the call is left."""
     unit = frame.unit
-    if unit.state is UnitState.FORWARD:
+    if unit.life.state is UnitState.FORWARD:
         unit.move(frame.resumes)
     if frame in frame.root.calls:
         frame.root.calls.remove(frame)

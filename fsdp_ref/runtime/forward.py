@@ -45,7 +45,7 @@ def enter_forward(
         An all-gather over the shard group unless parameters are there; maybe the next unit's. All ranks must call.
     """
     root = lazy_init(unit)
-    if unit.state is UnitState.SUMMONED:
+    if unit.life.state is UnitState.SUMMONED:
         raise UnshardConflictError(
             explain(
                 f"forward of {unit!r}",
@@ -54,7 +54,7 @@ def enter_forward(
                 remedy="Expects tensor to be unsharded by forward itself; leave the context first",
             )
         )
-    if unit.state is UnitState.FORWARD:
+    if unit.life.state is UnitState.FORWARD:
         return Frame(unit, root, nested=True), args, kwargs
     replay = compat.in_backward()
     frame = Frame(unit, root, nested=False, replay=replay, outermost=not replay and not root.calls, running=running)
@@ -85,9 +85,9 @@ def _gather(unit: Unit, root: Root, frame: Frame) -> None:
         # Before this unit's gather: ranks that disagree would wait for each other in different collectives.
         check_order(root, unit)
     if handle is not None:
-        if not frame.replay or unit.state not in READABLE:
+        if not frame.replay or unit.life.state not in READABLE:
             handle.grads.absorb()
-        if absorb_params(handle) and unit.state is UnitState.ACCUMULATING:
+        if absorb_params(handle) and unit.life.state is UnitState.ACCUMULATING:
             unit.reshard(ReshardReason.OUT_OF_DATE)
     unit.unshard()
     if handle is not None:

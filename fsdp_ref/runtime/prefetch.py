@@ -30,7 +30,7 @@ def in_forward(root: Root, unit: Unit) -> None:
         return
     following = root.units[target]
     handle = following.handle
-    if handle is None or following.state is not UnitState.SHARDED or following.ahead is Ahead.PREFETCH:
+    if handle is None or following.life.state is not UnitState.SHARDED or following.ahead is Ahead.PREFETCH:
         return
     # What its own forward would do before its gather: nothing may change between this gather and that forward.
     if following.config.switches.full_precision_in_eval:
@@ -50,6 +50,6 @@ def in_backward(root: Root, unit: Unit, moment: BackwardPrefetch) -> None:
     if target is None:
         return
     following = root.units[target]
-    asked = following.ahead is Ahead.PREFETCH or following.state is UnitState.BACKWARD
+    asked = following.ahead is Ahead.PREFETCH or following.life.state is UnitState.BACKWARD
     if following.awaits_backward and not asked:
         following.prefetch()

@@ -41,7 +41,7 @@ def close_ended(unit: Unit) -> None:
     if root is None:
         return
     abort_interrupted(root)
-    if unit.is_root or unit.state is UnitState.SUMMONED:
+    if unit.is_root or unit.life.state is UnitState.SUMMONED:
         for each in root.units:
             if each.open_state is not None and each.open_state.collecting.ended():
                 open_state, each.open_state = each.open_state, None
@@ -151,7 +151,7 @@ class Root:
                 unit.handle.grads.release()
             if unit.ahead is Ahead.USER:
                 continue
-            if unit.state is not UnitState.SHARDED and unit.state is not UnitState.ACCUMULATING:
+            if unit.life.state is not UnitState.SHARDED and unit.life.state is not UnitState.ACCUMULATING:
                 unit.reshard(ReshardReason.OUT_OF_DATE)
             unit.ahead = None
             unit.end_pass()
@@ -176,7 +176,7 @@ class Root:
         # Outputs have their hooks, which keep the records from here on; a graph that is dropped drops them.
         self._open_records.clear()
         for unit in self.units:
-            if unit.state is UnitState.GATHERING and unit.ahead is not Ahead.USER:
+            if unit.life.state is UnitState.GATHERING and unit.ahead is not Ahead.USER:
                 unit.reshard(ReshardReason.UNUSED)
         if self.offloads:
             # Shards on the host are read by the device when it gets there. No backward may follow in which the host

@@ -148,7 +148,7 @@ class Unit:
     def unshard(self) -> None:
         """Have full parameters now."""
         if self.handle is None:
-            if self.state is UnitState.SHARDED:
+            if self.life.state is UnitState.SHARDED:
                 self.move(UnitState.GATHERING)
                 self.move(UnitState.UNSHARDED)
             return
@@ -166,7 +166,7 @@ class Unit:
 
     def ask_early(self) -> None:
         """Begin to gather because a user asked for it; the next forward uses what comes."""
-        if self.state is UnitState.UNSHARDED and self.ahead is not Ahead.USER:
+        if self.life.state is UnitState.UNSHARDED and self.ahead is not Ahead.USER:
             # Left from a forward without backward: an optimizer may have stepped since, and forward will not look.
             self.reshard(ReshardReason.OUT_OF_DATE)
         self.start_gather(prefetch=True)
@@ -186,15 +186,15 @@ class Unit:
         after_backward = reason is ReshardReason.AFTER_BACKWARD
         if after_backward or reason is ReshardReason.FAILED:
             self.end_pass()
-        if self.state is UnitState.FORWARD or self.state is UnitState.SUMMONED:
+        if self.life.state is UnitState.FORWARD or self.life.state is UnitState.SUMMONED:
             return
         handle = self.handle
         if handle is None:
-            if self.state is not UnitState.SHARDED:
+            if self.life.state is not UnitState.SHARDED:
                 self.move(UnitState.SHARDED)
             return
         if after_backward or reason is ReshardReason.AFTER_FORWARD:
-            if self.state is not UnitState.SHARDED:
+            if self.life.state is not UnitState.SHARDED:
                 self._reshard_as_set(handle, after_backward=after_backward)
             return
         if reason is ReshardReason.OUT_OF_DATE:
@@ -202,7 +202,7 @@ class Unit:
         self.ahead = None
         self.graph.forget()
         # A gather in flight waits for other ranks; an exception must not. ``Root.recover`` ends it later.
-        if not (reason is ReshardReason.FAILED and self.state is UnitState.GATHERING):
+        if not (reason is ReshardReason.FAILED and self.life.state is UnitState.GATHERING):
             handle.reshard()
         handle.originals.show_sharded()
 
@@ -211,18 +211,23 @@ class Unit:
         self.ahead = None
         if frees:
             handle.reshard()
-        elif after_backward and self.state is not UnitState.ACCUMULATING:
+        elif after_backward and self.life.state is not UnitState.ACCUMULATING:
             self.move(UnitState.ACCUMULATING)
         handle.originals.show_sharded()
         self.note(UnitEventKind.RESHARD, freed=frees and handle.sharded)
-        if after_backward or self.state not in READABLE or not handle.sharded or self.config.reshards_after_forward:
+        if (
+            after_backward
+            or self.life.state not in READABLE
+            or not handle.sharded
+            or self.config.reshards_after_forward
+        ):
             return
         # Shown in full only while no gradient of the shard is there: an optimizer step must find matching shapes.
         if self.config.use_orig_params and all(param.grad is None for param in handle.originals.params):
             handle.originals.show_full()
 
     def _frees_after_forward(self, handle: FlatHandle) -> bool:
-        if not handle.needs_buffer or (self.state is UnitState.ACCUMULATING and torch.is_grad_enabled()):
+        if not handle.needs_buffer or (self.life.state is UnitState.ACCUMULATING and torch.is_grad_enabled()):
             return False
         # Where no output can be differentiated no backward will come that frees (one that enters elsewhere gathers anew).
         for_good = not torch.is_grad_enabled() or not self.awaits_backward
@@ -231,7 +236,7 @@ class Unit:
     def _frees_after_backward(self, handle: FlatHandle) -> bool:
         # A low-precision copy that nobody gathers (NO_SHARD) is out of date after the next optimizer step.
         copied = not handle.sharded
-        unused = self.state is UnitState.GATHERING
+        unused = self.life.state is UnitState.GATHERING
         return copied or unused or self.sync_gradients or self.config.reshards_after_forward
 
     # ------------------------------------------------------------------ views

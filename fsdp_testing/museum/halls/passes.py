@@ -21,11 +21,13 @@ def _needs_a_positional_input(original: Any, unit: Any, frame: Any, args: Any, k
 
 
 def _unused_stay_gathered(original: Any, self: Any, reason: Any) -> None:
-    if reason is ReshardReason.AFTER_BACKWARD and self.handle is not None and self.state is UnitState.UNSHARDED:
-        self.move(UnitState.ACCUMULATING)
-        self.handle.originals.show_sharded()
-    else:
+    rests = self.state is UnitState.UNSHARDED or self.state is UnitState.ACCUMULATING
+    if reason is not ReshardReason.AFTER_BACKWARD or self.handle is None or not rests:
         original(self, reason)
+        return
+    if self.state is UnitState.UNSHARDED:
+        self.move(UnitState.ACCUMULATING)
+    self.handle.originals.show_sharded()
 
 
 def _unwatched(original: Any, self: Any) -> Any:
