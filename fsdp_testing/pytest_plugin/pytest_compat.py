@@ -19,8 +19,17 @@ def parsed_config(options: Mapping[str, Any], args: Sequence[str]) -> pytest.Con
     return pytest.Config.fromdictargs(dict(options), list(args))
 
 
+class _PlainWriter:
+    """Stands for the terminal, which ranks do not have: the first releases colour compared values through it."""
+
+    def _highlight(self, source: str, lexer: str = "python") -> str:
+        del lexer
+        return source
+
+
 def configured_session(config: pytest.Config) -> Any:
     """Configure pytest's plugins and return a session on which none of the start hooks has run."""
+    setattr(config, "get_terminal_writer", _PlainWriter)  # noqa: B010 - a method, which mypy lets nobody assign
     session: Any = pytest.Session.from_config(config)
     config._do_configure()
     session.exitstatus = 0
