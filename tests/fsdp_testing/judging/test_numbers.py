@@ -1,0 +1,52 @@
+"""What widens a bound, and what makes the oracle's numbers worthless, is the same whoever ran the case."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fsdp_testing.checkers.comparison import Comparison
+from fsdp_testing.checkers.quantities import Expectation, Expected, ExpectedPoint, Quantity
+from fsdp_testing.judging.numbers import compare_numbers
+from fsdp_testing.records import (
+    Batch,
+    Case,
+    ForwardBackward,
+    ModelSpec,
+    OperationResult,
+    RankObservation,
+    WorldSpec,
+)
+from fsdp_testing.zoo import MODELS
+
+MIXED = next(name for name, model in MODELS.items() if "mixed_dtypes" in model.traits)
+LOSS = Quantity("result", "loss", rank=0)
+
+
+def compared(model: str, seen: float, expected: float = 1.0, bound: float = 0.0, mode: str = "free"):
+    case = Case(ModelSpec(model), WorldSpec(1), (ForwardBackward(Batch(0)),))
+    value = torch.tensor(expected, dtype=torch.float64)
+    point = ExpectedPoint(0, {LOSS: Expected(value, bound)})
+    result = OperationResult(0, {"loss": torch.tensor(seen, dtype=torch.float64)})
+    expectation = Expectation((point,), {}, {"mode": mode})
+    return compare_numbers(case, expectation, [RankObservation(0, (result,))], Comparison())
+
+
+@pytest.mark.parametrize(
+    ("model", "mode", "off", "diverges"),
+    [
+        (MIXED, "free", 1e-7, False),
+        (MIXED, "free", 1e-4, True),
+        (MIXED, "lockstep", 1e-7, True),
+        ("mlp", "free", 1e-7, True),
+    ],
+)
+def test_parts_in_a_narrower_dtype_widen_the_bounds_of_a_free_replay(model, mode, off, diverges):
+    assert bool(compared(model, 1.0 + off, mode=mode).tally.divergences) is diverges
+
+
+def test_of_numbers_that_overflow_nothing_is_said():
+    numbers = compared("mlp", 2.0, float("inf"))
+    assert numbers.tally.divergences
+    assert numbers.problem == "the oracle's own numbers overflow"
+    assert not compared("mlp", 2.0).problem
