@@ -55,7 +55,7 @@ def graph_task_id() -> int:
 
 
 def in_backward() -> bool:
-    """Tell whether this code runs inside a backward pass of this thread."""
+    """Return whether this code runs inside a backward pass of this thread."""
     return graph_task_id() != -1
 
 
@@ -76,12 +76,12 @@ def hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Re
 
 
 def saved_tensor_hooks_active() -> bool:
-    """Tell whether somebody's saved-tensor hooks (checkpointing, offloading of activations) are in force."""
+    """Return whether somebody's saved-tensor hooks (checkpointing, offloading of activations) are in force."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def saved_tensor_hooks_allowed() -> bool:
-    """Tell whether saved-tensor hooks may be installed here (function transforms forbid them)."""
+    """Return whether saved-tensor hooks may be installed here (function transforms forbid them)."""
     allowed: Callable[[], bool] = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled")  # noqa: B009 - not in the stubs
     return allowed()
 
@@ -92,7 +92,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def detailed_debug() -> bool:
-    """Tell whether torch's distributed debug level is DETAIL (``TORCH_DISTRIBUTED_DEBUG``)."""
+    """Return whether torch's distributed debug level is DETAIL (``TORCH_DISTRIBUTED_DEBUG``)."""
     level: Callable[[], Any] = getattr(dist, "get_debug_level")  # noqa: B009 - not in the stubs
     return bool(level().name == "DETAIL")
 
