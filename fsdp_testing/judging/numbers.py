@@ -61,25 +61,30 @@ def compare_numbers(
 def _widened(expectation: Expectation, case: Case) -> Expectation:
     """Take the narrowest dtype of any part as that of every rounding: what it rounds goes on into all the others.
 
-    The oracle bounds each quantity by the roundings of its own dtype, which is right where all parts have one.
+    The oracle bounds each quantity by the roundings of its own dtype, which is right where all parts have one. Where its
+    disturbed replay has met the roundings of the narrow part, its bound is the larger one already, and stays as it is.
     """
     narrow = _narrowest(case)
     if narrow is None:
         return expectation
     unit = _ROUNDINGS_OF_A_PART * UNIT_ROUNDOFF[narrow]
-    why = f"; parts in {narrow}: {_ROUNDINGS_OF_A_PART} x u x largest"
+    why = f"; parts in {narrow}: at least {_ROUNDINGS_OF_A_PART} x u x largest"
     points = []
     for point in expectation.points:
         sizes = [_size(expected.value) for expected in point.quantities.values()]
         slack = unit * max(sizes, default=0.0)
         quantities = {
-            quantity: replace(expected, bound=expected.bound + slack, derivation=expected.derivation + why)
+            quantity: replace(expected, bound=_at_least(slack, expected.bound), derivation=expected.derivation + why)
             if _size(expected.value)
             else expected
             for quantity, expected in point.quantities.items()
         }
         points.append(replace(point, quantities=quantities))
     return replace(expectation, points=tuple(points))
+
+
+def _at_least(least: float, bound: float | torch.Tensor) -> float | torch.Tensor:
+    return bound.clamp(min=least) if isinstance(bound, torch.Tensor) else max(bound, least)
 
 
 def _size(value: torch.Tensor | None) -> float:

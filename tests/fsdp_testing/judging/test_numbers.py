@@ -50,3 +50,8 @@ def test_of_numbers_that_overflow_nothing_is_said():
     assert numbers.tally.divergences
     assert numbers.problem == "the oracle's own numbers overflow"
     assert not compared("mlp", 2.0).problem
+
+
+def test_a_bound_that_is_larger_already_stays_as_it_is():
+    """Found by a planted fault: a norm over one dtype of two hid behind both bounds added up."""
+    assert compared(MIXED, 1.0 + 1.002e-3, bound=1e-3).tally.divergences
