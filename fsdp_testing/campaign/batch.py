@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import hashlib
 import threading
@@ -20,7 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_testing.campaign.account import Accountant, AccountedProgram, accountant_for
 from fsdp_testing.compat import process_groups
-from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.implementations.protocol import Setup
 from fsdp_testing.judging import record_stream
@@ -58,13 +56,13 @@ class Watch:
     models: bool = False
 
 
-def run_batch(name: str, cases: Sequence[Case], directory: str, watch: Watch) -> int | Failed:
-    """Runs cases through implementation `name`, up to the first one that leaves the ranks in different places.
+def run_batch(adapter: Adapter, cases: Sequence[Case], directory: str, watch: Watch) -> int | Failed:
+    """Run cases through an implementation, up to the first one that leaves the ranks in different places.
 
     An exception that every rank raised in the same operation ends its case only.
 
     Args:
-        name: Registered name or import string.
+        adapter: The implementation.
         cases: For this size of world.
         directory: Where the observations go.
         watch: What is looked at besides.
@@ -75,7 +73,6 @@ def run_batch(name: str, cases: Sequence[Case], directory: str, watch: Watch) ->
     Collectives: those of the implementation; every rank of the world runs the same call.
     """
     world = current_world()
-    adapter = _adapter(name)
     cases = [fitted(case, adapter) for case in cases]
     models: list[tuple[int, weakref.ref[nn.Module]]] = []
     with record_stream.path_of(directory, world.rank).open("ab") as file, _garbage_kept(), warnings.catch_warnings():
@@ -122,11 +119,6 @@ def _everyone_raised(directory: str, world: World, index: int, mine: RaisedError
         if missing:
             time.sleep(0.001)
     return not missing
-
-
-@functools.cache
-def _adapter(name: str) -> Adapter:
-    return registry.load(name)
 
 
 def _run(

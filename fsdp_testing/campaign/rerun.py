@@ -99,16 +99,16 @@ def check_claims(case: Case, adapter: Adapter) -> None:
         )
 
 
-def replay(pool: Pool, name: str, case: Case, deadline: float = 30.0) -> Replayed:
+def replay(pool: Pool, adapter: Adapter, case: Case, deadline: float = 30.0) -> Replayed:
     """Runs one case on new processes of `pool` and judges it."""
     directory = tempfile.mkdtemp(prefix="fsdp-replay-")
     watch = Watch(operations=True)
     world = pool.world(case.world.size, backend=case.world.backend, isolation="fresh")
     try:
-        arguments: tuple[Any, ...] = (name, [case], directory, watch)
+        arguments: tuple[Any, ...] = (adapter, [case], directory, watch)
         outcome = world.execute(run_batch, arguments, timeout=deadline, name="replay", lasting=LASTING)
         digest = _digest(directory, case.world.size)
-        note = _judged(pool, name, case, directory, watch)
+        note = _judged(pool, adapter, case, directory, watch)
         if note.status == "unfinished":
             note = lost_note(case, note, outcome)
         return Replayed(note, digest, "" if outcome.ok else outcome.describe())
@@ -117,10 +117,10 @@ def replay(pool: Pool, name: str, case: Case, deadline: float = 30.0) -> Replaye
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _judged(pool: Pool, name: str, case: Case, directory: str, watch: Watch) -> CaseNote:
+def _judged(pool: Pool, adapter: Adapter, case: Case, directory: str, watch: Watch) -> CaseNote:
     world = pool.world(1)
     try:
-        arguments = (name, [case], case.world.size, directory, watch.operations)
+        arguments = (adapter, [case], case.world.size, directory, watch.operations)
         outcome = world.execute(judge_batch, arguments, timeout=120.0, name="judge")
     finally:
         world.release()
