@@ -45,7 +45,7 @@ _done = [0]
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What is looked at besides the numbers.
+    """What is observed besides the numbers.
 
     Attributes:
         operations: Take a snapshot after every operation, so that the first one that diverges is known.
@@ -65,10 +65,10 @@ def run_batch(adapter: Adapter, cases: Sequence[Case], directory: str, watch: Wa
         adapter: The implementation.
         cases: For this size of world.
         directory: Where the observations go.
-        watch: What is looked at besides.
+        watch: What is observed besides.
 
     Returns:
-        How many cases were begun; marked as failed if the ranks cannot go on together after the last one.
+        How many cases were begun; a `Failed` if the ranks cannot go on together after the last one.
 
     Collectives: those of the implementation; every rank of the world runs the same call.
     """
@@ -92,7 +92,7 @@ def run_batch(adapter: Adapter, cases: Sequence[Case], directory: str, watch: Wa
 
 @contextmanager
 def _garbage_kept() -> Iterator[None]:
-    """No collection amid a batch: it would go through all that torch keeps, over and over, at places left to chance."""
+    """Put collection off during a batch: it would go through all that torch keeps, again and again, at random places."""
     gc.disable()
     try:
         yield
@@ -101,18 +101,18 @@ def _garbage_kept() -> Iterator[None]:
 
 
 def _everyone_raised(directory: str, world: World, index: int, mine: RaisedError) -> bool:
-    """Whether every other rank raised the same kind of exception in the same operation; waits a moment for them.
+    """Return whether every other rank raised the same kind of exception in the same operation; wait a moment for them.
 
     Asked through the files, since the ranks may no longer agree about their next collective. The answer only decides
-    whether these ranks go on: the judge reads what every rank told, within the pool's grace period too.
+    whether these ranks go on: the judge reads what every rank reported, within the pool's grace period too.
     """
     limit = time.monotonic() + _PATIENCE_SECONDS
     missing = set(range(world.size)) - {world.rank}
     while missing and time.monotonic() < limit:
         for rank in sorted(missing):
-            told = [r for r in record_stream.read(directory, rank) if r.index == index]
-            if told:
-                error = told[0].observation.error
+            reported = [r for r in record_stream.read(directory, rank) if r.index == index]
+            if reported:
+                error = reported[0].observation.error
                 if error is None or (error.index, error.type_name) != (mine.index, mine.type_name):
                     return False
                 missing.discard(rank)
@@ -157,7 +157,7 @@ class _Issued:
             self._accountant.collective(call)
 
     def summary(self) -> dict[int, tuple[int, int]]:
-        """Returns number and digest by group key."""
+        """Return number and digest by group key."""
         return {key: (len(texts), _digest(texts)) for key, texts in self._texts.items()}
 
 
@@ -166,7 +166,7 @@ def _digest(texts: list[str]) -> int:
 
 
 def _survivors(models: list[tuple[int, weakref.ref[nn.Module]]]) -> list[int]:
-    """Collects garbage, and returns the cases whose model is still there although the case is over."""
+    """Collect garbage, and return the cases whose model is still there although the case is over."""
     for _ in range(_ROUNDS):
         # What a finalizer of one round let go of, only the next one sees.
         gc.collect()
@@ -196,7 +196,7 @@ def _setup(world: World, mesh: DeviceMesh, case: Case, module: nn.Module) -> Set
 
 
 def _fingerprint() -> tuple[object, ...]:
-    """State of this process that no case may change; cheap enough to read after every one."""
+    """Return the state of this process that no case may change; cheap enough to read after every one."""
     return (
         torch.get_default_dtype(),
         torch.is_grad_enabled(),

@@ -211,7 +211,7 @@ class Campaign:
         if isinstance(answer, list):
             return [result for asked, result in answer if self._take_result(asked, result)]
         if answer is None:
-            self.tally.unjudged["a suspect of which nothing can be said alone"] += 1
+            self.tally.unjudged["a suspect that could not be judged alone"] += 1
         elif answer.known is not None:
             # The next one that looks so among other cases need not run alone to be known.
             self._also.setdefault(answer.signature, set()).add(answer.known.name)

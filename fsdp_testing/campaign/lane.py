@@ -1,6 +1,6 @@
 """How does a batch of cases become results, whatever happens to the ranks? One lane lends worlds and sees to it.
 
-A bad case costs itself only: what the ranks told before it is judged, what comes after it runs again on a new world.
+A bad case costs itself only: what the ranks reported before it is judged, what comes after it runs again on a new world.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BATCHES_PER_WORLD = 100
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """What one case gave; `account` tells what became of the ranks where something did."""
+    """What one case gave; `account` says what became of the ranks where one was lost."""
 
     case: Case
     note: CaseNote
@@ -61,11 +61,11 @@ class Lane:
         until: Signature | None = None,
         deadline: float | None = None,
     ) -> list[CaseResult]:
-        """Runs and judges cases that all need the same number of ranks.
+        """Run and judge cases that all need the same number of ranks.
 
         Args:
             cases: What to run.
-            watch: What is looked at.
+            watch: What is observed besides the numbers.
             until: Nothing is run any more on new ranks once a case has failed in this way.
             deadline: As for the lane, if it is to be shorter this time.
 

@@ -67,8 +67,8 @@ def test_a_model_written_as_source_computes_what_the_tree_computes(monkeypatch: 
         if drawn.model.tree is None:
             continue
         header = (
-            "import torch\nfrom dataclasses import dataclass\nfrom typing import NamedTuple\n"
-            "from torch import nn\nfrom torch.nn import functional as F\n"
+            "from __future__ import annotations\nimport torch\nfrom dataclasses import dataclass\nfrom typing import NamedTuple\n"
+            "from torch import nn\nfrom torch.nn import functional\n"
         )
         names = types.ModuleType("written_model").__dict__
         monkeypatch.setitem(sys.modules, "written_model", types.ModuleType("written_model"))  # dataclasses look there
