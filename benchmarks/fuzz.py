@@ -89,7 +89,8 @@ def campaign(name: str, seconds: float, seed: int) -> dict[str, Any]:
     """
     shrunk: list[Discovery] = []
     with tempfile.TemporaryDirectory() as folder:
-        asked = Plan(name, Scope(registry.load(name).capabilities), Path(folder), known=shipped_known(name))
+        adapter = registry.load(name)
+        asked = Plan(adapter, Scope(adapter.capabilities), Path(folder), known=shipped_known(name))
         warming = replace(asked, state=Path(folder) / "warming", examples=WARMING, seconds=None, seed=seed + 1000)
         plan = replace(asked, state=Path(folder) / "measured", seconds=seconds, seed=seed)
         pool = Pool()

@@ -1,7 +1,7 @@
-"""How is the account of each operation taken while a case runs? By listening, and one look between operations.
+"""How is the account of each operation taken while a case runs? By listening, and one observation between operations.
 
 Nothing is asked of the ranks: transitions of units come through `trace_units`, collectives from the ledger, and bytes
-from the adapter where it can tell.
+from the adapter where it reports them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +26,7 @@ class Accountant:
 
     def __init__(self, adapter: Adapter) -> None:
         self._adapter = adapter
-        self._tells_bytes = "gathered_bytes" not in adapter.missing
+        self._reports_bytes = "gathered_bytes" not in adapter.missing
         self._model: nn.Module | None = None
         self._subscription = ExitStack()
         self._open: dict[str, int] = {}
@@ -39,7 +38,7 @@ class Accountant:
         self.accounts: list[OperationAccount] = []
 
     def watched(self) -> Adapter:
-        """The adapter, with a `wrap` that subscribes to the units of the model that it makes."""
+        """Return the adapter with a `wrap` that subscribes to the units of the model that it makes."""
         original: Callable[..., nn.Module] = self._adapter.wrap
 
         def wrap(module: nn.Module, setup: Setup) -> nn.Module:
@@ -52,13 +51,13 @@ class Accountant:
         return replace(self._adapter, wrap=wrap)
 
     def __enter__(self) -> None:
-        """The case begins."""
+        """Begin the case."""
 
     def __exit__(self, *_: object) -> None:
         self._leave()
 
     def _leave(self) -> None:
-        """Ends the subscription; nothing of the model is kept."""
+        """End the subscription; nothing of the model is kept."""
         self._subscription.close()
         self._model = None
         self._open.clear()
@@ -71,7 +70,7 @@ class Accountant:
             self._open.pop(unit, None)
 
     def collective(self, call: Call) -> None:
-        """Notes what goes on the wire."""
+        """Note what goes on the wire."""
         name = call.what[0]
         if name.startswith(GATHERS):
             self._gather_bytes.append(_size(call))
@@ -79,32 +78,32 @@ class Accountant:
             self._reduction_bytes.append(_size(call))
 
     def backward(self) -> None:
-        """Notes that a backward runs in this operation."""
+        """Note that a backward runs in this operation."""
         self._backward = True
 
     def ended(self, index: int) -> None:
-        """Operation `index` is over; one that did nothing worth noting has no account."""
-        held = self._held()
-        if self._gather_bytes or self._reduction_bytes or self._gathered or self._backward or held != self._last:
+        """Close the account of operation `index`; one that did nothing worth noting has none."""
+        unsharded = self._unsharded()
+        if self._gather_bytes or self._reduction_bytes or self._gathered or self._backward or unsharded != self._last:
             self.accounts.append(
                 OperationAccount(
                     index,
                     self._backward,
                     tuple(self._gathered),
-                    held,
+                    unsharded,
                     tuple(self._gather_bytes),
                     tuple(self._reduction_bytes),
                 )
             )
             self._gathered, self._gather_bytes, self._reduction_bytes = [], [], []
             self._backward = False
-        self._last = held
+        self._last = unsharded
 
-    def _held(self) -> tuple[tuple[str, int], ...]:
+    def _unsharded(self) -> tuple[tuple[str, int], ...]:
         if self._model is None:
             return ()
-        # Memory decides where it is told; else what the units say of themselves.
-        found = self._adapter.gathered_bytes(self._model) if self._tells_bytes else self._open
+        # Memory decides where it is reported; else the transitions of the units.
+        found = self._adapter.gathered_bytes(self._model) if self._reports_bytes else self._open
         return tuple(sorted(found.items())) if found else ()
 
 
@@ -115,7 +114,7 @@ def _size(call: Call) -> int:
 
 
 class AccountedProgram(RankProgram):
-    """A program that tells an accountant when each operation is over."""
+    """A program that reports to an accountant when each operation is over."""
 
     def __init__(self, case: Case, accountant: Accountant, rank: int, make_setup: SetupMaker) -> None:
         self._index: int | None = None
@@ -124,7 +123,7 @@ class AccountedProgram(RankProgram):
 
     @property
     def index(self) -> int:
-        """Index of the operation that runs now."""
+        """Return the index of the operation that runs now."""
         return -1 if self._index is None else self._index
 
     @index.setter
@@ -140,6 +139,6 @@ class AccountedProgram(RankProgram):
 
 
 def accountant_for(adapter: Adapter) -> Accountant | None:
-    """Returns one if the implementation tells of its units and is looked at without collectives; else None."""
-    told: Any = "unit_trace" in adapter.capabilities and adapter.observes_locally
-    return Accountant(adapter) if told else None
+    """Return one if the implementation traces its units and is observed without collectives; else None."""
+    traced = "unit_trace" in adapter.capabilities and adapter.observes_locally
+    return Accountant(adapter) if traced else None

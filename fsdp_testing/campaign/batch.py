@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import hashlib
 import threading
@@ -20,7 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_testing.campaign.account import Accountant, AccountedProgram, accountant_for
 from fsdp_testing.compat import process_groups
-from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.implementations.protocol import Setup
 from fsdp_testing.judging import record_stream
@@ -47,7 +45,7 @@ _done = [0]
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What is looked at besides the numbers.
+    """What is observed besides the numbers.
 
     Attributes:
         operations: Take a snapshot after every operation, so that the first one that diverges is known.
@@ -58,24 +56,23 @@ class Watch:
     models: bool = False
 
 
-def run_batch(name: str, cases: Sequence[Case], directory: str, watch: Watch) -> int | Failed:
-    """Runs cases through implementation `name`, up to the first one that leaves the ranks in different places.
+def run_batch(adapter: Adapter, cases: Sequence[Case], directory: str, watch: Watch) -> int | Failed:
+    """Run cases through an implementation, up to the first one that leaves the ranks in different places.
 
     An exception that every rank raised in the same operation ends its case only.
 
     Args:
-        name: Registered name or import string.
+        adapter: The implementation.
         cases: For this size of world.
         directory: Where the observations go.
-        watch: What is looked at besides.
+        watch: What is observed besides.
 
     Returns:
-        How many cases were begun; marked as failed if the ranks cannot go on together after the last one.
+        How many cases were begun; a `Failed` if the ranks cannot go on together after the last one.
 
     Collectives: those of the implementation; every rank of the world runs the same call.
     """
     world = current_world()
-    adapter = _adapter(name)
     cases = [fitted(case, adapter) for case in cases]
     models: list[tuple[int, weakref.ref[nn.Module]]] = []
     with record_stream.path_of(directory, world.rank).open("ab") as file, _garbage_kept(), warnings.catch_warnings():
@@ -95,7 +92,7 @@ def run_batch(name: str, cases: Sequence[Case], directory: str, watch: Watch) ->
 
 @contextmanager
 def _garbage_kept() -> Iterator[None]:
-    """No collection amid a batch: it would go through all that torch keeps, over and over, at places left to chance."""
+    """Put collection off during a batch: it would go through all that torch keeps, again and again, at random places."""
     gc.disable()
     try:
         yield
@@ -104,29 +101,24 @@ def _garbage_kept() -> Iterator[None]:
 
 
 def _everyone_raised(directory: str, world: World, index: int, mine: RaisedError) -> bool:
-    """Whether every other rank raised the same kind of exception in the same operation; waits a moment for them.
+    """Return whether every other rank raised the same kind of exception in the same operation; wait a moment for them.
 
     Asked through the files, since the ranks may no longer agree about their next collective. The answer only decides
-    whether these ranks go on: the judge reads what every rank told, within the pool's grace period too.
+    whether these ranks go on: the judge reads what every rank reported, within the pool's grace period too.
     """
     limit = time.monotonic() + _PATIENCE_SECONDS
     missing = set(range(world.size)) - {world.rank}
     while missing and time.monotonic() < limit:
         for rank in sorted(missing):
-            told = [r for r in record_stream.read(directory, rank) if r.index == index]
-            if told:
-                error = told[0].observation.error
+            reported = [r for r in record_stream.read(directory, rank) if r.index == index]
+            if reported:
+                error = reported[0].observation.error
                 if error is None or (error.index, error.type_name) != (mine.index, mine.type_name):
                     return False
                 missing.discard(rank)
         if missing:
             time.sleep(0.001)
     return not missing
-
-
-@functools.cache
-def _adapter(name: str) -> Adapter:
-    return registry.load(name)
 
 
 def _run(
@@ -165,7 +157,7 @@ class _Issued:
             self._accountant.collective(call)
 
     def summary(self) -> dict[int, tuple[int, int]]:
-        """Returns number and digest by group key."""
+        """Return number and digest by group key."""
         return {key: (len(texts), _digest(texts)) for key, texts in self._texts.items()}
 
 
@@ -174,7 +166,7 @@ def _digest(texts: list[str]) -> int:
 
 
 def _survivors(models: list[tuple[int, weakref.ref[nn.Module]]]) -> list[int]:
-    """Collects garbage, and returns the cases whose model is still there although the case is over."""
+    """Collect garbage, and return the cases whose model is still there although the case is over."""
     for _ in range(_ROUNDS):
         # What a finalizer of one round let go of, only the next one sees.
         gc.collect()
@@ -204,7 +196,7 @@ def _setup(world: World, mesh: DeviceMesh, case: Case, module: nn.Module) -> Set
 
 
 def _fingerprint() -> tuple[object, ...]:
-    """State of this process that no case may change; cheap enough to read after every one."""
+    """Return the state of this process that no case may change; cheap enough to read after every one."""
     return (
         torch.get_default_dtype(),
         torch.is_grad_enabled(),

@@ -21,6 +21,7 @@ from fsdp_testing.campaign.tally import CampaignTally
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.findings.discovery import Discovery
 from fsdp_testing.findings.known import KnownFailures, joined
+from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.judging.signature import Signature
 from fsdp_testing.pool import Pool
 from fsdp_testing.records import Case
@@ -37,7 +38,7 @@ class Plan:
     """What a campaign is asked to do.
 
     Attributes:
-        name: The implementation.
+        implementation: What is examined; loaded by name, so that ranks find it too.
         scope: What may be drawn.
         state: Where it keeps what it learns.
         seconds: When to end; None for no limit.
@@ -50,7 +51,7 @@ class Plan:
         stop_at_first: End with the first confirmed finding.
     """
 
-    name: str
+    implementation: Adapter
     scope: Scope
     state: Path
     seconds: float | None = 60.0
@@ -92,11 +93,13 @@ class Campaign:
         self._on_progress = on_progress
         self._on_finding = on_finding
         self._clock = clock
-        self._state = StateDirectory(plan.state, plan.name)
+        self._state = StateDirectory(plan.state, plan.implementation.reference)
         self._before = self._state.load()
         self._turns = dict(self._before.turns)
         self._drawer = CaseDrawer(plan.scope)
-        self._investigator = Investigator(plan.name, self._drawer.shape, self._fair, plan.shrink_seconds)
+        self._investigator = Investigator(
+            plan.implementation.reference, self._drawer.shape, self._fair, plan.shrink_seconds
+        )
         self._groups: Counter[Signature] = Counter()
         self._also: dict[Signature, set[str]] = {}
         self._keys: dict[object, str] = {}
@@ -131,7 +134,7 @@ class Campaign:
         self._started = self._clock()
         scratch = tempfile.mkdtemp(prefix="fsdp-fuzz-")
         plan = self._plan
-        lanes = [Lane(self._pool, plan.name, plan.deadline, scratch) for _ in range(max(1, plan.lanes))]
+        lanes = [Lane(self._pool, plan.implementation, plan.deadline, scratch) for _ in range(max(1, plan.lanes))]
         try:
             self._loop(lanes, self._check_examples(lanes[0]))
         finally:
@@ -208,7 +211,7 @@ class Campaign:
         if isinstance(answer, list):
             return [result for asked, result in answer if self._take_result(asked, result)]
         if answer is None:
-            self.tally.unjudged["a suspect of which nothing can be said alone"] += 1
+            self.tally.unjudged["a suspect that could not be judged alone"] += 1
         elif answer.known is not None:
             # The next one that looks so among other cases need not run alone to be known.
             self._also.setdefault(answer.signature, set()).add(answer.known.name)
@@ -300,7 +303,7 @@ class Campaign:
         tally.resumed = len(before.unfinished)
         self._state.save(
             Progress(
-                implementation=self._plan.name,
+                implementation=before.implementation,
                 campaigns=before.campaigns + 1,
                 drawn=queue.drawn,
                 run=before.run + tally.run,

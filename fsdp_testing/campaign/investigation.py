@@ -61,7 +61,7 @@ class Investigator:
     seconds: float
 
     def investigate(self, lane: Lane, suspect: CaseResult, known: KnownFailures) -> Investigated | None:
-        """Return what a suspect is; None if nothing can be said of it alone.
+        """Return what a suspect is; None if it cannot be judged alone.
 
         Args:
             lane: Runs the attempts.

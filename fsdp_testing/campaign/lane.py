@@ -1,6 +1,6 @@
 """How does a batch of cases become results, whatever happens to the ranks? One lane lends worlds and sees to it.
 
-A bad case costs itself only: what the ranks told before it is judged, what comes after it runs again on a new world.
+A bad case costs itself only: what the ranks reported before it is judged, what comes after it runs again on a new world.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 
 from fsdp_testing.campaign.batch import LASTING, Watch, run_batch
 from fsdp_testing.errors import PoolBroken
+from fsdp_testing.implementations import registry
+from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.judging.batch_judge import CaseNote, judge_batch, note_of
 from fsdp_testing.judging.judge import lost_ranks
 from fsdp_testing.judging.signature import Signature
@@ -24,7 +26,7 @@ BATCHES_PER_WORLD = 100
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """What one case gave; `account` tells what became of the ranks where something did."""
+    """What one case gave; `account` says what became of the ranks where one was lost."""
 
     case: Case
     note: CaseNote
@@ -36,14 +38,16 @@ class Lane:
 
     Args:
         pool: Where worlds come from.
-        name: The implementation.
+        implementation: Its adapter; where a name enters, the name.
         deadline: Seconds that one case may take before it counts as hung.
         scratch: Where the folders of batches are made; whoever gives it removes it.
     """
 
-    def __init__(self, pool: Pool, name: str, deadline: float = 30.0, scratch: str | None = None) -> None:
+    def __init__(
+        self, pool: Pool, implementation: Adapter | str, deadline: float = 30.0, scratch: str | None = None
+    ) -> None:
         self._pool = pool
-        self._name = name
+        self._adapter = registry.adapter_of(implementation)
         self._deadline = deadline
         self._scratch = scratch
         self._batches = 0
@@ -57,11 +61,11 @@ class Lane:
         until: Signature | None = None,
         deadline: float | None = None,
     ) -> list[CaseResult]:
-        """Runs and judges cases that all need the same number of ranks.
+        """Run and judge cases that all need the same number of ranks.
 
         Args:
             cases: What to run.
-            watch: What is looked at.
+            watch: What is observed besides the numbers.
             until: Nothing is run any more on new ranks once a case has failed in this way.
             deadline: As for the lane, if it is to be shorter this time.
 
@@ -105,7 +109,7 @@ class Lane:
         world = self._pool.world(first.size, backend=first.backend)
         try:
             timeout = deadline + SECONDS_PER_CASE * len(cases)
-            arguments = (self._name, cases, directory, watch)
+            arguments = (self._adapter, cases, directory, watch)
             outcome = world.execute(run_batch, arguments, timeout=timeout, name="batch", lasting=LASTING)
             self._batches += 1
             if self._batches % BATCHES_PER_WORLD == 0:
@@ -118,7 +122,7 @@ class Lane:
     def _judge(self, cases: Sequence[Case], directory: str, watch: Watch) -> list[CaseNote]:
         world = self._pool.world(1)
         try:
-            arguments = (self._name, cases, cases[0].world.size, directory, watch.operations)
+            arguments = (self._adapter, cases, cases[0].world.size, directory, watch.operations)
             outcome = world.execute(judge_batch, arguments, timeout=300.0, name="judge")
         finally:
             world.release()

@@ -1,4 +1,4 @@
-"""Does a case give the same again? Read from any file that holds one, run on new processes, told with its bits."""
+"""Does a case give the same again? Read from any file that holds one, run on new processes, compared by its bits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fsdp_testing.strategies import legal_case, needs_of_case
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A case as a file tells it, and the implementation on which it was met, if the file says so."""
+    """A case from a file, and the implementation on which it was met, if the file says so."""
 
     case: Case
     implementation: str = ""
@@ -39,7 +39,7 @@ class Replayed:
     """What one run of a case gave.
 
     Attributes:
-        note: The judge's word.
+        note: What the judge says.
         digest: Of every bit that every rank reported; empty if a rank was lost.
         account: What became of the ranks, where something did.
     """
@@ -50,10 +50,10 @@ class Replayed:
 
 
 def read_recorded(path: Path) -> list[Recorded]:
-    """Returns every case in a file: a case, a finding of a campaign, or the failures of a report.
+    """Return every case in a file: a case, a finding of a campaign, or the failures of a report.
 
     Raises:
-        InvalidRecord: The file is damaged, newer than this version, or holds no legal case.
+        InvalidRecord: The file is damaged, newer than this version, or has no legal case.
         InvalidArgument: It cannot be read.
     """
     try:
@@ -78,7 +78,7 @@ def read_recorded(path: Path) -> list[Recorded]:
 
 
 def _checked(case: Case, path: Path) -> Case:
-    """A case is run as it is written or not at all: what would be dropped from it is told."""
+    """Return a case that is run as it is written; refuse one of which parts would be dropped."""
     legal = legal_case(case)
     if legal != case:
         where = "model.tree" if legal.model != case.model else "wrapping, program or world"
@@ -90,7 +90,7 @@ def _checked(case: Case, path: Path) -> Case:
 
 
 def check_claims(case: Case, adapter: Adapter) -> None:
-    """Raises InvalidArgument if the implementation does not claim what the case asks for; every tag is named."""
+    """Raise InvalidArgument if the implementation does not claim what the case asks for; every tag is named."""
     missing = sorted(needs_of_case(case) - adapter.capabilities - {"nested_wrapping"})
     if missing:
         raise InvalidArgument(
@@ -99,16 +99,16 @@ def check_claims(case: Case, adapter: Adapter) -> None:
         )
 
 
-def replay(pool: Pool, name: str, case: Case, deadline: float = 30.0) -> Replayed:
-    """Runs one case on new processes of `pool` and judges it."""
+def replay(pool: Pool, adapter: Adapter, case: Case, deadline: float = 30.0) -> Replayed:
+    """Run one case on new processes of `pool` and judge it."""
     directory = tempfile.mkdtemp(prefix="fsdp-replay-")
     watch = Watch(operations=True)
     world = pool.world(case.world.size, backend=case.world.backend, isolation="fresh")
     try:
-        arguments: tuple[Any, ...] = (name, [case], directory, watch)
+        arguments: tuple[Any, ...] = (adapter, [case], directory, watch)
         outcome = world.execute(run_batch, arguments, timeout=deadline, name="replay", lasting=LASTING)
         digest = _digest(directory, case.world.size)
-        note = _judged(pool, name, case, directory, watch)
+        note = _judged(pool, adapter, case, directory, watch)
         if note.status == "unfinished":
             note = lost_note(case, note, outcome)
         return Replayed(note, digest, "" if outcome.ok else outcome.describe())
@@ -117,10 +117,10 @@ def replay(pool: Pool, name: str, case: Case, deadline: float = 30.0) -> Replaye
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _judged(pool: Pool, name: str, case: Case, directory: str, watch: Watch) -> CaseNote:
+def _judged(pool: Pool, adapter: Adapter, case: Case, directory: str, watch: Watch) -> CaseNote:
     world = pool.world(1)
     try:
-        arguments = (name, [case], case.world.size, directory, watch.operations)
+        arguments = (adapter, [case], case.world.size, directory, watch.operations)
         outcome = world.execute(judge_batch, arguments, timeout=120.0, name="judge")
     finally:
         world.release()
@@ -146,9 +146,9 @@ def _parts(observation: RankObservation) -> Iterator[bytes]:
         yield repr((result.index, sorted(result.values))).encode()
         yield from (_bits(result.values[name]) for name in sorted(result.values))
     for snapshot in observation.snapshots:
-        for fqn, held in sorted(snapshot.parameters.items()):
-            yield repr((fqn, held.shape, held.dtype, held.requires_grad, held.grad_dtype)).encode()
-            for piece in (*held.pieces, *(held.grad_pieces or ())):
+        for fqn, seen in sorted(snapshot.parameters.items()):
+            yield repr((fqn, seen.shape, seen.dtype, seen.requires_grad, seen.grad_dtype)).encode()
+            for piece in (*seen.pieces, *(seen.grad_pieces or ())):
                 yield repr((piece.start, piece.stop)).encode()
                 yield _bits(piece.value)
         for fqn, buffer in sorted(snapshot.buffers.items()):

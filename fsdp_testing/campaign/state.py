@@ -1,13 +1,11 @@
 """What does a campaign leave on disk, so that the next one goes on where it ended?
 
-`state.json` (how far it came), `found/` (one folder for each finding), `unjudged/` (cases of which nothing could be
-said). Every file is written beside its place and moved there, so that an interruption at any moment leaves
-the old or the new content, never half of one.
+`state.json` (how far it came), `found/` (one folder for each finding), `unjudged/` (cases that could not be judged).
+Every file is written as a whole or not at all, so that an interruption at any moment leaves the old or the new content.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +13,7 @@ from pathlib import Path
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.records import Case
 from fsdp_testing.records.document import check_format, decode, encode, load_json, to_json
+from fsdp_testing.report.files import write_atomically
 
 STATE_FORMAT = "fsdp_testing/fuzz_state"
 STATE_VERSION = 2
@@ -52,14 +51,6 @@ class Progress:
 _OF_VERSION_1 = ("keys", "arcs", "rules")
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a file beside its place, then moves it there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
-
-
 class StateDirectory:
     """The folder of one campaign on one implementation."""
 
@@ -68,7 +59,7 @@ class StateDirectory:
         self._implementation = implementation
 
     def load(self) -> Progress:
-        """Returns the progress of earlier runs, or a fresh one.
+        """Return the progress of earlier runs, or a fresh one.
 
         Raises:
             InvalidRecord: The file is damaged, newer than this version, or belongs to another implementation.
@@ -89,22 +80,25 @@ class StateDirectory:
         return progress
 
     def save(self, progress: Progress) -> None:
-        """Writes the progress."""
+        """Write the progress."""
         document = {"format": STATE_FORMAT, "version": STATE_VERSION, **encode(progress)}
-        write_atomically(self.path / "state.json", to_json(document))
+        self._write(self.path, [("state.json", to_json(document))])
 
     def keep_unjudged(self, case: Case, reason: str) -> None:
-        """Keeps a case of which nothing could be said, with the reason, for whoever wants to know why."""
-        write_atomically(self.path / "unjudged" / f"{case.identity}.json", case.to_json())
-        write_atomically(self.path / "unjudged" / f"{case.identity}.txt", reason + "\n")
+        """Keep a case that could not be judged, and why."""
+        files = [(f"{case.identity}.json", case.to_json()), (f"{case.identity}.txt", reason + "\n")]
+        self._write(self.path / "unjudged", files)
 
     def found(self) -> list[Path]:
-        """Returns the folders of what was found."""
+        """Return the folders of what was found."""
         return sorted(path for path in (self.path / "found").glob("*") if path.is_dir())
 
     def write_files(self, folder: str, files: Iterable[tuple[str, str]]) -> Path:
-        """Writes the files of one finding and returns its folder."""
+        """Write the files of one finding and return its folder."""
         place = self.path / "found" / folder
-        for name, text in files:
-            write_atomically(place / name, text)
+        self._write(place, files)
         return place
+
+    def _write(self, folder: Path, files: Iterable[tuple[str, str]]) -> None:
+        for name, text in files:
+            write_atomically(folder / name, text, option="--state")

@@ -39,7 +39,7 @@ class CampaignTally:
         discovered: What was found, each defect once.
         duplicates: How often each was met again.
         not_investigated: Suspects like others that were investigated.
-        unjudged: Why nothing could be said of some cases.
+        unjudged: Why some cases could not be judged.
         unsupported: Why the implementation refused some cases.
         known: How many cases failed by each known failure.
         postponed: How many cases were put off for each known failure that costs the ranks.

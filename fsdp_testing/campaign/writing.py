@@ -7,17 +7,18 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdp_testing.campaign.state import StateDirectory, write_atomically
+from fsdp_testing.campaign.state import StateDirectory
 from fsdp_testing.findings.discovery import Discovery
 from fsdp_testing.findings.script import script_for
 from fsdp_testing.findings.tags import tokens
+from fsdp_testing.report.files import write_atomically
 
 SCRIPT = "reproduce.py"
 _SCRIPT_SECONDS = 180
 
 
 def write_discovery(found: Discovery, state: StateDirectory) -> Path:
-    """Writes the folder of one finding and returns it; whether its script reproduces is for `try_script` to say."""
+    """Write the folder of one finding and return it; `try_script` finds out whether its script reproduces."""
     script = script_for(found)
     files = [("finding.json", found.to_json()), ("case.json", found.case.to_json(indent=1))]
     files += [(SCRIPT, script)] if script is not None else []
@@ -35,7 +36,7 @@ def _readme(found: Discovery, has_script: bool) -> str:
         lines += [f"Without fsdp-testing: `python {SCRIPT}`; it exits with 1 where the defect shows."]
     else:
         lines += [
-            "There is no script without fsdp-testing: the model, the plan or an operation cannot be told that way."
+            "There is no script without fsdp-testing: the model, the plan or an operation cannot be written that way."
         ]
     if found.account:
         lines += ["", "```", found.account.strip(), "```"]
@@ -44,24 +45,25 @@ def _readme(found: Discovery, has_script: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What came of running a script: it `reproduces`, does not, or there is none (None)."""
+    """What came of running a script: it `reproduces`, does not, or there is none (None); and its `output`."""
 
     reproduces: bool | None
-    said: str = ""
+    output: str = ""
 
 
 def try_script(folder: Path) -> Tried:
-    """Runs the script of a finding in a process of its own and writes down what it said."""
+    """Run the script of a finding in a process of its own and write down its output."""
     path = folder / SCRIPT
     if not path.is_file():
         return Tried(None)
     command = [sys.executable, str(path)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SCRIPT_SECONDS, check=False)
-        said, reproduces = (done.stdout + done.stderr).strip(), done.returncode == 1
+        output, reproduces = (done.stdout + done.stderr).strip(), done.returncode == 1
         # A script that fails for a reason of its own ends with 1 as well; only what it prints itself counts.
         reproduces = reproduces and bool(done.stdout.strip())
     except subprocess.TimeoutExpired:
-        said, reproduces = f"no end after {_SCRIPT_SECONDS} s", False
-    write_atomically(folder / "script_output.txt", f"{'reproduces' if reproduces else 'does not reproduce'}\n{said}\n")
-    return Tried(reproduces, said)
+        output, reproduces = f"no end after {_SCRIPT_SECONDS} s", False
+    verdict = "reproduces" if reproduces else "does not reproduce"
+    write_atomically(folder / "script_output.txt", f"{verdict}\n{output}\n", option="--state")
+    return Tried(reproduces, output)

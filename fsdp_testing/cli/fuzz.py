@@ -126,7 +126,7 @@ def _plan(options: argparse.Namespace, adapter: Adapter) -> Plan:
             raise InvalidArgument(f"--known: expected a readable file, got {error}. Correct the path.") from error
     limit = options.seconds if options.seconds or options.examples else 60.0
     return Plan(
-        name=options.name,
+        implementation=adapter,
         scope=Scope(adapter.capabilities, options.world_size, options.max_operations, frozenset(options.without)),
         state=options.state or Path(".fsdp-fuzz") / _folder(options.name),
         seconds=limit,

@@ -55,12 +55,13 @@ def _replay(console: Console, recorded: Recorded, options: argparse.Namespace) -
             f"{options.file}: expected a file that names an implementation, got a case alone. "
             "Give --implementation NAME."
         )
-    check_claims(recorded.case, registry.load(name))
+    adapter = registry.load(name)
+    check_claims(recorded.case, adapter)
     runs = []
     for _ in range(1 if options.once else 2):
         pool = Pool()
         try:
-            runs.append(replay(pool, name, recorded.case, options.timeout))
+            runs.append(replay(pool, adapter, recorded.case, options.timeout))
         finally:
             pool.close()
     note, digest = runs[0].note, runs[0].digest

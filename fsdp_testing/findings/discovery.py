@@ -1,4 +1,4 @@
-"""What is made of a failure: confirmed alone, shrunk, told in a sentence, written down so that anyone can run it."""
+"""What is made of a failure: confirmed alone, shrunk, put into a sentence, written down so that anyone can run it."""
 
 from __future__ import annotations
 
@@ -51,20 +51,20 @@ class Discovery:
 
     @property
     def name(self) -> str:
-        """Folder name: what it looks like, and the identity of the case."""
+        """Return the name of its folder: what it looks like, and the identity of the case."""
         words = "".join(c if c.isalnum() else "-" for c in f"{self.signature.kind}-{self.signature.operation}")
         return f"{words}-{self.case.identity}"
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Equal for findings that are one defect as far as can be told: signature, operations, what else is needed."""
+        """Return what is equal for findings of one defect, as far as is known: signature, operations, what else is needed."""
         needed = frozenset(
             tag for tag in tags(self.case) if not tag.startswith(("units:", "node:", "batch:", "world:"))
         )
         return (self.signature, tuple(sorted(set(tokens(self.case)))), needed)
 
     def sentence(self) -> str:
-        """One sentence for people."""
+        """Return one sentence for people."""
         what = ", ".join(tokens(self.case))
         return f"{self.implementation}: after {what or 'wrapping'}: {self.signature}. {self.reason}"
 
@@ -83,7 +83,7 @@ class Discovery:
         )
 
     def to_json(self) -> str:
-        """Returns it as a JSON document."""
+        """Return it as a JSON document."""
         data = {
             "format": FINDING_FORMAT,
             "version": FINDING_VERSION,
@@ -101,7 +101,7 @@ class Discovery:
 
     @classmethod
     def from_json(cls, text: str, where: str) -> Discovery:
-        """Reads a finding.
+        """Read a finding.
 
         Raises:
             InvalidRecord: It is damaged or newer than this version.

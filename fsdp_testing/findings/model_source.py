@@ -6,9 +6,11 @@ not an interpreter of one.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from fsdp_testing.findings.script_parts import layers
 from fsdp_testing.zoo.tree_schema import Node, get, parameters, walk
 
 CONTAINERS = {
@@ -25,90 +27,29 @@ CONTAINERS = {
     "opaque": ("Opaque({one}, {other})", "{made}.mean", "{made}.spread"),
 }
 
-_NAMED = "class Named(NamedTuple):\n    mean: torch.Tensor\n    spread: torch.Tensor"
-_RECORD = "@dataclass\nclass Record:\n    mean: torch.Tensor\n    parts: tuple"
-_OPAQUE = "class Opaque:\n    def __init__(self, mean, spread):\n        self.mean, self.spread = mean, spread"
-_CONTAINER_CLASSES = {"named_tuple": _NAMED, "dataclass": _RECORD, "opaque": _OPAQUE}
-
-_BUFFER = """class AddBuffer(nn.Module):
-    def __init__(self, style, name, width, persistent, twin=False):
-        super().__init__()
-        self.style, self.name = style, name
-        value = torch.zeros((), dtype=torch.int64) if style == "counter" else torch.full((width,), 0.5 * (style == "constant"))
-        self.register_buffer(name, value, persistent=persistent)
-        if twin:
-            self.register_buffer("twin", torch.full((width,), 0.3))
-
-    def forward(self, x):
-        x = x - self.twin.to(x.dtype) if "twin" in self._buffers else x
-        held = getattr(self, self.name)
-        if self.training and self.style == "running":
-            held.mul_(0.5).add_(x.detach().sum(0).to(held.dtype), alpha=0.125)
-        if self.training and self.style == "counter":
-            held.add_(1)
-        return x + 0.1 * held.clone().to(x.dtype).tanh()"""
-
-_PLAIN_CLASSES = {
-    "linear": """class Linear(nn.Module):
-    def __init__(self, inputs, outputs, bias=True, strided=False, act=True, dtype=None):
-        super().__init__()
-        weight = torch.empty(inputs, outputs, dtype=dtype).t() if strided else torch.empty(outputs, inputs, dtype=dtype)
-        self.weight = nn.Parameter(weight)
-        self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype)) if bias else None
-        self.act = act
-
-    def forward(self, x):
-        y = F.linear(x.to(self.weight.dtype), self.weight, self.bias)
-        return (torch.tanh(y) if self.act else y).to(x.dtype)""",
-    "scale": """class Scale(nn.Module):
-    def __init__(self, *shape):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(shape))
-
-    def forward(self, x):
-        return torch.tanh(x) * (1 + (self.weight if self.weight.numel() else self.weight.sum()))""",
-    "norm": """class Norm(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.empty(width)), nn.Parameter(torch.empty(width))
-
-    def forward(self, x):
-        return F.layer_norm(x, self.weight.shape, 1 + self.weight, self.bias, eps=0.1)""",
-    "conv": """class Conv(nn.Module):
-    def __init__(self, channels, kernel):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, kernel))
-        self.bias = nn.Parameter(torch.empty(channels))
-
-    def forward(self, x):
-        y = F.conv1d(x.unsqueeze(1), self.weight, self.bias, padding=self.weight.shape[-1] // 2)
-        return torch.tanh(y).mean(1)""",
-    "embed": """class Embed(nn.Module):
-    def __init__(self, rows, width):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, width))
-
-    def forward(self, x, ids):
-        return x + F.embedding(ids % self.weight.shape[0], self.weight)""",
-    "offset": """class Offset(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(width))
-
-    def forward(self):
-        return torch.sin(self.weight)""",
-    "buffer": _BUFFER,
+_CLASSES = {
+    "named_tuple": layers.Named,
+    "dataclass": layers.Record,
+    "opaque": layers.Opaque,
+    "linear": layers.Linear,
+    "scale": layers.Scale,
+    "norm": layers.Norm,
+    "conv": layers.Conv,
+    "embed": layers.Embed,
+    "offset": layers.Offset,
+    "buffer": layers.AddBuffer,
 }
+"""Classes of the containers that a tree returns and of the kinds of its nodes, where torch has none."""
 
 
 def model_source(tree: Mapping[str, Any]) -> str:
-    """Returns the source of a class `Model` for a legal tree, with every class that it needs."""
+    """Return the source of a class `Model` for a legal tree, with every class that it needs."""
     writer = _Writer()
     writer.group(
         "Model", tree["nodes"], tree["width"], {"returns": tree.get("output", "tensor"), "kind": "group"}, "cos"
     )
-    parts = [_CONTAINER_CLASSES[name] for name in sorted(writer.containers) if name in _CONTAINER_CLASSES]
-    parts += [_PLAIN_CLASSES[kind] for kind in sorted(writer.kinds) if kind in _PLAIN_CLASSES]
+    needed = (*sorted(writer.containers), *sorted(writer.kinds))
+    parts = [inspect.getsource(_CLASSES[name]).strip() for name in needed if name in _CLASSES]
     return "\n\n\n".join([*parts, *writer.classes, _build_source(tree)])
 
 

@@ -25,7 +25,7 @@ from fsdp_testing.records.schedule import builds_late
 _MODEL_IMPORTS = (
     "from dataclasses import dataclass",
     "from typing import NamedTuple",
-    "from torch.nn import functional as F",
+    "from torch.nn import functional",
 )
 
 

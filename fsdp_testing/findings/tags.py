@@ -1,4 +1,4 @@
-"""What is in a case, in words? Tokens of its operations and tags of everything else, for coverage, rules and reports."""
+"""What is in a case, in words? Tokens of its operations and tags of everything else, for rules and reports."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fsdp_testing.zoo.tree_schema import every, get, parameters, walk
 
 
 def tokens(case: Case) -> tuple[str, ...]:
-    """Returns the tokens of a program in order."""
+    """Return the tokens of a program in order."""
     return tuple(operation.token() for operation in case.program)
 
 
 def tags(case: Case) -> frozenset[str]:
-    """Returns everything about a legal case that its operations' kinds do not tell."""
+    """Return everything about a legal case that the kinds of its operations do not say."""
     return frozenset(_tags(case))
 
 
@@ -42,7 +42,7 @@ def _tags(case: Case) -> Iterator[str]:
     yield from _batch_tags(case)
     if case.model.tree is None:
         yield f"zoo:{case.model.name}"
-        # What a model of the zoo holds is not known without building it: it may be anything.
+        # What a model of the zoo consists of is not known without building it: it may be anything.
         yield "empty_shard"
         return
     yield from _tree_tags(case)

@@ -10,7 +10,6 @@ from pathlib import Path
 from fsdp_testing.checkers import gathered_state
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.divergence import Compared
-from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.judging import record_stream
 from fsdp_testing.judging.fast_path import fast_path_agrees
@@ -49,17 +48,18 @@ class CaseNote:
     overrun: Overrun | None = None
 
 
-def judge_batch(name: str, cases: Sequence[Case], size: int, directory: str, observe_all: bool) -> list[CaseNote]:
+def judge_batch(
+    adapter: Adapter, cases: Sequence[Case], size: int, directory: str, observe_all: bool
+) -> list[CaseNote]:
     """Judge every case of a batch of which all ranks reported.
 
     Args:
-        name: The implementation.
+        adapter: The implementation.
         cases: In the order in which they were run.
         size: Number of ranks.
         directory: Where their observations lie.
         observe_all: A snapshot was taken after every operation.
     """
-    adapter = registry.adapter_of(name)
     reported = [_by_index(record_stream.read(directory, rank)) for rank in range(size)]
     notes = []
     for index, case in enumerate(cases):

@@ -110,9 +110,10 @@ def _plan(
 ) -> Plan:
     """Return the plan of a campaign that ends with the first finding; a later one in the same folder goes on where it ended."""
     sizes = dict.fromkeys((*exhibit.world_sizes, 2))
+    planted = registry.adapter_of(exhibit.target)
     return Plan(
-        exhibit.target,
-        Scope(registry.adapter_of(exhibit.target).capabilities, tuple(sizes)),
+        planted,
+        Scope(planted.capabilities, tuple(sizes)),
         folder,
         seconds=seconds,
         examples=examples,

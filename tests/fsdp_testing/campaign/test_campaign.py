@@ -27,8 +27,9 @@ def campaign(
     def ignore(_found: Discovery, _state: object) -> None:
         pass
 
-    scope = Scope(registry.load(name).capabilities)
-    asked = Plan(name, scope, state, seconds=None, examples=examples, lanes=1, known=known, **plan)  # type: ignore[arg-type]  # flags only
+    adapter = registry.load(name)
+    scope = Scope(adapter.capabilities)
+    asked = Plan(adapter, scope, state, seconds=None, examples=examples, lanes=1, known=known, **plan)  # type: ignore[arg-type]  # flags only
     return Campaign(asked, default_pool(), lambda _: None, ignore).run()
 
 

@@ -11,6 +11,7 @@ from fuzz_cases import case, micro
 from fsdp_testing.campaign.campaign import Campaign, Plan
 from fsdp_testing.campaign.case_queue import BATCH, COSTLY_ONE_IN, CaseQueue
 from fsdp_testing.findings.known import KnownFailures, Rule
+from fsdp_testing.implementations import registry
 from fsdp_testing.records import Batch, Case, Clip, Forward, Step, WorldSpec
 from fsdp_testing.strategies import Scope
 
@@ -117,7 +118,7 @@ class NoPool:
 @pytest.mark.parametrize("seconds", [5.0, 15.0])
 def test_a_campaign_ends_in_time_although_a_batch_takes_longer_to_draw(tmp_path: Path, seconds: float):
     ticks = iter(range(1000))
-    plan = Plan("toy:UNBROKEN", Scope(frozenset({"full_shard"})), tmp_path, seconds=seconds)
+    plan = Plan(registry.load("toy:UNBROKEN"), Scope(frozenset({"full_shard"})), tmp_path, seconds=seconds)
     run = Campaign(plan, NoPool(), lambda _: None, lambda *_: None, clock=lambda: float(next(ticks)))  # type: ignore[arg-type]  # nothing runs
     tally = run.run()
     assert tally.run == tally.discarded == 0

@@ -9,7 +9,7 @@ import pytest
 from fuzz_cases import case, micro
 
 from fsdp_testing.campaign.rerun import check_claims, read_recorded
-from fsdp_testing.campaign.state import Progress, StateDirectory, write_atomically
+from fsdp_testing.campaign.state import Progress, StateDirectory
 from fsdp_testing.errors import InvalidArgument, InvalidRecord
 from fsdp_testing.findings.discovery import Discovery
 from fsdp_testing.implementations import registry
@@ -34,16 +34,22 @@ def test_progress_and_findings_come_back(tmp_path: Path):
 
 
 def test_an_interrupted_write_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    file = tmp_path / "state.json"
-    write_atomically(file, "old")
+    state = StateDirectory(tmp_path, "torch-ddp")
+    state.save(Progress("torch-ddp", drawn=1))
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Path, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        write_atomically(file, "new")
-    assert file.read_text() == "old"
+        state.save(Progress("torch-ddp", drawn=2))
+    assert state.load().drawn == 1
+
+
+def test_a_state_that_cannot_be_written_is_a_bad_argument(tmp_path: Path):
+    (tmp_path / "state").write_text("a file")
+    with pytest.raises(InvalidArgument, match="--state: expected a place that can be written to"):
+        StateDirectory(tmp_path / "state", "torch-ddp").save(Progress("torch-ddp"))
 
 
 def test_a_damaged_state_is_told(tmp_path: Path):

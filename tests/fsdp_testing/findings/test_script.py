@@ -67,8 +67,8 @@ def test_a_model_written_as_source_computes_what_the_tree_computes(monkeypatch: 
         if drawn.model.tree is None:
             continue
         header = (
-            "import torch\nfrom dataclasses import dataclass\nfrom typing import NamedTuple\n"
-            "from torch import nn\nfrom torch.nn import functional as F\n"
+            "from __future__ import annotations\nimport torch\nfrom dataclasses import dataclass\nfrom typing import NamedTuple\n"
+            "from torch import nn\nfrom torch.nn import functional\n"
         )
         names = types.ModuleType("written_model").__dict__
         monkeypatch.setitem(sys.modules, "written_model", types.ModuleType("written_model"))  # dataclasses look there
@@ -115,7 +115,7 @@ def test_a_script_says_whether_it_reproduces(name: str, program: tuple[object, .
     found = discovery(name, case(*program, strategy=strategy, nodes=(LINEAR,)))  # type: ignore[arg-type]  # operations
     folder = write_discovery(found, StateDirectory(tmp_path, name))
     tried = try_script(folder)
-    assert tried.reproduces is reproduces, tried.said
+    assert tried.reproduces is reproduces, tried.output
     assert (folder / "script_output.txt").read_text().startswith("reproduces" if reproduces else "does not reproduce")
 
 
@@ -129,7 +129,7 @@ def costly(name: str, found: Case, overrun: Overrun) -> str:
 def run_script(script: str, folder: Path) -> tuple[bool | None, str]:
     (folder / "reproduce.py").write_text(script)
     tried = try_script(folder)
-    return tried.reproduces, tried.said
+    return tried.reproduces, tried.output
 
 
 TWO = ({"kind": "linear", "name": "a", "out": 2}, {"kind": "linear", "name": "b", "out": 2})
