@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from fsdp_testing.operations.batch import Batch
 
@@ -76,6 +76,18 @@ class Operation:
     def without_rank(self, rank: int, size: int) -> Operation:
         """Return the operation whose gradients, among `size` ranks, lack the inputs of `rank`."""
         return self
+
+    def used_alike(self) -> Self:
+        """Return the operation with the branches of rank 0 on every rank."""
+
+        def alike(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(map(alike, value))
+            return dataclasses.replace(value, usage=value.usage[:1]) if isinstance(value, Batch) else value
+
+        return dataclasses.replace(
+            self, **{item.name: alike(getattr(self, item.name)) for item in dataclasses.fields(self)}
+        )
 
     def required(self) -> frozenset[str]:
         """Return the capabilities that this very operation needs."""

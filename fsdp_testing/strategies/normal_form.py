@@ -17,7 +17,7 @@ from fsdp_testing.operations.operation import matching
 from fsdp_testing.records import Case, OptimizerSpec, WorldSpec, WrappingPlan, void_operations
 from fsdp_testing.zoo import MODELS
 from fsdp_testing.zoo.tree import has_alias, needs_of, unit_names, unit_of
-from fsdp_testing.zoo.tree_schema import every, get, legal_tree, parameters, walk
+from fsdp_testing.zoo.tree_schema import Walk, every, get, legal_tree, parameters, walk
 
 _KINDS = {"TreeGroup": "group", "TreeLinear": "linear"}
 _WIDE = ("float32", "float64")
@@ -42,6 +42,8 @@ def legal_case(case: Case, capabilities: frozenset[str] | None = None) -> Case:
     if case.model.tree is not None and _changes_ignored(case):
         # Nobody averages gradients of what is ignored, or puts its numbers back after an edit.
         case = replace(case, wrapping=replace(case.wrapping, ignored=()))
+    if case.model.tree is not None:
+        case = replace(case, program=tuple(_trained_alike(case)))
     case = replace(case, world=_legal_world(case))
     if case.mixed_precision is not None and case.mixed_precision.buffer_dtype:
         # Buffers may be cast while wrapping or in the first forward: what is seen between is each one's own affair.
@@ -207,6 +209,43 @@ def _changes_ignored(case: Case) -> bool:
         return False
     names = [spec.fqn for spec in parameters(case.model.tree) if f"{spec.fqn}.".startswith(inside)]
     return any(fnmatchcase(name, pattern) for name in names for pattern in changing)
+
+
+def _trained_alike(case: Case) -> Iterator[Operation]:
+    """Yield the operations, with the branches of rank 0 on every rank where the loss of some ranks would train nothing.
+
+    Nobody calls backward with such a loss, and the ranks whose loss trains something would wait in theirs: the user's own
+    doing, on every implementation.
+    """
+    specs = parameters(case.model.tree)
+    first = {spec.tie: spec.fqn for spec in reversed(specs) if spec.tie}
+    flags = {spec.fqn: not spec.frozen for spec in specs}
+    flags |= {name: False for name, _ in matching(flags.items(), case.model.freeze)}
+    places = walk(case.model.tree)
+    void = void_operations(case)
+    for index, operation in enumerate(case.program):
+        change = None if index in void else operation.requires_grad_change()
+        if change is not None:
+            flags |= {name: change[1] for name, _ in matching(flags.items(), change[0])}
+        trainable = {spec.module for spec in specs if flags[first.get(spec.tie, spec.fqn)]}
+
+        def trains(mask: tuple[bool, ...], trainable: set[str] = trainable) -> bool:
+            return any(fqn in trainable for fqn in _contributing(places, mask))
+
+        parted = any(len({trains(mask) for mask in batch.usage}) > 1 for batch in operation.batches())
+        yield operation.used_alike() if parted and operation.runs_backward else operation
+
+
+def _contributing(places: list[Walk], mask: tuple[bool, ...]) -> Iterator[str]:
+    """Yield modules through which the loss depends on parameters, for certain, if these branches run."""
+    for place in places:
+        if place.node["kind"] != "group":
+            yield place.fqn
+            continue
+        branch = get(place.node, "branch")
+        taken = not 0 <= branch < len(mask) or mask[branch]
+        if taken and not get(place.node, "dropped") and not get(place.node, "keeps"):
+            yield from _contributing(place.inner, mask)
 
 
 def _legal_world(case: Case) -> WorldSpec:
