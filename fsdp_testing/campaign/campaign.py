@@ -28,6 +28,7 @@ from fsdp_testing.records import Case
 from fsdp_testing.strategies import CaseDrawer, Scope, SeededChoices, needs_of_case
 
 _SAVE_SECONDS = 5.0
+_CLOSE_SECONDS = 0.5
 _INVESTIGATED_AT_FIRST = 3
 _INVESTIGATED_LATER_ONE_IN = 25
 _KEPT_UNJUDGED = 3
@@ -165,8 +166,13 @@ class Campaign:
                     self._save()
                     saved = self._clock()
         except BaseException:
-            # Ranks of batches under way are ended, so that no thread waits for them.
+            # Ranks of batches under way are ended, so that no thread waits for them. A thread may just be asking for the
+            # next world, which a pool that was closed makes anew: so until all threads have ended.
+            for lane in lanes:
+                lane.stop()
             self._pool.close()
+            while wait(running, timeout=_CLOSE_SECONDS).not_done:
+                self._pool.close()
             raise
         finally:
             executor.shutdown(wait=True, cancel_futures=True)

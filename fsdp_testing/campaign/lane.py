@@ -18,6 +18,7 @@ from fsdp_testing.judging.batch_judge import CaseNote, judge_batch, note_of
 from fsdp_testing.judging.judge import lost_ranks
 from fsdp_testing.judging.signature import Signature
 from fsdp_testing.pool import Fate, Pool, WorldOutcome
+from fsdp_testing.pool.world_on_loan import PooledWorld
 from fsdp_testing.records import LOSES_RANKS, Case, FailureKind
 
 SECONDS_PER_CASE = 0.5
@@ -51,7 +52,17 @@ class Lane:
         self._deadline = deadline
         self._scratch = scratch
         self._batches = 0
+        self._stopped = False
         self.worlds_lost = 0
+
+    def stop(self) -> None:
+        """Ask for no world any more: whoever runs cases here gets `PoolBroken`. For another thread to call."""
+        self._stopped = True
+
+    def _world(self, size: int, backend: str = "gloo") -> PooledWorld:
+        if self._stopped:
+            raise PoolBroken("the campaign was interrupted")
+        return self._pool.world(size, backend=backend)
 
     def run(
         self,
@@ -106,7 +117,7 @@ class Lane:
 
     def _run(self, cases: Sequence[Case], directory: str, watch: Watch, deadline: float) -> WorldOutcome:
         first = cases[0].world
-        world = self._pool.world(first.size, backend=first.backend)
+        world = self._world(first.size, first.backend)
         try:
             timeout = deadline + SECONDS_PER_CASE * len(cases)
             arguments = (self._adapter, cases, directory, watch)
@@ -120,7 +131,7 @@ class Lane:
         return outcome
 
     def _judge(self, cases: Sequence[Case], directory: str, watch: Watch) -> list[CaseNote]:
-        world = self._pool.world(1)
+        world = self._world(1)
         try:
             arguments = (self._adapter, cases, cases[0].world.size, directory, watch.operations)
             outcome = world.execute(judge_batch, arguments, timeout=300.0, name="judge")

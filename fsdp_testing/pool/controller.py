@@ -163,7 +163,7 @@ class Pool:
             try:
                 for world in list(self._worlds):
                     if world.busy:
-                        world.discard()
+                        world.kill_ranks()
                     else:
                         world.leave()
             finally:

@@ -314,6 +314,16 @@ class PooledWorld:
             while process.read_exit() is None and time.monotonic() < limit:
                 _wait_readable(process.status_fd, limit - time.monotonic())
 
+    def kill_ranks(self) -> None:
+        """Kill the ranks of a world in which another thread waits for a call; that thread notices, and releases the rest.
+
+        Their descriptors stay open until then: a selector never hears of one that is closed under it, and its thread would
+        wait for the deadline of the call.
+        """
+        self.trusted = False
+        for process in self._processes:
+            process.kill()
+
     def discard(self) -> None:
         """Kill what is left of the ranks and release everything; safe to call twice."""
         if os.getpid() != self._owner:

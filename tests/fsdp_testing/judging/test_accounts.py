@@ -74,10 +74,17 @@ def test_a_fault_that_no_number_shows_is_told(name: str):
     "name", [next(iter(FAULTS)), *(pytest.param(n, marks=pytest.mark.slow) for n in [*FAULTS][1:])]
 )
 def test_it_is_met_within_500_random_cases(name: str, tmp_path: Path):
-    scope = Scope(registry.load(name).capabilities)
-    known = shipped_known("fsdp_ref-composable")
+    adapter = registry.load(name)
     plan = Plan(
-        name, scope, tmp_path, seconds=None, examples=500, lanes=1, known=known, stop_at_first=True, shrink_seconds=200
+        adapter,
+        Scope(adapter.capabilities),
+        tmp_path,
+        seconds=None,
+        examples=500,
+        lanes=1,
+        known=shipped_known("fsdp_ref-composable"),
+        stop_at_first=True,
+        shrink_seconds=200,
     )
     tally = Campaign(plan, default_pool(), lambda _: None, lambda *_: None).run()
     found = [discovery for discovery in tally.discovered if discovery.confirmed]

@@ -30,7 +30,7 @@ class Pretended(Lane):
     """A lane that runs nothing: a case fails if `needed` of its tokens and tags are all there."""
 
     def __init__(self, *needed: str, fails: Signature = FAILS) -> None:
-        super().__init__(default_pool(), "nobody")
+        super().__init__(default_pool(), "single-process")
         self.needed = frozenset(needed)
         self.fails = fails
         self.ran = self.batches = self.failed = 0
@@ -127,7 +127,7 @@ def test_a_failure_that_costs_the_ranks_is_met_rarely(kind: str):
     """Deleting one part at a time would meet it once for each of them."""
     signature = Signature(kind, "", "step")
     met = parts = found = 0
-    for one in drawn(1500):
+    for one in drawn(2500):
         if (
             found < 6
             and {"step", "clip", "node:embed"} <= {*tokens(one), *tags(one)}
