@@ -59,7 +59,9 @@ def test_ranks_that_part_silently_are_told():
     # Whole copies are clipped without a collective, so that nothing meets the one that nobody joins.
     good, bad = (case(*one.program, strategy="no_shard") for one in (GOOD, BAD))
     found = statuses("fuzz_faults:GATHERS_MORE_IN_CLIP", good, bad, good)
-    assert found[:2] == [("passed", ""), ("suspect", "uncoordinated")]
+    # The ledger refuses it on one rank if the other one has gone on by then; else the digests of the case differ.
+    assert found[0] == ("passed", "")
+    assert found[1] in {("suspect", "uncoordinated"), ("suspect", "one_raised")}
 
 
 def test_two_bad_cases_in_a_row():
