@@ -1,32 +1,48 @@
-"""Memory that nobody wrote to holds garbage while a case runs, and only then."""
+"""Memory that nobody wrote to holds garbage while a case runs, and only then.
+
+In a process of its own, as a rank is: what other tests have freed lies about in this one, and small pieces of it are
+handed out as they are.
+"""
 
 from __future__ import annotations
 
-import pytest
-import torch
+import subprocess
+import sys
 
-from fsdp_testing.programs.fresh_memory import filled_with_garbage
+import pytest
 
 FROM_THE_SYSTEM = 4_300_000
 """So many elements of eight bytes come from the system as zeros."""
+BEGIN = "import torch\nfrom fsdp_testing.programs.fresh_memory import filled_with_garbage\n"
+
+
+def run(source: str) -> None:
+    ended = subprocess.run([sys.executable, "-c", BEGIN + source], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.parametrize("numel", [3, 300, FROM_THE_SYSTEM])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_new_memory_holds_no_number_that_passes_for_right(numel, dtype):
-    with filled_with_garbage():
-        fresh = torch.empty(numel, dtype=dtype)
-    assert (fresh.double().abs() > 1e38).all()
+def test_new_memory_holds_no_number_that_passes_for_right(numel: int):
+    run(
+        "for dtype in (torch.float64, torch.float32, torch.bfloat16):\n"
+        "    with filled_with_garbage():\n"
+        f"        fresh = torch.empty({numel}, dtype=dtype)\n"
+        "    assert (fresh.double().abs() > 1e38).all(), (dtype, fresh)\n"
+    )
 
 
 def test_zeroed_memory_and_results_are_as_ever():
-    with filled_with_garbage():
-        assert torch.zeros(300).abs().max() == 0
-        assert torch.ones(300).double().sum() == 300
-        assert bytearray(1000) == b"\0" * 1000
+    run(
+        "with filled_with_garbage():\n"
+        "    assert torch.zeros(300).abs().max() == 0\n"
+        "    assert torch.ones(300).double().sum() == 300\n"
+        "    assert bytearray(1000) == bytes(1000)\n"
+    )
 
 
 def test_it_ends_with_the_context():
-    with filled_with_garbage():
-        pass
-    assert torch.empty(FROM_THE_SYSTEM, dtype=torch.float64).abs().max() == 0
+    run(
+        "with filled_with_garbage():\n"
+        "    pass\n"
+        f"assert torch.empty({FROM_THE_SYSTEM}, dtype=torch.float64).abs().max() == 0\n"
+    )
