@@ -29,6 +29,7 @@ from fsdp_testing.judging.case_runner import ORDINARY, CaseRunner, RunMode
 from fsdp_testing.judging.signature import FineSignature, Signature, fine_signature_of, signature_of
 from fsdp_testing.programs import rank_jobs
 from fsdp_testing.programs.fitting import as_observed
+from fsdp_testing.programs.gradient_terms import GradientTerm
 from fsdp_testing.records import (
     LOSES_RANKS,
     RAISES,
@@ -262,7 +263,7 @@ class _Explainer:
         with suppress(HarnessError):  # an oracle that cannot run a variant leaves the failure without a hypothesis
             ranks = self._runner.observe(self._name, finding.case, observe_all=True)
             comparison = as_observed(how.comparison, registry.adapter_of(self._name))
-            return WrongNumbers(finding.case, ranks, comparison, self._oracle).hypothesis(unsharded)
+            return WrongNumbers(finding.case, ranks, comparison, self._oracle, self._terms).hypothesis(unsharded)
         return None
 
     def _cast(self, finding: Finding, how: How) -> OtherCast | None:
@@ -297,6 +298,10 @@ class _Explainer:
         if case.identity not in self._expectations:
             self._expectations[case.identity] = self._runner.on_ranks(rank_jobs.expect_free, case, True, size=1)[0]
         return self._expectations[case.identity]
+
+    def _terms(self, case: Case, last: int) -> Sequence[GradientTerm]:
+        terms: Sequence[GradientTerm] = self._runner.on_ranks(rank_jobs.gradient_terms, case, last, size=1)[0]
+        return terms
 
 
 def _shape(case: Case) -> tuple[str, ...]:
