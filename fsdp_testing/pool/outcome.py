@@ -51,13 +51,13 @@ class WorldOutcome:
         lines = [self.cause or "every rank returned"]
         for rank in self.ranks:
             lines += ["", f"--- {rank.headline()}", *account_lines(rank)]
-            for label, text in (("stdout", rank.stdout), ("stderr", rank.stderr)):
+            for label, text in (("stdout", rank.stdout.rstrip()), ("stderr", rank.stderr.rstrip())):
                 left_out = max(0, len(text) - _SHOWN_CHARACTERS)
-                if text.strip():
+                if text:
                     lines.append(f"{label} of rank {rank.rank}:")
                     # All of it is in the record.
                     lines += [f"[the first {left_out} characters are left out]"] if left_out else []
-                    lines.append(text[left_out:].rstrip())
+                    lines.append(text[left_out:])
         return "\n".join(lines)
 
 
