@@ -42,7 +42,7 @@ from fsdp_testing.records import (
     Verdict,
 )
 from fsdp_testing.trace.portrait import portrait_of
-from fsdp_testing.trace.run import Trace, trace_on
+from fsdp_testing.trace.run import Trace, trace
 
 REDUCIBLE = frozenset(FailureKind) - LOSES_RANKS
 """Kinds of findings that may be run again often; each death or hang costs a world and a deadline."""
@@ -289,9 +289,9 @@ class _Explainer:
         if not claimed or finding.kind in RAISES or finding.case.world.backend != "gloo":
             return None
         with suppress(HarnessError):  # what cannot be traced is explained without it
-            traced = trace_on(self._runner.on_ranks, self._name, finding.case)
+            traced = trace(self._name, finding.case, self._runner.on_ranks)
             # The first run of a schedule connects and allocates; nobody wants that drawn.
-            return trace_on(self._runner.on_ranks, self._name, finding.case) if self._draw else traced
+            return trace(self._name, finding.case, self._runner.on_ranks) if self._draw else traced
         return None
 
     def _oracle(self, case: Case) -> Expectation:
