@@ -41,12 +41,12 @@ class Visit:
 
     @property
     def missed(self) -> tuple[str, ...]:
-        """Checks that had to fail on the bug and did not."""
+        """Check that had to fail on the bug and did not."""
         return tuple(result.check for result in self.results if result.verdict is not Verdict.FAIL)
 
     @property
     def false_alarms(self) -> tuple[str, ...]:
-        """Checks that do not pass without the bug, so that their failure with it proves nothing."""
+        """Check that do not pass without the bug, so that their failure with it proves nothing."""
         return tuple(result.check for result in self.sound if result.verdict is not Verdict.PASS)
 
     @property

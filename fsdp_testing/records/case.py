@@ -89,7 +89,7 @@ class WrappingPlan:
     backward_prefetch: str = "pre"
 
     def required(self) -> frozenset[str]:
-        """Returns the capabilities that wrapping so needs."""
+        """Return the capabilities that wrapping so needs."""
         prefetch = self.forward_prefetch or self.backward_prefetch != "pre"
         tags = {"nested_wrapping"} if self.units else set()
         tags |= {"policy_wrapping"} if self.policy else set()
@@ -145,15 +145,15 @@ class Case:
     optimizer: OptimizerSpec = OptimizerSpec()
 
     def with_program(self, *operations: Operation) -> Case:
-        """Returns this case with another program."""
+        """Return this case with another program."""
         return replace(self, program=tuple(operations))
 
     def without_operation(self, index: int) -> Case:
-        """Returns this case with operation `index` left out; always a legal case again."""
+        """Return this case with operation `index` left out; always a legal case again."""
         return replace(self, program=self.program[:index] + self.program[index + 1 :])
 
     def required(self) -> frozenset[str]:
-        """Returns the capabilities an implementation must claim to be asked this case."""
+        """Return the capabilities an implementation must claim to be asked this case."""
         tags = {STRATEGIES[self.strategy]}
         tags |= {"cpu_offload"} if self.cpu_offload else set()
         tags |= {"frozen_parameters"} if self.model.freeze else set()
@@ -169,12 +169,12 @@ class Case:
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:12]
 
     def to_json(self, *, indent: int | None = None) -> str:
-        """Returns the case as a JSON document; `Case.from_json` gives back an equal case."""
+        """Return the case as a JSON document; `Case.from_json` gives back an equal case."""
         return to_json({"format": CASE_FORMAT, "version": CASE_VERSION, **encode(self)}, indent=indent)
 
     @classmethod
     def from_json(cls, text: str, where: str = "case") -> Case:
-        """Reads a case.
+        """Read a case.
 
         Raises:
             InvalidRecord: The document is damaged, newer than this version, or describes no legal case.
@@ -183,7 +183,7 @@ class Case:
 
     @classmethod
     def from_document(cls, data: Mapping[str, Any], where: str = "case") -> Case:
-        """Reads a case from parsed JSON data; raises like `from_json`."""
+        """Read a case from parsed JSON data; raises like `from_json`."""
         check_format(data, CASE_FORMAT, CASE_VERSION, where)
         body = {key: item for key, item in data.items() if key not in ("format", "version")}
         case = decode(cls, body, where)
@@ -192,7 +192,7 @@ class Case:
 
 
 def check_case(case: Case, where: str = "case") -> None:
-    """Checks what must hold of a case as a whole, whatever its program.
+    """Check what must hold of a case as a whole, whatever its program.
 
     Raises:
         InvalidRecord: Every offender is listed.

@@ -26,7 +26,7 @@ _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 def register_union(base: type[Any], find: Callable[[str], type[Any] | None]) -> None:
-    """Lets fields annotated with `base` hold any of its registered kinds.
+    """Let fields annotated with `base` hold any of its registered kinds.
 
     Args:
         base: The common base; its instances carry a class attribute `kind`, written into the document.
@@ -36,7 +36,7 @@ def register_union(base: type[Any], find: Callable[[str], type[Any] | None]) -> 
 
 
 def encode(value: Any) -> Any:
-    """Returns `value` as plain JSON data: records become objects, tuples become arrays, non-finite floats strings."""
+    """Return `value` as plain JSON data: records become objects, tuples become arrays, non-finite floats strings."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         data = {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
         kind = getattr(type(value), "kind", None)
@@ -59,7 +59,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(cls: type[R], data: Any, where: str | None = None) -> R:
-    """Builds a `cls` from plain JSON data.
+    """Build a `cls` from plain JSON data.
 
     Raises:
         InvalidRecord: A field is missing, unknown, or of the wrong type; the message names its path.
@@ -68,12 +68,12 @@ def decode(cls: type[R], data: Any, where: str | None = None) -> R:
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
-    """Returns `value` as JSON text; the same value always gives the same text."""
+    """Return `value` as JSON text; the same value always gives the same text."""
     return json.dumps(encode(value), indent=indent, allow_nan=False)
 
 
 def load_json(text: str, where: str) -> dict[str, Any]:
-    """Parses the JSON object in `text`.
+    """Parse the JSON object in `text`.
 
     Raises:
         InvalidRecord: The text is not JSON, or not an object.
@@ -88,7 +88,7 @@ def load_json(text: str, where: str) -> dict[str, Any]:
 
 
 def check_format(data: Mapping[str, Any], name: str, version: int, where: str) -> None:
-    """Checks the header that every document carries: what it is, and that this version can read it.
+    """Check the header that every document carries: what it is, and that this version can read it.
 
     Raises:
         InvalidRecord: Another kind of document, or one written by a newer version.

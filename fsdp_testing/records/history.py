@@ -21,23 +21,23 @@ class History:
     ranks: tuple[tuple[Event, ...], ...]
 
     def collectives(self, rank: int) -> tuple[CollectiveEvent, ...]:
-        """Returns the collectives of `rank` in order."""
+        """Return the collectives of `rank` in order."""
         return self._only(rank, CollectiveEvent)
 
     def units(self, rank: int) -> tuple[UnitEvent, ...]:
-        """Returns the unit transitions of `rank` in order."""
+        """Return the unit transitions of `rank` in order."""
         return self._only(rank, UnitEvent)
 
     def _only(self, rank: int, kind: type[E]) -> tuple[E, ...]:
         return tuple(event for event in self.ranks[rank] if isinstance(event, kind))
 
     def to_json(self) -> str:
-        """Returns the history as a JSON document."""
+        """Return the history as a JSON document."""
         return to_json({"format": HISTORY_FORMAT, "version": HISTORY_VERSION, **encode(self)})
 
     @classmethod
     def from_json(cls, text: str, where: str = "history") -> History:
-        """Reads a history; raises InvalidRecord if it is damaged or newer than this version."""
+        """Read a history; raises InvalidRecord if it is damaged or newer than this version."""
         data = load_json(text, where)
         check_format(data, HISTORY_FORMAT, HISTORY_VERSION, where)
         return decode(cls, {"ranks": data.get("ranks")}, where)

@@ -62,7 +62,7 @@ class CheckResult:
     not_run: Mapping[str, int] = field(default_factory=dict)
 
     def expecting(self, reason: str) -> CheckResult:
-        """Returns the result seen by a user who expected this check to fail, for `reason`."""
+        """Return the result seen by a user who expected this check to fail, for `reason`."""
         return replace(self, verdict=verdicts.with_expectation(self.verdict), expected=reason)
 
 
@@ -94,16 +94,16 @@ class RunReport:
         return verdicts.exit_code(result.verdict for result in self.results)
 
     def count(self, verdict: Verdict) -> int:
-        """Returns how many results have this verdict."""
+        """Return how many results have this verdict."""
         return sum(result.verdict is verdict for result in self.results)
 
     def to_json(self, *, indent: int | None = None) -> str:
-        """Returns the report as a JSON document."""
+        """Return the report as a JSON document."""
         return to_json({"format": REPORT_FORMAT, "version": REPORT_VERSION, **encode(self)}, indent=indent)
 
     @classmethod
     def from_json(cls, text: str, where: str = "report") -> RunReport:
-        """Reads a report.
+        """Read a report.
 
         Raises:
             InvalidRecord: The document is damaged or newer than this version.

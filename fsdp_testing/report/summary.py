@@ -100,7 +100,7 @@ def implementations(report: RunReport) -> tuple[str, ...]:
 
 
 def matrix(report: RunReport) -> Matrix:
-    """Checks by implementations."""
+    """Check by implementations."""
     names = implementations(report)
     cells: dict[str, dict[str, list[CheckResult]]] = {}
     for result in report.results:

@@ -82,7 +82,7 @@ def print_report(report: RunReport, console: Console, *, full: bool = False) -> 
 
 
 def verdict_table(report: RunReport, width: int) -> Iterator[RenderableType]:
-    """Checks by implementations; where the names do not fit, columns are numbered and words are short, with a key."""
+    """Check by implementations; where the names do not fit, columns are numbered and words are short, with a key."""
     found = summary.matrix(report)
     labels = [len(row.check.removeprefix(f"{suite}.")) + 2 for suite, rows in found.suites for row in rows]
     columns = [max(len(name), LONGEST_WORD) + 1 for name in found.implementations]

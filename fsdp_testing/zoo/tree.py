@@ -32,7 +32,7 @@ _LATEST: dict[int, tuple[Any, ZooModel]] = {}
 
 
 def tree_model(tree: Any) -> ZooModel:
-    """Returns the zoo's entry for a drawn tree.
+    """Return the zoo's entry for a drawn tree.
 
     Raises:
         InvalidRecord: The data is no tree.
@@ -67,7 +67,12 @@ def _tree_model(text: str) -> ZooModel:
 
 def _construct(tree: Mapping[str, Any], specs: Sequence[ParameterSpec]) -> nn.Module:
     # In float64 and cast afterwards by `ZooModel.build`; dtypes of single nodes are set by `_finish`.
-    module = Tree(tree, torch.float64)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        module = Tree(tree)
+    finally:
+        torch.set_default_dtype(before)
     first: dict[tuple[Any, ...], nn.Parameter] = {}
     for spec in specs:
         holder = module.get_submodule(spec.module)
@@ -93,18 +98,18 @@ def _make_input(width: int, seed: int, rank: int, step: int, batch: int, dtype: 
 
 
 def unit_names(tree: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the FQN of every module of a legal tree that may be a unit, outermost first."""
+    """Return the FQN of every module of a legal tree that may be a unit, outermost first."""
     return tuple(place.fqn for place in every(walk(tree)) if place.node["kind"] not in ("buffer", "dropout"))
 
 
 def unit_of(module: str, units: tuple[str, ...]) -> str:
-    """Returns the innermost unit that holds `module`; the root is the empty string."""
+    """Return the innermost unit that holds `module`; the root is the empty string."""
     holding = [unit for unit in units if module == unit or module.startswith(f"{unit}.")]
     return max(holding, key=len, default="")
 
 
 def needs_of(tree: Mapping[str, Any], units: tuple[str, ...]) -> frozenset[str]:
-    """Returns the capabilities that a legal tree needs when `units` are wrapped."""
+    """Return the capabilities that a legal tree needs when `units` are wrapped."""
     tags: set[str] = set()
     for place in every(walk(tree)):
         tags |= _needs_of_node(place.node)
@@ -168,7 +173,7 @@ def _needs_of_ties(tree: Mapping[str, Any], specs: list[ParameterSpec], units: t
 
 
 def _shared_above(specs: list[ParameterSpec], units: tuple[str, ...]) -> Iterator[tuple[str, ParameterSpec]]:
-    """Yields each parameter that several units share, with the lowest unit around all of its places."""
+    """Yield each parameter that several units share, with the lowest unit around all of its places."""
     groups: dict[tuple[Any, ...], list[ParameterSpec]] = {}
     for spec in specs:
         if spec.tie:
@@ -180,5 +185,5 @@ def _shared_above(specs: list[ParameterSpec], units: tuple[str, ...]) -> Iterato
 
 
 def has_alias(nodes: list[dict[str, Any]]) -> bool:
-    """Returns whether some module of a tree is registered twice."""
+    """Return whether some module of a tree is registered twice."""
     return any(node["kind"] == "again" or has_alias(node.get("nodes", [])) for node in nodes)
