@@ -15,14 +15,13 @@ import torch
 from fsdp_testing.campaign.batch import LASTING, Watch, run_batch
 from fsdp_testing.campaign.lane import lost_note
 from fsdp_testing.errors import InvalidArgument, InvalidRecord
-from fsdp_testing.findings.discovery import FINDING_FORMAT, Discovery
+from fsdp_testing.findings import discovery
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.judging import record_stream
 from fsdp_testing.judging.batch_judge import CaseNote, judge_batch
 from fsdp_testing.pool import Pool
-from fsdp_testing.records import Case, RankObservation, RunReport
+from fsdp_testing.records import Case, RankObservation, RunReport, outcome
 from fsdp_testing.records.document import load_json
-from fsdp_testing.records.outcome import REPORT_FORMAT
 from fsdp_testing.strategies import legal_case, needs_of_case
 
 
@@ -61,10 +60,10 @@ def read_recorded(path: Path) -> list[Recorded]:
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidArgument(f"{path}: expected a readable text file, got {error}. Give a case or finding.") from error
     data = load_json(text, str(path))
-    if data.get("format") == FINDING_FORMAT:
-        found = Discovery.from_json(text, str(path))
+    if data.get("format") == discovery.FORMAT.name:
+        found = discovery.Discovery.from_json(text, str(path))
         return [Recorded(_checked(found.case, path), found.implementation)]
-    if data.get("format") == REPORT_FORMAT:
+    if data.get("format") == outcome.FORMAT.name:
         report = RunReport.from_json(text, str(path))
         cases = [
             Recorded(finding.case, result.implementation) for result in report.results for finding in result.findings
@@ -74,7 +73,7 @@ def read_recorded(path: Path) -> list[Recorded]:
                 f"{path}: expected a report with failures, got one without. There is nothing to replay."
             )
         return cases
-    return [Recorded(_checked(Case.from_document(data, str(path)), path))]
+    return [Recorded(_checked(Case.from_json(data, str(path)), path))]
 
 
 def _checked(case: Case, path: Path) -> Case:

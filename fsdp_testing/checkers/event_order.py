@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdp_testing.records.history import History
+from fsdp_testing.records.event import History
 
 
 @dataclass(frozen=True, slots=True)

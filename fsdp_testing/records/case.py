@@ -7,6 +7,7 @@ any of them may be asked to run it.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,10 +15,9 @@ from typing import Any
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.operations import OPERATIONS, Operation
 from fsdp_testing.records.capabilities import STRATEGIES
-from fsdp_testing.records.document import check_format, decode, encode, load_json, register_union, to_json
+from fsdp_testing.records.document import Format, decode, register_union
 
-CASE_FORMAT = "fsdp_testing/case"
-CASE_VERSION = 1
+FORMAT = Format("fsdp_testing/case", 1)
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 OPTIMIZERS = ("sgd", "adamw", "adam")
@@ -109,7 +109,7 @@ class WorldSpec:
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
-        """The mesh shape, one-dimensional unless told otherwise."""
+        """The mesh shape, one-dimensional unless one is given."""
         return self.mesh or (self.size,)
 
 
@@ -144,10 +144,6 @@ class Case:
     cpu_offload: bool = False
     optimizer: OptimizerSpec = OptimizerSpec()
 
-    def with_program(self, *operations: Operation) -> Case:
-        """Return this case with another program."""
-        return replace(self, program=tuple(operations))
-
     def without_operation(self, index: int) -> Case:
         """Return this case with operation `index` left out; always a legal case again."""
         return replace(self, program=self.program[:index] + self.program[index + 1 :])
@@ -170,23 +166,16 @@ class Case:
 
     def to_json(self, *, indent: int | None = None) -> str:
         """Return the case as a JSON document; `Case.from_json` gives back an equal case."""
-        return to_json({"format": CASE_FORMAT, "version": CASE_VERSION, **encode(self)}, indent=indent)
+        return FORMAT.write(self, indent=indent)
 
     @classmethod
-    def from_json(cls, text: str, where: str = "case") -> Case:
-        """Read a case.
+    def from_json(cls, document: str | Mapping[str, Any], where: str = "case") -> Case:
+        """Read a case from text, or from what it was parsed to.
 
         Raises:
             InvalidRecord: The document is damaged, newer than this version, or describes no legal case.
         """
-        return cls.from_document(load_json(text, where), where)
-
-    @classmethod
-    def from_document(cls, data: Mapping[str, Any], where: str = "case") -> Case:
-        """Read a case from parsed JSON data; raises like `from_json`."""
-        check_format(data, CASE_FORMAT, CASE_VERSION, where)
-        body = {key: item for key, item in data.items() if key not in ("format", "version")}
-        case = decode(cls, body, where)
+        case = decode(cls, FORMAT.read(document, where), where)
         check_case(case, where)
         return case
 
@@ -214,10 +203,7 @@ def check_case(case: Case, where: str = "case") -> None:
             demand(f"mixed_precision.{name}", getattr(case.mixed_precision, name), DTYPES)
     if case.world.size < 1:
         problems.append(f"world.size: expected at least 1, got {case.world.size}")
-    product = 1
-    for extent in case.world.mesh_shape:
-        product *= extent
-    if product != case.world.size:
+    if math.prod(case.world.mesh_shape) != case.world.size:
         problems.append(f"world.mesh: expected {case.world.size} ranks in all, got shape {case.world.mesh_shape}")
     if problems:
         raise InvalidRecord(f"{where}.{'; '.join(problems)}. Mend the document.")

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from fsdp_testing.records import verdict as verdicts
-from fsdp_testing.records.document import check_format, decode, encode, load_json, to_json
+from fsdp_testing.records.document import Format, decode
 from fsdp_testing.records.finding import Finding
 from fsdp_testing.records.portrait import Portrait
 from fsdp_testing.records.verdict import Verdict
 
-REPORT_FORMAT = "fsdp_testing/report"
-REPORT_VERSION = 3
+FORMAT = Format("fsdp_testing/report", 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +98,7 @@ class RunReport:
 
     def to_json(self, *, indent: int | None = None) -> str:
         """Return the report as a JSON document."""
-        return to_json({"format": REPORT_FORMAT, "version": REPORT_VERSION, **encode(self)}, indent=indent)
+        return FORMAT.write(self, indent=indent)
 
     @classmethod
     def from_json(cls, text: str, where: str = "report") -> RunReport:
@@ -108,6 +107,4 @@ class RunReport:
         Raises:
             InvalidRecord: The document is damaged or newer than this version.
         """
-        data = load_json(text, where)
-        check_format(data, REPORT_FORMAT, REPORT_VERSION, where)
-        return decode(cls, {key: item for key, item in data.items() if key not in ("format", "version")}, where)
+        return decode(cls, FORMAT.read(text, where), where)

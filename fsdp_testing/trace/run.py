@@ -10,7 +10,7 @@ from fsdp_testing.errors import WorldFailed
 from fsdp_testing.implementations import registry
 from fsdp_testing.pool import Pool, WorldOutcome, default_pool
 from fsdp_testing.records import Case, RankObservation
-from fsdp_testing.records.history import History
+from fsdp_testing.records.event import History
 from fsdp_testing.trace import job
 
 OnRanks = Callable[..., list[Any]]

@@ -10,8 +10,7 @@ from fsdp_testing.checkers.event_order import (
     ranks_agree,
     transition_steps,
 )
-from fsdp_testing.records.event import CollectiveEvent, Event, UnitEvent
-from fsdp_testing.records.history import History
+from fsdp_testing.records.event import CollectiveEvent, Event, History, UnitEvent
 
 
 def collective(name: str, number: int, *, group: tuple[int, ...] = (0, 1), **more: Any) -> Event:
