@@ -43,11 +43,19 @@ SHORT_FINDINGS = 4
 LOG_WIDTH = 120
 
 
-def open_console() -> Console:
+class Output(Console):
+    """A console that shows names and messages as they are."""
+
+    def say(self, *parts: str | tuple[str, str], style: str = "") -> None:
+        """Print a line of parts, each a text or a text with its style: no markup, and not broken where the width ends."""
+        self.print(Text.assemble(*parts, style=style), soft_wrap=True)
+
+
+def open_console() -> Output:
     """Return a console on standard output; a log file, which has no width, gets a usual one unless `COLUMNS` sets it."""
-    console = Console(highlight=False)
+    console = Output(highlight=False)
     if not console.is_terminal and not env.get("COLUMNS"):
-        return Console(highlight=False, width=LOG_WIDTH)
+        return Output(highlight=False, width=LOG_WIDTH)
     return console
 
 
