@@ -76,23 +76,19 @@ class StateDirectory:
 
     def save(self, progress: Progress) -> None:
         """Write the progress."""
-        self._write(self.path, [("state.json", FORMAT.write(progress))])
+        self.write_files("", [("state.json", FORMAT.write(progress))])
 
     def keep_unjudged(self, case: Case, reason: str) -> None:
         """Keep a case that could not be judged, and why."""
         files = [(f"{case.identity}.json", case.to_json()), (f"{case.identity}.txt", reason + "\n")]
-        self._write(self.path / "unjudged", files)
+        self.write_files("unjudged", files)
 
     def found(self) -> list[Path]:
         """Return the folders of what was found."""
         return sorted(path for path in (self.path / "found").glob("*") if path.is_dir())
 
     def write_files(self, folder: str, files: Iterable[tuple[str, str]]) -> Path:
-        """Write the files of one finding and return its folder."""
-        place = self.path / "found" / folder
-        self._write(place, files)
-        return place
-
-    def _write(self, folder: Path, files: Iterable[tuple[str, str]]) -> None:
+        """Write files, each as a whole or not at all, and return their folder."""
         for name, text in files:
-            write_atomically(folder / name, text, option="--state")
+            write_atomically(self.path / folder / name, text, option="--state")
+        return self.path / folder

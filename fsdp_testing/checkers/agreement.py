@@ -82,6 +82,21 @@ def review(
     return replace(found, explanation=f"{about}: {found.explanation}"), tally
 
 
+def wrong_numbers(
+    expectation: Expectation, ranks: Sequence[RankObservation], asked: Comparison
+) -> tuple[int, list[Quantity]]:
+    """Return the operation after which numbers diverge first, and which ones; none where a difference has no size."""
+    divergences = compare(expectation, ranks, asked).divergences
+    sized = bool(divergences) and all(divergence.max_error is not None for divergence in divergences)
+    return (divergences[0].index, [divergence.quantity for divergence in divergences]) if sized else (-1, [])
+
+
+def agrees(expectation: Expectation, ranks: Sequence[RankObservation], asked: Comparison) -> bool:
+    """Return whether something is compared, and all of it agrees for certain."""
+    tally = compare(expectation, ranks, asked)
+    return tally.comparisons > 0 and not tally.divergences and not tally.undecided
+
+
 def require_decided(tally: Compared) -> None:
     """Demand that what passed was decided.
 

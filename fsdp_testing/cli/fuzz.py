@@ -203,9 +203,10 @@ def _report_known(console: Output, tally: CampaignTally) -> None:
     if tally.statuses["known"]:
         share = tally.statuses["known"] / tally.run
         console.say(f"cases that failed by a known failure: {tally.statuses['known']} ({share:.1%})")
-    for one in tally.shares():
-        later = f", {one.postponed} put off, since it costs the ranks" if one.postponed else ""
-        console.say(f"  {one.share:.1%} ({one.met} cases{later}): {one.rule}", style="dim")
+    for rule in dict.fromkeys([*(name for name, _ in tally.known.most_common()), *tally.postponed]):
+        met, postponed = tally.known[rule], tally.postponed[rule]
+        later = f", {postponed} put off, since it costs the ranks" if postponed else ""
+        console.say(f"  {met / max(tally.run, 1):.1%} ({met} cases{later}): {rule}", style="dim")
 
 
 def _report_counts(console: Output, what: str, counts: Any) -> None:

@@ -60,17 +60,19 @@ def _replay(console: Output, recorded: Recorded, options: argparse.Namespace) ->
             runs.append(replay(pool, adapter, recorded.case, options.timeout))
         finally:
             pool.close()
-    note, digest = runs[0].note, runs[0].digest
+    result, digest = runs[0]
+    note = result.note
     console.say(f"case {recorded.case.identity} on {name}: {note.status}")
     if note.status not in ("passed", "leaked"):
         console.say(f"  {note.signature or ''} {note.reason}".rstrip())
-    if runs[0].account:
-        console.say(runs[0].account)
+    if result.account:
+        console.say(result.account)
     if len(runs) == 2:
-        same = runs[1].digest == digest
+        other = runs[1][1]
+        same = other == digest
         how = f"the same bits on restarted processes ({digest or 'none were reported'})"
-        other = f"other bits on restarted processes: {digest or 'none'} and {runs[1].digest or 'none'}"
-        console.say(f"  {how if same else other}")
+        differ = f"other bits on restarted processes: {digest or 'none'} and {other or 'none'}"
+        console.say(f"  {how if same else differ}")
         if not same and note.status in ("passed", "leaked"):
             return 3
     return {"passed": 0, "leaked": 0, "suspect": 1}.get(note.status, 3)

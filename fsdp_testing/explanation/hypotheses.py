@@ -68,10 +68,7 @@ class WrongNumbers:
         self._comparison = comparison
         self._oracle = oracle
         self._truth = oracle(case)
-        divergences = agreement.compare(self._truth, ranks, comparison).divergences
-        sized = all(divergence.max_error is not None for divergence in divergences)
-        self._wrong = [divergence.quantity for divergence in divergences] if sized else []
-        self._index = divergences[0].index if divergences else -1
+        self._index, self._wrong = agreement.wrong_numbers(self._truth, ranks, comparison)
         points = (p for p in self._truth.points if p.index == self._index and set(self._wrong) <= set(p.quantities))
         self._point = next(points, None) if self._wrong else None
         self._kinds = frozenset(quantity.kind for quantity in self._wrong)
@@ -94,8 +91,15 @@ class WrongNumbers:
 
     def _factor(self, point: ExpectedPoint) -> Hypothesis | None:
         size = float(self._case.world.size)
+        due = [(quantity, point.quantities[quantity]) for quantity in self._wrong]
         for factor in (size, 1.0 / size) if self._kinds == {"gradient"} else ():
-            if self._agrees({q: _times(point.quantities[q], factor) for q in self._wrong}, point):
+            values = {
+                quantity: Expected(
+                    None if one.value is None else one.value * factor, one.bound * factor, one.derivation
+                )
+                for quantity, one in due
+            }
+            if self._agrees(values, point):
                 return Hypothesis(-1, factor, self._kinds)
         return None
 
@@ -146,10 +150,4 @@ class WrongNumbers:
         if not values or any(expected.value is None for expected in values.values()):
             return False
         only = replace(self._truth, points=(replace(point, quantities=values),))
-        tally = agreement.compare(only, self._ranks, self._comparison)
-        return tally.comparisons > 0 and not tally.divergences and not tally.undecided
-
-
-def _times(expected: Expected, factor: float) -> Expected:
-    value = None if expected.value is None else expected.value * factor
-    return Expected(value, expected.bound * factor, expected.derivation)
+        return agreement.agrees(only, self._ranks, self._comparison)

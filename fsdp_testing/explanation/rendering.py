@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fsdp_testing.checkers.explain import ranks_text
-from fsdp_testing.explanation.casts import OtherCast
 from fsdp_testing.explanation.hypotheses import Hypothesis
 from fsdp_testing.records import RAISES, Case, Finding, Operation
 
 UnshardedUnits = Mapping[str, tuple[int, ...]]
 
 
-def render(finding: Finding, like: Hypothesis | None, unsharded: UnshardedUnits, cast: OtherCast | None = None) -> str:
+def render(finding: Finding, like: Hypothesis | None, unsharded: UnshardedUnits, cast: str = "") -> str:
     """Return the account of a finding on its shortest schedule.
 
     Args:
         finding: The finding; its case is the shortest one.
         like: What the wrong numbers are equal to.
         unsharded: Units that were gathered when the operation without effect began, with the ranks on which they were.
-        cast: The cast that gives these numbers, in mixed precision.
+        cast: Which cast gives these numbers, in mixed precision; empty if none does.
     """
     case = finding.case
     schedule = _schedule(case.program[: finding.operation + 1])
@@ -27,8 +26,8 @@ def render(finding: Finding, like: Hypothesis | None, unsharded: UnshardedUnits,
     if finding.kind in RAISES:
         return f"{after}: {finding.statement}"
     wrong = f"{after}: {_what_is_wrong(finding)}"
-    if cast is not None:
-        return f"{after}: {cast.happened}; {_what_is_wrong(finding)}, and is what one process gives with that cast."
+    if cast:
+        return f"{after}: {cast}; {_what_is_wrong(finding)}, and is what one process gives with that cast."
     if like is None:
         return f"{wrong}."
     return f"{after}: {_cause(case, like, unsharded)}; {_what_is_wrong(finding)}, {_equal_to(case, like)}."

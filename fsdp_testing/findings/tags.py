@@ -61,15 +61,11 @@ def _batch_tags(case: Case) -> Iterator[str]:
                 yield "batch:usage"
 
 
-def _leaves_a_rank_empty(rows: int, ranks: int) -> bool:
-    """Whether equal chunks of so many rows leave the last rank without any."""
-    chunk = -(-rows // ranks)
-    return chunk * (ranks - 1) >= rows
-
-
 def _tree_tags(case: Case) -> Iterator[str]:
     shards = case.world.mesh_shape[-1]
-    if any(spec.shape and _leaves_a_rank_empty(spec.shape[0], shards) for spec in parameters(case.model.tree)):
+    rows = [spec.shape[0] for spec in parameters(case.model.tree) if spec.shape]
+    # Equal chunks of so many rows leave the last rank without any.
+    if any(-(-count // shards) * (shards - 1) >= count for count in rows):
         yield "empty_shard"
     if has_alias(case.model.tree["nodes"]):
         yield "alias"
