@@ -51,7 +51,6 @@ def execute(options: argparse.Namespace) -> int:
         if options.ids or options.list:
             raise InvalidArgument("museum: expected --exhibits N alone, got IDs or --list too. Drop one of them.")
         return hunt_exhibits(options.exhibits, options.seed, seconds=options.seconds)
-    from fsdp_testing.museum.hunt import hunt
     from fsdp_testing.museum.tour import chosen, tour
     from fsdp_testing.report.terminal import open_console
 
@@ -64,8 +63,7 @@ def execute(options: argparse.Namespace) -> int:
             _print_story(exhibit, console)
         return 0
     escaped = unmet = hunted = 0
-    hunter = (lambda exhibit, seed, limit: hunt(exhibit, seed, limit=limit)) if options.fuzz else None
-    for visit in tour(selection, hunter=hunter, seed=options.seed):
+    for visit in tour(selection, hunted=options.fuzz, seed=options.seed):
         escaped += not visit.caught
         hunted += visit.hunt is not None
         unmet += visit.hunt is not None and visit.hunt.cases is None

@@ -90,13 +90,15 @@ class WrappingPlan:
 
     def required(self) -> frozenset[str]:
         """Return the capabilities that wrapping so needs."""
-        prefetch = self.forward_prefetch or self.backward_prefetch != "pre"
-        tags = {"nested_wrapping"} if self.units else set()
-        tags |= {"policy_wrapping"} if self.policy else set()
-        tags |= {"ignored_parameters"} if self.ignored else set()
-        tags |= {"activation_checkpointing"} if self.checkpointed else set()
-        tags |= {"reentrant_checkpointing"} if self.checkpointed and self.checkpoint_reentrant else set()
-        return frozenset(tags | ({"prefetch"} if prefetch else set()))
+        asked = {
+            "nested_wrapping": self.units,
+            "policy_wrapping": self.policy,
+            "ignored_parameters": self.ignored,
+            "activation_checkpointing": self.checkpointed,
+            "reentrant_checkpointing": self.checkpointed and self.checkpoint_reentrant,
+            "prefetch": self.forward_prefetch or self.backward_prefetch != "pre",
+        }
+        return frozenset(tag for tag, value in asked.items() if value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +152,17 @@ class Case:
 
     def required(self) -> frozenset[str]:
         """Return the capabilities an implementation must claim to be asked this case."""
-        tags = {STRATEGIES[self.strategy]}
-        tags |= {"cpu_offload"} if self.cpu_offload else set()
-        tags |= {"frozen_parameters"} if self.model.freeze else set()
-        if self.mixed_precision is not None:
-            tags |= {"mixed_precision"} if self.mixed_precision.param_dtype else set()
-            tags |= {"reduce_dtype"} if self.mixed_precision.reduce_dtype else set()
-            tags |= {"buffer_dtype"} if self.mixed_precision.buffer_dtype else set()
-        return frozenset(tags).union(self.wrapping.required(), *(operation.required() for operation in self.program))
+        precision = self.mixed_precision or MixedPrecisionSpec()
+        asked = {
+            STRATEGIES[self.strategy]: True,
+            "cpu_offload": self.cpu_offload,
+            "frozen_parameters": self.model.freeze,
+            "mixed_precision": precision.param_dtype,
+            "reduce_dtype": precision.reduce_dtype,
+            "buffer_dtype": precision.buffer_dtype,
+        }
+        own = frozenset(tag for tag, value in asked.items() if value)
+        return own.union(self.wrapping.required(), *(operation.required() for operation in self.program))
 
     @property
     def identity(self) -> str:

@@ -39,15 +39,12 @@ _MERGE_ORDER = (
     Verdict.NOT_CLAIMED,
 )
 
-# What an expectation of failure makes of each verdict. A lost verdict stays lost. An expectation that can never be met,
-# because the check passes or is not even asked, is stale.
+# What an expectation of failure makes of a verdict; the others stay, a lost one too. An expectation that can never be
+# met, because the check passes or is not even asked, is stale.
 _EXPECTED = {
     Verdict.PASS: Verdict.STALE,
     Verdict.FAIL: Verdict.EXPECTED_FAILURE,
-    Verdict.UNKNOWN: Verdict.UNKNOWN,
     Verdict.NOT_CLAIMED: Verdict.STALE,
-    Verdict.EXPECTED_FAILURE: Verdict.EXPECTED_FAILURE,
-    Verdict.STALE: Verdict.STALE,
 }
 
 
@@ -59,7 +56,7 @@ def merge(verdicts: Iterable[Verdict]) -> Verdict:
 
 def with_expectation(verdict: Verdict) -> Verdict:
     """Return what `verdict` becomes when the user expected this check to fail."""
-    return _EXPECTED[verdict]
+    return _EXPECTED.get(verdict, verdict)
 
 
 def exit_code(verdicts: Iterable[Verdict]) -> int:
