@@ -77,10 +77,7 @@ class WrongNumbers:
         self._oracle = oracle
         self._terms = terms
         self._truth = oracle(case)
-        divergences = agreement.compare(self._truth, ranks, comparison).divergences
-        sized = all(divergence.max_error is not None for divergence in divergences)
-        self._wrong = [divergence.quantity for divergence in divergences] if sized else []
-        self._index = divergences[0].index if divergences else -1
+        self._index, self._wrong = agreement.wrong_numbers(self._truth, ranks, comparison)
         points = (p for p in self._truth.points if p.index == self._index and set(self._wrong) <= set(p.quantities))
         self._point = next(points, None) if self._wrong else None
         self._kinds = frozenset(quantity.kind for quantity in self._wrong)
@@ -141,5 +138,4 @@ class WrongNumbers:
         if not values or any(expected.value is None for expected in values.values()):
             return False
         only = replace(self._truth, points=(replace(point, quantities=values),))
-        tally = agreement.compare(only, self._ranks, self._comparison)
-        return tally.comparisons > 0 and not tally.divergences and not tally.undecided
+        return agreement.agrees(only, self._ranks, self._comparison)
