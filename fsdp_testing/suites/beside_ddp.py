@@ -29,9 +29,7 @@ from fsdp_testing.programs.execute import RankProgram
 from fsdp_testing.programs.setup import setup_in_world
 from fsdp_testing.records import Case, MixedPrecisionSpec, Observe, RankObservation, Step, WrappingPlan, ZeroGrad
 from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Place, Suite
-from fsdp_testing.suites.schedules import accumulated, iterations, micro_batch
-
-_SOURCE = "torch.nn.parallel.DistributedDataParallel on the same ranks"
+from fsdp_testing.suites.schedules import accumulated, iteration, iterations, micro_batch
 
 
 class LowPrecision(nn.Module):
@@ -109,23 +107,17 @@ _PRECISIONS = (
 _PAIR = RunMode(run_beside_ddp, review=review_pair)
 
 
-SUITE = Suite()
+SUITE = Suite(source="torch.nn.parallel.DistributedDataParallel on the same ranks", mode=_PAIR)
 
 
-@SUITE.check("beside_ddp.no_sync", source=_SOURCE, needs=frozenset({"no_sync"}), mode=_PAIR)
+@SUITE.check("beside_ddp.no_sync")
 def _accumulated(place: Place) -> Iterable[Case]:
     """Local micro-batches and a reduced one give what DDP gives."""
     program = (*accumulated(0, 1, 2), Observe(), Step(), ZeroGrad(), *accumulated(3, 4), Step())
     yield place.case("uneven", *program, optimizer=ADAMW)
 
 
-@SUITE.check(
-    "beside_ddp.mixed_precision",
-    source=_SOURCE,
-    needs=frozenset({"mixed_precision", "reduce_dtype"}),
-    comparison=Comparison(lockstep=True),
-    mode=_PAIR,
-)
+@SUITE.check("beside_ddp.mixed_precision", comparison=Comparison(lockstep=True))
 def _lowered(place: Place) -> Iterable[Case]:
     """A gradient computed and reduced in low precision is DDP's, cast for cast."""
     # One reduction, from equal values: what two low precisions make of a difference in the last bit is bounded by nothing.
@@ -133,14 +125,14 @@ def _lowered(place: Place) -> Iterable[Case]:
         yield place.case("mlp", micro_batch(0), Observe(), dtype="float32", optimizer=PLAIN_SGD, precision=precision)
 
 
-@SUITE.check("beside_ddp.offload", source=_SOURCE, needs=frozenset({"cpu_offload"}), mode=_PAIR)
+@SUITE.check("beside_ddp.offload")
 def _offloaded(place: Place) -> Iterable[Case]:
     """Offloaded parameters train as DDP's do."""
     yield replace(place.case("uneven", *iterations(3), optimizer=ADAMW), cpu_offload=True)
 
 
-@SUITE.check("beside_ddp.offload_no_sync", source=_SOURCE, needs=frozenset({"cpu_offload", "no_sync"}), mode=_PAIR)
+@SUITE.check("beside_ddp.offload_no_sync")
 def _offloaded_accumulation(place: Place) -> Iterable[Case]:
     """Offloaded gradients accumulate as DDP's do."""
-    program = (*accumulated(0, 1), Observe(), Step(), ZeroGrad(), *iterations(1, first=2))
+    program = (*accumulated(0, 1), Observe(), Step(), ZeroGrad(), *iteration(2))
     yield replace(place.case("mlp", *program), cpu_offload=True)

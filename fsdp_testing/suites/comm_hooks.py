@@ -32,12 +32,10 @@ from fsdp_testing.programs.reduction import Reduced
 from fsdp_testing.programs.replay import Replay
 from fsdp_testing.programs.setup import setup_in_world
 from fsdp_testing.records import Case, Finding, MixedPrecisionSpec, Observe, RankObservation, Step, ZeroGrad
-from fsdp_testing.suites.check import PLAIN_SGD, Check, Place, Suite
+from fsdp_testing.suites.check import PLAIN_SGD, Place, Suite
 from fsdp_testing.suites.schedules import accumulated, iterations, micro_batch
 
-_NEEDS = frozenset({"comm_hook"})
 _LOCKSTEP = Comparison(lockstep=True)
-_SOURCE = "torch.distributed.fsdp.FullyShardedDataParallel.register_comm_hook"
 # `reduce_scatter_tensor` before torch 2.13.
 _REDUCE_SCATTER: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -190,10 +188,10 @@ def _compressed_to(wire: str) -> RunMode:
     return RunMode(run_hooked, (Way(wire),), seen_as=partial(_as_reduced_in, wire))
 
 
-SUITE = Suite()
+SUITE = Suite(needs={"comm_hook"}, source="torch.distributed.fsdp.FullyShardedDataParallel.register_comm_hook")
 
 
-@SUITE.check("comm_hook.called_once_per_unit", source=_SOURCE, needs=_NEEDS, mode=_REVIEWED)
+@SUITE.check("comm_hook.called_once_per_unit", mode=_REVIEWED)
 def _never_stepping(place: Place) -> Iterable[Case]:
     """Each backward calls the hook once for every unit, with the unit's whole gradient on this rank."""
     # No step: gradients are a function of the initial values, so the rank's own are known without the other ranks.
@@ -201,7 +199,7 @@ def _never_stepping(place: Place) -> Iterable[Case]:
         yield place.case(model, micro_batch(0), ZeroGrad(), micro_batch(1), Observe(), optimizer=PLAIN_SGD)
 
 
-@SUITE.check("comm_hook.not_in_no_sync", source=_SOURCE, needs=_NEEDS | {"no_sync"}, mode=_REVIEWED)
+@SUITE.check("comm_hook.not_in_no_sync", mode=_REVIEWED)
 def _accumulating(place: Place) -> Iterable[Case]:
     """Inside no_sync the hook is not called; the next reduction is given the sum of all micro-batches."""
     yield place.case("mlp", *accumulated(0, 1, 2), Observe(), ZeroGrad(), micro_batch(3), optimizer=PLAIN_SGD)
@@ -209,50 +207,28 @@ def _accumulating(place: Place) -> Iterable[Case]:
 
 
 SUITE.add(
-    Check(
-        "comm_hook.averages",
-        "Training with a hook that averages is training without a hook.",
-        _SOURCE,
-        _trained,
-        _NEEDS,
-        mode=RunMode(run_hooked, (_MEAN,)),
-    )
+    "comm_hook.averages",
+    "Training with a hook that averages is training without a hook.",
+    _trained,
+    mode=RunMode(run_hooked, (_MEAN,)),
 )
-
-
 SUITE.add(
-    Check(
-        "comm_hook.result_is_kept",
-        "What the hook returns is the gradient: nothing else is reduced, divided or added.",
-        _SOURCE,
-        _trained,
-        _NEEDS,
-        mode=RunMode(run_hooked, (_QUARTER,), expect_scaled, (_QUARTER.factor,)),
-    )
+    "comm_hook.result_is_kept",
+    "What the hook returns is the gradient: nothing else is reduced, divided or added.",
+    _trained,
+    mode=RunMode(run_hooked, (_QUARTER,), expect_scaled, (_QUARTER.factor,)),
 )
-
-
 SUITE.add(
-    Check(
-        "comm_hook.bfloat16",
-        "A hook that reduces in bfloat16 gives what reduction in bfloat16 gives.",
-        _SOURCE,
-        _compressed,
-        _NEEDS,
-        _LOCKSTEP,
-        mode=_compressed_to("bfloat16"),
-    )
+    "comm_hook.bfloat16",
+    "A hook that reduces in bfloat16 gives what reduction in bfloat16 gives.",
+    _compressed,
+    comparison=_LOCKSTEP,
+    mode=_compressed_to("bfloat16"),
 )
-
-
 SUITE.add(
-    Check(
-        "comm_hook.float16",
-        "A hook that reduces in float16 gives what reduction in float16 gives.",
-        _SOURCE,
-        _compressed,
-        _NEEDS,
-        _LOCKSTEP,
-        mode=_compressed_to("float16"),
-    )
+    "comm_hook.float16",
+    "A hook that reduces in float16 gives what reduction in float16 gives.",
+    _compressed,
+    comparison=_LOCKSTEP,
+    mode=_compressed_to("float16"),
 )

@@ -20,7 +20,7 @@ from fsdp_testing.programs.observe import snapshot_of
 from fsdp_testing.programs.setup import setup_in_world
 from fsdp_testing.records import Batch, BuildOptimizer, Case, Move, Observe, RankObservation, Step
 from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Place, Suite
-from fsdp_testing.suites.schedules import forward, iterations, micro_batch
+from fsdp_testing.suites.schedules import forward, iteration, iterations, micro_batch
 
 _COPY = "deepcopy"
 """Label of the observation at which the model is copied."""
@@ -70,13 +70,13 @@ def run_copying(adapter: Adapter, case: Case, observe_all: bool) -> RankObservat
 SUITE = Suite()
 
 
-@SUITE.check("conversion.same_device", source="torch.nn.Module.to", needs=frozenset({"forward_only"}))
+@SUITE.check("conversion.same_device", source="torch.nn.Module.to")
 def _moved(place: Place) -> Iterable[Case]:
     """`module.to` the device where it is already changes nothing, before training and in the middle."""
-    yield place.case("uneven", Move(), *iterations(1), Move(), *iterations(1, first=1), forward(5), optimizer=ADAMW)
+    yield place.case("uneven", Move(), *iteration(0), Move(), *iteration(1), forward(5), optimizer=ADAMW)
 
 
-@SUITE.check("conversion.dtype", source="torch.nn.Module.to; B078", needs=frozenset({"dtype_cast", "late_optimizer"}))
+@SUITE.check("conversion.dtype", source="torch.nn.Module.to; B078")
 def _cast(place: Place) -> Iterable[Case]:
     """`module.to(dtype)` before the first forward: training happens in that dtype."""
     late = (BuildOptimizer(), *iterations(2))
@@ -84,11 +84,7 @@ def _cast(place: Place) -> Iterable[Case]:
     yield place.case("uneven", Move("float64"), *late, optimizer=ADAMW, dtype="float32")
 
 
-@SUITE.check(
-    "conversion.dtype_of_buffers",
-    source="torch.nn.Module.to",
-    needs=frozenset({"dtype_cast", "late_optimizer", "buffers"}),
-)
+@SUITE.check("conversion.dtype_of_buffers", source="torch.nn.Module.to")
 def _cast_buffers(place: Place) -> Iterable[Case]:
     """`module.to(dtype)` before the first forward casts floating buffers, and no others."""
     yield place.case("buffers", Move("float32"), BuildOptimizer(), *iterations(2))
@@ -98,5 +94,5 @@ def _cast_buffers(place: Place) -> Iterable[Case]:
 def _copied(place: Place) -> Iterable[Case]:
     """A deep copy trains by itself and leaves the original alone, or is refused on every rank."""
     after = (micro_batch(1), Observe(), Step())
-    yield place.case("mlp", *iterations(1), Observe(_COPY), *after, optimizer=PLAIN_SGD)
+    yield place.case("mlp", *iteration(0), Observe(_COPY), *after, optimizer=PLAIN_SGD)
     yield place.case("mlp", Observe(_COPY), *after, optimizer=PLAIN_SGD)
