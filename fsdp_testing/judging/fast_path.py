@@ -15,7 +15,7 @@ from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.quantities import Quantity
 from fsdp_testing.checkers.tensors import same_bits
 from fsdp_testing.programs.models import dtype_name
-from fsdp_testing.programs.replay_point import ReplayPoint
+from fsdp_testing.programs.replay import ReplayPoint
 from fsdp_testing.records import UNIT_ROUNDOFF, ObservedPiece, OperationResult, RankObservation, Snapshot
 
 ROUNDINGS = 12

@@ -60,8 +60,8 @@ def _magnitudes(place: Place) -> Iterable[Case]:
     """No micro-batch is rescaled or lost, whatever its size."""
     program = (no_sync_batch(0, scale=1.0), no_sync_batch(1, scale=10.0), micro_batch(2, scale=0.1), Observe(), Step())
     yield place.case("mlp", *program, optimizer=PLAIN_SGD)
-    program = (no_sync_batch(0, scale=0.1), micro_batch(1, scale=1.0), micro_batch(2, scale=10.0), Step())
-    yield place.case("mlp", *program, optimizer=PLAIN_SGD)
+    other = (no_sync_batch(0, scale=0.1), micro_batch(1, scale=1.0), micro_batch(2, scale=10.0), Step())
+    yield place.case("mlp", *other, optimizer=PLAIN_SGD)
 
 
 @SUITE.check("accumulation.clipped", source="torch.nn.utils.clip_grad_norm_")

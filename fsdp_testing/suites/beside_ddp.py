@@ -6,7 +6,6 @@ its own communication hook: the plain recipe, without FSDP's.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -23,10 +22,8 @@ from fsdp_testing.implementations.protocol import Precision, Setup
 from fsdp_testing.implementations.torch import ddp as torch_ddp
 from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.pool import Failed
-from fsdp_testing.pool.world import current_world
-from fsdp_testing.programs import models
+from fsdp_testing.programs import models, rank_jobs
 from fsdp_testing.programs.execute import RankProgram
-from fsdp_testing.programs.setup import setup_in_world
 from fsdp_testing.records import Case, MixedPrecisionSpec, Observe, RankObservation, Step, WrappingPlan, ZeroGrad
 from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Place, Suite
 from fsdp_testing.suites.schedules import accumulated, iteration, iterations, micro_batch
@@ -42,12 +39,8 @@ class LowPrecision(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Cast parameters and inputs, then run the module."""
-        cast = {fqn: self._low(parameter) for fqn, parameter in self.inner.named_parameters()}
-        inputs = models.map_tensors(self._low, (args, kwargs))
-        return torch.func.functional_call(self.inner, cast, inputs[0], inputs[1])
-
-    def _low(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+        cast, inputs, options = models.cast_floats((dict(self.inner.named_parameters()), args, kwargs), self.dtype)
+        return torch.func.functional_call(self.inner, cast, inputs, options)
 
 
 def _reduce_in(wire: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -86,16 +79,12 @@ def run_beside_ddp(adapter: Adapter, case: Case, observe_all: bool) -> RankObser
     Collectives: those of both; every rank of the world runs the same call.
     """
     plain = replace(case, strategy="no_shard", wrapping=WrappingPlan(), cpu_offload=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        program = RankProgram(case, adapter, current_world().rank, setup_in_world)
-        seen = program.run(observe_all=observe_all)
-        if seen.error is not None:
-            return Failed(seen)
-        adapter.finish(program.model)
-        other = RankProgram(plain, SECOND, current_world().rank, setup_in_world).run(observe_all=observe_all)
-    shown = adapter.observes_gradients
-    return PairedObservation(seen.rank, seen.results, seen.snapshots, None, seen.seconds, other, shown)
+    seen = rank_jobs.run_case(adapter, case, observe_all)
+    if isinstance(seen, Failed):
+        return seen
+    with rank_jobs.no_warnings():
+        other = RankProgram(plain, SECOND, seen.rank).run(observe_all=observe_all)
+    return seen.extended(PairedObservation, other=other, gradients=adapter.observes_gradients)
 
 
 _PRECISIONS = (

@@ -6,7 +6,6 @@ average like the built-in reduction, average after casting to 16 bits, or keep s
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,12 +24,11 @@ from fsdp_testing.implementations.protocol import Setup
 from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.pool import Failed
 from fsdp_testing.pool.world import current_world
-from fsdp_testing.programs import models, oracle
+from fsdp_testing.programs import models, oracle, rank_jobs
 from fsdp_testing.programs.disturbance import Disturbance
 from fsdp_testing.programs.execute import RankProgram
 from fsdp_testing.programs.reduction import Reduced
 from fsdp_testing.programs.replay import Replay
-from fsdp_testing.programs.setup import setup_in_world
 from fsdp_testing.records import Case, Finding, MixedPrecisionSpec, Observe, RankObservation, Step, ZeroGrad
 from fsdp_testing.suites.check import PLAIN_SGD, Place, Suite
 from fsdp_testing.suites.schedules import accumulated, iterations, micro_batch
@@ -93,17 +91,13 @@ def run_hooked(adapter: Adapter, case: Case, observe_all: bool, way: Way) -> Ran
         adapter.register_comm_hook(model, state, reduce_gradient)
         return model
 
-    program = RankProgram(case, replace(adapter, wrap=wrap), world.rank, setup_in_world)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        seen = program.run(observe_all=observe_all)
-        if seen.error is not None:
-            return Failed(seen)
-        adapter.finish(program.model)
+    program = RankProgram(case, replace(adapter, wrap=wrap), world.rank)
+    seen = rank_jobs.run_program(program, observe_all)
+    if isinstance(seen, Failed):
+        return seen
+    with rank_jobs.no_warnings():
         expected, elements = _own_gradients(case, world.rank)
-    return HookedObservation(
-        seen.rank, seen.results, seen.snapshots, None, seen.seconds, tuple(calls), expected, elements
-    )
+    return seen.extended(HookedObservation, calls=tuple(calls), expected_squares=expected, elements=elements)
 
 
 def _own_gradients(case: Case, rank: int) -> tuple[dict[int, float], int]:
@@ -174,8 +168,7 @@ def expect_scaled(case: Case, observe_all: bool, factor: float) -> Expectation:
         replay.factor = factor
         return replay
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with rank_jobs.no_warnings():
         return oracle.expect_free(case, observe_all=observe_all, make=make)
 
 

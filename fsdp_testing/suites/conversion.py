@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterable
 
 import torch
@@ -14,10 +13,9 @@ from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.pool import Failed
 from fsdp_testing.pool.world import current_world
-from fsdp_testing.programs import models
+from fsdp_testing.programs import models, rank_jobs
 from fsdp_testing.programs.execute import RankProgram
 from fsdp_testing.programs.observe import snapshot_of
-from fsdp_testing.programs.setup import setup_in_world
 from fsdp_testing.records import Batch, BuildOptimizer, Case, Move, Observe, RankObservation, Step
 from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Place, Suite
 from fsdp_testing.suites.schedules import forward, iteration, iterations, micro_batch
@@ -31,11 +29,11 @@ class CopyingProgram(RankProgram):
 
     copied: Copied | None = None
 
-    def look(self, label: str) -> None:
+    def observe(self, label: str) -> None:
         """Take a snapshot, after the copy has done the next micro-batch and one step."""
         if label == _COPY:
             self.copied = self._copy(next(batch for op in self.case.program[self.index :] for batch in op.batches()))
-        super().look(label)
+        super().observe(label)
 
     def _copy(self, batch: Batch) -> Copied:
         try:
@@ -57,14 +55,9 @@ def run_copying(adapter: Adapter, case: Case, observe_all: bool) -> RankObservat
 
     Collectives: those of the implementation; every rank of the world runs the same call.
     """
-    program = CopyingProgram(case, adapter, current_world().rank, setup_in_world)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        seen = program.run(observe_all=observe_all)
-        if seen.error is not None:
-            return Failed(seen)
-        adapter.finish(program.model)
-    return CopyingObservation(seen.rank, seen.results, seen.snapshots, None, seen.seconds, program.copied)
+    program = CopyingProgram(case, adapter, current_world().rank)
+    seen = rank_jobs.run_program(program, observe_all)
+    return seen if isinstance(seen, Failed) else seen.extended(CopyingObservation, copied=program.copied)
 
 
 SUITE = Suite()

@@ -33,10 +33,7 @@ def run_traced(adapter: Adapter, case: Case, observe_all: bool) -> RankObservati
     if isinstance(traced, Failed):
         return Failed(traced.value.observation)
     shapes = {fqn: tuple(p.shape) for fqn, p in build_model(case).named_parameters()}
-    seen = traced.observation
-    return TracedObservation(
-        seen.rank, seen.results, seen.snapshots, None, seen.seconds, traced.events, traced.units, shapes
-    )
+    return traced.observation.extended(TracedObservation, events=traced.events, units=traced.units, shapes=shapes)
 
 
 def _review(rules: Sequence[Rule], case: Case, ranks: Sequence[RankObservation], _seen: Expectation) -> Finding | None:

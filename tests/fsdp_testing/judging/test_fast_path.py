@@ -13,8 +13,7 @@ import torch
 from fsdp_testing.checkers import agreement
 from fsdp_testing.judging.fast_path import fast_path_agrees
 from fsdp_testing.programs import oracle
-from fsdp_testing.programs.replay import Replay
-from fsdp_testing.programs.replay_point import ReplayPoint
+from fsdp_testing.programs.replay import Replay, ReplayPoint
 from fsdp_testing.records import (
     BufferObservation,
     Case,
