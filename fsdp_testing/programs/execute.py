@@ -172,22 +172,20 @@ class RankProgram:
         self.in_implementation = False
 
     def _record(self, raised: Exception) -> RaisedError:
-        lines = traceback.format_exception(raised)
+        # Whether the adapter or the harness is at fault, so that nothing is known of the implementation. Collectives that
+        # do not match are the implementation's; the ledger only says so first.
+        if isinstance(raised, HarnessError):
+            ours = not isinstance(raised, CollectiveMismatch)
+        else:
+            ours = _raised_by_harness(raised) or (self.index < 0 and not self.in_implementation)
         return RaisedError(
             index=self.index,
             type_name=f"{type(raised).__module__}.{type(raised).__qualname__}".removeprefix("builtins."),
             message=str(raised),
-            traceback="".join(lines),
-            not_implementation_fault=self._is_not_implementation_fault(raised),
+            traceback="".join(traceback.format_exception(raised)),
+            not_implementation_fault=ours,
             not_supported=isinstance(raised, NotImplementedError),
         )
-
-    def _is_not_implementation_fault(self, raised: Exception) -> bool:
-        """Whether the adapter or the harness is at fault, so that nothing is known of the implementation."""
-        if isinstance(raised, HarnessError):
-            # Collectives that do not match are the implementation's; the ledger only says so first.
-            return not isinstance(raised, CollectiveMismatch)
-        return _raised_by_harness(raised) or (self.index < 0 and not self.in_implementation)
 
 
 def _raised_by_harness(raised: Exception) -> bool:

@@ -40,7 +40,7 @@ def expect_free(
     disturbed = make(disturbance).run(observe_all=observe_all)
     numel = sum(parameter.numel() for parameter in replay.parameters.values())
     points = tuple(_free_point(a, b, roundings, numel) for a, b in zip(plain, disturbed))
-    return Expectation(points, _shapes(replay), {"roundings": roundings, "mode": "free"})
+    return Expectation(points, replay.shapes, {"roundings": roundings, "mode": "free"})
 
 
 def expect_lockstep(
@@ -62,7 +62,7 @@ def expect_lockstep(
         elsewhere = Disturbance(case.seed, 0, displaced=True)
         moved = Replay(case, division, elsewhere, adopted).run(observe_all=True)
     points = tuple(_lockstep_point(a, b) for a, b in zip(plain, moved))
-    return Expectation(points, _shapes(replay), {"mode": "lockstep"})
+    return Expectation(points, replay.shapes, {"mode": "lockstep"})
 
 
 def roundings_of(case: Case) -> int:
@@ -142,7 +142,3 @@ def _apart(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
 
 def _point(point: ReplayPoint, quantities: dict[Quantity, Expected]) -> ExpectedPoint:
     return ExpectedPoint(point.index, quantities, point.requires_grad, point.dtypes, point.snapshot, point.pending)
-
-
-def _shapes(replay: Replay) -> dict[str, tuple[int, ...]]:
-    return {fqn: tuple(parameter.shape) for fqn, parameter in replay.parameters.items()}

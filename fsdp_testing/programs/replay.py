@@ -97,6 +97,11 @@ class Replay:
         self.points.append(self._observed(len(self.case.program), pending=any(self.pending)))
         return self.points
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every parameter."""
+        return {fqn: tuple(parameter.shape) for fqn, parameter in self.parameters.items()}
+
     # ------------------------------------------------------------------------------------------- construction
 
     def _compute_parameter(self, parameter: nn.Parameter) -> nn.Parameter:

@@ -119,18 +119,12 @@ def _own_gradients(case: Case, rank: int) -> tuple[dict[int, float], int]:
 
 
 def review_calls(case: Case, ranks: Sequence[RankObservation], _expectation: Expectation) -> Finding | None:
-    """Review the calls of every rank."""
-    return hook_calls.check_calls(case, ranks, _units_with_parameters(case), case.model.dtype)
-
-
-def _units_with_parameters(case: Case) -> int:
-    """Return how many units have trainable parameters of their own, outside inner units."""
-    names = [name for name, p in models.build_model(case).named_parameters() if p.requires_grad]
+    """Review the calls of every rank: one for each unit that has trainable parameters of its own, outside inner units."""
     owners = set()
-    for name in names:
+    for name, parameter in models.build_model(case).named_parameters():
         inside = [unit for unit in case.wrapping.units if name.startswith(f"{unit}.")]
-        owners.add(max(inside, key=len, default=""))
-    return len(owners)
+        owners |= {max(inside, key=len, default="")} if parameter.requires_grad else set()
+    return hook_calls.check_calls(case, ranks, len(owners), case.model.dtype)
 
 
 def _as_reduced_in(wire: str, case: Case) -> Case:

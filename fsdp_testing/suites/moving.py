@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 import torch
 
@@ -24,7 +24,7 @@ from fsdp_testing.programs.disturbance import Disturbance
 from fsdp_testing.programs.execute import RankProgram
 from fsdp_testing.programs.one_process import Saved
 from fsdp_testing.programs.replay import Replay
-from fsdp_testing.records import Case, RankObservation
+from fsdp_testing.records import Batch, Case, RankObservation
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,8 @@ def judge_moved(
     for place, ranks in enumerate((size, size + 1, size)):
         # Other inputs in each world: a state that was not loaded must not give the same numbers.
         world = replace(case.world, size=ranks)
-        cases.append(replace(case, world=world, program=_other_batches(case, 10 * place)))
+        moved = [operation.with_batches(partial(_reseeded, 10 * place)) for operation in case.program]
+        cases.append(replace(case, world=world, program=tuple(moved)))
         mode = RunMode(run_and_save, (saved, optimizer), expect_moved, (tuple(cases[:-1]), optimizer))
         judgements.append(runner.judge(adapter, cases[-1], comparison, mode=mode))
         observed = judgements[-1].ranks
@@ -53,6 +54,10 @@ def judge_moved(
         if judgements[-1].finding is not None or saved is None:
             break
     return _merged(judgements)
+
+
+def _reseeded(offset: int, batch: Batch) -> Batch:
+    return replace(batch, seed=batch.seed + offset)
 
 
 def _merged(judgements: Sequence[JudgedCase]) -> JudgedCase:
@@ -65,15 +70,6 @@ def _merged(judgements: Sequence[JudgedCase]) -> JudgedCase:
         seconds=sum(one.outcome.seconds for one in judgements),
     )
     return replace(last, outcome=outcome)
-
-
-def _other_batches(case: Case, offset: int) -> tuple[Any, ...]:
-    program = []
-    for operation in case.program:
-        batch = getattr(operation, "batch", None)
-        moved: Any = operation
-        program.append(replace(moved, batch=replace(batch, seed=batch.seed + offset)) if batch is not None else moved)
-    return tuple(program)
 
 
 # ----------------------------------------------------------------------------------------------- on the ranks
