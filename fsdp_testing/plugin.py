@@ -9,14 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from fsdp_testing import env
-
-if TYPE_CHECKING:
-    from fsdp_testing.pytest_plugin.protocol import Protocol
 
 _HINTS = (b"mark.world", b"worlds")
 _REFUSAL = pytest.StashKey[str]()
@@ -88,12 +85,6 @@ def pytest_configure(config: pytest.Config) -> None:
         from fsdp_testing.pytest_plugin.controller import validate
 
         validate(config)
-
-
-def _protocol(config: pytest.Config) -> Protocol:
-    from fsdp_testing.pytest_plugin.controller import protocol_of
-
-    return protocol_of(config)
 
 
 # ---------------------------------------------------------------------------------------------- collection
@@ -194,11 +185,11 @@ def world(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture(scope="session")
 def worlds(request: pytest.FixtureRequest) -> Any:
     """Run functions on ranks from a test of the controlling process: `worlds(size=2).run(function, *args)`."""
-    from fsdp_testing.pytest_plugin.controller import platform_refusal
+    from fsdp_testing.pytest_plugin.controller import platform_refusal, protocol_of
 
     refusal = platform_refusal()
     if refusal is not None:
         pytest.fail(f"fixture worlds: {refusal}", pytrace=False)
     from fsdp_testing.pytest_plugin.worlds import Worlds
 
-    return Worlds(request.session, _protocol(request.config).leases, lambda: request.config.stash[_RUNNING])
+    return Worlds(request.session, protocol_of(request.config).leases, lambda: request.config.stash[_RUNNING])

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fsdp_testing.pool.cause import Cause
 from fsdp_testing.pool.outcome import WorldOutcome, account_lines
 from fsdp_testing.pool.rank_outcome import Fate, RankOutcome, rank_names
 from fsdp_testing.pytest_plugin.longrepr import (
@@ -44,10 +43,6 @@ class Merged:
     def fail(self, longrepr: dict[str, Any]) -> None:
         """Become a failure."""
         self.outcome, self.longrepr = "failed", longrepr
-
-    def lengthen(self, seconds: float) -> None:
-        """Count time that is nobody else's."""
-        self.duration += max(0.0, seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +196,13 @@ def _failure(outcome: WorldOutcome, accounts: Sequence[Account], location: tuple
     ]
     reports: list[Merged] = []
     only_teardown = outcome.diagnosis is None or all(a.outcome.fate is Fate.RETURNED for a in accounts)
-    if others or not teardown or not only_teardown or _disagreement(accounts):
-        when = _first_failing(accounts)
+    reported = {account.verdict for account in accounts if account.result is not None}
+    quiet = reported - {"failed"}
+    # Ranks that did report ended differently, in a way that is no plain failure.
+    disagree = len(quiet) > 1 or bool(quiet - {"passed"} and "failed" in reported)
+    if others or not teardown or not only_teardown or disagree:
+        early = [p for a in accounts for p in a.failing() if p.when == "setup"]
+        when = "setup" if early or any(a.result and a.result.problem for a in accounts) else "call"
         if when == "call":
             reports.append(Merged("setup", "passed", durations["setup"]))
         reports.append(Merged(when, "failed", durations[when], _account_of_all(outcome, accounts, location)))
@@ -212,20 +212,6 @@ def _failure(outcome: WorldOutcome, accounts: Sequence[Account], location: tuple
     if teardown:
         last.fail(_teardown_text(teardown, accounts, location))
     return _with_sections([*reports, last], accounts)
-
-
-def _first_failing(accounts: Sequence[Account]) -> str:
-    for account in accounts:
-        if any(phase.when == "setup" for phase in account.failing()) or (account.result and account.result.problem):
-            return "setup"
-    return "call"
-
-
-def _disagreement(accounts: Sequence[Account]) -> bool:
-    """Whether ranks that did report ended differently in a way that is no plain failure."""
-    verdicts = {account.verdict for account in accounts if account.result is not None}
-    quiet = verdicts - {"failed"}
-    return len(quiet) > 1 or bool(quiet - {"passed"} and "failed" in verdicts)
 
 
 def _account_of_all(outcome: WorldOutcome, accounts: Sequence[Account], location: tuple[str, int]) -> dict[str, object]:
@@ -293,15 +279,12 @@ def _failed_lead(outcome: WorldOutcome, accounts: Sequence[Account], failed: Seq
     lead = "; ".join(f"{rank_names(ranks)}: {message}" for message, ranks in messages.items())
     waiting = [account for account in accounts if account.result is None]
     if waiting:
-        lead += "; " + _waiting_clause(outcome.diagnosis, waiting)
+        # What ranks without a report waited for, or else how each of them ended.
+        diagnosis = outcome.diagnosis
+        clause = diagnosis.clause_of([account.rank for account in waiting]) if diagnosis is not None else ""
+        lead += "; " + (clause or "; ".join(account.outcome.headline() for account in waiting))
     others = [a for a in accounts if a.result is not None and not a.result.failed and a.verdict != "passed"]
     return "; ".join([lead, *(account.clause() for account in others)])
-
-
-def _waiting_clause(diagnosis: Cause | None, waiting: Sequence[Account]) -> str:
-    """Say what ranks without a report waited for, or else how each of them ended."""
-    clause = diagnosis.clause_of([account.rank for account in waiting]) if diagnosis is not None else ""
-    return clause or "; ".join(account.outcome.headline() for account in waiting)
 
 
 _MACHINERY = ("/_pytest/", "/pluggy/", "/fsdp_testing/pool/", "/fsdp_testing/pytest_plugin/", '"<string>"')

@@ -18,9 +18,9 @@ from fsdp_testing.pytest_plugin.leases import IN_RANK, Leases
 from fsdp_testing.pytest_plugin.longrepr import build, text_element
 from fsdp_testing.pytest_plugin.marker import WorldRequest
 from fsdp_testing.pytest_plugin.merge import Merged, merge
+from fsdp_testing.pytest_plugin.rank_debugger import debugged_rank
 from fsdp_testing.pytest_plugin.records import Debugging, ItemTask, RankResult
 from fsdp_testing.pytest_plugin.selection import collected_id, location_of, shared_length
-from fsdp_testing.pytest_plugin.terminal import debugged_rank
 
 _REQUEST = pytest.StashKey[WorldRequest]()
 
@@ -93,7 +93,7 @@ class Protocol:
                 properties = _properties(outcome)
         self._tear_down_here(item, nextitem, merged)
         # Lending a world, sending and merging belong to setup, so that durations add up to the time spent.
-        merged[0].lengthen(time.perf_counter() - clock - sum(report.duration for report in merged))
+        merged[0].duration += max(0.0, time.perf_counter() - clock - sum(report.duration for report in merged))
         return [self._report(item, part, began, properties) for part in merged]
 
     def _execute(self, item: pytest.Item, request: WorldRequest, nextitem: pytest.Item | None) -> WorldOutcome:
@@ -114,7 +114,7 @@ class Protocol:
             results = [value for value in outcome.values if isinstance(value, RankResult)]
             if any(result.dirt for result in results) or len({result.groups for result in results}) > 1:
                 world.distrust()
-            self.leases.note(world, chain[: max((result.kept for result in results), default=0)])
+            self.leases.note(world, chain, outcome)
             return outcome
         finally:
             self.leases.give_back(world)
