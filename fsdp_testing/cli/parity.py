@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_testing.cli.options import Subparsers, count
+from fsdp_testing.cli.options import Command, Subparsers, count, declare
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,15 +23,9 @@ side where the order differs: units and their parameters, unshard and reshard, g
 """
 
 
-def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+def add(commands: Subparsers[Command]) -> Command:
     """Declare the command."""
-    command = commands.add_parser(
-        "parity",
-        help="unit and event order of two implementations, side by side",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    command = declare(commands, "parity", "unit and event order of two implementations, side by side", DESCRIPTION)
     command.add_argument("left", metavar="NAME", help="an implementation that claims `unit_trace`")
     command.add_argument("right", metavar="NAME", help="another one")
     command.add_argument("--world-size", type=count, default=2, metavar="N", help="number of ranks (default 2)")

@@ -11,7 +11,7 @@ from fsdp_testing.implementations import registry
 from fsdp_testing.judging.case_runner import CaseRunner
 from fsdp_testing.pool import WorldOutcome
 from fsdp_testing.records import Case, RankObservation
-from fsdp_testing.records.history import History
+from fsdp_testing.records.event import History
 from fsdp_testing.trace import job
 
 OnRanks = Callable[..., list[Any]]
