@@ -7,8 +7,7 @@ rank that failed, died, hung or disagrees makes it failed; the text says which r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from fsdp_testing.pool.outcome import WorldOutcome, account_lines
 from fsdp_testing.pool.rank_outcome import Fate, RankOutcome, rank_names
@@ -27,22 +26,6 @@ from fsdp_testing.pytest_plugin.longrepr import (
 from fsdp_testing.pytest_plugin.records import Phase, RankResult
 
 _PHASES = ("setup", "call", "teardown")
-
-
-@dataclass(slots=True)
-class Merged:
-    """One report of the merged item; the item's own facts are added by the protocol."""
-
-    when: str
-    outcome: str
-    duration: float
-    longrepr: Any = None
-    sections: list[tuple[str, str]] = field(default_factory=list)
-    wasxfail: str | None = None
-
-    def fail(self, longrepr: dict[str, Any]) -> None:
-        """Become a failure."""
-        self.outcome, self.longrepr = "failed", longrepr
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +96,7 @@ def accounts_of(outcome: WorldOutcome) -> tuple[Account, ...]:
     )
 
 
-def merge(outcome: WorldOutcome, location: tuple[str, int]) -> list[Merged]:
+def merge(outcome: WorldOutcome, location: tuple[str, int]) -> list[Phase]:
     """Return the merged reports, in order.
 
     Args:
@@ -153,13 +136,13 @@ def _whens(accounts: Sequence[Account]) -> list[str]:
     return [when for when in _PHASES if when in seen or when != "call"]
 
 
-def _plain(accounts: Sequence[Account]) -> list[Merged]:
+def _plain(accounts: Sequence[Account]) -> list[Phase]:
     durations = _durations(accounts)
-    merged = [Merged(when, "passed", durations[when]) for when in _whens(accounts)]
+    merged = [Phase(when, "passed", durations[when]) for when in _whens(accounts)]
     return _with_sections(merged, accounts)
 
 
-def _alike(accounts: Sequence[Account]) -> list[Merged]:
+def _alike(accounts: Sequence[Account]) -> list[Phase]:
     """Every rank skipped, or every rank xfailed or xpassed: the first rank's reports, with every reason."""
     merged = _plain(accounts)
     by_when = {report.when: report for report in merged}
@@ -176,7 +159,7 @@ def _alike(accounts: Sequence[Account]) -> list[Merged]:
     return merged
 
 
-def _partly_expected(accounts: Sequence[Account]) -> list[Merged]:
+def _partly_expected(accounts: Sequence[Account]) -> list[Phase]:
     failed = [account for account in accounts if account.verdict == "xfailed"]
     passed = rank_names(account.rank for account in accounts if account.verdict == "xpassed")
     merged = _alike(failed)
@@ -187,14 +170,14 @@ def _partly_expected(accounts: Sequence[Account]) -> list[Merged]:
     return merged
 
 
-def _failure(outcome: WorldOutcome, accounts: Sequence[Account], location: tuple[str, int]) -> list[Merged]:
+def _failure(outcome: WorldOutcome, accounts: Sequence[Account], location: tuple[str, int]) -> list[Phase]:
     """A failed setup or call that names every rank, and failed teardowns as pytest has them: on their own."""
     durations = _durations(accounts)
     teardown = [account for account in accounts if any(p.when == "teardown" for p in account.failing())]
     others = [
         a for a in accounts if a.result is None or a.result.problem or any(p.when != "teardown" for p in a.failing())
     ]
-    reports: list[Merged] = []
+    reports: list[Phase] = []
     only_teardown = outcome.diagnosis is None or all(a.outcome.fate is Fate.RETURNED for a in accounts)
     reported = {account.verdict for account in accounts if account.result is not None}
     quiet = reported - {"failed"}
@@ -204,11 +187,11 @@ def _failure(outcome: WorldOutcome, accounts: Sequence[Account], location: tuple
         early = [p for a in accounts for p in a.failing() if p.when == "setup"]
         when = "setup" if early or any(a.result and a.result.problem for a in accounts) else "call"
         if when == "call":
-            reports.append(Merged("setup", "passed", durations["setup"]))
-        reports.append(Merged(when, "failed", durations[when], _account_of_all(outcome, accounts, location)))
+            reports.append(Phase("setup", "passed", durations["setup"]))
+        reports.append(Phase(when, "failed", durations[when], _account_of_all(outcome, accounts, location)))
     else:
-        reports.extend(Merged(when, "passed", durations[when]) for when in _whens(accounts) if when != "teardown")
-    last = Merged("teardown", "passed", durations["teardown"])
+        reports.extend(Phase(when, "passed", durations[when]) for when in _whens(accounts) if when != "teardown")
+    last = Phase("teardown", "passed", durations["teardown"])
     if teardown:
         last.fail(_teardown_text(teardown, accounts, location))
     return _with_sections([*reports, last], accounts)
@@ -297,7 +280,7 @@ def _fate_lines(rank: RankOutcome) -> list[str]:
     return account_lines(shown, _MACHINERY) or ["it left no traceback and issued no collective"]
 
 
-def _with_sections(merged: list[Merged], accounts: Sequence[Account]) -> list[Merged]:
+def _with_sections(merged: list[Phase], accounts: Sequence[Account]) -> list[Phase]:
     """Attach what ranks wrote and logged, named by rank, to the report that readers see."""
     shown = next((r for r in merged if r.outcome == "failed"), None)
     shown = shown or next((r for r in merged if r.when == "call"), merged[0])

@@ -62,7 +62,6 @@ class _PostMortem:
         self._rank = rank
 
     def pytest_exception_interact(self, call: pytest.CallInfo[Any]) -> None:
-        """Called by pytest for failures that are not expected ones."""
         if call.excinfo is None:
             return
         self._writing.write(f"\n>>> rank {self._rank}: {call.excinfo.exconly()}\n")

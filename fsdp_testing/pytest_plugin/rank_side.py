@@ -86,7 +86,7 @@ class RankPlugin:
             self._user_properties = tuple((str(name), _plain(value)) for name, value in report.user_properties)
         wasxfail = getattr(report, "wasxfail", None)
         self._phases.append(
-            Phase(report.when, report.outcome, report.duration, longrepr, tuple(report.sections), wasxfail)
+            Phase(report.when, report.outcome, report.duration, longrepr, list(report.sections), wasxfail)
         )
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
