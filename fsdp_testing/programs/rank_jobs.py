@@ -16,6 +16,8 @@ from fsdp_testing.pool.world import current_world
 from fsdp_testing.programs import oracle
 from fsdp_testing.programs.accounts import AccountedObservation, AccountedProgram, program_for
 from fsdp_testing.programs.execute import RankProgram
+from fsdp_testing.programs.gradient_terms import GradientTerm
+from fsdp_testing.programs.gradient_terms import gradient_terms as terms_of
 from fsdp_testing.programs.setup import division_of
 from fsdp_testing.records import Case, RankObservation
 
@@ -67,3 +69,9 @@ def expect_lockstep(case: Case, implementation: Adapter | str, adopted: Mapping[
     """Run the oracle in lockstep with what an implementation did, in this process alone."""
     with no_warnings():
         return oracle.expect_lockstep(case, division_of(case, registry.adapter_of(implementation)), adopted)
+
+
+def gradient_terms(case: Case, last: int) -> tuple[GradientTerm, ...]:
+    """Return what each backward added to gradients, up to operation `last`, in this process alone."""
+    with no_warnings():
+        return terms_of(case, last)

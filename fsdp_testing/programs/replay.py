@@ -77,6 +77,7 @@ class Replay:
         self.optimizer: torch.optim.Optimizer | None = None
         self.slack: dict[Quantity, Slack] = {}
         self.points: list[ReplayPoint] = []
+        self.index = -1
 
     def run(self, *, observe_all: bool = False) -> list[ReplayPoint]:
         """Run the program, and return what it holds at every point that is compared."""
@@ -86,6 +87,7 @@ class Replay:
             if planned.void:
                 continue
             self.slack = {}
+            self.index = planned.index
             values = planned.operation.replay(self)
             if values:
                 self.points.append(ReplayPoint(planned.index, dict(values), dict(self.slack)))
