@@ -92,7 +92,7 @@ class Leases:
                 self._tear_down(world, chain, keep)
 
     def _tear_down(self, world: PooledWorld, chain: list[Any], keep: int) -> None:
-        world.borrow()
+        world.lend()
         try:
             outcome = world.execute(f"{IN_RANK}:tear_down", (keep,), lasting=None, timeout=_END_SECONDS)
         except HarnessError as error:
