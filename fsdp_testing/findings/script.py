@@ -20,6 +20,7 @@ from fsdp_testing.findings.model_source import model_source
 from fsdp_testing.findings.script_parts import side_by_side, wire
 from fsdp_testing.findings.wrapping_source import FAMILIES
 from fsdp_testing.records import Case, plan
+from fsdp_testing.records.case import STARTS
 from fsdp_testing.records.schedule import builds_late
 
 _MODEL_IMPORTS = (
@@ -114,7 +115,12 @@ def _can_be_written(case: Case) -> bool:
     """Whether the script can do every operation; its own plain reload knows neither flags nor a later optimizer."""
     renews = any(operation.renews_model for operation in case.program)
     others = any(operation.requires_grad_change() or operation.builds_optimizer for operation in case.program)
-    return not (renews and others) and all(operation.script_lines("") is not None for operation in case.program)
+    brought = any(getattr(case.wrapping, name) for name in STARTS)
+    return (
+        not brought
+        and not (renews and others)
+        and all(operation.script_lines("") is not None for operation in case.program)
+    )
 
 
 def _sentence(found: Discovery) -> str:

@@ -11,7 +11,7 @@ flattened in row-major (logical) order, whatever its strides are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -102,7 +102,9 @@ class Setup:
         checkpoint_reentrant: By torch's reentrant way; without the capability of that name it is never asked for.
         checkpoint_outside: Around the wrapped units instead of inside them. The harness does it after `wrap`, whose
             setup names no checkpointed module then.
-        sync_module_states: Rank 0's parameters and buffers are broadcast at construction.
+        sync_module_states: Rank 0's parameters and buffers are broadcast at construction; other ranks begin with others.
+        init_module: Initialises one module without its children, in the way of `param_init_fn`: parameters and buffers of
+            the modules that are not ignored are on the meta device until then. None if they are there.
         forward_prefetch: Ask for prefetching in forward, where the implementation has the option.
         backward_prefetch: One of "pre", "post", "none".
         extra: Options known to this adapter alone, for its own tests.
@@ -127,6 +129,7 @@ class Setup:
     checkpoint_reentrant: bool = False
     checkpoint_outside: bool = False
     sync_module_states: bool = False
+    init_module: Callable[[nn.Module], None] | None = None
     forward_prefetch: bool = False
     backward_prefetch: str = "pre"
     extra: Mapping[str, Any] = field(default_factory=dict)

@@ -29,6 +29,7 @@ from fsdp_testing.operations.operation import matching
 from fsdp_testing.programs import models, one_process
 from fsdp_testing.programs.fresh_memory import filled_with_garbage
 from fsdp_testing.programs.observe import snapshot_of
+from fsdp_testing.programs.starting import module_to_wrap
 from fsdp_testing.records import Case, OperationResult, RaisedError, RankObservation, Snapshot, plan
 from fsdp_testing.records.schedule import builds_late
 
@@ -80,10 +81,7 @@ class RankProgram:
         )
 
     def _run(self, *, observe_all: bool) -> None:
-        module = models.build_model(self.case)
-        setup = self.make_setup(self.case, module)
-        with self._inside():
-            self.model = self.adapter.wrap(module, setup)
+        self.model = self._wrapped(self.case, {})
         if not builds_late(self.case):
             self.build_optimizer()
         for planned in plan(self.case):
@@ -144,11 +142,13 @@ class RankProgram:
         Args:
             flags: `requires_grad` by name, where it is not that of a new model.
         """
-        case = replace(self.case, seed=self.case.seed + 1)
-        module = models.build_model(case)
-        for name, parameter in module.named_parameters():
-            parameter.requires_grad_(flags.get(name, parameter.requires_grad))
-        self.model = self.adapter.wrap(module, self.make_setup(case, module))
+        self.model = self._wrapped(replace(self.case, seed=self.case.seed + 1), flags)
+
+    def _wrapped(self, case: Case, flags: Mapping[str, bool]) -> nn.Module:
+        module, init_module = module_to_wrap(case, self.rank, flags)
+        setup = replace(self.make_setup(case, module), init_module=init_module)
+        with self._inside():
+            return self.adapter.wrap(module, setup)
 
     def train_in_one_process(self, batch: Batch, state: Any, saved: Any, flags: Mapping[str, bool]) -> tuple[Any, Any]:
         """Return what one process makes of a saved state of model and optimizer (None: not saved) in one step.

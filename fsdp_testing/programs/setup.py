@@ -45,6 +45,7 @@ def setup_of(
         checkpoint_outside=case.wrapping.checkpoint_outside,
         forward_prefetch=case.wrapping.forward_prefetch,
         backward_prefetch=case.wrapping.backward_prefetch,
+        sync_module_states=case.wrapping.sync_module_states,
     )
 
 

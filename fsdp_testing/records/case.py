@@ -23,6 +23,8 @@ DTYPES = ("float64", "float32", "float16", "bfloat16")
 OPTIMIZERS = ("sgd", "adamw", "adam")
 POLICIES = ("module_class", "size", "always")
 PREFETCH = ("pre", "post", "none")
+STARTS = ("sync_module_states", "meta_init")
+"""What wrapping may be asked to bring: fields of `WrappingPlan`, each of which needs the capability of its name."""
 
 register_union(Operation, OPERATIONS.get)
 
@@ -77,6 +79,8 @@ class WrappingPlan:
         checkpoint_outside: Around what wrapping made of the module, instead of inside it.
         forward_prefetch: Asks for units to be gathered ahead in forward.
         backward_prefetch: `pre`, `post` or `none`: when the next unit of a backward is gathered.
+        sync_module_states: Ranks begin with different values, and wrapping gives all of them those of rank 0.
+        meta_init: Modules are on the meta device, and wrapping has them initialised.
     """
 
     units: tuple[str, ...] = ()
@@ -87,6 +91,8 @@ class WrappingPlan:
     checkpoint_outside: bool = False
     forward_prefetch: bool = False
     backward_prefetch: str = "pre"
+    sync_module_states: bool = False
+    meta_init: bool = False
 
     def required(self) -> frozenset[str]:
         """Returns the capabilities that wrapping so needs."""
@@ -96,6 +102,7 @@ class WrappingPlan:
         tags |= {"ignored_parameters"} if self.ignored else set()
         tags |= {"activation_checkpointing"} if self.checkpointed else set()
         tags |= {"reentrant_checkpointing"} if self.checkpointed and self.checkpoint_reentrant else set()
+        tags |= {name for name in STARTS if getattr(self, name)}
         return frozenset(tags | ({"prefetch"} if prefetch else set()))
 
 

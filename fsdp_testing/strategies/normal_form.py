@@ -193,7 +193,7 @@ def _legal_wrapping(plan: WrappingPlan, tree: Mapping[str, Any]) -> WrappingPlan
             kinds = {place.node["kind"] for place in every(walk(tree))}
             classes = tuple(name for name in policy.classes if _KINDS.get(name) in kinds)
             policy = replace(policy, classes=classes) if classes else None
-    return WrappingPlan(units, policy, ignored)
+    return WrappingPlan(units, policy, ignored, sync_module_states=plan.sync_module_states, meta_init=plan.meta_init)
 
 
 def _all_frozen(tree: Mapping[str, Any], module: str) -> bool:

@@ -18,6 +18,7 @@ from fsdp_testing.suites import (
     forward_only,
     frozen,
     hybrid,
+    initial_states,
     mixed_precision,
     offload,
     outputs,
@@ -29,6 +30,7 @@ from fsdp_testing.suites import (
     summon,
     trace_rules,
     training,
+    unsharding,
     unused,
     zero_grad,
 )
@@ -36,6 +38,7 @@ from fsdp_testing.suites.check import Check
 
 _SUITES = (
     construction,
+    initial_states,
     training,
     accumulation,
     zero_grad,
@@ -49,6 +52,7 @@ _SUITES = (
     clipping,
     outputs,
     summon,
+    unsharding,
     offload,
     beside_ddp,
     saving,

@@ -75,6 +75,7 @@ class FsdpNames:
             "mixed_precision": self._precision(setup.unit_precisions.get(name, setup.precision)),
             "cpu_offload": self.api.CPUOffload(offload_params=True) if setup.cpu_offload else None,
             "sync_module_states": setup.sync_module_states,
+            "param_init_fn": setup.init_module,
             "forward_prefetch": setup.forward_prefetch,
             "device_id": setup.device,
         }

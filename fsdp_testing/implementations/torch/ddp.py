@@ -20,14 +20,11 @@ from fsdp_testing.implementations.protocol import Division, Setup
 from fsdp_testing.implementations.shared import replicated
 from fsdp_testing.implementations.shared.checkpointing import checkpoint_modules
 
-CAPABILITIES = replicated.CLAIMS | {"sync_module_states", "ignored_parameters"}
+#: torch 2.13 renamed the option; the old name warns there. With the old one buffers are not broadcast on construction.
+_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+_NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
 
-#: torch 2.13 renamed the option; the old name warns there.
-_NO_BUFFER_SYNC: dict[str, Any] = (
-    {"forward_sync_buffers": False}
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
-    else {"broadcast_buffers": False}
-)
+CAPABILITIES = replicated.CLAIMS | {"ignored_parameters"} | ({"sync_module_states"} if _RENAMED else set())
 
 
 def wrap(module: nn.Module, setup: Setup) -> nn.Module:
