@@ -43,7 +43,6 @@ class Reload(Operation):
         "op.reload_world": ("full_state_dict",),
     }
     drawn_with: ClassVar[tuple[str, ...]] = ("op.reload", "op.reload_sharded")
-    waits_for_reduction: ClassVar[bool] = True
     renews_model: ClassVar[bool] = True
     form: str = "full"
     optimizer: bool = True
@@ -66,6 +65,9 @@ class Reload(Operation):
     def required(self) -> frozenset[str]:
         tags = {f"{self.form}_state_dict"} | ({"optim_state"} if self.optimizer else set())
         return frozenset(tags | ({"nested_wrapping"} if self.units else set()))
+
+    def pending_after(self, pending: bool) -> bool:
+        return False
 
     def new_units(self) -> tuple[str, ...] | None:
         return self.units

@@ -45,6 +45,10 @@ class PendingGradients:
             self.values[fqn] = self.values[fqn] + gradient if held else gradient.clone()
             self.sizes[fqn] = self.sizes[fqn] + one.sizes[fqn] if held else one.sizes[fqn]
 
+    def scale(self, factor: float) -> None:
+        """Multiplies the gradients that are there."""
+        self.values = {fqn: gradient * factor for fqn, gradient in self.values.items()}
+
 
 def mean_size(ranks: Sequence[PendingGradients], fqn: str, like: torch.Tensor) -> torch.Tensor:
     """Returns the sizes of all that is added up for one parameter, divided by the number of ranks, in the dtype of `like`."""

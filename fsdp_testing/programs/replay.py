@@ -165,6 +165,9 @@ class Replay:
         for fqn, (one, computed) in reduced.items():
             one = replace(one, mean=self.disturbance.gradient(one.mean, one.magnitude, largest))
             self._add_mean(fqn, self.parameters[fqn], one, computed)
+        self._nothing_pending()
+
+    def _nothing_pending(self) -> None:
         self.pending = [PendingGradients() for _ in range(self.size)]
         self.pending_roundings = 0
 
@@ -219,7 +222,8 @@ class Replay:
                 parameter.mul_(factor)
 
     def clear_gradients(self) -> None:
-        """Leave no parameter with a gradient."""
+        """Leave no parameter with a gradient, and none that awaits reduction."""
+        self._nothing_pending()
         for parameter in self.parameters.values():
             parameter.grad = None
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from fsdp_testing.operations import Operation
 from fsdp_testing.operations.operation import matching
-from fsdp_testing.records import Case, OptimizerSpec, WorldSpec, WrappingPlan, void_operations
+from fsdp_testing.records import Case, OptimizerSpec, WorldSpec, WrappingPlan
 from fsdp_testing.zoo import MODELS
 from fsdp_testing.zoo.tree import has_alias, needs_of, unit_names, unit_of
 from fsdp_testing.zoo.tree_schema import Walk, every, get, legal_tree, parameters, walk
@@ -72,20 +72,15 @@ class ProgramContext:
 
     def normalised(self) -> Iterator[Operation]:
         """Yield the operations of the program that have a meaning in the case, as they are legal."""
-        for index, operation in enumerate(self.case.program):
+        for operation in self.case.program:
             legal = operation.normalise(self)
             if legal is None:
                 continue
             units = legal.new_units()
-            if units is not None and index not in self._void:
+            if units is not None:
                 self.units = {"", *units}
             yield legal
             self.begins = False
-
-    @cached_property
-    def _void(self) -> Mapping[int, str]:
-        # What is left out leaves no gradients pending and builds no optimizer: the same places are void afterwards.
-        return void_operations(self.case)
 
     @property
     def low_precision(self) -> bool:
@@ -222,11 +217,15 @@ def _trained_alike(case: Case) -> Iterator[Operation]:
     flags = {spec.fqn: not spec.frozen for spec in specs}
     flags |= {name: False for name, _ in matching(flags.items(), case.model.freeze)}
     places = walk(case.model.tree)
-    void = void_operations(case)
-    for index, operation in enumerate(case.program):
-        change = None if index in void else operation.requires_grad_change()
+    pending = False
+    for operation in case.program:
+        change = operation.requires_grad_change()
         if change is not None:
-            flags |= {name: change[1] for name, _ in matching(flags.items(), change[0])}
+            changed = flags | {name: change[1] for name, _ in matching(flags.items(), change[0])}
+            if pending and not any(changed.values()):
+                continue  # no backward would ever reduce what awaits it
+            flags = changed
+        pending = operation.pending_after(pending)
         trainable = {spec.module for spec in specs if flags[first.get(spec.tie, spec.fqn)]}
 
         def trains(mask: tuple[bool, ...], trainable: set[str] = trainable) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -254,3 +254,39 @@ class SharedStateHalved(MoreToy):
         for fqn, shard in self.shards.items():
             if sum(p is self.full[fqn] for p in sites) > 1:
                 optimizer.state[shard]["exp_avg"] /= 2
+
+
+# ----------------------------------------------------------------------------------------------- awaiting reduction
+
+
+@fault("accumulation.saved")
+class SavesAStepAhead(MoreToy):
+    """Saving applies the gradients that await reduction."""
+
+    def saved(self) -> dict[str, torch.Tensor]:
+        state = super().saved()
+        return {fqn: held - self.sums.get(fqn, torch.zeros(())) * 0.1 for fqn, held in state.items()}
+
+
+@fault("accumulation.moved")
+class MovingDropsGradients(MoreToy):
+    """`module.to` drops what awaits reduction."""
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        self.sums = {}
+        return super()._apply(fn, recurse)
+
+
+@fault("accumulation.interrupted")
+class NotClearedAfterException(MoreToy):
+    """After a forward that raised nothing is cleared."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.raised = True
+        output = super().forward(*args, **kwargs)
+        self.raised = False
+        return output
+
+    def clear_sums(self, set_to_none: bool) -> None:
+        if not self.raised:
+            super().clear_sums(set_to_none)

@@ -173,6 +173,9 @@ class Toy(nn.Module):
             else:
                 shard.grad.zero_()
 
+    def clear_sums(self, set_to_none: bool) -> None:
+        self.sums = {} if set_to_none else {fqn: held * 0 for fqn, held in self.sums.items()}
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         self.synchronize = False
@@ -243,6 +246,11 @@ class ToyAdapter:
 
     def full_parameters(self, model: Toy, *, writeback: bool) -> Any:
         return model.full_parameters(writeback=writeback)
+
+    def zero_grad(self, model: Toy, optimizer: torch.optim.Optimizer | None, set_to_none: bool) -> None:
+        if optimizer is not None:
+            optimizer.zero_grad(set_to_none)
+        model.clear_sums(set_to_none)
 
     def local_pieces(self, model: Toy) -> dict[str, tuple[Piece, ...]]:
         return {fqn: model.pieces(fqn, shard, shard.grad) for fqn, shard in model.shards.items()}
