@@ -37,7 +37,7 @@ def _buffers(place: Place) -> Iterable[Case]:
     yield from _cases(place, "buffers", "batch_norm", sync_module_states=True)
 
 
-@SUITE.check("construction.meta_parameters", source="pytorch PR 90660", needs=_META)
+@SUITE.check("construction.meta_parameters", source=_SOURCE, needs=_META)
 def _meta(place: Place) -> Iterable[Case]:
     """Modules on the meta device are initialised by the user's function, and train as if they had never been there."""
     yield from _cases(place, "deep_nest", "uneven", meta_init=True)

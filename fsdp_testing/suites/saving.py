@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
+from fsdp_testing.operations import Save
 from fsdp_testing.records import Case, Observe, OptimizerSpec, Reload, SetLr, Step
 from fsdp_testing.suites.check import ADAMW, MOMENTUM, PLAIN_SGD, Builder, Check, Place, Suite
 from fsdp_testing.suites.moving import judge_moved
@@ -94,6 +95,22 @@ SUITE.add(
         _FULL | {"shared_parameters", "reused_modules"},
     )
 )
+
+
+@SUITE.check("full_state_dict.saved_again", source=_SOURCE, needs=_FULL)
+def _saved_again(place: Place) -> Iterable[Case]:
+    """Every save holds the values of its own moment, whatever is frozen."""
+    for freeze in ((), ("layers.0.*",), ("layers.0.weight", "layers.1.*")):
+        program = (Save(), *iterations(1), Save(), Save(), *iterations(1, first=1), Save(), Reload(optimizer=False))
+        yield place.case("mlp", *program, Observe(), optimizer=PLAIN_SGD, freeze=freeze)
+
+
+@SUITE.check("sharded_state_dict.saved_again", source=_SOURCE, needs=_SHARDED)
+def _sharded_again(place: Place) -> Iterable[Case]:
+    """What shards hold at the second save is what is loaded."""
+    for freeze in ((), ("layers.0.*",)):
+        program = (Save("sharded"), *iterations(1), Reload("sharded", optimizer=False), Observe())
+        yield place.case("mlp", *program, optimizer=PLAIN_SGD, freeze=freeze)
 
 
 @SUITE.check("full_state_dict.other_wrapping", source="pytorch PR 90933", needs=_FULL | {"nested_wrapping"})

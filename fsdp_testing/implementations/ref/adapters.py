@@ -40,6 +40,7 @@ _NOT_CLAIMED = frozenset(
         "optim_state",
         # FSDP's API has no word for these.
         "explicit_unshard",
+        "error_if_nonfinite",
         "mixed_dtype_units",
     }
 )
@@ -194,6 +195,7 @@ FLAT = _implementation(
     "fsdp_ref-flat",
     partial(_as_wrapper, False),
     # One flat parameter has one gradient and one flag, and the original ones are not there between iterations.
-    without=frozenset({"frozen_mixed_unit", "thawed_parameters", "unused_gradient_is_none", "data_assignment"}),
+    without=frozenset({"frozen_mixed_unit", "thawed_parameters", "unused_gradient_is_none", "data_assignment"})
+    | {"tensor_hooks", "accumulation_hooks"},
 )
 COMPOSABLE = _implementation("fsdp_ref-composable", _as_composable)

@@ -40,6 +40,8 @@ CLAIMS = frozenset(
         "loss_bypasses_output",
         "inplace_on_output",
         "clip_grad_norm",
+        "error_if_nonfinite",
+        "tensor_hooks",
         "optimizer_pieces",
         "summon_writeback",
         "full_state_dict",

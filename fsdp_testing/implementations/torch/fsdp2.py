@@ -59,6 +59,8 @@ CAPABILITIES = frozenset(
         "reduce_dtype",
         "cpu_offload",
         "clip_grad_norm",
+        "error_if_nonfinite",
+        "accumulation_hooks",
         "optimizer_pieces",
         "full_state_dict",
         "sharded_state_dict",

@@ -15,7 +15,7 @@ from fsdp_testing.implementations.protocol import Piece, Setup
 
 
 class StartingToy(Toy):
-    """Has modules initialised, broadcasts, and can be gathered by hand."""
+    """Has modules initialised, broadcasts, can be gathered by hand, runs hooks on its shards, and raises when it clips."""
 
     source = 0
 
@@ -35,6 +35,26 @@ class StartingToy(Toy):
         yield from module.parameters()
         yield from module.buffers()
 
+    def accumulate(self, fqn: str, gradient: torch.Tensor) -> None:
+        super().accumulate(fqn, self.run_tensor_hooks(self.shards[fqn], gradient))
+
+    def run_tensor_hooks(self, shard: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+        for hook in (shard._backward_hooks or {}).values():
+            gradient = hook(gradient)
+        return gradient
+
+    def store(self, fqn: str, mean: torch.Tensor) -> None:
+        super().store(fqn, mean)
+        self.run_accumulation_hooks(self.shards[fqn])
+
+    def run_accumulation_hooks(self, shard: nn.Parameter) -> None:
+        for hook in (shard._post_accumulate_grad_hooks or {}).values():
+            hook(shard)
+
+    def check_finite(self, norm: torch.Tensor) -> None:
+        if not norm.isfinite():
+            raise RuntimeError(f"the total norm is {norm}")
+
     def gather_unit(self, unit: str) -> None:
         """All is one unit, which is gathered in place of any."""
         self.unshard()
@@ -49,7 +69,17 @@ class StartingAdapter(WrappingAdapter):
 
     def __init__(self, toy: type[StartingToy], name: str) -> None:
         super().__init__(toy, name)
-        self.capabilities |= {"sync_module_states", "meta_init", "explicit_unshard", "shard_grad_op"}
+        self.capabilities |= {
+            "sync_module_states", "meta_init", "explicit_unshard", "shard_grad_op", "tensor_hooks", "accumulation_hooks",
+            "error_if_nonfinite",
+        }  # fmt: skip
+
+    def clip_grad_norm(
+        self, model: StartingToy, max_norm: float, norm_type: float, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        if error_if_nonfinite:
+            model.check_finite(model.total_norm(norm_type))
+        return super().clip_grad_norm(model, max_norm, norm_type)
 
     def unshard(self, model: StartingToy, unit: str) -> None:
         model.gather_unit(unit)
@@ -212,3 +242,56 @@ class StateOfTheNeighbour(StartingToy):
     def pieces(self, fqn: str, value: torch.Tensor, gradient: torch.Tensor | None) -> tuple[Piece, ...]:
         state = value is not self.shards[fqn] and self.setup.strategy == "full_shard"
         return super().pieces(fqn, value.roll(1) if state else value, gradient)
+
+
+# ----------------------------------------------------------------------------------------------- hooks, errors
+
+
+@kind(StartingAdapter, "parameter_hooks.own_gradient")
+class TensorHooksTooEarly(StartingToy):
+    """Hooks on parameters run before the gradient is there, and are given zeros."""
+
+    def run_tensor_hooks(self, shard: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+        super().run_tensor_hooks(shard, torch.zeros_like(gradient))
+        return gradient
+
+
+@kind(StartingAdapter, "parameter_hooks.own_gradient")
+class TensorHooksAfterReduction(StartingToy):
+    """Hooks on parameters are given the mean of all ranks."""
+
+    def accumulate(self, fqn: str, gradient: torch.Tensor) -> None:
+        Toy.accumulate(self, fqn, gradient)
+
+    def mean(self, fqn: str, contribution: torch.Tensor) -> torch.Tensor:
+        whole = super().mean(fqn, contribution).view(self.shapes[fqn])
+        return self.run_tensor_hooks(self.shards[fqn], whole).reshape(-1)
+
+
+@kind(StartingAdapter, "parameter_hooks.after_accumulation")
+class AccumulationHooksTooEarly(StartingToy):
+    """Hooks that run after accumulation run before the reduced gradient is in its place."""
+
+    def store(self, fqn: str, mean: torch.Tensor) -> None:
+        self.run_accumulation_hooks(self.shards[fqn])
+        Toy.store(self, fqn, mean)
+
+
+@kind(StartingAdapter, "parameter_hooks.after_accumulation")
+class AccumulationHooksRunOnce(StartingToy):
+    """Hooks run in the first backward, and never again."""
+
+    def run_accumulation_hooks(self, shard: nn.Parameter) -> None:
+        ran: set[int] = self.__dict__.setdefault("ran", set())
+        if id(shard) not in ran:
+            super().run_accumulation_hooks(shard)
+        ran.add(id(shard))
+
+
+@kind(StartingAdapter, "clipping.error_if_nonfinite")
+class RaisesWhereItIs(StartingToy):
+    """Only the rank that holds what is not finite raises."""
+
+    def check_finite(self, norm: torch.Tensor) -> None:
+        if not all(bool(shard.grad.isfinite().all()) for shard in self.shards.values() if shard.grad is not None):
+            super().check_finite(norm)

@@ -380,3 +380,55 @@ class FirstStepOnLocal(Toy):
         if "reduced" not in self.__dict__:
             self.sums.pop(fqn, None)
         super().accumulate(fqn, gradient)
+
+
+# ----------------------------------------------------------------------------------------------- roundings
+
+
+@fault("mixed_precision.local_sums")
+class AddsUpInComputeDtype(Toy):
+    """Local micro-batches add up in the dtype in which they were computed."""
+
+    def accumulate(self, fqn: str, gradient: torch.Tensor) -> None:
+        held = self.sums.get(fqn)
+        self.sums[fqn] = gradient.clone() if held is None else held + gradient
+
+
+@fault("mixed_precision.smallest_numbers")
+class DividesBeforeTheSum(Toy):
+    """Every contribution is divided by the number of ranks before the sum, against what the adapter says."""
+
+    def mean(self, fqn: str, contribution: torch.Tensor) -> torch.Tensor:
+        total = contribution / self.size
+        self.all_reduce(total)
+        return total
+
+
+# ----------------------------------------------------------------------------------------------- not finite
+
+
+@fault("clipping.infinite")
+class InfiniteIsOne(Toy):
+    """A norm that overflows counts as one, so that the finite gradients are kept."""
+
+    def total_norm(self, norm_type: float) -> torch.Tensor:
+        norm = super().total_norm(norm_type)
+        return torch.where(norm.isinf(), torch.ones_like(norm), norm)
+
+
+@fault("clipping.infinite")
+class OwnNormIsInfinite(Toy):
+    """Only the rank that holds the infinite gradient says so."""
+
+    def total_norm(self, norm_type: float) -> torch.Tensor:
+        norm = super().total_norm(norm_type)
+        mine = [shard.grad for shard in self.shards.values() if shard.grad is not None]
+        return norm if not all(bool(grad.isfinite().all()) for grad in mine) else torch.nan_to_num(norm, posinf=7.0)
+
+
+@fault("clipping.not_a_number")
+class NanCountsNothing(Toy):
+    """What is no number counts as zero in the norm."""
+
+    def total_norm(self, norm_type: float) -> torch.Tensor:
+        return torch.nan_to_num(super().total_norm(norm_type), nan=0.0, posinf=math.inf)

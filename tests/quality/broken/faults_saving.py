@@ -256,6 +256,35 @@ class SharedStateHalved(MoreToy):
                 optimizer.state[shard]["exp_avg"] /= 2
 
 
+# ----------------------------------------------------------------------------------------------- saved again
+
+
+@fault("full_state_dict.saved_again")
+class SecondSaveIsTheFirst(MoreToy):
+    """What was saved once is given again as long as the first parameter is what it was."""
+
+    def saved(self) -> dict[str, torch.Tensor]:
+        state = super().saved()
+        first = next(iter(state))
+        kept: dict[str, torch.Tensor] = self.__dict__.setdefault("kept", state)
+        if not torch.equal(kept[first], state[first]):
+            self.__dict__["kept"] = state
+        return self.__dict__["kept"]
+
+
+@fault("sharded_state_dict.saved_again")
+class SecondShardsAreTheFirst(MoreToy):
+    """The same of a state in shards."""
+
+    def saved_shards(self) -> dict[str, torch.Tensor]:
+        state = super().saved_shards()
+        first = next(iter(state))
+        kept: dict[str, torch.Tensor] = self.__dict__.setdefault("kept_shards", state)
+        if not torch.equal(kept[first], state[first]):
+            self.__dict__["kept_shards"] = state
+        return self.__dict__["kept_shards"]
+
+
 # ----------------------------------------------------------------------------------------------- awaiting reduction
 
 
