@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fsdp_testing.checkers.comparison import Comparison
-from fsdp_testing.records import Case, Observe, Step, ZeroGrad
+from fsdp_testing.records import Case, Observe, Step, WrappingPlan, ZeroGrad
 from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Place, Suite
 from fsdp_testing.suites.schedules import iteration, iterations, micro_batch, no_sync_batch
 
@@ -83,6 +83,32 @@ def _differ_in_unit(place: Place) -> Iterable[Case]:
     masks = (((True, False), (False, True)), ((True, True), (False, False)))
     program = [op for seed, mask in enumerate(masks) for op in iteration(seed, usage=mask)]
     yield place.case("partly_used", *program, optimizer=PLAIN_SGD)
+
+
+@SUITE.check(
+    "unused.units_swapped_between_ranks",
+    source="torch.nn.parallel.DistributedDataParallel, find_unused_parameters",
+    needs=_DIFFER,
+    comparison=_LENIENT,
+)
+def _swapped(place: Place) -> Iterable[Case]:
+    """Ranks may run different units of equal size: neither gets the other's gradient."""
+    mask = ((True, False, False), (False, True, False))
+    yield place.case(
+        "conditional", *(op for seed in range(2) for op in iteration(seed, usage=mask)), optimizer=PLAIN_SGD
+    )
+
+
+@SUITE.check(
+    "unused.parameters_swapped_between_ranks",
+    source="torch.nn.parallel.DistributedDataParallel, find_unused_parameters",
+    needs=_DIFFER,
+    comparison=_LENIENT,
+)
+def _swapped_in_unit(place: Place) -> Iterable[Case]:
+    """Of parameters of equal size in one unit ranks may use different ones: neither gets the other's gradient."""
+    program = [op for seed in range(2) for op in iteration(seed, usage=((True, False), (False, True)))]
+    yield place.case("partly_used", *program, optimizer=PLAIN_SGD, wrapping=WrappingPlan())
 
 
 @SUITE.check(
