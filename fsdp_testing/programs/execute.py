@@ -71,7 +71,7 @@ class RankProgram:
             with deliver_late(), filled_with_garbage():
                 self._run(observe_all=observe_all)
         except Exception as raised:  # noqa: BLE001 - whatever a foreign implementation raises is a finding
-            error = self._record(raised)
+            error = self.record(raised)
         return RankObservation(
             rank=self.rank,
             results=tuple(self.results),
@@ -166,7 +166,8 @@ class RankProgram:
     def _inside(self) -> _Inside:
         return _Inside(self)
 
-    def _record(self, raised: Exception) -> RaisedError:
+    def record(self, raised: Exception) -> RaisedError:
+        """Returns what was raised, at the present operation, and whose fault it is."""
         lines = traceback.format_exception(raised)
         return RaisedError(
             index=self.index,

@@ -49,7 +49,7 @@ def legal_case(case: Case, capabilities: frozenset[str] | None = None) -> Case:
         # Buffers may be cast while wrapping or in the first forward: what is seen between is each one's own affair.
         first = next((place for place, o in enumerate(case.program) if o.batches()), len(case.program))
         case = replace(case, program=case.program[first:])
-    if capabilities is not None and "unused_gradient_is_none" not in capabilities and _leaves_unused(case):
+    if capabilities is not None and "unused_gradient_is_none" not in capabilities and leaves_unused(case):
         case = replace(case, optimizer=_stateless(case.optimizer))
     return case
 
@@ -255,18 +255,18 @@ def _legal_world(case: Case) -> WorldSpec:
     return world if hybrid or not world.mesh else replace(world, mesh=())
 
 
-def _leaves_unused(case: Case) -> bool:
-    """Whether some parameter may get no gradient on any rank while another of its unit does."""
+def leaves_unused(case: Case) -> bool:
+    """Whether some parameter may get no gradient while another of its unit does."""
+    # A loss that goes past a unit's output leaves the unit's last part without a gradient.
+    leaving = {"unused_parameters", "loss_bypasses_output"}
     if case.model.tree is None:
         model = MODELS.get(case.model.name)
-        # A loss that goes past a unit's output leaves the unit's last part without a gradient.
-        leaving = {"unused_parameters", "loss_bypasses_output"}
         return model is None or bool(leaving & model.needs) or bool(model.traits & {"frozen", "unused"})
     if any("unused_parameters" in operation.required() for operation in case.program):
         return True
     if any(operation.requires_grad_change() for operation in case.program):
         return True
-    return "unused_parameters" in needs_of(case.model.tree, ())
+    return bool(leaving & needs_of(case.model.tree, ()))
 
 
 def _stateless(optimizer: OptimizerSpec) -> OptimizerSpec:

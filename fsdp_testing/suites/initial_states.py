@@ -23,7 +23,7 @@ def _cases(place: Place, *models: str, **starts: bool) -> Iterable[Case]:
             yield place.case(model, Observe(), *iterations(2), wrapping=plan, optimizer=ADAMW)
 
 
-@SUITE.check("construction.rank_0_parameters", source=_SOURCE, needs=_SYNC)
+@SUITE.check("construction.rank_0_parameters", source=_SOURCE, needs=_SYNC | {"frozen_parameters"})
 def _parameters(place: Place) -> Iterable[Case]:
     """Ranks that begin with different parameters are given those of rank 0, nested units and frozen ones included."""
     yield from _cases(place, "deep_nest", "uneven", sync_module_states=True)
@@ -37,7 +37,7 @@ def _buffers(place: Place) -> Iterable[Case]:
     yield from _cases(place, "buffers", "batch_norm", sync_module_states=True)
 
 
-@SUITE.check("construction.meta_parameters", source=_SOURCE, needs=_META)
+@SUITE.check("construction.meta_parameters", source=_SOURCE, needs=_META | {"frozen_parameters"})
 def _meta(place: Place) -> Iterable[Case]:
     """Modules on the meta device are initialised by the user's function, and train as if they had never been there."""
     yield from _cases(place, "deep_nest", "uneven", meta_init=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -52,14 +53,17 @@ def run_poisoned(
         grads = _local_gradients(adapter, program.model)
         before = [grad.clone() for _, grad in grads]
         found: list[Remark] = []
+        wrong = partial(_wrong_error, before) if error else partial(_wrong_norm, value)
         for norm_type in _NORMS:
             for (_, grad), kept in zip(grads, before):
                 grad.copy_(kept)
             for starts, grad in grads[:1]:
                 grad.view(-1)[:1].fill_(value) if starts else None
-            wrong = partial(_wrong_error, before) if error else partial(_wrong_norm, value)
-            found += [Remark(len(case.program), _QUANTITY, f"by the {norm_type}-norm: {text}")
-                      for text in wrong(adapter, program.model, norm_type, grads)]  # fmt: skip
+            try:
+                said = list(wrong(adapter, program.model, norm_type, grads))
+            except Exception as raised:  # noqa: BLE001 - whatever a foreign implementation raises is a finding
+                return Failed(replace(seen, error=program.record(raised)))
+            found += [Remark(len(case.program), _QUANTITY, f"by the {norm_type}-norm: {text}") for text in said]
         adapter.finish(program.model)
     return RemarkedObservation.of(seen, found)
 

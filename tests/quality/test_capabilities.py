@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 from every_fault import FAULTS
 
+from fsdp_testing.judging.case_runner import ORDINARY
 from fsdp_testing.records import CAPABILITIES
 from fsdp_testing.strategies.choices import SeededChoices
 from fsdp_testing.strategies.drawing import CaseDrawer
@@ -21,9 +22,10 @@ DRAWN = 1200
 
 BESIDE_CASES = {
     "comm_hook": "whoever runs a case registers the hook around it; no case says so",
+    "tensor_hooks": "whoever runs a case registers hooks around it; no case says so",
+    "accumulation_hooks": "whoever runs a case registers hooks around it; no case says so",
+    "error_if_nonfinite": "gradients that are not finite are put there around a case, since the oracle has none",
     "unit_trace": "whoever runs a case records its units; no case says so",
-    "optimizer_pieces": "an adapter that claims it is read at every observation of every case",
-    "unused_gradient_is_none": "says what is right after cases of unused_parameters, and is part of none",
 }
 """Capabilities that no operation, option or model of a case asks for, with the reason."""
 
@@ -37,6 +39,8 @@ def asked_by_checks() -> tuple[dict[str, frozenset[str]], frozenset[str]]:
         places = check.places(frozenset(CAPABILITIES), (2, 4) if check.meshes else (2,), "gloo")
         cases = [case for place in places for case in check.build(place)]
         asked[check.name] = check.needs.union(*(needs_of(case) | case.required() for case in cases))
+        # What a check asks for is asked by its cases, unless somebody does more than run them.
+        by_cases.update(check.needs if check.mode is ORDINARY and check.judge is None else ())
         by_cases.update(*(needs_of(case) for case in cases))
     return asked, frozenset(by_cases)
 

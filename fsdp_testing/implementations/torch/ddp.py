@@ -1,9 +1,9 @@
 """torch's DistributedDataParallel, judged as "every rank has everything".
 
-Claims follow the class documentation and the DDP note. `find_unused_parameters` is on, since parts that no rank or
-not every rank uses are claimed; synchronising buffers in forward is off, since with it the buffers of all ranks but
-the first are overwritten instead of computed. Thawing after construction is excluded by the documentation and not
-claimed.
+Claims follow the class documentation and the DDP note. An option is passed only where a case asks for it, so that the
+defaults are judged: `find_unused_parameters` where a micro-batch may leave a parameter unused; no synchronising of buffers
+in forward where the model has buffers, since those of all ranks but the first would be overwritten instead of computed.
+Thawing after construction is excluded by the documentation and not claimed.
 """
 
 from __future__ import annotations
@@ -36,17 +36,15 @@ def wrap(module: nn.Module, setup: Setup) -> nn.Module:
         raise InvalidImplementation(
             f"torch-ddp: expected strategy 'no_shard', got {setup.strategy!r}. Run only what it claims."
         )
+    setup.refuse("torch-ddp", "precision", "cpu_offload", "init_module", "forward_prefetch", "backward_prefetch")
     checkpoint_modules(module, setup.checkpointed, reentrant=setup.checkpoint_reentrant)
     inside = tuple(f"{name}." for name in setup.ignored)
     ignored = [fqn for fqn, _ in module.named_parameters(remove_duplicate=False) if fqn.startswith(inside)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
-    return DistributedDataParallel(
-        module,
-        process_group=setup.group,
-        **_NO_BUFFER_SYNC,
-        find_unused_parameters=bool(setup.extra.get("find_unused_parameters", True)),
-        init_sync=True,
-    )
+    asked: dict[str, Any] = dict(_NO_BUFFER_SYNC) if next(module.buffers(), None) is not None else {}
+    if setup.leaves_unused:
+        asked["find_unused_parameters"] = True
+    return DistributedDataParallel(module, **asked, **setup.extra)
 
 
 def division(setup: Setup) -> Division:

@@ -77,9 +77,11 @@ class StartingAdapter(WrappingAdapter):
     def clip_grad_norm(
         self, model: StartingToy, max_norm: float, norm_type: float, *, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
+        norm = model.total_norm(norm_type)
         if error_if_nonfinite:
-            model.check_finite(model.total_norm(norm_type))
-        return super().clip_grad_norm(model, max_norm, norm_type)
+            model.check_finite(norm)
+        model.scale(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
 
     def unshard(self, model: StartingToy, unit: str) -> None:
         model.gather_unit(unit)
