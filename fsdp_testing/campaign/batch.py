@@ -129,8 +129,12 @@ def _run(
     accountant = accountant_for(adapter)
     issued = _Issued(accountant)
 
-    def make_setup(c: Case, module: nn.Module) -> Setup:
-        return _setup(world, mesh, c, module)
+    def make_setup(asked: Case, module: nn.Module) -> Setup:
+        # Translated as for a flat world, since the translation would make a mesh of its own.
+        flat = replace(asked, world=WorldSpec(asked.world.size, asked.world.backend))
+        setup = setup_of(flat, module, world.rank, world.device, world.group, mesh)
+        shape = asked.world.mesh_shape
+        return replace(setup, shard_size=shape[-1]) if len(shape) == 2 else setup
 
     if accountant is None:
         program = RankProgram(case, adapter, world.rank, make_setup)
@@ -139,7 +143,8 @@ def _run(
     with listen(issued), accountant or nullcontext():
         observation = program.run(observe_all=watch.operations or case.mixed_precision is not None)
         adapter.finish(program.model)
-    leaks = _differences(before, _fingerprint())
+    changed = ((name, was, now) for (name, was), now in zip(before.items(), _fingerprint().values()) if was != now)
+    leaks = tuple(f"{name}: {was} before, {now} after" for name, was, now in changed)
     accounts = None if accountant is None else tuple(accountant.accounts)
     return CaseRecord(index, observation, issued.summary(), leaks, accounts), weakref.ref(program.model)
 
@@ -158,11 +163,8 @@ class _Issued:
 
     def summary(self) -> dict[int, tuple[int, int]]:
         """Return number and digest by group key."""
-        return {key: (len(texts), _digest(texts)) for key, texts in self._texts.items()}
-
-
-def _digest(texts: list[str]) -> int:
-    return int.from_bytes(hashlib.blake2b("|".join(texts).encode(), digest_size=8).digest(), "little")
+        hashes = {k: hashlib.blake2b("|".join(texts).encode(), digest_size=8) for k, texts in self._texts.items()}
+        return {key: (len(texts), int.from_bytes(hashes[key].digest(), "little")) for key, texts in self._texts.items()}
 
 
 def _survivors(models: list[tuple[int, weakref.ref[nn.Module]]]) -> list[int]:
@@ -187,39 +189,15 @@ def _mesh(world: World, shape: tuple[int, ...]) -> DeviceMesh:
     return _MESHES[shape]
 
 
-def _setup(world: World, mesh: DeviceMesh, case: Case, module: nn.Module) -> Setup:
-    # Translated as for a flat world, since the translation would make a mesh of its own.
-    flat = replace(case, world=WorldSpec(case.world.size, case.world.backend))
-    setup = setup_of(flat, module, world.rank, world.device, world.group, mesh)
-    shape = case.world.mesh_shape
-    return replace(setup, shard_size=shape[-1]) if len(shape) == 2 else setup
-
-
-def _fingerprint() -> tuple[object, ...]:
+def _fingerprint() -> dict[str, object]:
     """Return the state of this process that no case may change; cheap enough to read after every one."""
-    return (
-        torch.get_default_dtype(),
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_num_threads(),
-        threading.active_count(),
-        len(list(process_groups())),
-    )
-
-
-_NAMES = (
-    "default dtype",
-    "grad mode",
-    "inference mode",
-    "autocast",
-    "deterministic algorithms",
-    "torch threads",
-    "Python threads",
-    "process groups",
-)
-
-
-def _differences(before: tuple[object, ...], after: tuple[object, ...]) -> tuple[str, ...]:
-    return tuple(f"{name}: {a} before, {b} after" for name, a, b in zip(_NAMES, before, after) if a != b)
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "torch threads": torch.get_num_threads(),
+        "Python threads": threading.active_count(),
+        "process groups": len(list(process_groups())),
+    }

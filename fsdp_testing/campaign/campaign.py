@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from fsdp_testing.campaign.batch import Watch
@@ -181,8 +182,7 @@ class Campaign:
         if self._stopped():
             return None
         if suspects:
-            suspect = suspects.pop(0)
-            return lambda lane: self._investigate(lane, suspect)
+            return partial(self._investigate, suspect=suspects.pop(0))
         start = time.perf_counter()
         batch = self._queue.next_batch(self._known)
         self.tally.drawing_seconds += time.perf_counter() - start

@@ -11,7 +11,7 @@ from fsdp_testing.findings.discovery import Discovery
 from fsdp_testing.findings.known import KnownFailures, Rule
 from fsdp_testing.judging.signature import Signature
 from fsdp_testing.records import ENDS_RANKS, Case, FailureKind
-from fsdp_testing.shrinking.shrink import Attempt, Shrinker
+from fsdp_testing.shrinking.shrink import Attempt, shrink
 
 _HUNG_SECONDS = 5.0
 """When a case counts as hung while it shrinks; what is left in the end is confirmed with the deadline of the campaign."""
@@ -82,7 +82,7 @@ class Investigator:
         rule = known.recognize(signature, suspect.case)
         if rule is not None:
             return Investigated(looks, known=rule)
-        shrunk = Shrinker(attempts_on(lane), self.shape, self.fair, self.seconds).shrink(suspect.case, signature)
+        shrunk = shrink(suspect.case, signature, attempts_on(lane), self.shape, self.fair, self.seconds)
         last = lane.run([shrunk.case], watch)[0]
         confirmed = last.note.signature == signature
         kept = last if confirmed else alone

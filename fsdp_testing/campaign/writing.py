@@ -23,7 +23,7 @@ def write_discovery(found: Discovery, state: StateDirectory) -> Path:
     files = [("finding.json", found.to_json()), ("case.json", found.case.to_json(indent=1))]
     files += [(SCRIPT, script)] if script is not None else []
     files.append(("README.md", _readme(found, script is not None)))
-    return state.write_files(found.name, files)
+    return state.write_files(f"found/{found.name}", files)
 
 
 def _readme(found: Discovery, has_script: bool) -> str:

@@ -5,6 +5,7 @@ Each rule reads the events of all ranks and returns the first thing that is wron
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -62,13 +63,13 @@ def _broken(case: Case, rank: int, operation: int, sentence: str) -> Finding:
 
 def same_collectives(case: Case, ranks: Sequence[TracedObservation]) -> Finding | None:
     """Every rank issues the same collectives in the same order."""
-    difference = ranks_agree(_history(ranks))
+    difference = ranks_agree(History(tuple(rank.events for rank in ranks)))
     return _broken(case, 0, -1, f"ranks disagree: {difference}") if difference else None
 
 
 def gathered_once(case: Case, ranks: Sequence[TracedObservation]) -> Finding | None:
     """A unit is gathered and freed in turn."""
-    found = check_lifecycle(_history(ranks))
+    found = check_lifecycle(History(tuple(rank.events for rank in ranks)))
     return _broken(case, found[0].rank, found[0].operation, found[0].sentence) if found else None
 
 
@@ -86,7 +87,9 @@ def held_while_used(case: Case, ranks: Sequence[TracedObservation]) -> Finding |
         for place, event, owner, gathered in uses:
             if owner in gathered:
                 continue
-            if event.moment == "post_forward" or not _gathered_next(rank.events[place:], owner):
+            changes = (e.transition for e in rank.events[place:] if isinstance(e, UnitEvent) and e.unit == owner)
+            again = next((change for change in changes if change in ("gather", "free")), "") == "gather"
+            if event.moment == "post_forward" or not again:
                 way = "forward" if event.moment == "post_forward" else "backward"
                 sentence = f"{_shown(event.module)} runs {way} while its unit {_shown(owner)} is freed"
                 return _broken(case, rank.rank, event.operation, sentence)
@@ -154,10 +157,9 @@ def within_memory(case: Case, ranks: Sequence[TracedObservation]) -> Finding | N
     With `full_shard` those of the unit that runs, of the units around it, and of one unit gathered ahead.
     """
     for rank in ranks:
-        sizes = {unit: sum(_numel(_shape(rank, fqn)) for fqn in fqns) for unit, fqns in rank.units}
-        most = (
-            sum(sizes.values()) if case.strategy == "shard_grad_op" else _chain(sizes) + max(sizes.values(), default=0)
-        )
+        sizes = {unit: sum(math.prod(_shape(rank, fqn)) for fqn in fqns) for unit, fqns in rank.units}
+        everything, largest = sum(sizes.values()), max(sizes.values(), default=0)
+        most = everything if case.strategy == "shard_grad_op" else _chain(sizes) + largest
         held: dict[str, int] = {}
         for event in _units(rank):
             if event.transition == "gather":
@@ -184,17 +186,12 @@ def in_order(case: Case, ranks: Sequence[TracedObservation]) -> Finding | None:
             # Whether a unit is gathered again for backward is another rule's; here, in which order.
             if got and (first != forward or not all(unit in then for unit in got[len(forward) :])):
                 seen, wanted = ", ".join(map(_shown, got)), ", ".join(map(_shown, (*forward, *backward)))
-                return _broken(
-                    case, rank.rank, operation, f"units are gathered in the order {seen}; they run in {wanted}"
-                )
+                sentence = f"units are gathered in the order {seen}; they run in {wanted}"
+                return _broken(case, rank.rank, operation, sentence)
     return None
 
 
 # ----------------------------------------------------------------------------------------------- readers
-
-
-def _history(ranks: Sequence[TracedObservation]) -> History:
-    return History(tuple(rank.events for rank in ranks))
 
 
 def _passes(case: Case) -> list[int]:
@@ -216,21 +213,16 @@ def _uses(rank: TracedObservation) -> Iterator[tuple[int, AutogradEvent, str, se
     last: dict[str, str] = {}
     for place, event in enumerate(rank.events):
         if isinstance(event, UnitEvent):
-            (gathered.add if event.transition == "gather" else gathered.discard)(event.unit) if event.transition in (
-                "gather",
-                "free",
-            ) else None
+            if event.transition == "gather":
+                gathered.add(event.unit)
+            elif event.transition == "free":
+                gathered.discard(event.unit)
         elif isinstance(event, AutogradEvent) and event.module in owner:
             # A wrapper runs as well under the name of its module: the innermost is the one that computes.
             inner = event.moment == "post_forward" and last.get(event.module) == "pre_forward"
             last[event.module] = event.moment
             if owner[event.module] in freeing and (inner or event.moment == "pre_backward"):
                 yield place, event, owner[event.module], set(gathered)
-
-
-def _gathered_next(events: Sequence[Event], unit: str) -> bool:
-    changes = [e for e in events if isinstance(e, UnitEvent) and e.unit == unit and e.transition in ("gather", "free")]
-    return bool(changes) and changes[0].transition == "gather"
 
 
 def _orders(rank: TracedObservation, operation: int) -> tuple[list[str], list[str]]:
@@ -246,20 +238,13 @@ def _shape(rank: TracedObservation, fqn: str) -> tuple[int, ...]:
     return (rank.shapes or {}).get(fqn, ())
 
 
-def _numel(shape: tuple[int, ...]) -> int:
-    product = 1
-    for extent in shape:
-        product *= extent
-    return product
-
-
 def _padded_bytes(case: Case, rank: TracedObservation) -> int:
     """All parameters, each padded on its first dimension to a multiple of the ranks, and each unit to 16 bytes a rank."""
     size, total = case.world.size, 0
     for _, fqns in rank.units:
         for fqn in fqns:
             shape = _shape(rank, fqn) or (1,)
-            total += wire_bytes(case.model.dtype, -(-shape[0] // size) * size * _numel(shape[1:]))
+            total += wire_bytes(case.model.dtype, -(-shape[0] // size) * size * math.prod(shape[1:]))
         total += size * 16
     return total
 

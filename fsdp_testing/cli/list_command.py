@@ -5,19 +5,19 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from fsdp_testing.cli.options import Subparsers
+from fsdp_testing.cli.options import Command, Subparsers, declare
 from fsdp_testing.errors import HarnessError
 
 KINDS = ("implementations", "checks", "capabilities", "models", "backends")
 
 
-def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+def add(commands: Subparsers[Command]) -> Command:
     """Declare the command."""
-    command = commands.add_parser(
+    command = declare(
+        commands,
         "list",
-        help="implementations, checks, capabilities, models, backends",
-        description="List what can be named on the command line; without KIND all of it.",
-        allow_abbrev=False,
+        "implementations, checks, capabilities, models, backends",
+        "List what can be named on the command line; without KIND all of it.",
     )
     command.add_argument("kind", nargs="?", choices=KINDS, metavar="KIND", help=", ".join(KINDS))
     return command
@@ -76,8 +76,7 @@ def _capabilities() -> Iterator[tuple[str, str]]:
 def _models() -> Iterator[tuple[str, str]]:
     from fsdp_testing.zoo import MODELS
 
-    for name, model in MODELS.items():
-        yield name, model.summary
+    yield from ((name, model.summary) for name, model in MODELS.items())
 
 
 def _backends() -> Iterator[tuple[str, str]]:

@@ -12,6 +12,15 @@ from collections.abc import Sequence
 from typing import Any
 
 Subparsers = argparse._SubParsersAction  # the only name argparse gives it
+Command = argparse.ArgumentParser
+
+
+def declare(commands: Subparsers[Command], name: str, summary: str, description: str, **others: Any) -> Command:
+    """Declare a command: its name, and what its help says."""
+    plain = argparse.RawDescriptionHelpFormatter if "\n" in description else argparse.HelpFormatter
+    return commands.add_parser(
+        name, help=summary, description=description, formatter_class=plain, allow_abbrev=False, **others
+    )
 
 
 def seconds(text: str) -> float:

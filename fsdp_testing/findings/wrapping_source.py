@@ -16,6 +16,7 @@ _FSDP1_STRATEGIES = {
     "hybrid_shard": "HYBRID_SHARD",
     "hybrid_shard_zero2": "_HYBRID_SHARD_ZERO2",
 }
+_DDP = "return DistributedDataParallel(model, broadcast_buffers=False, find_unused_parameters=True)"
 _MESH = "from torch.distributed.device_mesh import init_device_mesh"
 
 
@@ -38,10 +39,6 @@ class Family:
 
 def _innermost_first(case: Case) -> list[str]:
     return sorted(case.wrapping.units, key=lambda name: -name.count("."))
-
-
-def _ddp(_case: Case) -> tuple[list[str], list[str]]:
-    return [], ["return DistributedDataParallel(model, broadcast_buffers=False, find_unused_parameters=True)"]
 
 
 def _fsdp2(case: Case) -> tuple[list[str], list[str]]:
@@ -93,7 +90,7 @@ def _fsdp1(case: Case) -> tuple[list[str], list[str]]:
 
 
 FAMILIES = {
-    "torch-ddp": Family(ddp, _ddp, edits=True, measures=False),
+    "torch-ddp": Family(ddp, lambda _: ([], [_DDP]), edits=True, measures=False),
     "torch-fsdp1": Family(fsdp1, _fsdp1, edits=True, measures=True),
     "torch-fsdp2": Family(fsdp2, _fsdp2, edits=False, measures=True),
 }

@@ -92,7 +92,7 @@ STRATEGIES: dict[str, str] = {
 
 
 def check_capabilities(claimed: Iterable[str], where: str) -> frozenset[str]:
-    """Returns the claimed tags as a set.
+    """Return the claimed tags as a set.
 
     Raises:
         InvalidImplementation: A tag is not one of `CAPABILITIES`; every offender is listed.

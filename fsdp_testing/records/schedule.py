@@ -42,7 +42,7 @@ def builds_late(case: Case) -> bool:
 
 
 def plan(case: Case) -> Iterator[PlannedOperation]:
-    """Yields the operations of `case` in order, each with its standing."""
+    """Yield the operations of `case` in order, each with its standing."""
     pending = False
     built = not builds_late(case)
     for index, operation in enumerate(case.program):
@@ -58,5 +58,5 @@ def plan(case: Case) -> Iterator[PlannedOperation]:
 
 
 def void_operations(case: Case) -> dict[int, str]:
-    """Returns the index of every void operation with the reason."""
+    """Return the index of every void operation with the reason."""
     return {planned.index: planned.void for planned in plan(case) if planned.void}

@@ -43,11 +43,19 @@ SHORT_FINDINGS = 4
 LOG_WIDTH = 120
 
 
-def open_console() -> Console:
+class Output(Console):
+    """A console that shows names and messages as they are."""
+
+    def say(self, *parts: str | tuple[str, str], style: str = "") -> None:
+        """Print a line of parts, each a text or a text with its style: no markup, and not broken where the width ends."""
+        self.print(Text.assemble(*parts, style=style), soft_wrap=True)
+
+
+def open_console() -> Output:
     """Return a console on standard output; a log file, which has no width, gets a usual one unless `COLUMNS` sets it."""
-    console = Console(highlight=False)
+    console = Output(highlight=False)
     if not console.is_terminal and not env.get("COLUMNS"):
-        return Console(highlight=False, width=LOG_WIDTH)
+        return Output(highlight=False, width=LOG_WIDTH)
     return console
 
 
@@ -82,7 +90,7 @@ def print_report(report: RunReport, console: Console, *, full: bool = False) -> 
 
 
 def verdict_table(report: RunReport, width: int) -> Iterator[RenderableType]:
-    """Checks by implementations; where the names do not fit, columns are numbered and words are short, with a key."""
+    """Check by implementations; where the names do not fit, columns are numbered and words are short, with a key."""
     found = summary.matrix(report)
     labels = [len(row.check.removeprefix(f"{suite}.")) + 2 for suite, rows in found.suites for row in rows]
     columns = [max(len(name), LONGEST_WORD) + 1 for name in found.implementations]

@@ -21,11 +21,9 @@ from fsdp_testing.pool.world import current_world
 from fsdp_testing.programs.execute import RankProgram
 from fsdp_testing.programs.setup import setup_in_world
 from fsdp_testing.records import Case, Observe, RankObservation
-from fsdp_testing.suites.check import Check, Place, Suite
+from fsdp_testing.suites.check import Place, Suite
 from fsdp_testing.suites.schedules import micro_batch
 
-_NEEDS = frozenset({"clip_grad_norm"})
-_SOURCE = "torch.nn.utils.clip_grad_norm_"
 _NORMS = (2.0, 1.0, math.inf)
 _QUANTITY = "clipping"
 
@@ -105,21 +103,12 @@ def _case(place: Place) -> Iterable[Case]:
     yield place.case("mlp", micro_batch(0), Observe(), dtype="float32")
 
 
-SUITE = Suite()
+SUITE = Suite(source="torch.nn.utils.clip_grad_norm_", comparison=Comparison(lockstep=True), needs={"clip_grad_norm"})
 
 for name, meaning, value, error in (
     ("infinite", "An infinite gradient on one rank makes the norm infinite on every rank.", math.inf, False),
     ("not_a_number", "A gradient that is no number makes the norm none on every rank.", math.nan, False),
     ("error_if_nonfinite", "Where it is asked for every rank raises, and no gradient is scaled.", math.inf, True),
 ):
-    SUITE.add(
-        Check(
-            f"clipping.{name}",
-            meaning,
-            _SOURCE,
-            _case,
-            _NEEDS | ({"error_if_nonfinite"} if error else set()),
-            Comparison(lockstep=True),
-            RunMode(run_poisoned, (value, error), review=remarks.review),
-        )
-    )
+    mode = RunMode(run_poisoned, (value, error), review=remarks.review)
+    SUITE.add(f"clipping.{name}", meaning, _case, needs={"error_if_nonfinite"} if error else (), mode=mode)

@@ -21,7 +21,7 @@ from fsdp_testing.programs import models
 from fsdp_testing.programs.execute import RankProgram
 from fsdp_testing.programs.setup import setup_in_world
 from fsdp_testing.records import UNIT_ROUNDOFF, Case, Observe, RankObservation, ZeroGrad
-from fsdp_testing.suites.check import PLAIN_SGD, Check, Place, Suite
+from fsdp_testing.suites.check import PLAIN_SGD, Place, Suite
 from fsdp_testing.suites.comm_hooks import expect_scaled
 from fsdp_testing.suites.schedules import micro_batch
 
@@ -120,23 +120,18 @@ def _case(place: Place) -> Iterable[Case]:
 SUITE = Suite()
 
 SUITE.add(
-    Check(
-        "parameter_hooks.own_gradient",
-        "A hook on a parameter is given this rank's own gradient before it is reduced, and what it returns counts.",
-        "torch.Tensor.register_hook",
-        _case,
-        frozenset({"tensor_hooks"}),
-        mode=RunMode(run_hooked_parameters, (False,), expect_scaled, (FACTOR,), review=remarks.review),
-    )
+    "parameter_hooks.own_gradient",
+    "A hook on a parameter is given this rank's own gradient before it is reduced, and what it returns counts.",
+    _case,
+    source="torch.Tensor.register_hook",
+    needs={"tensor_hooks"},
+    mode=RunMode(run_hooked_parameters, (False,), expect_scaled, (FACTOR,), review=remarks.review),
 )
-
 SUITE.add(
-    Check(
-        "parameter_hooks.after_accumulation",
-        "A hook that runs after accumulation finds the reduced gradient in `.grad`, once in each backward.",
-        "torch.Tensor.register_post_accumulate_grad_hook; torchrec PR 4268",
-        _case,
-        frozenset({"accumulation_hooks"}),
-        mode=RunMode(run_hooked_parameters, (True,), review=remarks.review),
-    )
+    "parameter_hooks.after_accumulation",
+    "A hook that runs after accumulation finds the reduced gradient in `.grad`, once in each backward.",
+    _case,
+    source="torch.Tensor.register_post_accumulate_grad_hook; torchrec PR 4268",
+    needs={"accumulation_hooks"},
+    mode=RunMode(run_hooked_parameters, (True,), review=remarks.review),
 )

@@ -10,13 +10,10 @@ from collections.abc import Iterable
 
 from fsdp_testing.operations import AssignData, BuildOptimizer, EditFullParameters, Freeze, Interrupt, Move, Reload
 from fsdp_testing.records import Batch, Case, Observe, Operation, Step, ZeroGrad
-from fsdp_testing.suites.check import PLAIN_SGD, Builder, Check, Place, Suite
+from fsdp_testing.suites.check import PLAIN_SGD, Builder, Place, Suite
 from fsdp_testing.suites.schedules import micro_batch, no_sync_batch
 
-_NEEDS = frozenset({"no_sync"})
-_SOURCE = "torch.distributed.fsdp.FullyShardedDataParallel.no_sync"
-
-SUITE = Suite()
+SUITE = Suite(source="torch.distributed.fsdp.FullyShardedDataParallel.no_sync")
 
 
 def _between(*operations: Operation, models: tuple[str, ...] = ("mlp", "deep_nest")) -> Builder:
@@ -32,49 +29,43 @@ def _between(*operations: Operation, models: tuple[str, ...] = ("mlp", "deep_nes
     return build
 
 
-for name, meaning, needs, build in (
+for name, meaning, build in (
     (
         "cleared",
         "Gradients that are cleared before any reduction leave no trace.",
-        (),
         _between(ZeroGrad(), ZeroGrad(False)),
     ),
     (
         "saved",
         "A model that is saved while gradients await reduction is saved as it is, and its successor begins without any.",
-        ("full_state_dict",),
         _between(Reload(optimizer=False), models=("mlp",)),
     ),
     (
         "edited",
         "Editing full parameters changes no gradient that awaits reduction.",
-        ("summon_writeback",),
         _between(EditFullParameters(("*",), 0.5)),
     ),
     (
         "assigned",
         "New storage of parameters changes no gradient that awaits reduction.",
-        ("data_assignment", "forward_only"),
         _between(AssignData(("*",), 0.5, Batch(7))),
     ),
-    ("moved", "Moving the model to where it is changes no gradient that awaits reduction.", (), _between(Move())),
+    ("moved", "Moving the model to where it is changes no gradient that awaits reduction.", _between(Move())),
     (
         "frozen",
         "A parameter that is frozen while its gradient awaits reduction is reduced with the others.",
-        ("frozen_parameters", "thawed_parameters"),
         _between(Freeze(("layers.1.*",)), models=("mlp",)),
     ),
     (
         "interrupted",
         "An exception after a local micro-batch, and cleared gradients, leave no trace of either.",
-        ("exception_recovery",),
         _between(Interrupt(Batch(7)), Interrupt(Batch(7), 1, backward=True)),
     ),
 ):
-    SUITE.add(Check(f"accumulation.{name}", meaning, _SOURCE, build, _NEEDS.union(needs)))
+    SUITE.add(f"accumulation.{name}", meaning, build)
 
 
-@SUITE.check("accumulation.cleared_after_reduction", source=_SOURCE, needs=_NEEDS)
+@SUITE.check("accumulation.cleared_after_reduction")
 def _after_reduction(place: Place) -> Iterable[Case]:
     """Clearing takes what was reduced and what awaits reduction alike."""
     for model in ("mlp", "deep_nest"):
@@ -82,7 +73,7 @@ def _after_reduction(place: Place) -> Iterable[Case]:
         yield place.case(model, *program, optimizer=PLAIN_SGD)
 
 
-@SUITE.check("accumulation.late_optimizer", source=_SOURCE, needs=_NEEDS | {"late_optimizer"})
+@SUITE.check("accumulation.late_optimizer")
 def _late_optimizer(place: Place) -> Iterable[Case]:
     """An optimizer that is built while gradients await reduction steps by all of them."""
     for model in ("mlp", "deep_nest"):

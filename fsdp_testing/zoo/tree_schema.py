@@ -59,12 +59,12 @@ _LARGEST = 4096
 
 
 def get(node: Mapping[str, Any], name: str) -> Any:
-    """Returns a field of a node, or its default."""
+    """Return a field of a node, or its default."""
     return node.get(name, SCHEMA[node["kind"]][name])
 
 
 def check_tree(tree: Any, where: str = "case.model.tree") -> None:
-    """Checks that `tree` is data of the right form; whether each part makes sense is `legal_tree`'s affair.
+    """Check that `tree` is data of the right form; whether each part makes sense is `legal_tree`'s affair.
 
     Raises:
         InvalidRecord: Every offender is listed.
@@ -127,7 +127,7 @@ def _problems_of_fields(node: Node, where: str) -> Iterator[str]:
 
 
 def legal_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the tree with everything dropped that has no meaning where it stands; a legal tree comes back equal.
+    """Return the tree with everything dropped that has no meaning where it stands; a legal tree comes back equal.
 
     Every forward of the result uses at least one trainable parameter with elements: an optimizer over nothing is an
     error, and so is a rank without anything to reduce among others that have.
@@ -245,7 +245,7 @@ class Walk:
 
 
 def walk(tree: Mapping[str, Any]) -> list[Walk]:
-    """Returns the nodes of a legal tree, each with its FQN and widths; aliases are left out."""
+    """Return the nodes of a legal tree, each with its FQN and widths; aliases are left out."""
     return _walk(tree["nodes"], "", tree["width"])[0]
 
 
@@ -268,14 +268,14 @@ def _walk(nodes: list[Node], prefix: str, width: int) -> tuple[list[Walk], int]:
 
 
 def every(places: list[Walk]) -> Iterator[Walk]:
-    """Yields places and what is inside them, outermost first."""
+    """Yield places and what is inside them, outermost first."""
     for place in places:
         yield place
         yield from every(place.inner)
 
 
 def parameters(tree: Mapping[str, Any]) -> list[ParameterSpec]:
-    """Returns every parameter of a legal tree, once for each name that it has."""
+    """Return every parameter of a legal tree, once for each name that it has."""
     return [spec for place in every(walk(tree)) for spec in _parameters_of(place)]
 
 

@@ -1,9 +1,9 @@
 """torch's DistributedDataParallel, judged as "every rank has everything".
 
-Claims follow the class documentation and the DDP note. An option is passed only where a case asks for it, so that the
-defaults are judged: `find_unused_parameters` where a micro-batch may leave a parameter unused; no synchronising of buffers
-in forward where the model has buffers, since those of all ranks but the first would be overwritten instead of computed.
-Thawing after construction is excluded by the documentation and not claimed.
+Claims follow the class documentation and the DDP note. `find_unused_parameters` is on, since parts that no rank or
+not every rank uses are claimed; synchronising buffers in forward is off, since with it the buffers of all ranks but
+the first are overwritten instead of computed. Thawing after construction is excluded by the documentation and not
+claimed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from fsdp_testing.implementations.adapter import TorchStyle
 from fsdp_testing.implementations.protocol import Division, Setup
 from fsdp_testing.implementations.shared import replicated
 from fsdp_testing.implementations.shared.checkpointing import checkpoint_modules
+from fsdp_testing.implementations.shared.claims import REPLICATED
 
 #: torch 2.13 renamed the option; the old name warns there. With the old one buffers are not broadcast on construction.
 _RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
 _NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
 
-CAPABILITIES = replicated.CLAIMS | {"ignored_parameters"} | ({"sync_module_states"} if _RENAMED else set())
+CAPABILITIES = REPLICATED | {"ignored_parameters"} | ({"sync_module_states"} if _RENAMED else set())
 
 
 def wrap(module: nn.Module, setup: Setup) -> nn.Module:
@@ -58,8 +59,5 @@ IMPLEMENTATION = TorchStyle(
     capabilities=CAPABILITIES,
     source="https://pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html",
     division=division,
-    full_state_dict=replicated.full_state_dict,
-    load_full_state_dict=replicated.load_full_state_dict,
-    full_optimizer_state=replicated.full_optimizer_state,
-    load_full_optimizer_state=replicated.load_full_optimizer_state,
+    **replicated.METHODS,
 )
