@@ -73,15 +73,13 @@ def assemble(ranks: Iterable[RankPieces], shape: Sequence[int]) -> Assembled | N
 def _plain(ranks: Sequence[RankPieces], numel: int) -> Assembled | None:
     """The common case, and much faster than element by element: spans side by side, or the same ones with equal bits."""
     spans: dict[tuple[int, int], torch.Tensor] = {}
-    owners: list[int] = []
-    for rank, pieces in ranks:
+    for _, pieces in ranks:
         for piece in pieces:
             if piece.stop <= piece.start:
                 continue
             value = piece.value.reshape(-1)
             if not same_bits(spans.setdefault((piece.start, piece.stop), value), value):
                 return None
-            owners.append(rank)
     ordered = sorted(spans)
     if [start for start, _ in ordered] + [numel] != [0] + [stop for _, stop in ordered] or not ordered:
         return None
@@ -89,7 +87,7 @@ def _plain(ranks: Sequence[RankPieces], numel: int) -> Assembled | None:
     if len({value.dtype for value in values}) > 1 or any(v.numel() != b - a for v, (a, b) in zip(values, ordered)):
         return None
     flat = torch.cat(values)
-    return Assembled(flat, torch.ones(numel, dtype=torch.bool), (), tuple(dict.fromkeys(owners)))
+    return Assembled(flat, torch.ones(numel, dtype=torch.bool), ())
 
 
 def _contradiction(

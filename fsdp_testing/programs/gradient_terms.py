@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -45,7 +45,7 @@ class GradientTerm:
 
 def gradient_terms(case: Case, last: int) -> tuple[GradientTerm, ...]:
     """Return the terms of every gradient that exists after operation `last`, in the order in which they came into being."""
-    replay = _TermReplay(case.with_program(*case.program[: last + 1]))
+    replay = _TermReplay(replace(case, program=case.program[: last + 1]))
     replay.run()
     return tuple(replay.terms)
 
