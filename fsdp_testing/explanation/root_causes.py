@@ -19,11 +19,10 @@ from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.lifecycle import unsharded_before
 from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.errors import HarnessError
-from fsdp_testing.explanation.budget import Budget
 from fsdp_testing.explanation.casts import other_cast
 from fsdp_testing.explanation.hypotheses import Hypothesis, WrongNumbers, contradict
 from fsdp_testing.explanation.rendering import render
-from fsdp_testing.explanation.shortest import shorten, with_schedule
+from fsdp_testing.explanation.shortest import Budget, shorten, with_schedule
 from fsdp_testing.implementations import registry
 from fsdp_testing.judging.case_runner import ORDINARY, CaseRunner, RunMode
 from fsdp_testing.judging.signature import FineSignature, Signature, fine_signature_of, signature_of

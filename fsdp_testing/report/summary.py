@@ -81,8 +81,13 @@ class Tally:
         """The tally in one line."""
         kept = self.counts[Verdict.PASS] + self.counts[Verdict.STALE]
         parts = [f"{kept} of {self.asked} claims hold" if self.asked else "nothing was asked"]
-        words = {verdict: WORDS[verdict] for verdict in (*ATTENTION, Verdict.NOT_CLAIMED)}
-        words |= {Verdict.FAIL: "refuted", Verdict.EXPECTED_FAILURE: "expected to fail"}
+        words = {
+            Verdict.FAIL: "refuted",
+            Verdict.UNKNOWN: "unknown",
+            Verdict.EXPECTED_FAILURE: "expected to fail",
+            Verdict.STALE: "stale",
+            Verdict.NOT_CLAIMED: "not claimed",
+        }
         parts += [f"{self.counts[verdict]} {word}" for verdict, word in words.items() if self.counts[verdict]]
         return ", ".join(parts)
 
