@@ -46,6 +46,10 @@ def assemble(ranks: Iterable[RankPieces], shape: Sequence[int]) -> Assembled | N
         shape: Shape of the whole tensor.
     """
     numel = math.prod(shape)
+    ranks = tuple(ranks)
+    quick = _plain(ranks, numel)
+    if quick is not None:
+        return quick
     flat: torch.Tensor | None = None
     source = torch.full((numel,), -1, dtype=torch.int64)
     contradictions: list[tuple[int, int, int]] = []
@@ -64,6 +68,26 @@ def assemble(ranks: Iterable[RankPieces], shape: Sequence[int]) -> Assembled | N
     if flat is None:
         return None
     return Assembled(flat, source >= 0, tuple(contradictions))
+
+
+def _plain(ranks: Sequence[RankPieces], numel: int) -> Assembled | None:
+    """The common case, and much faster than element by element: spans side by side, or the same ones with equal bits."""
+    spans: dict[tuple[int, int], torch.Tensor] = {}
+    for _, pieces in ranks:
+        for piece in pieces:
+            if piece.stop <= piece.start:
+                continue
+            value = piece.value.reshape(-1)
+            if not same_bits(spans.setdefault((piece.start, piece.stop), value), value):
+                return None
+    ordered = sorted(spans)
+    if [start for start, _ in ordered] + [numel] != [0] + [stop for _, stop in ordered] or not ordered:
+        return None
+    values = [spans[span] for span in ordered]
+    if len({value.dtype for value in values}) > 1 or any(v.numel() != b - a for v, (a, b) in zip(values, ordered)):
+        return None
+    flat = torch.cat(values)
+    return Assembled(flat, torch.ones(numel, dtype=torch.bool), ())
 
 
 def _contradiction(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fsdp_testing.checkers.explain import listed, ranks_text
+from fsdp_testing.explanation.contributions import sentence
 from fsdp_testing.explanation.hypotheses import Hypothesis
 from fsdp_testing.records import RAISES, Case, Finding
 
@@ -45,12 +46,8 @@ def _what_is_wrong(finding: Finding) -> str:
 
 
 def _cause(case: Case, like: Hypothesis, unsharded: UnshardedUnits) -> str:
-    if like.rank >= 0:
-        return f"the inputs of rank {like.rank} do not count"
-    if like.left_out < 0:
-        if like.factor > 1:
-            return f"gradients are {like.factor:g} times too large, a sum over ranks where a mean is due"
-        return f"gradients are 1/{case.world.size} of what is due, divided by the number of ranks once too often"
+    if like.contributions is not None:
+        return sentence(case, like.contributions)
     operation = case.program[like.left_out]
     name = f"operation {like.left_out}, {operation.words()}"
     if like.kinds == {"result"} and operation.writes_parameters:
@@ -59,16 +56,12 @@ def _cause(case: Case, like: Hypothesis, unsharded: UnshardedUnits) -> str:
             verb = "holds" if len(unsharded) == 1 else "hold"
             return f"{units_text(tuple(unsharded))} still {verb} the weights from before {name}, on {where}"
         return f"the weights from before {name}, are still in use"
-    if like.kinds == {"gradient"} and operation.runs_backward:
-        return f"the gradient of {name}, is missing"
     return f"{name}, had no effect"
 
 
 def _equal_to(case: Case, like: Hypothesis) -> str:
-    if like.rank >= 0:
-        return f"and is what one process gives when rank {like.rank} has no inputs"
-    if like.left_out < 0:
-        return f"exactly {like.factor:g} times what one process gives"
+    if like.contributions is not None:
+        return "and is, within the bound, what the terms of one process add up to so"
     text = case.program[like.left_out].text(like.left_out)
     for_whom = f" for {units_text(like.units)}" if like.units else ""
     return f"and is what one process gives without {text}{for_whom}"

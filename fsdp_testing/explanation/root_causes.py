@@ -28,6 +28,7 @@ from fsdp_testing.judging.case_runner import ORDINARY, CaseRunner, RunMode
 from fsdp_testing.judging.signature import FineSignature, Signature, fine_signature_of, signature_of
 from fsdp_testing.programs import rank_jobs
 from fsdp_testing.programs.fitting import as_observed
+from fsdp_testing.programs.gradient_terms import GradientTerm
 from fsdp_testing.records import (
     LOSES_RANKS,
     RAISES,
@@ -40,7 +41,7 @@ from fsdp_testing.records import (
     Verdict,
 )
 from fsdp_testing.trace.portrait import portrait_of
-from fsdp_testing.trace.run import Trace, trace_on
+from fsdp_testing.trace.run import Trace, trace
 
 REDUCIBLE = frozenset(FailureKind) - LOSES_RANKS
 """Kinds of findings that may be run again often; each death or hang costs a world and a deadline."""
@@ -257,7 +258,7 @@ class _Explainer:
         with suppress(HarnessError):  # an oracle that cannot run a variant leaves the failure without a hypothesis
             ranks = self._runner.observe(self._name, finding.case, observe_all=True)
             comparison = as_observed(how.comparison, registry.adapter_of(self._name))
-            return WrongNumbers(finding.case, ranks, comparison, self._oracle).hypothesis(unsharded)
+            return WrongNumbers(finding.case, ranks, comparison, self._oracle, self._terms).hypothesis(unsharded)
         return None
 
     def _cast(self, finding: Finding, how: How) -> str:
@@ -283,15 +284,19 @@ class _Explainer:
         if not claimed or finding.kind in RAISES or finding.case.world.backend != "gloo":
             return None
         with suppress(HarnessError):  # what cannot be traced is explained without it
-            traced = trace_on(self._runner.on_ranks, self._name, finding.case)
+            traced = trace(self._name, finding.case, self._runner.on_ranks)
             # The first run of a schedule connects and allocates; nobody wants that drawn.
-            return trace_on(self._runner.on_ranks, self._name, finding.case) if self._draw else traced
+            return trace(self._name, finding.case, self._runner.on_ranks) if self._draw else traced
         return None
 
     def _oracle(self, case: Case) -> Expectation:
         if case.identity not in self._expectations:
             self._expectations[case.identity] = self._runner.on_ranks(rank_jobs.expect_free, case, True, size=1)[0]
         return self._expectations[case.identity]
+
+    def _terms(self, case: Case, last: int) -> Sequence[GradientTerm]:
+        terms: Sequence[GradientTerm] = self._runner.on_ranks(rank_jobs.gradient_terms, case, last, size=1)[0]
+        return terms
 
 
 def _shape(case: Case) -> tuple[str, ...]:

@@ -21,8 +21,9 @@ from fsdp_testing.implementations.adapter import TorchStyle
 from fsdp_testing.implementations.protocol import Division, Setup
 from fsdp_testing.implementations.shared import replicated
 from fsdp_testing.implementations.shared.checkpointing import checkpoint_modules
+from fsdp_testing.implementations.shared.claims import REPLICATED
 
-CAPABILITIES = replicated.CLAIMS | {
+CAPABILITIES = REPLICATED | {
     "policy_wrapping",
     "several_forwards",
     "thawed_parameters",
@@ -125,9 +126,6 @@ IMPLEMENTATION = TorchStyle(
     source="Definition of synchronous data parallelism: the mean of the ranks' gradients.",
     no_sync=no_sync,
     division=division,
-    full_state_dict=replicated.full_state_dict,
-    load_full_state_dict=replicated.load_full_state_dict,
-    full_optimizer_state=replicated.full_optimizer_state,
-    load_full_optimizer_state=replicated.load_full_optimizer_state,
+    **replicated.METHODS,
     finish=_finish,
 )

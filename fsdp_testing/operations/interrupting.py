@@ -51,9 +51,6 @@ class Interrupt(Operation):
         if self.where not in PLACES:
             raise InvalidRecord(f"Interrupt.where: expected one of {PLACES}, got {self.where!r}. Choose one of them.")
 
-    def batches(self) -> tuple[Batch, ...]:
-        return (self.batch,)
-
     def required(self) -> frozenset[str]:
         inside = {"no_sync": {"no_sync"}, "summon": {"summon_writeback"}}.get(self.where, set())
         return Interrupt.needs | self.batch.required() | inside

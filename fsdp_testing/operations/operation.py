@@ -11,7 +11,7 @@ Whoever runs, draws or judges hands itself in: this package imports none of them
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
@@ -70,24 +70,28 @@ class Operation:
     # ------------------------------------------------------------------------------------------- what it is
 
     def batches(self) -> tuple[Batch, ...]:
-        """Return the micro-batches that this operation runs."""
-        return ()
+        """Return the micro-batches that this operation runs: that of a field `batch`, if it has one."""
+        batch: Batch | None = getattr(self, "batch", None)
+        return () if batch is None else (batch,)
 
     def without_rank(self, rank: int, size: int) -> Operation:
         """Return the operation whose gradients, among `size` ranks, lack the inputs of `rank`."""
         return self
 
+    def with_batches(self, change: Callable[[Batch], Batch]) -> Self:
+        """Return the operation with every batch in its fields changed."""
+
+        def changed(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(map(changed, value))
+            return change(value) if isinstance(value, Batch) else value
+
+        fields = {item.name: changed(getattr(self, item.name)) for item in dataclasses.fields(self)}
+        return dataclasses.replace(self, **fields)
+
     def used_alike(self) -> Self:
         """Return the operation with the branches of rank 0 on every rank."""
-
-        def alike(value: Any) -> Any:
-            if isinstance(value, tuple):
-                return tuple(map(alike, value))
-            return dataclasses.replace(value, usage=value.usage[:1]) if isinstance(value, Batch) else value
-
-        return dataclasses.replace(
-            self, **{item.name: alike(getattr(self, item.name)) for item in dataclasses.fields(self)}
-        )
+        return self.with_batches(lambda batch: dataclasses.replace(batch, usage=batch.usage[:1]))
 
     def required(self) -> frozenset[str]:
         """Return the capabilities that this very operation needs."""
@@ -220,6 +224,20 @@ class Silent(Operation):
 
     def simpler(self) -> Iterator[Operation]:
         return iter(())
+
+
+@dataclass(frozen=True, slots=True)
+class OfPatterns(Operation):
+    """An operation on the parameters whose name matches one of its patterns (fnmatch)."""
+
+    patterns: tuple[str, ...]
+
+    def normalise(self, context: ProgramContext) -> Operation | None:
+        patterns = context.used_patterns(self.patterns)
+        return dataclasses.replace(self, patterns=patterns) if patterns else None
+
+    def simpler(self) -> Iterator[Operation]:
+        yield dataclasses.replace(self, patterns=("*",))
 
 
 def missing_facets(operation: type[Operation]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from fsdp_testing.pool.rank_outcome import ErrorRecord
 from fsdp_testing.pool.targets import Target
 from fsdp_testing.records.dirt import Dirt
 
@@ -59,11 +60,9 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A rank is in its world, or says why it is not; `unavailable` when its backend cannot run on this machine."""
+    """A rank is in its world, or says why it is not."""
 
-    problem: str = ""
-    unavailable: bool = False
-    traceback: str = ""
+    error: ErrorRecord | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +72,7 @@ class Report:
     number: int
     payload: bytes
     failed: bool
-    error_type: str = ""
-    error_message: str = ""
-    error_traceback: str = ""
+    error: ErrorRecord | None = None
     dirt: tuple[Dirt, ...] = ()
     seconds: float = 0.0
     finished_at: float = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,33 +50,39 @@ class WorldOutcome:
         """Return the cause first, then every rank's account: fate, traceback or stack, last collectives, output."""
         lines = [self.cause or "every rank returned"]
         for rank in self.ranks:
-            lines.append("")
-            lines.append(f"--- {rank.headline()}")
-            lines.extend(_account(rank))
+            lines += ["", f"--- {rank.headline()}", *account_lines(rank)]
+            for label, text in (("stdout", rank.stdout.rstrip()), ("stderr", rank.stderr.rstrip())):
+                left_out = max(0, len(text) - _SHOWN_CHARACTERS)
+                if text:
+                    lines.append(f"{label} of rank {rank.rank}:")
+                    # All of it is in the record.
+                    lines += [f"[the first {left_out} characters are left out]"] if left_out else []
+                    lines.append(text[left_out:])
         return "\n".join(lines)
 
 
-def _account(rank: RankOutcome) -> list[str]:
-    lines: list[str] = []
-    if rank.error is not None:
-        lines.append(rank.error.traceback.rstrip())
-    if rank.fate in (Fate.HUNG, Fate.STOPPED, Fate.DIED) and rank.collectives:
+def account_lines(rank: RankOutcome, hidden: Sequence[str] = ()) -> list[str]:
+    """Return error, last collectives and stack of a rank, without the frames of files whose names hold a part in `hidden`."""
+    lines = _without(hidden, rank.error.traceback) if rank.error is not None else []
+    if rank.fate is not Fate.RETURNED and rank.collectives:
         lines.append("last collectives:")
-        lines.extend(f"  {record}  ({record.call_site})" for record in rank.collectives[-5:])
+        lines += [f"  {record}  ({record.call_site})" for record in rank.collectives[-5:]]
     if rank.stack:
-        lines.append(f"stack of rank {rank.rank}:")
-        lines.append(rank.stack.rstrip())
+        lines += [f"stack of rank {rank.rank}:", *_without(hidden, rank.stack)]
     elif rank.fate in (Fate.HUNG, Fate.STOPPED):
         lines.append(f"no stack: rank {rank.rank} did not answer SIGUSR1 (its code may have taken or blocked it)")
-    for label, text in (("stdout", rank.stdout), ("stderr", rank.stderr)):
-        if text.strip():
-            lines.append(f"{label} of rank {rank.rank}:")
-            lines.append(_shortened(text.rstrip()))
     return lines
 
 
-def _shortened(text: str) -> str:
-    """Return the end of long output; all of it is in the record."""
-    if len(text) <= _SHOWN_CHARACTERS:
-        return text
-    return f"[the first {len(text) - _SHOWN_CHARACTERS} characters are left out]\n{text[-_SHOWN_CHARACTERS:]}"
+def _without(hidden: Sequence[str], trace: str) -> list[str]:
+    """Return the lines of a traceback or stack; with a frame go its lines of source."""
+    kept: list[str] = []
+    dropping = False
+    for line in trace.rstrip().splitlines():
+        if line.startswith("  File "):
+            dropping = any(part in line for part in hidden)
+        elif not line.startswith("    "):
+            dropping = False
+        if not dropping:
+            kept.append(line)
+    return kept

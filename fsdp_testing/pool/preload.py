@@ -25,7 +25,7 @@ FIRST = (
     "torch.distributed.device_mesh",
     "fsdp_testing.pool.worker",
     "fsdp_testing.ledger.interception",
-    "fsdp_testing.backends.gloo",
+    "fsdp_testing.backends",
     "fsdp_testing.pool.hygiene",
     "ctypes",
     "numpy.random",

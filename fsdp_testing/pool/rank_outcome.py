@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from fsdp_testing.ledger.reading import CollectiveRecord
 from fsdp_testing.records.dirt import Dirt
 
 
@@ -33,29 +34,6 @@ class ErrorRecord:
         """Return the first line of the message with the type's name."""
         first = self.message.strip().splitlines()
         return f"{self.type_name}: {first[0]}" if first else self.type_name
-
-
-@dataclass(frozen=True, slots=True)
-class CollectiveRecord:
-    """One collective as a rank's ledger holds it.
-
-    `number` counts the collectives of its group in this job, from 1. `group` is the readable name of the group and
-    `group_key` its identity on all ranks. `moment_ns` is the system-wide monotonic clock. Ranks that issue records of
-    equal `signature` together are in order, though shapes in `what` may differ.
-    """
-
-    number: int
-    group: str
-    group_key: int
-    what: str
-    call_site: str
-    moment_ns: int = 0
-    signature: int = 0
-
-    def __str__(self) -> str:
-        where = "" if self.group == "default group" else f" on {self.group}"
-        head, space, shape = self.what.partition(" ")
-        return f"{head} #{self.number}{space}{shape}{where}"
 
 
 @dataclass(frozen=True, slots=True)

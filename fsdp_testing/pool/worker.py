@@ -23,6 +23,7 @@ from fsdp_testing.ledger.memory import LedgerMemory
 from fsdp_testing.pool import world as world_place
 from fsdp_testing.pool.channel import Channel, dumps, loads
 from fsdp_testing.pool.jobs import Bootstrap, Close, Failed, Job, Joined, Place, Report
+from fsdp_testing.pool.rank_outcome import ErrorRecord
 from fsdp_testing.pool.targets import resolve
 from fsdp_testing.records.dirt import Dirt
 
@@ -45,10 +46,11 @@ def main(fds: dict[str, int], modules: frozenset[str]) -> None:
         try:
             rank.join()
         except BackendUnavailable as error:
-            channel.send(Joined(str(error), unavailable=True))
+            channel.send(Joined(ErrorRecord("BackendUnavailable", str(error), str(error))))
             return
         except BaseException as error:  # whatever it is, the controller hears of it
-            channel.send(Joined(f"{type(error).__name__}: {_text_of(error)}", traceback=traceback.format_exc()))
+            text = f"the rank could not join its world: {type(error).__name__}: {_text_of(error)}"
+            channel.send(Joined(ErrorRecord("WorldNotJoined", text, traceback.format_exc())))
             return
         channel.send(Joined())
         while True:
@@ -197,7 +199,7 @@ class _Rank:
         self._recorder.start_job(job.number)
         snapshot = None if job.lasting is None else self._hygiene.take_snapshot(ignore=job.lasting)
         started = time.perf_counter()
-        report = _call(job)
+        payload, failed, problem = _call(job)
         if os.getpid() != self._pid:
             # A child that the call forked has come out of it; its report would be taken for the rank's.
             _flush()
@@ -210,11 +212,13 @@ class _Rank:
         self._forget_groups()
         return Report(
             number=job.number,
+            payload=payload,
+            failed=failed,
+            error=problem,
             dirt=dirt,
             seconds=seconds,
             finished_at=finished,
             new_modules=self._new_modules(),
-            **report,
         )
 
     def _follow(self, job: Job) -> None:
@@ -235,23 +239,23 @@ class _Rank:
         return new
 
 
-def _call(job: Job) -> dict[str, Any]:
-    """Result or error of the call, as fields of `Report`."""
+def _call(job: Job) -> tuple[bytes, bool, ErrorRecord | None]:
+    """Return payload, whether it failed, and the error of the call."""
     try:
         function = resolve(job.target)
         args, kwargs = loads(job.arguments)
         value = function(*args, **kwargs)
     except BaseException as error:  # also SystemExit and KeyboardInterrupt are the call's end, not the rank's
-        return _error_fields(error)
+        return b"", True, _record_of(error)
     failed = isinstance(value, Failed)
     try:
-        return {"payload": dumps(value.value if isinstance(value, Failed) else value), "failed": failed}
+        return dumps(value.value if isinstance(value, Failed) else value), failed, None
     except Exception as error:  # a value's own reduction may raise anything
         note = TypeError(
             f"{job.target} returned a {type(value).__name__} that cannot be sent to the controller "
             f"({type(error).__name__}: {_text_of(error)}). Return plain data and tensors."
         )
-        return _error_fields(note)
+        return b"", True, _record_of(note)
 
 
 def _restored(snapshot: Any) -> tuple[Dirt, ...]:
@@ -270,19 +274,9 @@ def _text_of(error: BaseException) -> str:
         return f"<str() of it raised {type(problem).__name__}>"
 
 
-def _error_fields(error: BaseException) -> dict[str, Any]:
-    lines = traceback.format_exception(type(error), error, _without_own_frames(error))
-    return {
-        "payload": b"",
-        "failed": True,
-        "error_type": type(error).__name__,
-        "error_message": _text_of(error),
-        "error_traceback": "".join(lines).encode("utf-8", "backslashreplace").decode(),
-    }
-
-
-def _without_own_frames(error: BaseException) -> Any:
+def _record_of(error: BaseException) -> ErrorRecord:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
-    return trace
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    return ErrorRecord(type(error).__name__, _text_of(error), text.encode("utf-8", "backslashreplace").decode())

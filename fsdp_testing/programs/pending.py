@@ -39,15 +39,15 @@ class PendingGradients:
         return bool(self.values)
 
     def add(self, one: LocalGradients) -> None:
-        """Adds the gradients of one more micro-batch to those that are there."""
+        """Add the gradients of one more micro-batch to those that are there."""
         for fqn, gradient in one.values.items():
-            held = fqn in self.values
-            self.values[fqn] = self.values[fqn] + gradient if held else gradient.clone()
-            self.sizes[fqn] = self.sizes[fqn] + one.sizes[fqn] if held else one.sizes[fqn]
+            known = fqn in self.values
+            self.values[fqn] = self.values[fqn] + gradient if known else gradient.clone()
+            self.sizes[fqn] = self.sizes[fqn] + one.sizes[fqn] if known else one.sizes[fqn]
 
 
 def mean_size(ranks: Sequence[PendingGradients], fqn: str, like: torch.Tensor) -> torch.Tensor:
-    """Returns the sizes of all that is added up for one parameter, divided by the number of ranks, in the dtype of `like`."""
+    """Return the sizes of all that is added up for one parameter, divided by the number of ranks, in the dtype of `like`."""
     known = [rank.sizes[fqn].to(like.dtype) for rank in ranks if fqn in rank.sizes]
     return sum(known, torch.zeros_like(like)) / len(ranks)
 
@@ -55,7 +55,7 @@ def mean_size(ranks: Sequence[PendingGradients], fqn: str, like: torch.Tensor) -
 def gradients_of(
     parameters: Mapping[str, torch.nn.Parameter], contributions: Mapping[int, torch.Tensor]
 ) -> LocalGradients:
-    """Takes what a backward left in `parameters`.
+    """Take what a backward left in `parameters`.
 
     Args:
         parameters: By FQN.

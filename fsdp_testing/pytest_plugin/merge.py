@@ -7,11 +7,11 @@ rank that failed, died, hung or disagrees makes it failed; the text says which r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fsdp_testing.pool.cause import Cause
-from fsdp_testing.pool.outcome import WorldOutcome
+from fsdp_testing.pool.outcome import WorldOutcome, account_lines
 from fsdp_testing.pool.rank_outcome import Fate, RankOutcome, rank_names
 from fsdp_testing.pytest_plugin.longrepr import (
     Element,
@@ -307,34 +307,11 @@ def _waiting_clause(diagnosis: Cause | None, waiting: Sequence[Account]) -> str:
 _MACHINERY = ("/_pytest/", "/pluggy/", "/fsdp_testing/pool/", "/fsdp_testing/pytest_plugin/", '"<string>"')
 
 
-def _without_machinery(traceback: Sequence[str]) -> list[str]:
-    """A traceback without the frames of pytest and of this harness, their lines of source included."""
-    kept: list[str] = []
-    dropping = False
-    for line in traceback:
-        if line.startswith('  File "'):
-            dropping = any(part in line for part in _MACHINERY)
-        elif not line.startswith("    "):
-            dropping = False
-        if not dropping:
-            kept.append(line)
-    return kept
-
-
 def _fate_lines(rank: RankOutcome) -> list[str]:
-    lines: list[str] = []
-    if rank.error is not None:
-        lines.extend(_without_machinery(rank.error.traceback.rstrip().splitlines()))
-    if rank.collectives:
-        lines.append("last collectives:")
-        lines.extend(f"  {record}  ({record.call_site})" for record in rank.collectives[-5:])
     # Python's own account of a fatal signal, written to descriptor 2 as the process went down.
     fatal = rank.stderr.find("Fatal Python error") if rank.fate is Fate.DIED else -1
-    stack = rank.stack if fatal < 0 else rank.stderr[fatal:]
-    if stack:
-        lines.append("stack:")
-        lines.extend(line for line in stack.rstrip().splitlines() if not any(part in line for part in _MACHINERY))
-    return lines or ["it left no traceback and issued no collective"]
+    shown = rank if fatal < 0 else replace(rank, stack=rank.stderr[fatal:])
+    return account_lines(shown, _MACHINERY) or ["it left no traceback and issued no collective"]
 
 
 def _with_sections(merged: list[Merged], accounts: Sequence[Account]) -> list[Merged]:

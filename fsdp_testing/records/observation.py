@@ -8,8 +8,8 @@ stale state. Tensors are typed `Any`: records depend on the standard library alo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
 
 from fsdp_testing.records.account import OperationAccount
 
@@ -138,6 +138,13 @@ class RankObservation:
     snapshots: tuple[Snapshot, ...] = ()
     error: RaisedError | None = None
     seconds: float = 0.0
+
+    def extended(self, kind: type[Extended], **more: Any) -> Extended:
+        """Return it as an observation of a class that has `more` to report."""
+        return kind(**{item.name: getattr(self, item.name) for item in fields(RankObservation)}, **more)
+
+
+Extended = TypeVar("Extended", bound=RankObservation)
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ class CaseDrawer:
         self._strategies = [name for name, tag in STRATEGIES.items() if tag in scope.capabilities]
 
     def draw(self, choices: Choices) -> Case:
-        """Draws a legal case that asks for claimed capabilities only."""
+        """Draw a legal case that asks for claimed capabilities only."""
         for _ in range(_ATTEMPTS):
             case = self.shape(self.draw_raw(choices))
             if needs_of_case(case) <= self.scope.capabilities:
@@ -59,15 +59,15 @@ class CaseDrawer:
         return self._plain(choices)
 
     def shape(self, case: Case) -> Case:
-        """Returns the legal case nearest to `case` that a fair comparison exists for."""
+        """Return the legal case nearest to `case` that a fair comparison exists for."""
         return legal_case(case, self.scope.capabilities)
 
     def swarm(self, choices: Choices) -> Swarm:
-        """Draws the features of one case."""
+        """Draw the features of one case."""
         return self._swarms.draw(choices)
 
     def draw_raw(self, choices: Choices) -> Case:
-        """Draws a case that may still ask for too much."""
+        """Draw a case that may still ask for too much."""
         swarm = self.swarm(choices)
         size = choices.pick(self.scope.world_sizes) if choices.chance(4) else self.scope.world_sizes[0]
         precision = _precision(choices, swarm)
@@ -114,7 +114,7 @@ class CaseDrawer:
 
 
 def drawn_tree(tree: Mapping[str, Any], dtype: str) -> DrawnModel:
-    """Returns what the rest of a case must know of a tree."""
+    """Return what the rest of a case must know of a tree."""
     names = unit_names(tree)
     specs = parameters(tree)
     frozen = {s.module for s in specs if s.frozen and not s.tie} - {s.module for s in specs if not s.frozen or s.tie}

@@ -146,13 +146,13 @@ class Scope:
             )
 
     def available(self) -> tuple[str, ...]:
-        """Returns the features that may be switched on."""
+        """Return the features that may be switched on."""
         return tuple(
             name for name, needs in FEATURES.items() if needs <= self.capabilities and name not in self.excluded
         )
 
     def not_claimed(self) -> dict[str, frozenset[str]]:
-        """Returns the features that cannot be drawn, each with the capabilities that are not claimed."""
+        """Return the features that cannot be drawn, each with the capabilities that are not claimed."""
         return {name: needs - self.capabilities for name, needs in FEATURES.items() if not needs <= self.capabilities}
 
 
@@ -167,7 +167,7 @@ class Swarm:
         return name in self.on
 
     def among(self, names: Iterable[str]) -> list[str]:
-        """Returns those of `names` that are on."""
+        """Return those of `names` that are on."""
         return [name for name in names if name in self.on]
 
 
@@ -184,7 +184,7 @@ class SwarmDrawer:
         self._themes = [kept for theme in _THEMES if len(kept := [n for n in theme if n in self._available]) > 1]
 
     def draw(self, choices: Choices) -> Swarm:
-        """Draws a subset: about a quarter or a half of the usual features, each rare one once in twelve times."""
+        """Draw a subset: about a quarter or a half of the usual features, each rare one once in twelve times."""
         mask = choices.subset(len(self._usual), sparse=not choices.chance(2))
         on = [name for place, name in enumerate(self._usual) if mask >> place & 1]
         on += [name for name in self._base if not choices.chance(4)]

@@ -24,7 +24,7 @@ _WIDE = ("float32", "float64")
 
 
 def legal_case(case: Case, capabilities: frozenset[str] | None = None) -> Case:
-    """Returns the case with everything dropped that has no meaning; a legal case comes back equal.
+    """Return the case with everything dropped that has no meaning; a legal case comes back equal.
 
     Args:
         case: Of the right form (`Case.from_json` checks that).
@@ -180,8 +180,7 @@ def _without_strides(node: Mapping[str, Any]) -> dict[str, Any]:
 
 def _legal_wrapping(plan: WrappingPlan, tree: Mapping[str, Any]) -> WrappingPlan:
     names = set(unit_names(tree))
-    frozen_only = {name for name in plan.ignored if name in names and _all_frozen(tree, name)}
-    ignored = tuple(dict.fromkeys(name for name in plan.ignored if name in frozen_only))
+    ignored = tuple(dict.fromkeys(name for name in plan.ignored if name in names and _all_frozen(tree, name)))
     inside = tuple(f"{name}." for name in ignored)
     units = tuple(
         dict.fromkeys(n for n in plan.units if n in names and n not in ignored and not n.startswith(inside or (" ",)))
@@ -281,7 +280,7 @@ def _stateless(optimizer: OptimizerSpec) -> OptimizerSpec:
 
 
 def needs_of_case(case: Case) -> frozenset[str]:
-    """Returns every capability that a legal case needs: its operations', its model's and its plan's."""
+    """Return every capability that a legal case needs: its operations', its model's and its plan's."""
     needs = set(case.required())
     if case.model.tree is None:
         return frozenset(needs | _needs_of_zoo(case))
@@ -290,7 +289,7 @@ def needs_of_case(case: Case) -> frozenset[str]:
         # Which modules a policy takes is the implementation's affair: whatever could be needed is.
         needs |= needs_of(case.model.tree, unit_names(case.model.tree))
     needs |= needs_of(case.model.tree, units)
-    for later in _later_plans(case):
+    for later in plans_of(case)[1:]:
         needs |= needs_of(case.model.tree, later)
     if _mixes_frozen(case, units):
         needs.add("frozen_mixed_unit")
@@ -302,19 +301,16 @@ def _needs_of_zoo(case: Case) -> set[str]:
     if model is None:
         return set()
     needs = set(model.needs)
-    plans = [case.wrapping.units, *_later_plans(case)]
-    if all(set(model.units) <= set(units) for units in plans):
+    if all(set(model.units) <= set(units) for units in plans_of(case)):
         return needs
     # Parts that are units of their own in the plan that the zoo suggests may meet in one unit.
     needs |= {"mixed_dtype_units"} if "mixed_dtypes" in model.traits else set()
     return needs | ({"frozen_mixed_unit"} if "frozen" in model.traits else set())
 
 
-def _later_plans(case: Case) -> Iterator[tuple[str, ...]]:
-    for operation in case.program:
-        units = operation.new_units()
-        if units is not None:
-            yield units
+def plans_of(case: Case) -> list[tuple[str, ...]]:
+    """Return the inner units of the case's plan, and of every later one."""
+    return [case.wrapping.units, *(units for o in case.program if (units := o.new_units()) is not None)]
 
 
 def _mixes_frozen(case: Case, units: tuple[str, ...]) -> bool:

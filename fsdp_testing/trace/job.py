@@ -19,9 +19,8 @@ from fsdp_testing.programs.execute import RankProgram, SetupMaker
 from fsdp_testing.programs.setup import setup_in_world
 from fsdp_testing.records import Case, RankObservation
 from fsdp_testing.records.event import Event
-from fsdp_testing.trace.modules import watch_modules
 from fsdp_testing.trace.recorder import TraceRecorder
-from fsdp_testing.trace.waits import watch_waits
+from fsdp_testing.trace.watching import watch_modules, watch_waits
 
 Units = list[tuple[str, tuple[str, ...]]]
 

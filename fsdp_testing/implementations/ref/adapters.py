@@ -25,7 +25,7 @@ from fsdp_ref.runtime.events import UnitEvent, UnitEventKind, observe
 from fsdp_testing.implementations.adapter import TorchStyle
 from fsdp_testing.implementations.protocol import Division, Setup, WrapPolicy
 from fsdp_testing.implementations.ref import handle_pieces
-from fsdp_testing.implementations.shared import naming
+from fsdp_testing.implementations.shared import flat_pieces, naming
 from fsdp_testing.implementations.shared.fsdp_options import Apply, FsdpNames
 from fsdp_testing.records.capabilities import CAPABILITIES
 
@@ -106,8 +106,7 @@ def full_parameters(model: nn.Module, *, writeback: bool) -> Iterator[Mapping[st
 
 def full_state_dict(model: nn.Module) -> Mapping[str, torch.Tensor]:
     """Return the model's own `state_dict`. Collectives: an all-gather per unit; every rank calls."""
-    state: dict[str, torch.Tensor] = model.state_dict()
-    return state
+    return dict(model.state_dict())
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
@@ -177,8 +176,7 @@ def _implementation(name: str, apply: Apply, without: frozenset[str] = frozenset
         no_sync=fsdp_ref.no_sync,
         clip_grad_norm=fsdp_ref.clip_grad_norm_,
         full_parameters=full_parameters,
-        local_pieces=handle_pieces.local_pieces,
-        optimizer_pieces=handle_pieces.optimizer_pieces,
+        **flat_pieces.methods(handle_pieces.flat_units),
         division=division,
         register_comm_hook=fsdp_ref.register_comm_hook,
         full_state_dict=full_state_dict,

@@ -19,8 +19,9 @@ from fsdp_testing.implementations.adapter import TorchStyle
 from fsdp_testing.implementations.protocol import Division, Setup
 from fsdp_testing.implementations.shared import replicated
 from fsdp_testing.implementations.shared.checkpointing import checkpoint_modules
+from fsdp_testing.implementations.shared.claims import REPLICATED
 
-CAPABILITIES = replicated.CLAIMS | {"sync_module_states", "ignored_parameters"}
+CAPABILITIES = REPLICATED | {"sync_module_states", "ignored_parameters"}
 
 #: torch 2.13 renamed the option; the old name warns there.
 _NO_BUFFER_SYNC: dict[str, Any] = (
@@ -63,8 +64,5 @@ IMPLEMENTATION = TorchStyle(
     capabilities=CAPABILITIES,
     source="https://pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html",
     division=division,
-    full_state_dict=replicated.full_state_dict,
-    load_full_state_dict=replicated.load_full_state_dict,
-    full_optimizer_state=replicated.full_optimizer_state,
-    load_full_optimizer_state=replicated.load_full_optimizer_state,
+    **replicated.METHODS,
 )

@@ -15,62 +15,25 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from fsdp_testing.errors import InvalidImplementation
 from fsdp_testing.implementations.adapter import TorchStyle
 from fsdp_testing.implementations.protocol import Division, Piece, Precision, Setup, StateEntry
 from fsdp_testing.implementations.shared import naming, pieces
 from fsdp_testing.implementations.shared.checkpointing import checkpoint_modules
+from fsdp_testing.implementations.shared.claims import SHARDED
 from fsdp_testing.implementations.shared.sites import innermost_first, parameters_of
 from fsdp_testing.implementations.torch import saved_state, unit_trace
 
-CAPABILITIES = frozenset(
-    {
-        "full_shard",
-        "shard_grad_op",
-        "hybrid",
-        "nested_wrapping",
-        "ignored_parameters",
-        "no_sync",
-        "accumulate_without_no_sync",
-        "forward_only",
-        "several_forwards",
-        "inference_mode",
-        "late_optimizer",
-        "shared_parameters",
-        "reused_modules",
-        "frozen_parameters",
-        "frozen_mixed_unit",
-        "thawed_parameters",
-        "unused_parameters",
-        "unused_gradient_is_none",
-        "uneven_parameters",
-        "buffers",
-        "container_outputs",
-        "uneven_batches",
-        "mixed_precision",
-        "reduce_dtype",
-        "cpu_offload",
-        "clip_grad_norm",
-        "optimizer_pieces",
-        "full_state_dict",
-        "sharded_state_dict",
-        "optim_state",
-        "activation_checkpointing",
-        "reentrant_checkpointing",
-        "dtype_cast",
-        "explicit_unshard",
-        "prefetch",
-        "unit_trace",
-    }
-)
+CAPABILITIES = SHARDED | {
+    "several_forwards",
+    "frozen_mixed_unit",
+    "thawed_parameters",
+    "unused_gradient_is_none",
+    "cpu_offload",
+    "explicit_unshard",
+}
 
 _NO_RESHARD = {"shard_grad_op", "hybrid_shard_zero2"}
 
@@ -193,10 +156,5 @@ IMPLEMENTATION = TorchStyle(
     gathered_bytes=unit_trace.fsdp2_gathered_bytes,
     unshard=unshard,
     reshard=reshard,
-    full_state_dict=saved_state.full_state_dict,
-    load_full_state_dict=saved_state.load_full_state_dict,
-    sharded_state_dict=saved_state.sharded_state_dict,
-    load_sharded_state_dict=saved_state.load_sharded_state_dict,
-    full_optimizer_state=saved_state.full_optimizer_state,
-    load_full_optimizer_state=saved_state.load_full_optimizer_state,
+    **saved_state.METHODS,
 )
