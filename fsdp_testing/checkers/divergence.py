@@ -82,6 +82,16 @@ class Compared:
         """Count one more tensor compared."""
         self.comparisons += 1
 
+    def number(
+        self, point: ExpectedPoint, quantity: Quantity, ranks: tuple[int, ...], found: Difference, derivation: str
+    ) -> None:
+        """Note a comparison of numbers, which may be beyond their bound."""
+        if not found.exceeded:
+            self.within(point, quantity, ranks, found)
+            return
+        sentence = f"is off by {found.error:.3g} (bound {found.bound:.3g}), element {found.position} is {found.text}"
+        self.add(Divergence.sized(quantity, point.index, ranks, sentence, found, derivation))
+
     def within(self, point: ExpectedPoint, quantity: Quantity, ranks: tuple[int, ...], found: Difference) -> None:
         """Note a comparison within its bound: how close it came to it, and whether that decides anything."""
         self.worst_ratio = max(self.worst_ratio, found.ratio)

@@ -124,7 +124,7 @@ def explain_results(
     """
     changed: dict[tuple[int, int], Finding] = {}
     for name in dict.fromkeys(result.implementation for result in results):
-        explainer = _Explainer(runner, name, Budget(seconds, runs=10**9), draw=draw)
+        explainer = _Explainer(runner, name, Budget(seconds, runs=10**9), draw)
         try:
             found = explainer.causes(_places(results, name, how_of))
         except Exception as error:  # noqa: BLE001 - a run of an hour must not be lost over the explanation of its failures
@@ -155,15 +155,15 @@ def _places(results: Sequence[CheckResult], name: str, how_of: HowOf) -> list[_F
     return sorted(found, key=lambda p: (results[p.result].verdict is not Verdict.FAIL, len(p.finding.case.program)))
 
 
+@dataclass(slots=True)
 class _Explainer:
     """Explains the failures of one implementation."""
 
-    def __init__(self, runner: CaseRunner, name: str, budget: Budget, *, draw: bool) -> None:
-        self._runner = runner
-        self._name = name
-        self._budget = budget
-        self._draw = draw
-        self._expectations: dict[str, Expectation] = {}
+    _runner: CaseRunner
+    _name: str
+    _budget: Budget
+    _draw: bool
+    _expectations: dict[str, Expectation] = field(default_factory=dict)
 
     def causes(self, places: Sequence[_Failing]) -> list[_Cause]:
         """Return every root cause found, each with the findings that belong to it."""

@@ -133,7 +133,7 @@ def result_account(result: CheckResult, report: RunReport, *, full: bool) -> Ite
             yield _account(finding.detail, full=full)
     in_short = result.findings[len(at_length) :]
     for finding in in_short[:SHORT_FINDINGS]:
-        yield plain(f"  also: {summary.world_text(finding)}: {finding.explanation}")
+        yield plain(f"  also: {summary.world_text(finding.case)}: {finding.explanation}")
     if len(in_short) > SHORT_FINDINGS:
         yield Text(f"  and {len(in_short) - SHORT_FINDINGS} more failing cases (--full shows them)")
     for account in summary.accounts(result)[: None if full else SHORT_FINDINGS]:
@@ -176,7 +176,7 @@ def _finding_table(finding: Finding, result: CheckResult) -> Table:
         table.add_row("size", Text(summary.size_text(finding)))
     if finding.bound_derivation:
         table.add_row("bound", plain(finding.bound_derivation))
-    table.add_row("case", Text(f"{finding.case.identity}: {summary.world_text(finding)}"))
+    table.add_row("case", Text(f"{finding.case.identity}: {summary.world_text(finding.case)}"))
     return table
 
 

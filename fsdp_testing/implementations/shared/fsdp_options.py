@@ -18,7 +18,7 @@ from fsdp_testing.implementations.protocol import Precision, Setup, WrapPolicy
 from fsdp_testing.implementations.shared.checkpointing import checkpoint_modules
 from fsdp_testing.implementations.shared.sites import innermost_first, replace_module
 
-_STRATEGIES = {
+STRATEGIES = {
     "full_shard": "FULL_SHARD",
     "shard_grad_op": "SHARD_GRAD_OP",
     "no_shard": "NO_SHARD",
@@ -81,7 +81,7 @@ class FsdpNames:
 
     def strategy(self, setup: Setup, name: str) -> Any:
         """Return the strategy of the unit `name`."""
-        return self.api.ShardingStrategy[_STRATEGIES[setup.unit_strategies.get(name, setup.strategy)]]
+        return self.api.ShardingStrategy[STRATEGIES[setup.unit_strategies.get(name, setup.strategy)]]
 
     def prefetch(self, setup: Setup) -> Any:
         """Return the backward prefetch; None for none."""
