@@ -37,7 +37,6 @@ class Pool:
         self._server: ForkServer | None = None
         # Most recently used last.
         self._worlds: list[PooledWorld] = []
-        self._noted: dict[str, None] = {}
         self._unavailable: dict[WorldKey, str] = {}
         self._owner = os.getpid()
 
@@ -142,13 +141,11 @@ class Pool:
     def note(self, key: WorldKey, outcome: WorldOutcome, modules: Iterable[str]) -> None:
         """Learn from an outcome: what ranks had to import themselves, and which backend cannot run."""
         with self._lock:
-            self._noted.update(dict.fromkeys(modules))
             reason = unavailable_reason(outcome)
             if reason:
                 self._unavailable[key] = reason
             if self._server is not None and outcome.ok:
-                # Only now: until the first call is over, nothing is to compete with it.
-                self._server.enrich()
+                self._server.import_ahead(modules)
 
     def worlds(self) -> tuple[PooledWorld, ...]:
         """Return the worlds that are open now."""
@@ -170,8 +167,6 @@ class Pool:
                 if self._server is not None:
                     self._server.close()
                     self._server = None
-                preload.record(self._noted)
-                self._noted.clear()
                 self._unavailable.clear()
 
     @property

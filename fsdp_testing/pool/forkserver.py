@@ -3,7 +3,7 @@
 A process that has run one parallel operation holds threads which do not survive a fork, so pytest's own process is
 never forked. This one imports torch and forks. It is single-threaded by rule.
 
-Modules that torch was seen to import lazily are imported by a successor: a fork of this process that nobody waits for.
+Modules that ranks had to import themselves are imported by a successor: a fork of this process that nobody waits for.
 When it is through, and still single-threaded, the controller asks it for ranks instead; when an import started threads, it
 is dropped and names the module. So no request ever waits for such an import.
 
