@@ -49,7 +49,7 @@ def compare_tensor(
         sentence = f"has dtype {_name(actual)}, expected {_name(wanted)}"
         tally.add(Divergence(FailureKind.DIVERGED, quantity, index, ranks, sentence, Mismatch.DTYPE))
         return
-    tally.number(point, quantity, ranks, difference(actual, wanted, expected.bound), expected.derivation)
+    tally.number(point, quantity, ranks, difference(actual, wanted, expected.bound), expected)
 
 
 def _check_agreement(tally: Compared, point: ExpectedPoint, results: Sequence[OperationResult | None]) -> None:

@@ -138,7 +138,7 @@ class StateCheck:
             self._report(FailureKind.DISAGREED, quantity, (one, other), sentence)
         found = difference(whole.flat, expected.value, expected.bound)
         ranks = tuple(rank for rank, pieces in held if not found.exceeded or _diverges(pieces, expected))
-        self.tally.number(self.point, quantity, ranks, found, expected.derivation)
+        self.tally.number(self.point, quantity, ranks, found, expected)
 
     def _report(self, kind: FailureKind, quantity: Quantity, ranks: tuple[int, ...], sentence: str) -> None:
         self.tally.add(Divergence(kind, quantity, self.point.index, ranks, sentence))
