@@ -68,5 +68,5 @@ from fsdp_testing.records.portrait import (
     UnitPortrait,
 )
 from fsdp_testing.records.schedule import PlannedOperation, plan, void_operations
-from fsdp_testing.records.tolerance import EXACT, UNDERFLOW, UNIT_ROUNDOFF, Bound, reduction_bound, rounding_bound
-from fsdp_testing.records.verdict import Verdict, exit_code, merge, with_expectation
+from fsdp_testing.records.tolerance import EXACT, UNDERFLOW, UNIT_ROUNDOFF, Bound, rounding_bound
+from fsdp_testing.records.verdict import Verdict, exit_code, merge
