@@ -67,26 +67,23 @@ def print_report(report: RunReport, console: Console, *, full: bool = False) -> 
         console: Where to; its width decides the layout.
         full: Show complete tracebacks and all findings instead of their beginning.
     """
-    for part in verdict_table(report, console.width):
+    table, troubles = verdict_table(report, console.width), _troubles(report, full=full)
+    for part in (*table, *troubles, *cause_lines(report), Text(), *closing_lines(report)):
+        # Tables fit the width; text keeps its own lines, so that replay lines and paths can be copied.
         console.print(part, soft_wrap=isinstance(part, Text))
+
+
+def _troubles(report: RunReport, *, full: bool) -> Iterator[RenderableType]:
     for verdict in summary.ATTENTION:
         results = summary.attention(report, verdict)
         if results:
-            console.print()
             noun = "check" if len(results) == 1 else "checks"
             title = Text(f"{summary.WORDS[verdict]}: {len(results)} {noun}", style=STYLES[verdict])
-            console.print(Rule(title, style=STYLES[verdict], align="left"))
-            console.print(Text(summary.MEANINGS[verdict], style="dim"), soft_wrap=True)
+            yield from (Text(), Rule(title, style=STYLES[verdict], align="left"))
+            yield Text(summary.MEANINGS[verdict], style="dim")
             for result in results:
-                console.print()
-                for part in result_account(result, report, full=full):
-                    # Tables fit the width; text keeps its own lines, so that replay lines and paths can be copied.
-                    console.print(part, soft_wrap=isinstance(part, Text))
-    for line in cause_lines(report):
-        console.print(line, soft_wrap=True)
-    console.print()
-    for line in closing_lines(report):
-        console.print(line, soft_wrap=True)
+                yield Text()
+                yield from result_account(result, report, full=full)
 
 
 def verdict_table(report: RunReport, width: int) -> Iterator[RenderableType]:
