@@ -18,7 +18,7 @@ from fsdp_testing.implementations.protocol import Precision, Setup, WrapPolicy
 from fsdp_testing.implementations.shared.checkpointing import checkpoint_modules
 from fsdp_testing.implementations.shared.sites import innermost_first, replace_module
 
-_STRATEGIES = {
+STRATEGIES = {
     "full_shard": "FULL_SHARD",
     "shard_grad_op": "SHARD_GRAD_OP",
     "no_shard": "NO_SHARD",
@@ -85,10 +85,21 @@ class FsdpNames:
         # On a machine with an accelerator the default is to compute there, whatever the world's device is.
         return chosen | {"device_id": setup.device} | dict(setup.extra)
 
+<<<<<<< HEAD
     def strategy(self, setup: Setup, name: str, option: str) -> dict[str, Any]:
         """Return the strategy of the unit `name` as the argument `option`; nothing where it is the default."""
         strategy = setup.unit_strategies.get(name, setup.strategy)
         return {} if strategy == "full_shard" else {option: self.api.ShardingStrategy[_STRATEGIES[strategy]]}
+=======
+    def strategy(self, setup: Setup, name: str) -> Any:
+        """Return the strategy of the unit `name`."""
+        return self.api.ShardingStrategy[STRATEGIES[setup.unit_strategies.get(name, setup.strategy)]]
+
+    def prefetch(self, setup: Setup) -> Any:
+        """Return the backward prefetch; None for none."""
+        name = _PREFETCH.get(setup.backward_prefetch)
+        return None if name is None else self.api.BackwardPrefetch[name]
+>>>>>>> rooms
 
     def _policy(self, module: nn.Module, policy: WrapPolicy) -> Any:
         if policy.classes:
