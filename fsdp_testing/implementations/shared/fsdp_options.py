@@ -85,21 +85,10 @@ class FsdpNames:
         # On a machine with an accelerator the default is to compute there, whatever the world's device is.
         return chosen | {"device_id": setup.device} | dict(setup.extra)
 
-<<<<<<< HEAD
     def strategy(self, setup: Setup, name: str, option: str) -> dict[str, Any]:
         """Return the strategy of the unit `name` as the argument `option`; nothing where it is the default."""
         strategy = setup.unit_strategies.get(name, setup.strategy)
-        return {} if strategy == "full_shard" else {option: self.api.ShardingStrategy[_STRATEGIES[strategy]]}
-=======
-    def strategy(self, setup: Setup, name: str) -> Any:
-        """Return the strategy of the unit `name`."""
-        return self.api.ShardingStrategy[STRATEGIES[setup.unit_strategies.get(name, setup.strategy)]]
-
-    def prefetch(self, setup: Setup) -> Any:
-        """Return the backward prefetch; None for none."""
-        name = _PREFETCH.get(setup.backward_prefetch)
-        return None if name is None else self.api.BackwardPrefetch[name]
->>>>>>> rooms
+        return {} if strategy == "full_shard" else {option: self.api.ShardingStrategy[STRATEGIES[strategy]]}
 
     def _policy(self, module: nn.Module, policy: WrapPolicy) -> Any:
         if policy.classes:
