@@ -46,7 +46,7 @@ class TorchStyle:
         source: Where the implementation documents its claims, for the report.
         no_sync: Context in which backwards accumulate on this rank; the next one outside reduces everything.
         clip_grad_norm: `(model, max_norm, norm_type)`: clip by the norm of all ranks' gradients and return that norm (0-dim
-            plain tensor, before clipping).
+            plain tensor, before clipping). With the capability of that name it takes `error_if_nonfinite=True`.
         full_parameters: `(model, *, writeback)`: context with the full parameters by FQN; edits in place last if `writeback`.
         local_pieces: What this rank has now of each parameter, by FQN (tied parameters under the first name, once).
         optimizer_pieces: This rank's optimizer state, by FQN and state name.
