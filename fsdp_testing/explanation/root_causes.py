@@ -19,11 +19,10 @@ from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.lifecycle import unsharded_before
 from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.errors import HarnessError
-from fsdp_testing.explanation.budget import Budget
 from fsdp_testing.explanation.casts import other_cast
 from fsdp_testing.explanation.hypotheses import Hypothesis, WrongNumbers, contradict
 from fsdp_testing.explanation.rendering import clause, render
-from fsdp_testing.explanation.shortest import shorten, with_schedule
+from fsdp_testing.explanation.shortest import Budget, shorten, with_schedule
 from fsdp_testing.implementations import registry
 from fsdp_testing.judging.case_runner import ORDINARY, CaseRunner, RunMode
 from fsdp_testing.judging.signature import FineSignature, Signature, fine_signature_of, signature_of
@@ -125,7 +124,7 @@ def explain_results(
     """
     changed: dict[tuple[int, int], Finding] = {}
     for name in dict.fromkeys(result.implementation for result in results):
-        explainer = _Explainer(runner, name, Budget(seconds, runs=10**9), draw=draw)
+        explainer = _Explainer(runner, name, Budget(seconds, runs=10**9), draw)
         try:
             found = explainer.causes(_places(results, name, how_of))
         except Exception as error:  # noqa: BLE001 - a run of an hour must not be lost over the explanation of its failures
@@ -170,15 +169,15 @@ def cause_of(runner: CaseRunner, implementation: str, case: Case) -> str:
     return explainer.cast(finding, how) if like is None else clause(finding.case, like, {})
 
 
+@dataclass(slots=True)
 class _Explainer:
     """Explains the failures of one implementation."""
 
-    def __init__(self, runner: CaseRunner, name: str, budget: Budget, *, draw: bool) -> None:
-        self._runner = runner
-        self._name = name
-        self._budget = budget
-        self._draw = draw
-        self._expectations: dict[str, Expectation] = {}
+    _runner: CaseRunner
+    _name: str
+    _budget: Budget
+    _draw: bool
+    _expectations: dict[str, Expectation] = field(default_factory=dict)
 
     def causes(self, places: Sequence[_Failing]) -> list[_Cause]:
         """Return every root cause found, each with the findings that belong to it."""
