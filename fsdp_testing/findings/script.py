@@ -20,9 +20,12 @@ from fsdp_testing.findings.model_source import model_source
 from fsdp_testing.findings.script_parts import side_by_side, wire
 from fsdp_testing.findings.wrapping_source import FAMILIES
 from fsdp_testing.records import Case, plan
+from fsdp_testing.records.case import STARTS
 from fsdp_testing.records.schedule import builds_late
+from fsdp_testing.zoo.model import loss_of, tensors_in
 
 _MODEL_IMPORTS = (
+    "from collections.abc import Mapping",
     "from dataclasses import dataclass",
     "from typing import NamedTuple",
     "from torch.nn import functional",
@@ -40,7 +43,8 @@ def script_for(found: Discovery) -> str | None:
     renews = any(operation.renews_model for operation in case.program)
     others = any(operation.requires_grad_change() or operation.builds_optimizer for operation in case.program)
     unwritten = any(operation.script_lines("") is None for operation in case.program)
-    if measurement is None or unwritten or (renews and others):
+    brought = any(getattr(case.wrapping, name) for name in STARTS)
+    if measurement is None or unwritten or brought or (renews and others):
         return None
     if not family.edits and any("summon_writeback" in operation.required() for operation in case.program):
         return None
@@ -51,7 +55,7 @@ def script_for(found: Discovery) -> str | None:
         parts.append((imported, f"{body}\n\n\nWIRE.watch()"))
     imports = sorted({*imports, *_MODEL_IMPORTS, *(line for part in parts for line in part[0])})
     own = [model_source(case.model.tree), _function("wrap(model)", wrap), *_program_functions(case, measurement)]
-    shared = [body for _, body in parts]
+    shared = [inspect.getsource(tensors_in).strip(), inspect.getsource(loss_of).strip(), *(body for _, body in parts)]
     return "\n\n\n".join([_introduction(found), "\n".join(imports), *own, *shared, _task(case)]) + "\n"
 
 
