@@ -42,7 +42,7 @@ class Accountant:
         original: Callable[..., nn.Module] = self._adapter.wrap
 
         def wrap(module: nn.Module, setup: Setup) -> nn.Module:
-            self._leave()
+            self.close()
             model = original(module, setup)
             self._model = model
             self._subscription.enter_context(self._adapter.trace_units(model, self._transition))
@@ -50,13 +50,7 @@ class Accountant:
 
         return replace(self._adapter, wrap=wrap)
 
-    def __enter__(self) -> None:
-        """Begin the case."""
-
-    def __exit__(self, *_: object) -> None:
-        self._leave()
-
-    def _leave(self) -> None:
+    def close(self) -> None:
         """End the subscription; nothing of the model is kept."""
         self._subscription.close()
         self._model = None

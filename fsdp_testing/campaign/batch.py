@@ -9,7 +9,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -140,7 +140,7 @@ def _run(
         program = RankProgram(case, adapter, world.rank, make_setup)
     else:
         program = AccountedProgram(case, accountant, world.rank, make_setup)
-    with listen(issued), accountant or nullcontext():
+    with listen(issued), nullcontext() if accountant is None else closing(accountant):
         observation = program.run(observe_all=watch.operations or case.mixed_precision is not None)
         adapter.finish(program.model)
     changed = ((name, was, now) for (name, was), now in zip(before.items(), _fingerprint().values()) if was != now)
