@@ -20,6 +20,7 @@ from fsdp_testing.findings.model_source import model_source
 from fsdp_testing.findings.script_parts import side_by_side, wire
 from fsdp_testing.findings.wrapping_source import FAMILIES
 from fsdp_testing.records import Case, plan
+from fsdp_testing.records.case import STARTS
 from fsdp_testing.records.schedule import builds_late
 from fsdp_testing.zoo.model import loss_of, tensors_in
 
@@ -42,7 +43,8 @@ def script_for(found: Discovery) -> str | None:
     renews = any(operation.renews_model for operation in case.program)
     others = any(operation.requires_grad_change() or operation.builds_optimizer for operation in case.program)
     unwritten = any(operation.script_lines("") is None for operation in case.program)
-    if measurement is None or unwritten or (renews and others):
+    brought = any(getattr(case.wrapping, name) for name in STARTS)
+    if measurement is None or unwritten or brought or (renews and others):
         return None
     if not family.edits and any("summon_writeback" in operation.required() for operation in case.program):
         return None

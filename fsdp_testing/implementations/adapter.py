@@ -46,7 +46,7 @@ class TorchStyle:
         source: Where the implementation documents its claims, for the report.
         no_sync: Context in which backwards accumulate on this rank; the next one outside reduces everything.
         clip_grad_norm: `(model, max_norm, norm_type)`: clip by the norm of all ranks' gradients and return that norm (0-dim
-            plain tensor, before clipping).
+            plain tensor, before clipping). With the capability of that name it takes `error_if_nonfinite=True`.
         full_parameters: `(model, *, writeback)`: context with the full parameters by FQN; edits in place last if `writeback`.
         local_pieces: What this rank has now of each parameter, by FQN (tied parameters under the first name, once).
         optimizer_pieces: This rank's optimizer state, by FQN and state name.
@@ -72,8 +72,8 @@ class TorchStyle:
         trace_units: `(model, emit)`: context in which `emit(unit FQN, transition, parameter FQNs)` is called at each
             `unshard` (asked for), `gather` (memory is filled), `reshard` (given up) and `free` (memory is released).
         gathered_bytes: Bytes of gathered parameters that are allocated now, by unit FQN, read from the storages; shards do
-            not count, and units without any may be left out. The fuzzer reads it after every operation, since a unit may
-            be reported as free while its memory is not.
+            not count, and units without any may be left out. Read after every operation, since a unit may be reported as
+            free while its memory is not.
         finish: Called on every rank when a case is over, to drop what the implementation keeps globally.
         build_optimizer: `(model, make)`: `make(parameters)` gives the case's optimizer. Return what the next two get, with
             `param_groups`. Called after `wrap` and before the first training pass; a forward without backward may come

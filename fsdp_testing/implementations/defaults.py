@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,15 +89,20 @@ def checkpointing_outside(wrap: Callable[[nn.Module, Setup], nn.Module]) -> Call
     return wrap_then_checkpoint
 
 
-def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float) -> torch.Tensor:
+def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float, **options: bool) -> torch.Tensor:
     """Call the model's own `clip_grad_norm_` if it has one, else torch's, whose result over DTensors is made complete.
+
+    Args:
+        model: Wrapped.
+        max_norm: The limit.
+        norm_type: The p of the norm.
+        **options: More keyword arguments of the method, such as `error_if_nonfinite`.
 
     Collectives: those of the model's method, or of DTensor's norm; every rank calls.
     """
     own = getattr(model, "clip_grad_norm_", None)
-    norm = (
-        own(max_norm, norm_type) if callable(own) else nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
-    )
+    clip: Callable[..., torch.Tensor] = own if callable(own) else partial(nn.utils.clip_grad_norm_, model.parameters())
+    norm = clip(max_norm, norm_type, **options)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 

@@ -47,13 +47,14 @@ class _Averaging:
 
     def _parameters(self) -> list[nn.Parameter]:
         module = self._module()
-        return [] if module is None else [p for p in module.parameters() if p.requires_grad]
+        # Frozen ones too: what was frozen while its gradient awaits reduction is reduced with the others.
+        return [] if module is None else list(module.parameters())
 
     def watch_parameters(self) -> None:
         """Hook new parameters; called in every forward, since one may have been thawed."""
         self._queued = False  # a backward that raised has left it set
         for parameter in self._parameters():
-            if id(parameter) not in self._hooked:
+            if parameter.requires_grad and id(parameter) not in self._hooked:
                 self._hooked.add(id(parameter))
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)
 

@@ -22,7 +22,6 @@ class Freeze(OfPatterns):
     needs: ClassVar[frozenset[str]] = frozenset({"frozen_parameters", "thawed_parameters"})
     passes: ClassVar[int | None] = 0
     features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.freeze": ("frozen_parameters", "thawed_parameters")}
-    waits_for_reduction: ClassVar[bool] = True
     flag: ClassVar[bool] = False
 
     def requires_grad_change(self) -> tuple[tuple[str, ...], bool] | None:

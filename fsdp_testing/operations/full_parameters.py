@@ -28,7 +28,6 @@ class EditFullParameters(OfPatterns):
     needs: ClassVar[frozenset[str]] = frozenset({"summon_writeback"})
     passes: ClassVar[int | None] = 1
     features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.edit": ("summon_writeback",)}
-    waits_for_reduction: ClassVar[bool] = True
     writes_parameters: ClassVar[bool] = True
     factor: float
     writeback: bool = True
@@ -67,7 +66,6 @@ class ReplaceParameters(OfPatterns):
     needs: ClassVar[frozenset[str]] = frozenset({"summon_writeback", "parameter_replacement"})
     passes: ClassVar[int | None] = 1
     features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.replace": ("summon_writeback", "parameter_replacement")}
-    waits_for_reduction: ClassVar[bool] = True
     writes_parameters: ClassVar[bool] = True
     factor: float
 
@@ -154,7 +152,6 @@ class AssignData(ForwardPass):
     kind: ClassVar[str] = "assign_data"
     needs: ClassVar[frozenset[str]] = frozenset({"data_assignment", "forward_only"})
     features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.assign_data": ("data_assignment",)}
-    waits_for_reduction: ClassVar[bool] = True
     writes_parameters: ClassVar[bool] = True
     patterns: tuple[str, ...]
     factor: float

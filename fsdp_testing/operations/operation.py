@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+GRADIENTS_ALIKE = (
+    '"assumes that [gradients] will be modified by the optimizer in all processes in the same way": '
+    "https://pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html"
+)
+"""Why nobody may step by gradients that no reduction has made alike, nor scale them by a norm of each rank's own."""
+
 FACETS = ("draw", "weight", "simpler", "passes", "run", "replay")
 """What every operation says for itself: for these there is no answer that is right for an operation that is silent."""
 
@@ -42,7 +48,8 @@ class Operation:
         drawn_with: Features of which one must be on for the operation to be drawn at all; empty for its own.
         share: Its chances in one draw then.
         passes: How often it gathers each unit, beside forwards and backwards; None if that is not known.
-        waits_for_reduction: It has no meaning while gradients of a `no_sync` micro-batch await reduction.
+        forbidden_while_pending: Which documentation forbids it while gradients of a `no_sync` micro-batch await reduction;
+            empty if none does.
         needs_optimizer: It has no meaning before the optimizer is built.
         builds_optimizer: It builds the optimizer, which is then not built right after wrapping.
         steps: It lets the optimizer change the parameters.
@@ -58,7 +65,7 @@ class Operation:
     drawn_with: ClassVar[tuple[str, ...]] = ()
     share: ClassVar[int] = 1
     passes: ClassVar[int | None] = None
-    waits_for_reduction: ClassVar[bool] = False
+    forbidden_while_pending: ClassVar[str] = ""
     needs_optimizer: ClassVar[bool] = False
     builds_optimizer: ClassVar[bool] = False
     steps: ClassVar[bool] = False

@@ -30,6 +30,7 @@ from fsdp_testing.programs import models, one_process
 from fsdp_testing.programs.fresh_memory import filled_with_garbage
 from fsdp_testing.programs.observe import snapshot_of
 from fsdp_testing.programs.setup import setup_in_world
+from fsdp_testing.programs.starting import module_to_wrap
 from fsdp_testing.records import Case, OperationResult, RaisedError, RankObservation, Snapshot, plan
 from fsdp_testing.records.schedule import builds_late
 
@@ -71,7 +72,7 @@ class RankProgram:
             with deliver_late(), filled_with_garbage():
                 self._run(observe_all=observe_all)
         except Exception as raised:  # noqa: BLE001 - whatever a foreign implementation raises is a finding
-            error = self._record(raised)
+            error = self.record(raised)
         return RankObservation(
             rank=self.rank,
             results=tuple(self.results),
@@ -81,10 +82,7 @@ class RankProgram:
         )
 
     def _run(self, *, observe_all: bool) -> None:
-        module = models.build_model(self.case)
-        setup = self.make_setup(self.case, module)
-        with self._inside():
-            self.model = self.adapter.wrap(module, setup)
+        self.model = self._wrapped(self.case, {})
         if not builds_late(self.case):
             self.build_optimizer()
         for planned in plan(self.case):
@@ -145,11 +143,13 @@ class RankProgram:
         Args:
             flags: `requires_grad` by name, where it is not that of a new model.
         """
-        case = replace(self.case, seed=self.case.seed + 1)
-        module = models.build_model(case)
-        for name, parameter in module.named_parameters():
-            parameter.requires_grad_(flags.get(name, parameter.requires_grad))
-        self.model = self.adapter.wrap(module, self.make_setup(case, module))
+        self.model = self._wrapped(replace(self.case, seed=self.case.seed + 1), flags)
+
+    def _wrapped(self, case: Case, flags: Mapping[str, bool]) -> nn.Module:
+        module, init_module = module_to_wrap(case, self.rank, flags)
+        setup = replace(self.make_setup(case, module), init_module=init_module)
+        with self._inside():
+            return self.adapter.wrap(module, setup)
 
     def train_in_one_process(self, batch: Batch, state: Any, saved: Any, flags: Mapping[str, bool]) -> tuple[Any, Any]:
         """Return what one process makes of a saved state of model and optimizer (None: not saved) in one step.
@@ -171,9 +171,9 @@ class RankProgram:
         yield
         self.in_implementation = False
 
-    def _record(self, raised: Exception) -> RaisedError:
-        # Whether the adapter or the harness is at fault, so that nothing is known of the implementation. Collectives that
-        # do not match are the implementation's; the ledger only says so first.
+    def record(self, raised: Exception) -> RaisedError:
+        """Return what was raised in the present operation, and whether it is the implementation's fault."""
+        # Collectives that do not match are the implementation's; the ledger only says so first.
         if isinstance(raised, HarnessError):
             ours = not isinstance(raised, CollectiveMismatch)
         else:

@@ -94,6 +94,7 @@ def _most_uses(nodes: Iterable[Mapping[str, Any]]) -> int:
 
 def make_inputs(case: Case, batch: Batch, rank: int, dtype: torch.dtype | None = None) -> Inputs:
     """Make the inputs of `rank`, in the model's own dtype unless another one is given."""
+    rank = 0 if batch.alike else rank
     usage = batch.usage_of(rank)
     options = {} if usage is None else {"use": usage}
     wanted = dtype or dtype_of(case.model.dtype)
@@ -108,7 +109,7 @@ def make_inputs(case: Case, batch: Batch, rank: int, dtype: torch.dtype | None =
 
 def forward(model: Callable[..., Any], case: Case, batch: Batch, rank: int, inputs: Inputs) -> Forwarded:
     """Call the model. The global generator is seeded first, so that dropout is a function of case, batch and rank."""
-    _seed(derive(case.seed, "forward", batch.seed, rank))
+    _seed(derive(case.seed, "forward", batch.seed, 0 if batch.alike else rank))
     output = model(*inputs.args, **inputs.kwargs)
     return Forwarded(loss_of(output), tuple(tensors_in(output)))
 

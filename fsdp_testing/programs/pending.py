@@ -30,8 +30,15 @@ class LocalGradients:
 
 @dataclass(slots=True)
 class PendingGradients:
-    """The sums of one rank."""
+    """The sums of one rank.
 
+    Attributes:
+        wire: Dtype of the reduction: what awaits it adds up in no narrower one. None if it is that of the gradients.
+        values: By FQN.
+        sizes: By FQN, as those of `LocalGradients`, added up.
+    """
+
+    wire: torch.dtype | None = None
     values: Tensors = field(default_factory=dict)
     sizes: Tensors = field(default_factory=dict)
 
@@ -42,8 +49,13 @@ class PendingGradients:
         """Add the gradients of one more micro-batch to those that are there."""
         for fqn, gradient in one.values.items():
             known = fqn in self.values
-            self.values[fqn] = self.values[fqn] + gradient if known else gradient.clone()
+            wider = gradient.dtype if self.wire is None else torch.promote_types(gradient.dtype, self.wire)
+            self.values[fqn] = self.values[fqn] + gradient if known else gradient.to(wider, copy=True)
             self.sizes[fqn] = self.sizes[fqn] + one.sizes[fqn] if known else one.sizes[fqn]
+
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients that are there."""
+        self.values = {fqn: gradient * factor for fqn, gradient in self.values.items()}
 
 
 def mean_size(ranks: Sequence[PendingGradients], fqn: str, like: torch.Tensor) -> torch.Tensor:

@@ -71,8 +71,7 @@ class Replay:
         # One for each rank; ranks without buffers of their own share one.
         own = next(self.master.buffers(), None) is not None
         self.replicas = [self._replica() for _ in range(self.size)] if own else [self._replica()] * self.size
-        self.pending = [PendingGradients() for _ in range(self.size)]
-        self.pending_roundings = 0
+        self._nothing_pending()
         self.unreduced = False
         self.optimizer: torch.optim.Optimizer | None = None
         self.slack: dict[Quantity, Slack] = {}
@@ -171,22 +170,29 @@ class Replay:
             held = [pending.values.get(fqn) for pending in self.pending]
             if any(gradient is not None for gradient in held):
                 parts = [torch.zeros_like(self.compute[fqn]) if gradient is None else gradient for gradient in held]
-                wire = self.precision.on_the_wire or parts[0].dtype
-                reduced[fqn] = reduce(parts, wire, parameter.dtype, self.division), parts[0].dtype
+                summed = next(gradient.dtype for gradient in held if gradient is not None)
+                wire = self.precision.on_the_wire or summed
+                reduced[fqn] = reduce(parts, wire, parameter.dtype, self.division), summed
         largest = max((float(r.magnitude.max()) for r, _ in reduced.values() if r.magnitude.numel()), default=0.0)
-        for fqn, (one, computed) in reduced.items():
+        for fqn, (one, summed) in reduced.items():
             one = replace(one, mean=self.disturbance.gradient(one.mean, one.magnitude, largest))
-            self._add_mean(fqn, self.parameters[fqn], one, computed)
-        self.pending = [PendingGradients() for _ in range(self.size)]
+            self._add_mean(fqn, self.parameters[fqn], one, summed)
+        self._nothing_pending()
+
+    def _nothing_pending(self) -> None:
+        self.pending = [PendingGradients(self.precision.on_the_wire) for _ in range(self.size)]
         self.pending_roundings = 0
 
-    def _add_mean(self, fqn: str, parameter: nn.Parameter, reduced: Reduced, computed: torch.dtype) -> None:
+    def _add_mean(self, fqn: str, parameter: nn.Parameter, reduced: Reduced, summed: torch.dtype) -> None:
         error, why, size = reduced.error, reduced.derivation, reduced.magnitude
-        wire, later = self.precision.on_the_wire or computed, self.pending_roundings
+        wire, later = self.precision.on_the_wire or summed, self.pending_roundings
         if later:
             # Each rank's sum may be reduced as a whole, or part by part and added up where it is stored.
             size = mean_size(self.pending, fqn, size)
-            error = error + roundings(2 * (later + self.size - 1), (computed, wire), size)
+            error = error + roundings(2 * (later + self.size - 1), (summed, wire), size)
+            if models.most_uses(self.case) > 1:
+                # Autograd adds up the uses of one backward, in the dtype of computation, and in which order is its own.
+                error = error + roundings(2 * later, (self.compute[fqn].dtype,), size)
             why += f"; {later} additions before or after those of {self.size} ranks"
         if parameter.grad is None:
             parameter.grad = reduced.mean.clone()
@@ -231,7 +237,8 @@ class Replay:
                 parameter.mul_(factor)
 
     def clear_gradients(self) -> None:
-        """Leave no parameter with a gradient."""
+        """Leave no parameter with a gradient, and none that awaits reduction."""
+        self._nothing_pending()
         for parameter in self.parameters.values():
             parameter.grad = None
 

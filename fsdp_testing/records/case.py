@@ -23,6 +23,8 @@ DTYPES = ("float64", "float32", "float16", "bfloat16")
 OPTIMIZERS = ("sgd", "adamw", "adam")
 POLICIES = ("module_class", "size", "always")
 PREFETCH = ("pre", "post", "none")
+STARTS = ("sync_module_states", "meta_init")
+"""What wrapping may be asked to bring: fields of `WrappingPlan`, each of which needs the capability of its name."""
 
 register_union(Operation, OPERATIONS.get)
 
@@ -98,6 +100,7 @@ class WrappingPlan:
             "reentrant_checkpointing": self.checkpointed and self.checkpoint_reentrant,
             "prefetch": self.forward_prefetch or self.backward_prefetch != "pre",
         }
+        asked |= {name: getattr(self, name) for name in STARTS}
         return frozenset(tag for tag, value in asked.items() if value)
 
 

@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from fsdp_testing.records import Case, OptimizerSpec, WorldSpec, WrappingPlan
+from fsdp_testing.records.case import STARTS
 from fsdp_testing.shrinking.ddmin import Reduction
 from fsdp_testing.zoo.tree_schema import SCHEMA, get
 
@@ -71,6 +72,9 @@ def _plans(case: Case) -> Iterator[Reduction]:
             yield Reduction(("wrapping", name), replace(case, wrapping=replace(plan, units=units)))
         if plan.ignored:
             yield Reduction(("wrapping", ".ignored"), replace(case, wrapping=replace(plan, ignored=())))
+        for name in STARTS:
+            if getattr(plan, name):
+                yield Reduction(("wrapping", f".{name}"), replace(case, wrapping=replace(plan, **{name: False})))
 
 
 def operations(case: Case) -> Iterator[Reduction]:

@@ -16,6 +16,7 @@ from fsdp_testing.records import (
     WorldSpec,
     WrappingPlan,
 )
+from fsdp_testing.records.case import STARTS
 from fsdp_testing.strategies.choices import Choices
 from fsdp_testing.strategies.features import Scope, Swarm, SwarmDrawer
 from fsdp_testing.strategies.normal_form import legal_case, needs_of_case
@@ -79,7 +80,7 @@ class CaseDrawer:
             world=WorldSpec(size, mesh=_mesh(choices, size) if strategy.startswith("hybrid") else ()),
             program=operations.program(self.scope.max_operations),
             seed=choices.integer(0, 2**16 - 1),
-            wrapping=_wrapping(choices, swarm, model),
+            wrapping=replace(_wrapping(choices, swarm, model), **{name: f"wrap.{name}" in swarm for name in STARTS}),
             strategy=strategy,
             mixed_precision=precision,
             cpu_offload="offload" in swarm,

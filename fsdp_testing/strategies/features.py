@@ -24,6 +24,8 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
     "wrap.nested": ("nested_wrapping",),
     "wrap.policy": ("policy_wrapping",),
     "wrap.ignored": ("ignored_parameters", "frozen_parameters"),
+    "wrap.sync_module_states": ("sync_module_states",),
+    "wrap.meta_init": ("meta_init",),
     # module trees
     "tree.group": (),
     "tree.residual": (),
@@ -112,8 +114,9 @@ _THEME_ONE_IN = 3
 
 # Features that make most of the others unreachable or slow, and that are therefore switched on less often.
 _RARE = frozenset(
-    {"model.zoo", "tree.large", "precision.param", "precision.reduce", "precision.buffer", "offload", "op.cast"}
-)
+    {"model.zoo", "tree.large", "precision.param", "precision.reduce", "precision.buffer", "offload", "op.cast",
+     "wrap.sync_module_states", "wrap.meta_init"}
+)  # fmt: skip
 _RARELY = 12
 
 

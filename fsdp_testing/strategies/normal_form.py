@@ -14,7 +14,7 @@ from typing import Any
 
 from fsdp_testing.operations import Operation
 from fsdp_testing.operations.operation import matching
-from fsdp_testing.records import Case, OptimizerSpec, WorldSpec, WrappingPlan, void_operations
+from fsdp_testing.records import Case, OptimizerSpec, WorldSpec, WrappingPlan
 from fsdp_testing.zoo import MODELS
 from fsdp_testing.zoo.tree import has_alias, needs_of, unit_names, unit_of
 from fsdp_testing.zoo.tree_schema import Walk, every, get, legal_tree, parameters, walk
@@ -49,7 +49,7 @@ def legal_case(case: Case, capabilities: frozenset[str] | None = None) -> Case:
         # Buffers may be cast while wrapping or in the first forward: what is seen between is each one's own affair.
         first = next((place for place, o in enumerate(case.program) if o.batches()), len(case.program))
         case = replace(case, program=case.program[first:])
-    if capabilities is not None and "unused_gradient_is_none" not in capabilities and _leaves_unused(case):
+    if capabilities is not None and "unused_gradient_is_none" not in capabilities and leaves_unused(case):
         case = replace(case, optimizer=_stateless(case.optimizer))
     return case
 
@@ -72,20 +72,15 @@ class ProgramContext:
 
     def normalised(self) -> Iterator[Operation]:
         """Yield the operations of the program that have a meaning in the case, as they are legal."""
-        for index, operation in enumerate(self.case.program):
+        for operation in self.case.program:
             legal = operation.normalise(self)
             if legal is None:
                 continue
             units = legal.new_units()
-            if units is not None and index not in self._void:
+            if units is not None:
                 self.units = {"", *units}
             yield legal
             self.begins = False
-
-    @cached_property
-    def _void(self) -> Mapping[int, str]:
-        # What is left out leaves no gradients pending and builds no optimizer: the same places are void afterwards.
-        return void_operations(self.case)
 
     @property
     def low_precision(self) -> bool:
@@ -192,7 +187,7 @@ def _legal_wrapping(plan: WrappingPlan, tree: Mapping[str, Any]) -> WrappingPlan
             kinds = {place.node["kind"] for place in every(walk(tree))}
             classes = tuple(name for name in policy.classes if _KINDS.get(name) in kinds)
             policy = replace(policy, classes=classes) if classes else None
-    return WrappingPlan(units, policy, ignored)
+    return WrappingPlan(units, policy, ignored, sync_module_states=plan.sync_module_states, meta_init=plan.meta_init)
 
 
 def _all_frozen(tree: Mapping[str, Any], module: str) -> bool:
@@ -221,11 +216,15 @@ def _trained_alike(case: Case) -> Iterator[Operation]:
     flags = {spec.fqn: not spec.frozen for spec in specs}
     flags |= {name: False for name, _ in matching(flags.items(), case.model.freeze)}
     places = walk(case.model.tree)
-    void = void_operations(case)
-    for index, operation in enumerate(case.program):
-        change = None if index in void else operation.requires_grad_change()
+    pending = False
+    for operation in case.program:
+        change = operation.requires_grad_change()
         if change is not None:
-            flags |= {name: change[1] for name, _ in matching(flags.items(), change[0])}
+            changed = flags | {name: change[1] for name, _ in matching(flags.items(), change[0])}
+            if pending and not any(changed.values()):
+                continue  # no backward would ever reduce what awaits it
+            flags = changed
+        pending = operation.pending_after(pending)
         trainable = {spec.module for spec in specs if flags[first.get(spec.tie, spec.fqn)]}
 
         def trains(mask: tuple[bool, ...], trainable: set[str] = trainable) -> bool:
@@ -255,18 +254,18 @@ def _legal_world(case: Case) -> WorldSpec:
     return world if hybrid or not world.mesh else replace(world, mesh=())
 
 
-def _leaves_unused(case: Case) -> bool:
-    """Whether some parameter may get no gradient on any rank while another of its unit does."""
+def leaves_unused(case: Case) -> bool:
+    """Whether some parameter may get no gradient while another of its unit does."""
+    # A loss that goes past a unit's output leaves the unit's last part without a gradient.
+    leaving = {"unused_parameters", "loss_bypasses_output"}
     if case.model.tree is None:
         model = MODELS.get(case.model.name)
-        # A loss that goes past a unit's output leaves the unit's last part without a gradient.
-        leaving = {"unused_parameters", "loss_bypasses_output"}
         return model is None or bool(leaving & model.needs) or bool(model.traits & {"frozen", "unused"})
     if any("unused_parameters" in operation.required() for operation in case.program):
         return True
     if any(operation.requires_grad_change() for operation in case.program):
         return True
-    return "unused_parameters" in needs_of(case.model.tree, ())
+    return bool(leaving & needs_of(case.model.tree, ()))
 
 
 def _stateless(optimizer: OptimizerSpec) -> OptimizerSpec:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable
 from functools import partial
 
-from fsdp_testing.records import Case, Clip, Observe, Step, ZeroGrad
-from fsdp_testing.suites.check import Place, Suite
+from fsdp_testing.records import Case, Clip, Observe, Step, WrappingPlan, ZeroGrad
+from fsdp_testing.suites.check import PLAIN_SGD, Place, Suite
 from fsdp_testing.suites.schedules import iteration, micro_batch
 
 _SOURCE = "torch.nn.utils.clip_grad_norm_"
@@ -20,7 +20,6 @@ def _clipped(norm_type: float, dtype: str, place: Place) -> Iterable[Case]:
 
 
 SUITE = Suite(source=_SOURCE)
-
 
 for name, value, source in (
     ("1", 1.0, _SOURCE),
@@ -54,6 +53,16 @@ def _frozen(place: Place) -> Iterable[Case]:
 def _shared(place: Place) -> Iterable[Case]:
     """A shared parameter counts once."""
     yield place.case("tied_within", micro_batch(0), Clip(0.1), Observe(), Step(), dtype="float32")
+
+
+@SUITE.check("clipping.ignored_trained", source="https://pytorch.org/docs/stable/fsdp.html", needs={"nested_wrapping"})
+def _ignored(place: Place) -> Iterable[Case]:
+    """Parameters that stay outside count in the norm once, and are scaled with the others."""
+    plan = WrappingPlan(units=("layers.1", "layers.2"), ignored=("layers.0",))
+    for norm_type in (1.0, 2.0, math.inf):
+        # Nobody reduces what is ignored: with equal inputs it is equal on all ranks without that.
+        program = (micro_batch(0, alike=True), Clip(0.1, norm_type), Observe(), Step())
+        yield place.case("mlp", *program, dtype="float32", wrapping=plan, optimizer=PLAIN_SGD)
 
 
 @SUITE.check("clipping.repeated")

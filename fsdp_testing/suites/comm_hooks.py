@@ -150,8 +150,8 @@ class _Scaled(Replay):
 
     factor = 1.0
 
-    def _add_mean(self, fqn: str, parameter: nn.Parameter, reduced: Reduced, computed: torch.dtype) -> None:
-        super()._add_mean(fqn, parameter, replace(reduced, mean=reduced.mean * self.factor), computed)
+    def _add_mean(self, fqn: str, parameter: nn.Parameter, reduced: Reduced, summed: torch.dtype) -> None:
+        super()._add_mean(fqn, parameter, replace(reduced, mean=reduced.mean * self.factor), summed)
 
 
 def expect_scaled(case: Case, observe_all: bool, factor: float) -> Expectation:

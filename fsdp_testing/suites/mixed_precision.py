@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from functools import partial
 
 from fsdp_testing.checkers.comparison import Comparison
-from fsdp_testing.records import Case, MixedPrecisionSpec, Observe, Step, Thaw, ZeroGrad
+from fsdp_testing.operations import LocalMicroBatches
+from fsdp_testing.records import Batch, Case, MixedPrecisionSpec, Observe, Step, Thaw, ZeroGrad
 from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Place, Suite
 from fsdp_testing.suites.schedules import accumulated, forward, iteration, iterations, micro_batch, micro_batches
 
@@ -23,7 +24,6 @@ def _trained(precision: MixedPrecisionSpec, place: Place) -> Iterable[Case]:
 
 
 SUITE = Suite(source="pytorch PR 90660, 90657", comparison=_LOCKSTEP)
-
 
 SUITE.add(
     "mixed_precision.param_bfloat16",
@@ -58,6 +58,28 @@ def _accumulated(place: Place) -> Iterable[Case]:
     """Local and reduced micro-batches add up in the dtypes they must."""
     for precision in (MixedPrecisionSpec("bfloat16", "float32"), MixedPrecisionSpec("bfloat16")):
         program = (*accumulated(0, 1), Observe(), Step(), ZeroGrad(), *micro_batches(2, 3))
+        yield place.case("mlp", *program, dtype="float32", optimizer=PLAIN_SGD, precision=precision)
+
+
+@SUITE.check("mixed_precision.local_sums", source="torch.distributed.fsdp.MixedPrecisionPolicy")
+def _local_sums(place: Place) -> Iterable[Case]:
+    """Local micro-batches of a narrower dtype add up in the dtype of the reduction, in which their sum is exact."""
+    # The sum of seventeen numbers of 8 bits fits into 24 bits, and into 8 it does not.
+    local = LocalMicroBatches(tuple(Batch(seed) for seed in range(16)))
+    precision = MixedPrecisionSpec("bfloat16", "float32")
+    for model in ("mlp", "uneven"):
+        program = (local, micro_batch(16), Observe(), Step())
+        yield place.case(model, *program, dtype="float32", optimizer=PLAIN_SGD, precision=precision)
+
+
+@SUITE.check("mixed_precision.smallest_numbers", source="pytorch issue 90784")
+def _smallest_numbers(place: Place) -> Iterable[Case]:
+    """Gradients near the smallest numbers of float16 are divided where the implementation says that it divides."""
+    # The gradient of the first layer's weight is as small as its inputs are: a few of float16's smallest steps, of which
+    # each division loses a part, so that it matters which are before the sum.
+    for power in (20, 21, 22):
+        program = (micro_batch(0, scale=2.0**-power), Observe(), Step())
+        precision = MixedPrecisionSpec(None, "float16")
         yield place.case("mlp", *program, dtype="float32", optimizer=PLAIN_SGD, precision=precision)
 
 

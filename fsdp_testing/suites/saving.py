@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
+from fsdp_testing.operations import Save
 from fsdp_testing.records import Case, Observe, OptimizerSpec, Reload, SetLr, Step
 from fsdp_testing.suites.check import ADAMW, MOMENTUM, PLAIN_SGD, Place, Suite
 from fsdp_testing.suites.moving import judge_moved
@@ -36,12 +37,29 @@ def _trained(form: str, place: Place) -> Iterable[Case]:
 
 SUITE = Suite(source="torch.distributed.checkpoint.state_dict")
 
-
 SUITE.add(
     "full_state_dict.fresh_instance",
     "A saved model, loaded into a fresh instance, has its values and trains on.",
     partial(_model, "full", ("uneven", "embedding")),
 )
+
+
+@SUITE.check("full_state_dict.saved_again")
+def _saved_again(place: Place) -> Iterable[Case]:
+    """Every save holds the values of its own moment, whatever is frozen."""
+    for freeze in ((), ("layers.0.*",)):
+        program = (Save(), *iteration(0), Save(), Save(), *iteration(1), Save(), Reload(optimizer=False), Observe())
+        yield place.case("mlp", *program, optimizer=PLAIN_SGD, freeze=freeze)
+
+
+@SUITE.check("sharded_state_dict.saved_again")
+def _sharded_again(place: Place) -> Iterable[Case]:
+    """What shards hold at the second save is what is loaded."""
+    for freeze in ((), ("layers.0.*",)):
+        program = (Save("sharded"), *iteration(0), Reload("sharded", optimizer=False), Observe())
+        yield place.case("mlp", *program, optimizer=PLAIN_SGD, freeze=freeze)
+
+
 SUITE.add(
     "full_state_dict.before_training",
     "A model can be saved and loaded before its first forward.",

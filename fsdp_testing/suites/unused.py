@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fsdp_testing.checkers.comparison import Comparison
-from fsdp_testing.records import Case, Observe, Operation, Step, ZeroGrad
+from fsdp_testing.records import Case, Observe, Operation, Step, WrappingPlan, ZeroGrad
 from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Place, Suite
 from fsdp_testing.suites.schedules import iteration, iterations, micro_batch, no_sync_batch
 
@@ -71,6 +71,28 @@ def _differ_in_unit(place: Place) -> Iterable[Case]:
     """Inside a unit that every rank runs, ranks may use different parameters."""
     masks = (((True, False), (False, True)), ((True, True), (False, False)))
     yield place.case("partly_used", *_using(*masks), optimizer=PLAIN_SGD)
+
+
+@SUITE.check(
+    "unused.units_swapped_between_ranks",
+    source="torch.nn.parallel.DistributedDataParallel, find_unused_parameters",
+    comparison=_LENIENT,
+)
+def _swapped(place: Place) -> Iterable[Case]:
+    """Ranks may run different units of equal size: neither gets the other's gradient."""
+    usage = ((True, False, False), (False, True, False))
+    yield place.case("conditional", *_using(usage, usage), optimizer=PLAIN_SGD)
+
+
+@SUITE.check(
+    "unused.parameters_swapped_between_ranks",
+    source="torch.nn.parallel.DistributedDataParallel, find_unused_parameters",
+    comparison=_LENIENT,
+)
+def _swapped_in_unit(place: Place) -> Iterable[Case]:
+    """Of parameters of equal size in one unit ranks may use different ones: neither gets the other's gradient."""
+    usage = ((True, False), (False, True))
+    yield place.case("partly_used", *_using(usage, usage), optimizer=PLAIN_SGD, wrapping=WrappingPlan())
 
 
 @SUITE.check(

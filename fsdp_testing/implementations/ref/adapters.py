@@ -40,6 +40,7 @@ _NOT_CLAIMED = frozenset(
         "optim_state",
         # FSDP's API has no word for these.
         "explicit_unshard",
+        "error_if_nonfinite",
         "mixed_dtype_units",
     }
 )
@@ -81,20 +82,16 @@ def _wrap(apply: Apply, module: nn.Module, setup: Setup) -> nn.Module:
 def _as_wrapper(
     use_orig_params: bool, module: nn.Module, setup: Setup, name: str, options: dict[str, Any]
 ) -> nn.Module:
-    return fsdp_ref.FullyShardedDataParallel(
-        module,
-        sharding_strategy=_FSDP.strategy(setup, name),
-        backward_prefetch=_FSDP.prefetch(setup),
-        use_orig_params=use_orig_params,
-        **options,
-    )
+    options |= _FSDP.strategy(setup, name, "sharding_strategy")
+    return fsdp_ref.FullyShardedDataParallel(module, use_orig_params=use_orig_params, **options)
 
 
 def _as_composable(module: nn.Module, setup: Setup, name: str, options: dict[str, Any]) -> nn.Module:
     policy = options.pop("auto_wrap_policy", None)
     if policy is not None and not hasattr(policy, "_run_policy"):
         policy = _ByFunction(policy)
-    return fsdp_ref.fully_shard(module, strategy=_FSDP.strategy(setup, name), policy=policy, **options)
+    options |= _FSDP.strategy(setup, name, "strategy") | ({} if policy is None else {"policy": policy})
+    return fsdp_ref.fully_shard(module, **options)
 
 
 @contextmanager
@@ -192,6 +189,7 @@ FLAT = _implementation(
     "fsdp_ref-flat",
     partial(_as_wrapper, False),
     # One flat parameter has one gradient and one flag, and the original ones are not there between iterations.
-    without=frozenset({"frozen_mixed_unit", "thawed_parameters", "unused_gradient_is_none", "data_assignment"}),
+    without=frozenset({"frozen_mixed_unit", "thawed_parameters", "unused_gradient_is_none", "data_assignment"})
+    | {"tensor_hooks", "accumulation_hooks"},
 )
 COMPOSABLE = _implementation("fsdp_ref-composable", _as_composable)

@@ -40,6 +40,8 @@ REPLICATED = EVERYWHERE | {
     "mixed_dtype_units",
     "loss_bypasses_output",
     "inplace_on_output",
+    "error_if_nonfinite",
+    "tensor_hooks",
     "summon_writeback",
 }
 """What follows from every rank having everything."""

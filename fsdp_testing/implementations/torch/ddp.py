@@ -21,14 +21,11 @@ from fsdp_testing.implementations.shared import replicated
 from fsdp_testing.implementations.shared.checkpointing import checkpoint_modules
 from fsdp_testing.implementations.shared.claims import REPLICATED
 
-CAPABILITIES = REPLICATED | {"sync_module_states", "ignored_parameters"}
+#: torch 2.13 renamed the option; the old name warns there. With the old one buffers are not broadcast on construction.
+_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+_NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
 
-#: torch 2.13 renamed the option; the old name warns there.
-_NO_BUFFER_SYNC: dict[str, Any] = (
-    {"forward_sync_buffers": False}
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
-    else {"broadcast_buffers": False}
-)
+CAPABILITIES = REPLICATED | {"ignored_parameters"} | ({"sync_module_states"} if _RENAMED else set())
 
 
 def wrap(module: nn.Module, setup: Setup) -> nn.Module:
@@ -40,17 +37,15 @@ def wrap(module: nn.Module, setup: Setup) -> nn.Module:
         raise InvalidImplementation(
             f"torch-ddp: expected strategy 'no_shard', got {setup.strategy!r}. Run only what it claims."
         )
+    setup.refuse("torch-ddp", "precision", "cpu_offload", "init_module", "forward_prefetch", "backward_prefetch")
     checkpoint_modules(module, setup.checkpointed, reentrant=setup.checkpoint_reentrant)
     inside = tuple(f"{name}." for name in setup.ignored)
     ignored = [fqn for fqn, _ in module.named_parameters(remove_duplicate=False) if fqn.startswith(inside)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
-    return DistributedDataParallel(
-        module,
-        process_group=setup.group,
-        **_NO_BUFFER_SYNC,
-        find_unused_parameters=bool(setup.extra.get("find_unused_parameters", True)),
-        init_sync=True,
-    )
+    asked: dict[str, Any] = dict(_NO_BUFFER_SYNC) if next(module.buffers(), None) is not None else {}
+    if setup.leaves_unused:
+        asked["find_unused_parameters"] = True
+    return DistributedDataParallel(module, **asked, **setup.extra)
 
 
 def division(setup: Setup) -> Division:

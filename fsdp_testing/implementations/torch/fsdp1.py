@@ -52,13 +52,8 @@ def wrap(module: nn.Module, setup: Setup, *, use_orig_params: bool) -> nn.Module
     """
 
     def apply(unit: nn.Module, setup: Setup, name: str, options: dict[str, Any]) -> nn.Module:
-        return FullyShardedDataParallel(
-            unit,
-            sharding_strategy=_FSDP.strategy(setup, name),
-            backward_prefetch=_FSDP.prefetch(setup),
-            use_orig_params=use_orig_params,
-            **options,
-        )
+        options |= _FSDP.strategy(setup, name, "sharding_strategy")
+        return FullyShardedDataParallel(unit, **options, **({"use_orig_params": True} if use_orig_params else {}))
 
     return _FSDP.wrap(module, setup, apply)
 

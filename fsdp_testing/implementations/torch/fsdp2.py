@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from fsdp_testing.errors import InvalidImplementation
 from fsdp_testing.implementations.adapter import TorchStyle
@@ -33,6 +33,8 @@ CAPABILITIES = SHARDED | {
     "unused_gradient_is_none",
     "cpu_offload",
     "explicit_unshard",
+    "error_if_nonfinite",
+    "accumulation_hooks",
 }
 
 _NO_RESHARD = {"shard_grad_op", "hybrid_shard_zero2"}
@@ -53,6 +55,9 @@ def wrap(module: nn.Module, setup: Setup) -> nn.Module:
             f"torch-fsdp2: expected a mesh and a sharding strategy, got {setup.mesh} and {setup.strategy!r}. "
             "Run only what it claims."
         )
+    setup.refuse("torch-fsdp2", "policy", "init_module", "sync_module_states")
+    if setup.precision.buffer_dtype is not None:
+        raise InvalidImplementation("torch-fsdp2: expected no buffer_dtype, for which it has no option. Ask for none.")
     checkpoint_modules(module, setup.checkpointed, reentrant=setup.checkpoint_reentrant)
     ignored = parameters_of(module, setup.ignored)
     for name, unit in innermost_first(module, setup.units):
@@ -64,24 +69,24 @@ def wrap(module: nn.Module, setup: Setup) -> nn.Module:
 
 
 def _options(setup: Setup, name: str, ignored: set[nn.Parameter]) -> dict[str, Any]:
+    """Return the arguments that the case asks for; what it leaves open is left to the defaults."""
+    # The default mesh is made anew by each call, on the machine's accelerator.
+    options: dict[str, Any] = {"mesh": setup.mesh}
     precision = setup.unit_precisions.get(name, setup.precision)
-    strategy = setup.unit_strategies.get(name, setup.strategy)
-    options: dict[str, Any] = {
-        "mesh": setup.mesh,
-        "mp_policy": _precision_policy(precision),
-        "offload_policy": CPUOffloadPolicy(pin_memory=False) if setup.cpu_offload else OffloadPolicy(),
-        "reshard_after_forward": False if strategy in _NO_RESHARD else None,
-    }
-    return options | ({"ignored_params": ignored} if ignored else {})
+    if precision != Precision():
+        options["mp_policy"] = _precision_policy(precision)
+    if setup.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    if setup.unit_strategies.get(name, setup.strategy) in _NO_RESHARD:
+        options["reshard_after_forward"] = False
+    return options | ({"ignored_params": ignored} if ignored else {}) | dict(setup.extra)
 
 
 def _precision_policy(precision: Precision) -> MixedPrecisionPolicy:
-    return MixedPrecisionPolicy(
-        param_dtype=precision.param_dtype,
-        # Said, not left open: from torch 2.15 on, None means the parameter's own dtype, until then `param_dtype`.
-        reduce_dtype=precision.on_the_wire,
-        cast_forward_inputs=precision.cast_inputs,
-    )
+    """Return the policy with the dtypes that the case names, so that the meaning of those it leaves open is judged."""
+    asked = {"param_dtype": precision.param_dtype, "reduce_dtype": precision.reduce_dtype}
+    chosen: dict[str, Any] = {option: dtype for option, dtype in asked.items() if dtype is not None}
+    return MixedPrecisionPolicy(**chosen, **({} if precision.cast_inputs else {"cast_forward_inputs": False}))
 
 
 def _units(model: nn.Module) -> list[tuple[str, FSDPModule]]:
