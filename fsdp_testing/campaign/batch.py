@@ -9,7 +9,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_testing.campaign.account import Accountant, AccountedProgram, accountant_for
 from fsdp_testing.compat import process_groups
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.implementations.protocol import Setup
@@ -27,7 +26,7 @@ from fsdp_testing.ledger.interception import listen
 from fsdp_testing.ledger.recorder import Call, GroupIdentity
 from fsdp_testing.pool import Failed
 from fsdp_testing.pool.world import World, current_world
-from fsdp_testing.programs.execute import RankProgram
+from fsdp_testing.programs.accounts import AccountedProgram, program_for
 from fsdp_testing.programs.fitting import fitted
 from fsdp_testing.programs.setup import setup_of
 from fsdp_testing.records import Case, CaseRecord, RaisedError, RankObservation, WorldSpec
@@ -126,8 +125,6 @@ def _run(
 ) -> tuple[CaseRecord, weakref.ref[nn.Module]]:
     mesh = _mesh(world, case.world.mesh_shape)
     before = _fingerprint()
-    accountant = accountant_for(adapter)
-    issued = _Issued(accountant)
 
     def make_setup(asked: Case, module: nn.Module) -> Setup:
         # Translated as for a flat world, since the translation would make a mesh of its own.
@@ -136,30 +133,29 @@ def _run(
         shape = asked.world.mesh_shape
         return replace(setup, shard_size=shape[-1]) if len(shape) == 2 else setup
 
-    if accountant is None:
-        program = RankProgram(case, adapter, world.rank, make_setup)
-    else:
-        program = AccountedProgram(case, accountant, world.rank, make_setup)
-    with listen(issued), accountant or nullcontext():
+    program = program_for(case, adapter, world.rank, make_setup)
+    accounted = program if isinstance(program, AccountedProgram) else None
+    issued = _Issued(accounted)
+    with listen(issued):
         observation = program.run(observe_all=watch.operations or case.mixed_precision is not None)
         adapter.finish(program.model)
     changed = ((name, was, now) for (name, was), now in zip(before.items(), _fingerprint().values()) if was != now)
     leaks = tuple(f"{name}: {was} before, {now} after" for name, was, now in changed)
-    accounts = None if accountant is None else tuple(accountant.accounts)
+    accounts = None if accounted is None else tuple(accounted.accounts)
     return CaseRecord(index, observation, issued.summary(), leaks, accounts), weakref.ref(program.model)
 
 
 class _Issued:
     """Counts the collectives of one case and keeps a digest of what they were, group by group."""
 
-    def __init__(self, accountant: Accountant | None = None) -> None:
+    def __init__(self, accounted: AccountedProgram | None = None) -> None:
         self._texts: dict[int, list[str]] = {}
-        self._accountant = accountant
+        self._accounted = accounted
 
     def __call__(self, group: GroupIdentity, call: Call, _site: str) -> None:
         self._texts.setdefault(group.key, []).append(call.text)
-        if self._accountant is not None:
-            self._accountant.collective(call)
+        if self._accounted is not None:
+            self._accounted.collective(call)
 
     def summary(self) -> dict[int, tuple[int, int]]:
         """Return number and digest by group key."""

@@ -239,7 +239,9 @@ class Campaign:
         if note.status == "unjudged":
             tally.unjudged[note.reason[:200]] += 1
             if tally.unjudged[note.reason[:200]] <= _KEPT_UNJUDGED:
-                self._state.keep_unjudged(result.case, note.reason)
+                name = result.case.identity
+                files = [(f"{name}.json", result.case.to_json()), (f"{name}.txt", note.reason + "\n")]
+                self._state.write_files("unjudged", files)
         elif note.status == "unsupported":
             tally.unsupported[note.reason[:200]] += 1
         elif note.status == "leaked":

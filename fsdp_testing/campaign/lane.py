@@ -62,6 +62,11 @@ class Lane:
         self._stopped = False
         self.worlds_lost = 0
 
+    @property
+    def pool(self) -> Pool:
+        """Where worlds come from."""
+        return self._pool
+
     def stop(self) -> None:
         """Ask for no world any more: whoever runs cases here gets `PoolBroken`. For another thread to call."""
         self._stopped = True

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fsdp_testing.errors import InvalidRecord
-from fsdp_testing.records import Case
 from fsdp_testing.records.document import Format, decode
 from fsdp_testing.report.files import write_atomically
 
@@ -77,11 +76,6 @@ class StateDirectory:
     def save(self, progress: Progress) -> None:
         """Write the progress."""
         self.write_files("", [("state.json", FORMAT.write(progress))])
-
-    def keep_unjudged(self, case: Case, reason: str) -> None:
-        """Keep a case that could not be judged, and why."""
-        files = [(f"{case.identity}.json", case.to_json()), (f"{case.identity}.txt", reason + "\n")]
-        self.write_files("unjudged", files)
 
     def found(self) -> list[Path]:
         """Return the folders of what was found."""

@@ -28,6 +28,7 @@ def write_discovery(found: Discovery, state: StateDirectory) -> Path:
 
 def _readme(found: Discovery, has_script: bool) -> str:
     lines = [f"# {found.signature}", "", found.sentence(), ""]
+    lines += [f"Cause: {found.cause}.", ""] if found.cause else []
     lines += [f"Program: {', '.join(tokens(found.case))}.", ""]
     if not found.confirmed:
         lines += ["It was met once, after other cases in the same processes, and not again alone.", ""]

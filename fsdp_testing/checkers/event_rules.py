@@ -41,6 +41,11 @@ class TracedObservation(RankObservation):
     units: Units = ()
     shapes: Mapping[str, tuple[int, ...]] | None = None
 
+    @property
+    def named(self) -> list[str]:
+        """Units with parameters."""
+        return [unit for unit, fqns in self.units if fqns]
+
 
 Rule = Callable[[Case, Sequence[TracedObservation]], Finding | None]
 
@@ -108,7 +113,7 @@ def reductions_needed(case: Case, ranks: Sequence[TracedObservation]) -> Finding
 
 def _overrun(case: Case, ranks: Sequence[TracedObservation], *measures: Measure) -> Finding | None:
     """What is judged of every case by its accounts, here by those of the trace."""
-    units = [unit for unit, fqns in ranks[0].units if fqns]
+    units = ranks[0].named
     budget = CommunicationBudget(1, _padded_bytes(case, ranks[0]), len(units), casts=False)
     accounts = [accounts_of(case, rank.events, units) for rank in ranks]
     found = first_overrun(case, accounts, budget, measures)
@@ -178,8 +183,7 @@ def in_order(case: Case, ranks: Sequence[TracedObservation]) -> Finding | None:
     for rank in ranks:
         for operation in _passes(case)[1:]:
             forward, backward = _orders(rank, operation)
-            named = {unit for unit, fqns in rank.units if fqns}
-            got = [e.unit for e in _units(rank, operation) if e.transition == "gather" and e.unit in named]
+            got = [e.unit for e in _units(rank, operation) if e.transition == "gather" and e.unit in rank.named]
             if got and not forward:
                 raise _unseen(rank, "a unit that is gathered")
             first, then = got[: len(forward)], iter(backward)
@@ -227,7 +231,7 @@ def _uses(rank: TracedObservation) -> Iterator[tuple[int, AutogradEvent, str, se
 
 def _orders(rank: TracedObservation, operation: int) -> tuple[list[str], list[str]]:
     """Units with parameters in the order in which they begin forward, and in the reverse of that in which they end."""
-    named = {unit for unit, fqns in rank.units if fqns}
+    named = rank.named
     events = [e for e in rank.events if isinstance(e, AutogradEvent) and e.operation == operation and e.module in named]
     began = dict.fromkeys(event.module for event in events if event.moment == "pre_forward")
     ended = dict.fromkeys(event.module for event in reversed(events) if event.moment == "post_forward")

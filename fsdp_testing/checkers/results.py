@@ -49,12 +49,7 @@ def compare_tensor(
         sentence = f"has dtype {_name(actual)}, expected {_name(wanted)}"
         tally.add(Divergence(FailureKind.DIVERGED, quantity, index, ranks, sentence, Mismatch.DTYPE))
         return
-    found = difference(actual, wanted, expected.bound)
-    if not found.exceeded:
-        tally.within(point, quantity, ranks, found)
-        return
-    sentence = f"is off by {found.error:.3g} (bound {found.bound:.3g}): {found.text}"
-    tally.add(Divergence.sized(quantity, index, ranks, sentence, found, expected.derivation))
+    tally.number(point, quantity, ranks, difference(actual, wanted, expected.bound), expected)
 
 
 def _check_agreement(tally: Compared, point: ExpectedPoint, results: Sequence[OperationResult | None]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fsdp_testing.checkers.assemble import Assembled, assemble
+from fsdp_testing.checkers.assemble import assemble
 from fsdp_testing.checkers.divergence import Compared, Divergence
 from fsdp_testing.checkers.quantities import Expected, ExpectedPoint, Quantity
 from fsdp_testing.checkers.results import compare_tensor
@@ -136,19 +136,9 @@ class StateCheck:
         for one, other, position in whole.contradictions[:1]:
             sentence = f"differs between ranks {one} and {other}, first in element {position}"
             self._report(FailureKind.DISAGREED, quantity, (one, other), sentence)
-        self._numbers(quantity, held, whole, expected)
-
-    def _numbers(self, quantity: Quantity, held: RankPieces, whole: Assembled, expected: Expected) -> None:
-        if expected.value is None:
-            return
         found = difference(whole.flat, expected.value, expected.bound)
-        if not found.exceeded:
-            self.tally.within(self.point, quantity, tuple(rank for rank, _ in held), found)
-            return
-        ranks = tuple(rank for rank, pieces in held if _diverges(pieces, expected))
-        sentence = f"is off by {found.error:.3g} (bound {found.bound:.3g}), element {found.position} is {found.text}"
-        index, why = self.point.index, expected.derivation
-        self.tally.add(Divergence.sized(quantity, index, ranks, sentence, found, why))
+        ranks = tuple(rank for rank, pieces in held if not found.exceeded or _diverges(pieces, expected))
+        self.tally.number(self.point, quantity, ranks, found, expected)
 
     def _report(self, kind: FailureKind, quantity: Quantity, ranks: tuple[int, ...], sentence: str) -> None:
         self.tally.add(Divergence(kind, quantity, self.point.index, ranks, sentence))

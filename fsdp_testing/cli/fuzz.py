@@ -84,7 +84,10 @@ def execute(options: argparse.Namespace) -> int:
     adapter = registry.load(options.name)
     plan = _plan(options, adapter)
     console = open_console()
-    _report_start(console, plan, adapter)
+    missing = plan.scope.not_claimed()
+    if missing:
+        names = ", ".join(f"{name} ({', '.join(sorted(tags))})" for name, tags in sorted(missing.items()))
+        console.say(f"{adapter.name} does not claim, so it is not drawn: {names}", style="dim")
     with _Display(console) as display:
         campaign = Campaign(plan, default_pool(), display.progress, display.found)
         for message in campaign.damaged:
@@ -168,13 +171,6 @@ class _Display:
         self.folders.append(folder)
         self.console.say(("" if found.confirmed else "(once, not again alone) ") + found.sentence())
         self.console.say(f"  {folder}")
-
-
-def _report_start(console: Output, plan: Plan, adapter: Adapter) -> None:
-    missing = plan.scope.not_claimed()
-    if missing:
-        names = ", ".join(f"{name} ({', '.join(sorted(tags))})" for name, tags in sorted(missing.items()))
-        console.say(f"{adapter.name} does not claim, so it is not drawn: {names}", style="dim")
 
 
 def _report_end(console: Output, campaign: Campaign, plan: Plan) -> None:

@@ -13,8 +13,6 @@ from fsdp_testing.cli.options import Command, Subparsers, add_seed, count, decla
 from fsdp_testing.errors import HarnessError, InvalidArgument
 
 if TYPE_CHECKING:
-    from fsdp_testing.museum.exhibit import Exhibit
-    from fsdp_testing.museum.hunt import Hunt
     from fsdp_testing.museum.tour import Visit
     from fsdp_testing.report.terminal import Output
 
@@ -60,7 +58,10 @@ def execute(options: argparse.Namespace) -> int:
     console = open_console()
     if options.list:
         for exhibit in selection:
-            _print_story(exhibit, console)
+            kind = "silently wrong" if exhibit.silent else "an error"
+            console.say((exhibit.id, "bold"), f"  {exhibit.title} ({kind}, {exhibit.path})")
+            console.say(f"  {exhibit.story}")
+            console.say(f"  caught by {', '.join(exhibit.checks)}; {exhibit.source}", style="dim")
         return 0
     escaped = unmet = hunted = 0
     for visit in tour(selection, hunted=options.fuzz, seed=options.seed):
@@ -101,13 +102,6 @@ def hunt_exhibits(number: int, seed: int, *, seconds: float, limit: int | None =
     return 1 if unmet else 0
 
 
-def _print_story(exhibit: Exhibit, console: Output) -> None:
-    kind = "silently wrong" if exhibit.silent else "an error"
-    console.say((exhibit.id, "bold"), f"  {exhibit.title} ({kind}, {exhibit.path})")
-    console.say(f"  {exhibit.story}")
-    console.say(f"  caught by {', '.join(exhibit.checks)}; {exhibit.source}", style="dim")
-
-
 def _print_visit(visit: Visit, console: Output) -> None:
     word = ("caught ", "green") if visit.caught else ("ESCAPED", "bold red")
     title = f" {visit.exhibit.id}  {visit.exhibit.title}  ({visit.seconds:.1f} s)"
@@ -118,12 +112,8 @@ def _print_visit(visit: Visit, console: Output) -> None:
         console.say(f"         {check} does not pass without it, so its failure proves nothing", style="red")
     for result in visit.results if visit.caught else ():
         console.say(f"         caught by {result.check}", style="dim")
-    if visit.hunt is not None:
-        console.say(f"         {_hunt_text(visit.hunt)}", style="dim")
-
-
-def _hunt_text(hunt: Hunt) -> str:
-    if hunt.cases is None:
-        more = f"; {hunt.sentence}" if hunt.sentence else ""
-        return f"not met in {hunt.run} random cases ({hunt.seconds:.0f} s){more}"
-    return f"met after {hunt.cases} random cases ({hunt.seconds:.0f} s)"
+    hunt = visit.hunt
+    if hunt is not None:
+        met = f"met after {hunt.cases}" if hunt.cases is not None else f"not met in {hunt.run}"
+        more = f"; {hunt.sentence}" if hunt.sentence and hunt.cases is None else ""
+        console.say(f"         {met} random cases ({hunt.seconds:.0f} s){more}", style="dim")

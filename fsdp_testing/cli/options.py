@@ -9,6 +9,7 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 Subparsers = argparse._SubParsersAction  # the only name argparse gives it
@@ -25,13 +26,10 @@ def declare(commands: Subparsers[Command], name: str, summary: str, description:
 
 def seconds(text: str) -> float:
     """Parse a positive, finite number of seconds."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text!r}")
-    return value
+    with suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text!r}")
 
 
 def allowance(text: str) -> float:
@@ -41,24 +39,19 @@ def allowance(text: str) -> float:
 
 def count(text: str) -> int:
     """Parse a whole number of at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
-    return value
+    with suppress(ValueError):
+        if int(text) >= 1:
+            return int(text)
+    raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
 
 
 def sizes(text: str) -> tuple[int, ...]:
     """Parse world sizes as the user writes them: `2` or `2,3`; each once, in the order given."""
-    try:
+    with suppress(ValueError):
         found = tuple(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        found = ()
-    if not found or min(found) < 1:
-        raise argparse.ArgumentTypeError(f"expected sizes of at least 1, such as 2 or 2,3, got {text!r}")
-    return found
+        if min(found) >= 1:
+            return found
+    raise argparse.ArgumentTypeError(f"expected sizes of at least 1, such as 2 or 2,3, got {text!r}")
 
 
 def add_timeout(group: argparse._ActionsContainer, default: float) -> argparse.Action:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from fsdp_testing.cli.options import Command, Subparsers, count, declare
 from fsdp_testing.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from fsdp_testing.cli.unit_layouts import UnitLayout
     from fsdp_testing.report.terminal import Output
 
@@ -101,6 +99,7 @@ def _model(name: str, dtype: str) -> tuple[Any, tuple[str, ...]]:
 
 
 def _print_unit(unit: UnitLayout, rank: int | None, console: Output) -> None:
+    from rich.table import Table
     from rich.text import Text
 
     from fsdp_testing.report.drawings.svg import bytes_text
@@ -112,48 +111,38 @@ def _print_unit(unit: UnitLayout, rank: int | None, console: Output) -> None:
     title.append(f"{shards.shard_numel:,} ({bytes_text(shards.shard_numel * unit.element_bytes)}) a rank; ")
     title.append(f"{padding:,} of padding ({_share(padding, shards.padded_numel)})")
     console.print(title, soft_wrap=True)
-    console.print(_parameter_table(unit) if rank is None else _piece_table(unit, rank))
+    rows = _parameter_rows(unit) if rank is None else _piece_rows(unit, rank)
+    table = Table(box=None, pad_edge=False, header_style="dim", show_edge=False)
+    for header in next(rows):
+        table.add_column(Text(header), overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))  # names are text, never markup
+    console.print(table)
     if rank is None and shards.world_size <= RANKS_DRAWN and layout.numel:
         for line in _bars(unit):
             console.print(Text(line), no_wrap=True, overflow="crop")
     console.print()
 
 
-def _parameter_table(unit: UnitLayout) -> RenderableType:
-    def rows() -> Iterator[tuple[str, ...]]:
-        for index, param in enumerate(unit.shards.layout.params):
-            span, ranks = unit.shards.layout.span(index), unit.shards.owner_ranks(index)
-            shape = "x".join(map(str, param.shape)) or "scalar"
-            holders = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else "".join(map(str, ranks)) or "none (empty)"
-            name = param.fqn + (f" (also {', '.join(param.aliases)})" if param.aliases else "")
-            yield f"  {name}", shape, f"[{span.start:,}, {span.stop:,})", holders
-
-    return _table(("  parameter", "shape", "elements [start, stop)", "ranks"), rows())
+def _parameter_rows(unit: UnitLayout) -> Iterator[tuple[str, ...]]:
+    yield "  parameter", "shape", "elements [start, stop)", "ranks"
+    for index, param in enumerate(unit.shards.layout.params):
+        span, ranks = unit.shards.layout.span(index), unit.shards.owner_ranks(index)
+        shape = "x".join(map(str, param.shape)) or "scalar"
+        holders = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else "".join(map(str, ranks)) or "none (empty)"
+        name = param.fqn + (f" (also {', '.join(param.aliases)})" if param.aliases else "")
+        yield f"  {name}", shape, f"[{span.start:,}, {span.stop:,})", holders
 
 
-def _piece_table(unit: UnitLayout, rank: int) -> RenderableType:
-    def rows() -> Iterator[tuple[str, ...]]:
-        for piece in unit.shards.param_spans(rank):
-            span, begin = piece.span_in_param, piece.offset_in_shard
-            name = unit.shards.layout.params[piece.param_index].fqn
-            yield f"  {name}", f"[{span.start:,}, {span.stop:,})", f"[{begin:,}, {begin + span.numel:,})"
-        if unit.shards.padding(rank):
-            tail = unit.shards.shard_span(rank).numel
-            yield "  (padding)", "", f"[{tail:,}, {unit.shards.shard_numel:,})"
-
-    return _table(("  parameter", "its elements [start, stop)", "place in the shard"), rows())
-
-
-def _table(headers: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> RenderableType:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, header_style="dim", show_edge=False)
-    for header in headers:
-        table.add_column(Text(header), overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))  # names are text, never markup
-    return table
+def _piece_rows(unit: UnitLayout, rank: int) -> Iterator[tuple[str, ...]]:
+    yield "  parameter", "its elements [start, stop)", "place in the shard"
+    for piece in unit.shards.param_spans(rank):
+        span, begin = piece.span_in_param, piece.offset_in_shard
+        name = unit.shards.layout.params[piece.param_index].fqn
+        yield f"  {name}", f"[{span.start:,}, {span.stop:,})", f"[{begin:,}, {begin + span.numel:,})"
+    if unit.shards.padding(rank):
+        tail = unit.shards.shard_span(rank).numel
+        yield "  (padding)", "", f"[{tail:,}, {unit.shards.shard_numel:,})"
 
 
 def _bars(unit: UnitLayout) -> Iterator[str]:

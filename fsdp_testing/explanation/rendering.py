@@ -31,7 +31,7 @@ def render(finding: Finding, like: Hypothesis | None, unsharded: UnshardedUnits,
         return f"{after}: {cast}; {_what_is_wrong(finding)}, and is what one process gives with that cast."
     if like is None:
         return f"{wrong}."
-    return f"{after}: {_cause(case, like, unsharded)}; {_what_is_wrong(finding)}, {_equal_to(case, like)}."
+    return f"{after}: {clause(case, like, unsharded)}; {_what_is_wrong(finding)}, {_equal_to(case, like)}."
 
 
 def _what_is_wrong(finding: Finding) -> str:
@@ -45,7 +45,8 @@ def _what_is_wrong(finding: Finding) -> str:
     return f"{finding.quantity} is wrong{where} ({size})"
 
 
-def _cause(case: Case, like: Hypothesis, unsharded: UnshardedUnits) -> str:
+def clause(case: Case, like: Hypothesis, unsharded: UnshardedUnits) -> str:
+    """Return what happened, without the schedule and the numbers."""
     if like.contributions is not None:
         return sentence(case, like.contributions)
     operation = case.program[like.left_out]

@@ -35,6 +35,7 @@ class Discovery:
         attempts: Cases run to shrink it.
         seconds: Time taken to shrink it.
         overrun: The facts, where it is memory or communication beyond what would do.
+        cause: What one process would have to do to give the wrong numbers, where that is known.
     """
 
     implementation: str
@@ -47,6 +48,7 @@ class Discovery:
     attempts: int = 0
     seconds: float = 0.0
     overrun: Overrun | None = None
+    cause: str = ""
 
     @property
     def name(self) -> str:

@@ -22,8 +22,10 @@ from fsdp_testing.findings.wrapping_source import FAMILIES
 from fsdp_testing.records import Case, plan
 from fsdp_testing.records.case import STARTS
 from fsdp_testing.records.schedule import builds_late
+from fsdp_testing.zoo.model import loss_of, tensors_in
 
 _MODEL_IMPORTS = (
+    "from collections.abc import Mapping",
     "from dataclasses import dataclass",
     "from typing import NamedTuple",
     "from torch.nn import functional",
@@ -53,7 +55,7 @@ def script_for(found: Discovery) -> str | None:
         parts.append((imported, f"{body}\n\n\nWIRE.watch()"))
     imports = sorted({*imports, *_MODEL_IMPORTS, *(line for part in parts for line in part[0])})
     own = [model_source(case.model.tree), _function("wrap(model)", wrap), *_program_functions(case, measurement)]
-    shared = [body for _, body in parts]
+    shared = [inspect.getsource(tensors_in).strip(), inspect.getsource(loss_of).strip(), *(body for _, body in parts)]
     return "\n\n\n".join([_introduction(found), "\n".join(imports), *own, *shared, _task(case)]) + "\n"
 
 

@@ -7,15 +7,9 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from fsdp_testing.findings.script_parts import ddp, fsdp1, fsdp2
+from fsdp_testing.implementations.shared.fsdp_options import STRATEGIES
 from fsdp_testing.records import Case
 
-_FSDP1_STRATEGIES = {
-    "full_shard": "FULL_SHARD",
-    "shard_grad_op": "SHARD_GRAD_OP",
-    "no_shard": "NO_SHARD",
-    "hybrid_shard": "HYBRID_SHARD",
-    "hybrid_shard_zero2": "_HYBRID_SHARD_ZERO2",
-}
 _DDP = "return DistributedDataParallel(model, broadcast_buffers=False, find_unused_parameters=True)"
 _MESH = "from torch.distributed.device_mesh import init_device_mesh"
 
@@ -65,7 +59,7 @@ def _fsdp2(case: Case) -> tuple[list[str], list[str]]:
 
 def _fsdp1(case: Case) -> tuple[list[str], list[str]]:
     options = [
-        f"sharding_strategy=ShardingStrategy.{_FSDP1_STRATEGIES[case.strategy]}",
+        f"sharding_strategy=ShardingStrategy.{STRATEGIES[case.strategy]}",
         'device_id=torch.device("cpu")',
         "use_orig_params=True",
     ]

@@ -72,8 +72,8 @@ class TorchStyle:
         trace_units: `(model, emit)`: context in which `emit(unit FQN, transition, parameter FQNs)` is called at each
             `unshard` (asked for), `gather` (memory is filled), `reshard` (given up) and `free` (memory is released).
         gathered_bytes: Bytes of gathered parameters that are allocated now, by unit FQN, read from the storages; shards do
-            not count, and units without any may be left out. The fuzzer reads it after every operation, since a unit may
-            be reported as free while its memory is not.
+            not count, and units without any may be left out. Read after every operation, since a unit may be reported as
+            free while its memory is not.
         finish: Called on every rank when a case is over, to drop what the implementation keeps globally.
         build_optimizer: `(model, make)`: `make(parameters)` gives the case's optimizer. Return what the next two get, with
             `param_groups`. Called after `wrap` and before the first training pass; a forward without backward may come

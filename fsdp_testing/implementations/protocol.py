@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
@@ -199,27 +199,3 @@ class Division:
     after: float
     mean_by_backend: bool = False
     by_reciprocal: bool = False
-
-
-@runtime_checkable
-class Implementation(Protocol):
-    """The required part. Called on every rank, in the same order."""
-
-    @property
-    def name(self) -> str:
-        """Registered name, for reports."""
-        ...
-
-    @property
-    def capabilities(self) -> frozenset[str]:
-        """Tags of `fsdp_testing.records.capabilities` that this implementation claims."""
-        ...
-
-    def wrap(self, module: nn.Module, setup: Setup) -> nn.Module:
-        """Shard `module`, in place or not, and return what is trained.
-
-        The values of parameters and buffers, `requires_grad` flags and the training mode are those of `module`.
-
-        Collectives: as the implementation likes; called by every rank.
-        """
-        ...

@@ -27,7 +27,10 @@ _NEEDED = ((os, "fork"), (os, "register_at_fork"), (os, "memfd_create"), (socket
 
 
 class Pool:
-    """Worlds by size and backend, all forked from one fork server. Thread-safe; one per process is enough."""
+    """Worlds by size and backend, all forked from one fork server. Thread-safe; one per process is enough.
+
+    `owner` is the process that made it; `coverage` says how ranks measure it, if they do.
+    """
 
     def __init__(self, preload_modules: Sequence[str] = ()) -> None:
         self.coverage: dict[str, Any] | None = None
@@ -38,7 +41,7 @@ class Pool:
         # Most recently used last.
         self._worlds: list[PooledWorld] = []
         self._unavailable: dict[WorldKey, str] = {}
-        self._owner = os.getpid()
+        self.owner = os.getpid()
 
     def add_preload(self, *modules: str) -> None:
         """Import `modules` in the fork server too; only before it has started."""
@@ -154,7 +157,7 @@ class Pool:
 
     def close(self) -> None:
         """End every rank and the fork server; the pool can be used again and starts anew."""
-        if os.getpid() != self._owner:
+        if os.getpid() != self.owner:
             return
         with self._lock:
             try:
@@ -168,11 +171,6 @@ class Pool:
                     self._server.close()
                     self._server = None
                 self._unavailable.clear()
-
-    @property
-    def owner(self) -> int:
-        """The process that made this pool."""
-        return self._owner
 
 
 def missing_system_calls() -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from fsdp_testing.ledger.reading import RankLedger, counts, read_rank
 from fsdp_testing.pool.cause import NotJoined
 from fsdp_testing.pool.channel import loads
 from fsdp_testing.pool.diagnosis import cause_of
-from fsdp_testing.pool.jobs import Job, Joined, Report
+from fsdp_testing.pool.jobs import Job, Report
 from fsdp_testing.pool.outcome import WorldOutcome
 from fsdp_testing.pool.processes import Exit, RankProcess
 from fsdp_testing.pool.rank_outcome import ErrorRecord, Fate, RankOutcome
@@ -158,9 +158,9 @@ class Supervision:
 
     def _take_messages(self, selector: selectors.BaseSelector, watch: _Watch) -> None:
         for message in watch.process.channel.take_ready():
-            if isinstance(message, Joined):
+            if message.number == 0:
                 watch.joined, watch.join_problem = message.error is None, message.error
-            elif isinstance(message, Report) and message.number == self.job.number:
+            elif message.number == self.job.number:
                 watch.report = message
                 self.new_modules.update(dict.fromkeys(message.new_modules))
         if watch.process.channel.closed:

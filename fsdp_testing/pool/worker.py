@@ -22,7 +22,7 @@ from fsdp_testing.errors import BackendUnavailable
 from fsdp_testing.ledger.memory import LedgerMemory
 from fsdp_testing.pool import world as world_place
 from fsdp_testing.pool.channel import Channel, dumps, loads
-from fsdp_testing.pool.jobs import Bootstrap, Close, Failed, Job, Joined, Place, Report
+from fsdp_testing.pool.jobs import Bootstrap, Failed, Job, Place, Report
 from fsdp_testing.pool.rank_outcome import ErrorRecord
 from fsdp_testing.pool.targets import resolve
 from fsdp_testing.records.dirt import Dirt
@@ -46,18 +46,15 @@ def main(fds: dict[str, int], modules: frozenset[str]) -> None:
         try:
             rank.join()
         except BackendUnavailable as error:
-            channel.send(Joined(ErrorRecord("BackendUnavailable", str(error), str(error))))
+            channel.send(Report(error=ErrorRecord("BackendUnavailable", str(error), str(error))))
             return
         except BaseException as error:  # whatever it is, the controller hears of it
             text = f"the rank could not join its world: {type(error).__name__}: {_text_of(error)}"
-            channel.send(Joined(ErrorRecord("WorldNotJoined", text, traceback.format_exc())))
+            channel.send(Report(error=ErrorRecord("WorldNotJoined", text, traceback.format_exc())))
             return
-        channel.send(Joined())
-        while True:
-            message = channel.receive()
-            if isinstance(message, Close):
-                return
-            channel.send(rank.run(message))
+        channel.send(Report())
+        while (job := channel.receive()) is not None:
+            channel.send(rank.run(job))
     except (EOFError, OSError):
         return
     finally:

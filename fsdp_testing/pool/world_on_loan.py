@@ -17,7 +17,7 @@ from fsdp_testing.backends.devices import share_from
 from fsdp_testing.errors import InvalidArgument, PoolBroken
 from fsdp_testing.ledger import memory
 from fsdp_testing.pool.channel import dumps, readable
-from fsdp_testing.pool.jobs import Bootstrap, Close, Job, Place
+from fsdp_testing.pool.jobs import Bootstrap, Job, Place
 from fsdp_testing.pool.outcome import WorldOutcome
 from fsdp_testing.pool.processes import RankProcess, directory, environment_for_ranks, listening_socket
 from fsdp_testing.pool.rank_outcome import Fate
@@ -299,7 +299,7 @@ class PooledWorld:
     def _close_gracefully(self) -> None:
         for process in self._processes:
             with contextlib.suppress(OSError):
-                process.channel.send(Close())
+                process.channel.send(None)
         limit = time.monotonic() + _LEAVE_SECONDS
         for process in self._processes:
             while process.read_exit() is None and time.monotonic() < limit:

@@ -10,9 +10,11 @@ from fsdp_testing.checkers.gathered_state import GatheredState
 from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
+from fsdp_testing.ledger.interception import listen
 from fsdp_testing.pool import Failed
 from fsdp_testing.pool.world import current_world
 from fsdp_testing.programs import oracle
+from fsdp_testing.programs.accounts import AccountedObservation, AccountedProgram, program_for
 from fsdp_testing.programs.execute import RankProgram
 from fsdp_testing.programs.gradient_terms import GradientTerm
 from fsdp_testing.programs.gradient_terms import gradient_terms as terms_of
@@ -21,11 +23,16 @@ from fsdp_testing.records import Case, RankObservation
 
 
 def run_case(implementation: Adapter | str, case: Case, observe_all: bool) -> RankObservation | Failed:
-    """Run `case` through an implementation on this rank of the current world.
+    """Run `case` through an implementation on this rank of the current world, with accounts where it reports its units.
 
     Collectives: those of the implementation; every rank of the world runs the same call.
     """
-    return run_program(RankProgram(case, registry.adapter_of(implementation), current_world().rank), observe_all)
+    program = program_for(case, registry.adapter_of(implementation), current_world().rank)
+    if not isinstance(program, AccountedProgram):
+        return run_program(program, observe_all)
+    with listen(lambda _group, call, _site: program.collective(call)):
+        seen = run_program(program, observe_all)
+    return seen if isinstance(seen, Failed) else seen.extended(AccountedObservation, accounts=tuple(program.accounts))
 
 
 def run_program(program: RankProgram, observe_all: bool) -> RankObservation | Failed:

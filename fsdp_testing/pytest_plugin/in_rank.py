@@ -24,7 +24,7 @@ from fsdp_testing.pool.targets import Target, resolve
 from fsdp_testing.pool.world import current_world
 from fsdp_testing.pytest_plugin import pytest_compat, rank_debugger, rank_side, rank_template
 from fsdp_testing.pytest_plugin.rank_side import RankPlugin, RankTemporaryPaths, group_count
-from fsdp_testing.pytest_plugin.records import Debugging, ItemTask, RankResult
+from fsdp_testing.pytest_plugin.records import ItemTask, RankResult
 from fsdp_testing.pytest_plugin.selection import shared_length
 from fsdp_testing.records.dirt import Dirt
 
@@ -91,8 +91,11 @@ class RankSession:
 
     def run(self, item: pytest.Item, task: ItemTask) -> None:
         """Run the item's setup, call and teardown."""
-        self._leave_what_is_not_shared(item)
         chain = item.listchain()
+        shared = shared_length(chain, self._chain)
+        if shared < len(self._chain):
+            # An earlier test kept fixtures for a next one that then was another (a rerun, another order).
+            self.tear_down(shared)
         self.plugin.begin(item)
         nextitem = self._stand_in(chain[: min(task.keep, len(chain) - 1)])
         self._last, self._chain = item, chain[:-1]
@@ -105,13 +108,6 @@ class RankSession:
         if parent not in self._kept:
             self._kept[parent] = _Kept.from_parent(parent, name="(the next test)")
         return self._kept[parent]
-
-    def _leave_what_is_not_shared(self, item: pytest.Item) -> None:
-        """Tear down what an earlier test kept for a next one that then was another (a rerun, another order)."""
-        chain = item.listchain()
-        shared = shared_length(chain, self._chain)
-        if shared < len(self._chain):
-            self.tear_down(shared)
 
     def tear_down(self, keep: int) -> str:
         """End fixtures of all but the `keep` first nodes of the last item's chain; returns what went wrong."""
@@ -196,19 +192,14 @@ def run_item(spec: bytes | None, directory: str, task: ItemTask) -> RankResult |
         str(stop or ""),
         f"the session's end failed in this rank:\n{finish}" if finish else "",
     )
-    _wait_for_debugger(task.debugging)
+    if task.debugging is not None:
+        # Under `--rank-pdb`, a rank that is done waits for the one that a person debugs.
+        done = Path(task.debugging.done)
+        if current_world().rank == task.debugging.rank:
+            done.touch()
+        while not done.exists():
+            time.sleep(_POLL_SECONDS)
     return Failed(result) if result.failed else result
-
-
-def _wait_for_debugger(debugging: Debugging | None) -> None:
-    """Under `--rank-pdb`, a rank that is done waits for the one that a person debugs."""
-    if debugging is None:
-        return
-    done = Path(debugging.done)
-    if current_world().rank == debugging.rank:
-        done.touch()
-    while not done.exists():
-        time.sleep(_POLL_SECONDS)
 
 
 def tear_down(keep: int) -> RankResult:

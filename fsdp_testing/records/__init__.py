@@ -35,7 +35,6 @@ from fsdp_testing.records.case import (
     WrappingPlan,
     check_case,
 )
-from fsdp_testing.records.case_record import CaseRecord
 from fsdp_testing.records.event import (
     AutogradEvent,
     CollectiveEvent,
@@ -45,11 +44,11 @@ from fsdp_testing.records.event import (
     UnitEvent,
     WaitEvent,
 )
-from fsdp_testing.records.explanation import Explanation
 from fsdp_testing.records.failure import ENDS_RANKS, LOSES_RANKS, RAISES, FailureKind, Mismatch
-from fsdp_testing.records.finding import Finding
+from fsdp_testing.records.finding import Explanation, Finding
 from fsdp_testing.records.observation import (
     BufferObservation,
+    CaseRecord,
     ObservedPiece,
     OperationResult,
     OptimizerObservation,
@@ -69,5 +68,5 @@ from fsdp_testing.records.portrait import (
     UnitPortrait,
 )
 from fsdp_testing.records.schedule import PlannedOperation, plan, void_operations
-from fsdp_testing.records.tolerance import EXACT, UNDERFLOW, UNIT_ROUNDOFF, Bound, reduction_bound, rounding_bound
-from fsdp_testing.records.verdict import Verdict, exit_code, merge, with_expectation
+from fsdp_testing.records.tolerance import EXACT, UNDERFLOW, UNIT_ROUNDOFF, Bound, rounding_bound
+from fsdp_testing.records.verdict import Verdict, exit_code, merge

@@ -62,7 +62,8 @@ class CheckResult:
 
     def expecting(self, reason: str) -> CheckResult:
         """Return the result seen by a user who expected this check to fail, for `reason`."""
-        return replace(self, verdict=verdicts.with_expectation(self.verdict), expected=reason)
+        verdict = verdicts.IF_EXPECTED_TO_FAIL.get(self.verdict, self.verdict)
+        return replace(self, verdict=verdict, expected=reason)
 
 
 @dataclass(frozen=True, slots=True)

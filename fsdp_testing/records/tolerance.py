@@ -40,10 +40,3 @@ def rounding_bound(dtype: str, roundings: float, magnitude: float, what: str = "
         roundings * unit * magnitude,
         f"{roundings:.6g} roundings x u({dtype})={unit:.3g} x magnitude {magnitude:.3g}{note}",
     )
-
-
-def reduction_bound(dtype: str, world_size: int, sum_of_magnitudes: float) -> Bound:
-    """Return the bound for a sum over ranks in any order: (N-1) * u * sum |g_r|; at N <= 2 the sum commutes."""
-    if world_size <= 2:
-        return EXACT
-    return rounding_bound(dtype, world_size - 1, sum_of_magnitudes, f"sum over {world_size} ranks in any order")

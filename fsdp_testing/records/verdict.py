@@ -41,7 +41,7 @@ _MERGE_ORDER = (
 
 # What an expectation of failure makes of a verdict; the others stay, a lost one too. An expectation that can never be
 # met, because the check passes or is not even asked, is stale.
-_EXPECTED = {
+IF_EXPECTED_TO_FAIL = {
     Verdict.PASS: Verdict.STALE,
     Verdict.FAIL: Verdict.EXPECTED_FAILURE,
     Verdict.NOT_CLAIMED: Verdict.STALE,
@@ -52,11 +52,6 @@ def merge(verdicts: Iterable[Verdict]) -> Verdict:
     """Return the one verdict of several cases; of none at all it is `UNKNOWN`, for nothing was shown."""
     found = set(verdicts)
     return next((verdict for verdict in _MERGE_ORDER if verdict in found), Verdict.UNKNOWN)
-
-
-def with_expectation(verdict: Verdict) -> Verdict:
-    """Return what `verdict` becomes when the user expected this check to fail."""
-    return _EXPECTED.get(verdict, verdict)
 
 
 def exit_code(verdicts: Iterable[Verdict]) -> int:

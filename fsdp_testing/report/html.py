@@ -28,23 +28,14 @@ def html_text(report: RunReport) -> str:
     """Return the page."""
     environment = new_environment()
     environment.globals.update(
-        word=summary.WORDS.__getitem__,
-        meaning_of=summary.MEANINGS.__getitem__,
-        sentence=summary.sentence,
-        accounts=summary.accounts,
-        place=summary.place_text,
-        size=summary.size_text,
-        world=summary.world_text,
+        summary=summary,
         replay=lambda result: summary.replay_line(result, report),
-        case_json=lambda finding: finding.case.to_json(indent=1),
         explanation_line=explanation_line,
         begun=lambda text: text[:1].upper() + text[1:],
         drawing_patterns=Markup(resource("patterns.html")),
-        timeline=timeline.timeline,
-        timeline_account=timeline.account,
-        live_bytes=live_bytes.live_bytes,
-        bytes_account=live_bytes.account,
-        layout=layout.layout,
+        timeline=timeline,
+        live_bytes=live_bytes,
+        layout=layout,
         findings_shown=FINDINGS_SHOWN,
         Verdict=Verdict,
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import shlex
 from dataclasses import astuple, dataclass
-from typing import Protocol
 
 from fsdp_testing.records import Case, CheckResult, Finding, RunReport, Verdict, merge
 
@@ -81,8 +80,13 @@ class Tally:
         """The tally in one line."""
         kept = self.counts[Verdict.PASS] + self.counts[Verdict.STALE]
         parts = [f"{kept} of {self.asked} claims hold" if self.asked else "nothing was asked"]
-        words = {verdict: WORDS[verdict] for verdict in (*ATTENTION, Verdict.NOT_CLAIMED)}
-        words |= {Verdict.FAIL: "refuted", Verdict.EXPECTED_FAILURE: "expected to fail"}
+        words = {
+            Verdict.FAIL: "refuted",
+            Verdict.UNKNOWN: "unknown",
+            Verdict.EXPECTED_FAILURE: "expected to fail",
+            Verdict.STALE: "stale",
+            Verdict.NOT_CLAIMED: "not claimed",
+        }
         parts += [f"{self.counts[verdict]} {word}" for verdict, word in words.items() if self.counts[verdict]]
         return ", ".join(parts)
 
@@ -181,16 +185,8 @@ def place_text(finding: Finding) -> str:
     return f"{place}, rank{'s' if len(finding.ranks) > 1 else ''} {', '.join(map(str, finding.ranks))}"
 
 
-class HasCase(Protocol):
-    """Anything that was made by running a case."""
-
-    @property
-    def case(self) -> Case: ...
-
-
-def world_text(about: HasCase) -> str:
-    """Return the case in a few words: model, world, strategy, dtypes."""
-    case = about.case
+def world_text(case: Case) -> str:
+    """Return a case in a few words: model, world, strategy, dtypes."""
     parts = [case.model.name, f"{case.world.size} ranks", case.strategy, case.model.dtype]
     if case.mixed_precision is not None:
         dtypes = astuple(case.mixed_precision)

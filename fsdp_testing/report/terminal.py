@@ -67,26 +67,23 @@ def print_report(report: RunReport, console: Console, *, full: bool = False) -> 
         console: Where to; its width decides the layout.
         full: Show complete tracebacks and all findings instead of their beginning.
     """
-    for part in verdict_table(report, console.width):
+    table, troubles = verdict_table(report, console.width), _troubles(report, full=full)
+    for part in (*table, *troubles, *cause_lines(report), Text(), *closing_lines(report)):
+        # Tables fit the width; text keeps its own lines, so that replay lines and paths can be copied.
         console.print(part, soft_wrap=isinstance(part, Text))
+
+
+def _troubles(report: RunReport, *, full: bool) -> Iterator[RenderableType]:
     for verdict in summary.ATTENTION:
         results = summary.attention(report, verdict)
         if results:
-            console.print()
             noun = "check" if len(results) == 1 else "checks"
             title = Text(f"{summary.WORDS[verdict]}: {len(results)} {noun}", style=STYLES[verdict])
-            console.print(Rule(title, style=STYLES[verdict], align="left"))
-            console.print(Text(summary.MEANINGS[verdict], style="dim"), soft_wrap=True)
+            yield from (Text(), Rule(title, style=STYLES[verdict], align="left"))
+            yield Text(summary.MEANINGS[verdict], style="dim")
             for result in results:
-                console.print()
-                for part in result_account(result, report, full=full):
-                    # Tables fit the width; text keeps its own lines, so that replay lines and paths can be copied.
-                    console.print(part, soft_wrap=isinstance(part, Text))
-    for line in cause_lines(report):
-        console.print(line, soft_wrap=True)
-    console.print()
-    for line in closing_lines(report):
-        console.print(line, soft_wrap=True)
+                yield Text()
+                yield from result_account(result, report, full=full)
 
 
 def verdict_table(report: RunReport, width: int) -> Iterator[RenderableType]:
@@ -133,7 +130,7 @@ def result_account(result: CheckResult, report: RunReport, *, full: bool) -> Ite
             yield _account(finding.detail, full=full)
     in_short = result.findings[len(at_length) :]
     for finding in in_short[:SHORT_FINDINGS]:
-        yield plain(f"  also: {summary.world_text(finding)}: {finding.explanation}")
+        yield plain(f"  also: {summary.world_text(finding.case)}: {finding.explanation}")
     if len(in_short) > SHORT_FINDINGS:
         yield Text(f"  and {len(in_short) - SHORT_FINDINGS} more failing cases (--full shows them)")
     for account in summary.accounts(result)[: None if full else SHORT_FINDINGS]:
@@ -176,7 +173,7 @@ def _finding_table(finding: Finding, result: CheckResult) -> Table:
         table.add_row("size", Text(summary.size_text(finding)))
     if finding.bound_derivation:
         table.add_row("bound", plain(finding.bound_derivation))
-    table.add_row("case", Text(f"{finding.case.identity}: {summary.world_text(finding)}"))
+    table.add_row("case", Text(f"{finding.case.identity}: {summary.world_text(finding.case)}"))
     return table
 
 

@@ -95,7 +95,6 @@ _PRECISIONS = (
 )
 _PAIR = RunMode(run_beside_ddp, review=review_pair)
 
-
 SUITE = Suite(source="torch.nn.parallel.DistributedDataParallel on the same ranks", mode=_PAIR)
 
 

@@ -34,7 +34,6 @@ def _trained(place: Place, *, reentrant: bool = False, outside: bool = False) ->
 
 SUITE = Suite(source="torch.utils.checkpoint: the same results with less memory")
 
-
 SUITE.add(
     "activation_checkpointing.inside_units",
     "Units whose modules recompute give the bits of a plain run.",

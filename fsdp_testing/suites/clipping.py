@@ -21,7 +21,6 @@ def _clipped(norm_type: float, dtype: str, place: Place) -> Iterable[Case]:
 
 SUITE = Suite(source=_SOURCE)
 
-
 for name, value, source in (
     ("1", 1.0, _SOURCE),
     ("2", 2.0, "pytorch PR 88955"),

@@ -24,7 +24,6 @@ def _in_a_pass(place: Place, *, backward: bool) -> Iterable[Case]:
 
 SUITE = Suite(source="what a pass changed is put back on every way out of it")
 
-
 SUITE.add(
     "exceptions.in_forward",
     "After an exception in a forward, training goes on as if it had not begun.",

@@ -21,7 +21,6 @@ def _everywhere(mode: str, place: Place) -> Iterable[Case]:
 
 SUITE = Suite()
 
-
 for mode, words, source in (
     ("train", "in training mode whose output is dropped", "pytorch issue 83107"),
     ("eval", "in evaluation mode with gradients on", "pytorch PR 110139"),

@@ -12,7 +12,6 @@ from fsdp_testing.suites.schedules import accumulated, forward, iteration, itera
 # A parameter frozen inside a unit that trains may be given zeros where one process leaves None.
 _LENIENT = Comparison(none_is_zero=True)
 
-
 SUITE = Suite()
 
 

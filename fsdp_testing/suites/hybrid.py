@@ -11,7 +11,6 @@ from fsdp_testing.suites.schedules import accumulated, iterations, micro_batch, 
 _EVEN = {4: ((2, 2),), 2: ()}
 _DEGENERATE = {4: ((4, 1), (1, 4)), 2: ((2, 1), (1, 2))}
 
-
 SUITE = Suite(needs={"hybrid"}, profile="extended", strategies=HYBRID)
 
 

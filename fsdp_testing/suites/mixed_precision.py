@@ -25,7 +25,6 @@ def _trained(precision: MixedPrecisionSpec, place: Place) -> Iterable[Case]:
 
 SUITE = Suite(source="pytorch PR 90660, 90657", comparison=_LOCKSTEP)
 
-
 SUITE.add(
     "mixed_precision.param_bfloat16",
     "Computes in bfloat16, reduces in bfloat16, stores and steps in float32.",

@@ -23,7 +23,6 @@ def _schedule(model: str, place: Place) -> Iterable[Case]:
 
 SUITE = Suite()
 
-
 SUITE.add(
     "gpt.trained",
     "A GPT block stack trains as in one process.",

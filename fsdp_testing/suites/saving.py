@@ -37,7 +37,6 @@ def _trained(form: str, place: Place) -> Iterable[Case]:
 
 SUITE = Suite(source="torch.distributed.checkpoint.state_dict")
 
-
 SUITE.add(
     "full_state_dict.fresh_instance",
     "A saved model, loaded into a fresh instance, has its values and trains on.",

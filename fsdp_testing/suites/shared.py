@@ -17,7 +17,6 @@ def _trained(model: str, place: Place) -> Iterable[Case]:
 
 SUITE = Suite()
 
-
 SUITE.add(
     "shared.within_a_unit",
     "A parameter under two names gets the gradient of both uses and stays one parameter.",

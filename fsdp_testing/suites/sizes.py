@@ -18,7 +18,6 @@ def _trained(models: tuple[str, ...], place: Place) -> Iterable[Case]:
 
 SUITE = Suite()
 
-
 SUITE.add(
     "sizes.uneven",
     "Sizes that the number of ranks does not divide, padding never seen.",

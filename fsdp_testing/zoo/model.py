@@ -6,7 +6,6 @@ arguments alone, on any rank of any world, and the global random state is left a
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -95,11 +94,11 @@ class Family(list[ZooModel]):
         units: tuple[str, ...],
         traits: str = "",
         needs: str = "",
-        summary: str = "",
-        given: Mapping[str, Any] | None = None,
         **more: Any,
     ) -> Callable[[Construct], Construct]:
         """Decorate a class, or a function that makes a module, as a model of this family.
+
+        The first line of its docstring is the model's summary.
 
         Args:
             name: Key in the registry.
@@ -107,16 +106,13 @@ class Family(list[ZooModel]):
             units: As in `ZooModel`.
             traits: Separated by blanks.
             needs: Separated by blanks.
-            summary: By default what is decorated says of itself.
-            given: Arguments with which it is constructed.
             **more: Other fields of `ZooModel`.
         """
 
         def register(construct: Construct) -> Construct:
-            about = summary or (construct.__doc__ or "").splitlines()[0]
-            made = functools.partial(construct, **given) if given else construct
+            summary = (construct.__doc__ or "").splitlines()[0]
             sets = frozenset(traits.split()), frozenset(needs.split())
-            self.append(ZooModel(name, about, made, make_input, units, *sets, **more))
+            self.append(ZooModel(name, summary, construct, make_input, units, *sets, **more))
             return construct
 
         return register

@@ -46,15 +46,6 @@ class TwoHeads(nn.Module):
 
 
 @ZOO.model(
-    "opaque_output",
-    float_input(5),
-    ("stem", "heads", "last"),
-    "containers uneven",
-    "opaque_outputs",
-    "Units and model return tensors inside an object of a class of their own.",
-    given={"container": "opaque"},
-)
-@ZOO.model(
     "containers",
     float_input(5),
     ("stem", "heads", "last"),
@@ -76,6 +67,12 @@ class Containers(nn.Module):
         # What comes before a unit makes its weights take part in the backward pass.
         mean, spread = tensors_in(self.heads(torch.tanh(self.stem(x))))
         return pack(self.container, self.last(mean), spread * mean)
+
+
+@ZOO.model("opaque_output", float_input(5), ("stem", "heads", "last"), "containers uneven", "opaque_outputs")
+def opaque_output() -> nn.Module:
+    """Units and model return tensors inside an object of a class of their own."""
+    return Containers("opaque")
 
 
 class Remembering(nn.Module):

@@ -33,15 +33,6 @@ def _with_use(width: int, default: tuple[bool, ...]) -> MakeInput:
     return make_input
 
 
-@ZOO.model(
-    "frozen_stem",
-    float_input(6),
-    ("stem", "body", "head"),
-    "frozen",
-    "frozen_parameters",
-    "The first units are frozen: nothing that enters them needs a gradient.",
-    given={"frozen_first": True},
-)
 @ZOO.model("frozen_body", float_input(6), ("stem", "body", "head"), "frozen", "frozen_parameters")
 class Adapted(nn.Module):
     """A frozen unit behind a trainable one, so that gradients pass through it."""
@@ -57,6 +48,12 @@ class Adapted(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.body(torch.tanh(self.stem(x))))
+
+
+@ZOO.model("frozen_stem", float_input(6), ("stem", "body", "head"), "frozen", "frozen_parameters")
+def frozen_stem() -> nn.Module:
+    """The first units are frozen: nothing that enters them needs a gradient."""
+    return Adapted(frozen_first=True)
 
 
 @ZOO.model(

@@ -52,9 +52,8 @@ def mlp() -> nn.Module:
     return Layers(8, 8, 8, 8)
 
 
-@ZOO.model("deep_nest", float_input(6), ("inner", "inner.inner", "inner.inner.inner"), "nested", given={"depth": 4})
 class Level(nn.Module):
-    """Four modules inside each other, weights on every level."""
+    """One level of a nest: its own weights before and after the level below."""
 
     def __init__(self, depth: int, width: int = 6) -> None:
         super().__init__()
@@ -64,6 +63,12 @@ class Level(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.after(torch.tanh(self.inner(torch.tanh(self.before(x)))))
+
+
+@ZOO.model("deep_nest", float_input(6), ("inner", "inner.inner", "inner.inner.inner"), "nested")
+def deep_nest() -> nn.Module:
+    """Four modules inside each other, weights on every level."""
+    return Level(4)
 
 
 @ZOO.model("uneven", float_input(5), tuple(f"layers.{index}" for index in range(5)), "uneven")
@@ -84,18 +89,16 @@ class Scaled(nn.Module):
         return self.linear(x) * self.temperature.exp()
 
 
-@ZOO.model(
-    "one_element",
-    float_input(5),
-    ("first", "second"),
-    "uneven",
-    summary="Parameters of shape (1,) beside ordinary ones.",
-    given={"shape": (1,)},
-)
 @ZOO.model("scalars", float_input(5), ("first", "second"), "zero_dim uneven", "zero_dim_parameters")
 def scalars(shape: tuple[int, ...] = ()) -> nn.Module:
     """Parameters of shape () beside ordinary ones."""
     return Chain("first second", first=Scaled(shape), second=Scaled(shape))
+
+
+@ZOO.model("one_element", float_input(5), ("first", "second"), "uneven")
+def one_element() -> nn.Module:
+    """Parameters of shape (1,) beside ordinary ones."""
+    return scalars((1,))
 
 
 class WithEmpty(nn.Module):

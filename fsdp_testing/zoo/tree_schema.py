@@ -281,27 +281,24 @@ def parameters(tree: Mapping[str, Any]) -> list[ParameterSpec]:
 
 def _parameters_of(place: Walk) -> Iterator[ParameterSpec]:
     node, width, kind = place.node, place.width, place.node["kind"]
-    frozen = SCHEMA[kind].get("frozen") is not None and get(node, "frozen")
-    weight, bias = frozen in ("weight", "all"), frozen in ("bias", "all")
-    at = place.fqn
+    shapes: dict[str, tuple[int, ...]] = {}
     if kind == "linear":
-        shape = (get(node, "out"), width)
-        dtype, label, strided = get(node, "dtype"), get(node, "tie"), get(node, "strided")
-        tie = ("linear", label, shape, dtype, strided, weight) if label else ()
-        yield ParameterSpec(at, "weight", shape, weight, dtype, tie, strided)
-        if get(node, "bias"):
-            yield ParameterSpec(at, "bias", shape[:1], bias, dtype)
+        out = get(node, "out")
+        shapes = {"weight": (out, width), "bias": (out,)} if get(node, "bias") else {"weight": (out, width)}
     elif kind == "scale":
-        shapes = {"vector": (width,), "scalar": (), "one": (1,), "empty": (0,)}
-        yield ParameterSpec(at, "weight", shapes[get(node, "shape")], weight, get(node, "dtype"))
+        sizes = {"vector": (width,), "scalar": (), "one": (1,), "empty": (0,)}
+        shapes = {"weight": sizes[get(node, "shape")]}
     elif kind == "norm":
-        yield ParameterSpec(at, "weight", (width,), weight)
-        yield ParameterSpec(at, "bias", (width,), bias)
+        shapes = {"weight": (width,), "bias": (width,)}
     elif kind == "conv":
-        yield ParameterSpec(at, "weight", (get(node, "channels"), 1, get(node, "kernel")), weight)
-        yield ParameterSpec(at, "bias", (get(node, "channels"),), bias)
+        shapes = {"weight": (get(node, "channels"), 1, get(node, "kernel")), "bias": (get(node, "channels"),)}
     elif kind == "embed":
-        shape, label = (get(node, "rows"), width), get(node, "tie")
-        yield ParameterSpec(at, "weight", shape, weight, "", ("embed", label, shape, weight) if label else ())
+        shapes = {"weight": (get(node, "rows"), width)}
     elif kind == "offset":
-        yield ParameterSpec(at, "weight", (width,), weight)
+        shapes = {"weight": (width,)}
+    dtype, label = node.get("dtype", ""), node.get("tie", "")
+    for name, shape in shapes.items():
+        frozen = node.get("frozen", "") in (name, "all")
+        strided = name == "weight" and node.get("strided", False)
+        tie = (kind, label, shape, dtype, strided, frozen) if label and name == "weight" else ()
+        yield ParameterSpec(place.fqn, name, shape, frozen, dtype, tie, strided)

@@ -18,7 +18,7 @@ from fsdp_testing.implementations.protocol import Precision, Setup, WrapPolicy
 from fsdp_testing.implementations.shared.checkpointing import checkpoint_modules
 from fsdp_testing.implementations.shared.sites import innermost_first, replace_module
 
-_STRATEGIES = {
+STRATEGIES = {
     "full_shard": "FULL_SHARD",
     "shard_grad_op": "SHARD_GRAD_OP",
     "no_shard": "NO_SHARD",
@@ -88,7 +88,7 @@ class FsdpNames:
     def strategy(self, setup: Setup, name: str, option: str) -> dict[str, Any]:
         """Return the strategy of the unit `name` as the argument `option`; nothing where it is the default."""
         strategy = setup.unit_strategies.get(name, setup.strategy)
-        return {} if strategy == "full_shard" else {option: self.api.ShardingStrategy[_STRATEGIES[strategy]]}
+        return {} if strategy == "full_shard" else {option: self.api.ShardingStrategy[STRATEGIES[strategy]]}
 
     def _policy(self, module: nn.Module, policy: WrapPolicy) -> Any:
         if policy.classes:
