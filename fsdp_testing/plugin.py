@@ -175,7 +175,8 @@ def world(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture(scope="session")
 def worlds(request: pytest.FixtureRequest) -> Any:
     """Run functions on ranks from a test of the controlling process: `worlds(size=2).run(function, *args)`."""
-    from fsdp_testing.pytest_plugin.controller import platform_refusal, protocol_of
+    from fsdp_testing.pool.controller import platform_refusal
+    from fsdp_testing.pytest_plugin.controller import protocol_of
 
     refusal = platform_refusal()
     if refusal is not None:

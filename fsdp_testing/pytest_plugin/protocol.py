@@ -39,14 +39,12 @@ class Protocol:
     # ------------------------------------------------------------------ which items
 
     def take(self, item: pytest.Item, request: WorldRequest) -> None:
-        """Have `item` run on ranks."""
         item.stash[_REQUEST] = request
 
     # ------------------------------------------------------------------ running
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-        """Run a marked item on its world."""
         request = item.stash.get(_REQUEST, None)
         if request is None:
             chain = item.listchain()

@@ -76,7 +76,6 @@ class RankPlugin:
         return max((i + 1 for i, node in enumerate(chain) if node in self._guards), default=0)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep a report."""
         plain = report.outcome == "passed" and not report.sections
         longrepr = None
         if not plain:
