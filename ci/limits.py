@@ -27,15 +27,12 @@ MOST = 150
 Table = dict[str, dict[str, Probed]]
 
 
-def probed(names: tuple[str, ...]) -> Table:
-    """Probe implementations; by capability and implementation."""
-    runner, table = CaseRunner(), Table()
-    for name in names:
-        for one in probe_all(runner, registry.load(name)):
-            table.setdefault(one.capability, {})[name] = one
-            sys.stdout.write(f"{name:20} {one.capability:26} {one.limit:28} {one.check} {said(one)}\n")
-            sys.stdout.flush()
-    return table
+def probed(name: str, table: Table) -> None:
+    """Probe one implementation, and note what was found by capability and implementation."""
+    for one in probe_all(CaseRunner(), registry.load(name)):
+        table.setdefault(one.capability, {})[name] = one
+        sys.stdout.write(f"{name:20} {one.capability:26} {one.limit:28} {one.check} {said(one)}\n")
+        sys.stdout.flush()
 
 
 def said(one: Probed) -> str:
@@ -77,8 +74,10 @@ def _cell(row: dict[str, Probed], column: str) -> str:
 
 
 def main(names: list[str]) -> None:
-    """Probe and write."""
-    table = probed(tuple(names) or COLUMNS)
+    """Probe, and write the page if everything was probed."""
+    table = Table()
+    for name in names or COLUMNS:
+        probed(name, table)
     if not names:
         PAGE.write_text(page(table), encoding="utf-8")
 

@@ -55,12 +55,13 @@ def reduce(
     magnitude = sum((c.abs().to(stored) for c in contributions), torch.zeros_like(total, dtype=stored)) / size
     roundings, why = _roundings(size, division)
     unit = UNIT_ROUNDOFF[dtype_name(wire)]
-    # Dividing by a power of two is exact but for numbers that have no half: where it happens is said by no one then.
-    smallest = 2 * UNDERFLOW[dtype_name(wire)] if division is None else 0.0
+    # Dividing by a power of two is exact but for numbers that have no half, where it matters who divides when.
+    halved = (magnitude != 0) & (magnitude < 2 * size * torch.finfo(wire).tiny)
+    smallest = 2 * UNDERFLOW[dtype_name(wire)] * halved if division is None and size > 1 else 0.0
     return Reduced(
         mean=total.to(stored),
         magnitude=magnitude,
-        error=magnitude * (roundings * unit) + smallest * (magnitude != 0),
+        error=magnitude * (roundings * unit) + smallest,
         derivation=f"{roundings} x u({dtype_name(wire)}) x sum|g_r|/N ({why})" if roundings else why,
     )
 

@@ -190,7 +190,7 @@ class Replay:
             # Each rank's sum may be reduced as a whole, or part by part and added up where it is stored.
             size = mean_size(self.pending, fqn, size)
             error = error + roundings(2 * (later + self.size - 1), (summed, wire), size)
-            if models.most_uses(self.case) > 1:
+            if models.most_uses(self.case) > 1 and summed != self.compute[fqn].dtype:
                 # Autograd adds up the uses of one backward, in the dtype of computation, and in which order is its own.
                 error = error + roundings(2 * later, (self.compute[fqn].dtype,), size)
             why += f"; {later} additions before or after those of {self.size} ranks"

@@ -79,6 +79,8 @@ class WrappingPlan:
         checkpoint_outside: Around what wrapping made of the module, instead of inside it.
         forward_prefetch: Asks for units to be gathered ahead in forward.
         backward_prefetch: `pre`, `post` or `none`: when the next unit of a backward is gathered.
+        sync_module_states: Ranks begin with different values, and wrapping gives all of them those of rank 0.
+        meta_init: Modules are on the meta device, and wrapping has them initialised.
     """
 
     units: tuple[str, ...] = ()
@@ -89,6 +91,8 @@ class WrappingPlan:
     checkpoint_outside: bool = False
     forward_prefetch: bool = False
     backward_prefetch: str = "pre"
+    sync_module_states: bool = False
+    meta_init: bool = False
 
     def required(self) -> frozenset[str]:
         """Return the capabilities that wrapping so needs."""

@@ -77,7 +77,7 @@ def probes(adapter: Adapter, capability: str) -> tuple[Check, ...]:
     claimed = adapter.capabilities | {capability}
     strategies = tuple(name for name, tag in STRATEGIES.items() if tag == capability)
     if strategies:
-        plain = [check for check in CHECKS.values() if check.name.startswith(("training.", "hybrid."))]
+        plain = [check for check in CHECKS.values() if check.name.startswith(("training.gradients", "hybrid."))]
         return tuple(
             replace(check, strategies=tuple(name for name in strategies if name in check.strategies))
             for check in plain
@@ -87,15 +87,16 @@ def probes(adapter: Adapter, capability: str) -> tuple[Check, ...]:
 
 
 def probe(runner: CaseRunner, adapter: Adapter, capability: str) -> Probed:
-    """Ask every check that `capability` alone keeps from `adapter`, up to the first wrong number."""
+    """Ask the checks that `capability` alone keeps from `adapter`, up to the first wrong number or the second error."""
     asked = registry.load(f"{__name__}:{adapter.reference}{_SEPARATOR}{capability}")
-    worst = Probed(capability, Limit.NOT_ASKED)
+    worst, errors = Probed(capability, Limit.NOT_ASKED), 0
     for check in probes(adapter, capability):
         where = Where((4,)) if check.meshes else Where()
         found = _probed(capability, judge_check(runner, asked, check, where, stop_at_first=True))
         worst = min(worst, found, key=lambda one: _ORDER.index(one.limit))
-        if worst.limit is Limit.SILENT:
-            break
+        errors += found.limit in (Limit.REFUSES, Limit.HANGS)
+        if found.limit in (Limit.SILENT, Limit.OPEN) or errors > 1:
+            break  # nothing is worse; what cannot be asked once cannot be asked at all; and each error costs a world
     return worst
 
 
