@@ -270,18 +270,18 @@ class Campaign:
         self.tally.not_investigated += not worth
         return worth
 
-    def _take_discovery(self, found: Discovery, looks: Signature) -> None:
+    def _take_discovery(self, found: Discovery, met_as: Signature) -> None:
         key = found.key if found.confirmed else ("unconfirmed", found.signature)
         known = self._keys.get(key)
         if known is not None:
             self.tally.duplicates[known] += 1
-            self._also.setdefault(looks, set()).add(known)
+            self._also.setdefault(met_as, set()).add(known)
             return
         self._keys[key] = found.name
         self.tally.discovered.append(found)
         if found.confirmed:
             self._known = self._known.with_rule(found.rule())
-            self._also.setdefault(looks, set()).add(found.name)
+            self._also.setdefault(met_as, set()).add(found.name)
         self._on_finding(found, self._state)
 
     def _check_examples(self, lane: Lane) -> list[CaseResult]:
