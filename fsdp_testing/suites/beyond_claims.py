@@ -7,13 +7,13 @@ capability too: `fsdp_testing.suites.beyond_claims:torch-fsdp1+several_forwards`
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.judging.case_runner import CaseRunner
-from fsdp_testing.records import CAPABILITIES, STRATEGIES, CheckResult, FailureKind, Finding, Verdict
+from fsdp_testing.records import STRATEGIES, CheckResult, FailureKind, Finding, Verdict
 from fsdp_testing.suites import CHECKS
 from fsdp_testing.suites.check import Check
 from fsdp_testing.suites.run import Where, judge_check
@@ -98,13 +98,6 @@ def probe(runner: CaseRunner, adapter: Adapter, capability: str) -> Probed:
         if found.limit in (Limit.SILENT, Limit.OPEN) or errors > 1:
             break  # nothing is worse; what cannot be asked once cannot be asked at all; and each error costs a world
     return worst
-
-
-def probe_all(runner: CaseRunner, adapter: Adapter) -> Iterator[Probed]:
-    """Probe every capability that `adapter` does not claim, in the order of the registry."""
-    for capability in CAPABILITIES:
-        if capability not in adapter.capabilities:
-            yield probe(runner, adapter, capability)
 
 
 def _probed(capability: str, result: CheckResult) -> Probed:
