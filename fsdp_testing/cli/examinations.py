@@ -141,22 +141,19 @@ def shared_memory() -> Symptom:
     if not place.is_dir() or not os.access(place, os.W_OK):
         said = f"{place} is not writable: NCCL and the workers of a DataLoader need it, ranks do not"
         return odd(said, "Mount a tmpfs there if you use these.")
-    free = shutil.disk_usage(place).free
-    said = f"{free // MIB} MiB free in {place}"
-    if free < SHARED_MEMORY_BYTES:
-        return odd(said, "In a container, start it with a larger --shm-size.")
-    return good(said)
+    return _room(place, "In a container, start it with a larger --shm-size.")
 
 
 def temporary_files() -> Symptom:
     """Can the temporary directory be written to?"""
-    place = tempfile.gettempdir()
     with tempfile.TemporaryFile():
-        free = shutil.disk_usage(place).free
+        return _room(Path(tempfile.gettempdir()), "Make room, or point TMPDIR elsewhere.")
+
+
+def _room(place: Path, remedy: str) -> Symptom:
+    free = shutil.disk_usage(place).free
     said = f"{free // MIB} MiB free in {place}"
-    if free < SHARED_MEMORY_BYTES:
-        return odd(said, "Make room, or point TMPDIR elsewhere.")
-    return good(said)
+    return odd(said, remedy) if free < SHARED_MEMORY_BYTES else good(said)
 
 
 def limits() -> Symptom:

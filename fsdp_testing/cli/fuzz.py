@@ -71,7 +71,7 @@ def add(commands: Subparsers[Command]) -> Command:
 def execute(options: argparse.Namespace) -> int:
     """Run a campaign: 0 if nothing was found, 1 if something was, 3 if nothing could be judged."""
     if options.exhibits is not None and options.name is None:
-        warn_old_spelling("fsdp-verify fuzz", "fuzz --exhibits", "museum --exhibits")
+        warn_old_spelling("fuzz --exhibits", "museum --exhibits")
         limit = options.examples
         return hunt_exhibits(options.exhibits, options.seed, seconds=options.seconds or 60.0, limit=limit)
     if options.name is None or options.exhibits is not None:
@@ -217,9 +217,9 @@ def _try_scripts(console: Output, folders: list[Path]) -> None:
 
     for folder in folders:
         try:
-            tried = try_script(folder)
+            reproduces = try_script(folder)
         except OSError as error:
             raise HarnessError(f"{folder / SCRIPT}: expected a script that can be run, got {error}.") from error
-        if tried.reproduces is not None:
-            verb = "reproduces with torch alone" if tried.reproduces else "does not reproduce it"
+        if reproduces is not None:
+            verb = "reproduces with torch alone" if reproduces else "does not reproduce it"
             console.say(f"{folder / SCRIPT} {verb}")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from fsdp_testing.cli.options import Command, Subparsers, declare
 from fsdp_testing.errors import HarnessError
+from fsdp_testing.records import CAPABILITIES
 
 KINDS = ("implementations", "checks", "capabilities", "models", "backends")
 
@@ -67,12 +68,6 @@ def _checks() -> Iterator[tuple[str, str]]:
         yield check.name, f"{check.meaning}{needs}{profile} ({check.source})"
 
 
-def _capabilities() -> Iterator[tuple[str, str]]:
-    from fsdp_testing.records import CAPABILITIES
-
-    yield from CAPABILITIES.items()
-
-
 def _models() -> Iterator[tuple[str, str]]:
     from fsdp_testing.zoo import MODELS
 
@@ -92,10 +87,10 @@ def _backends() -> Iterator[tuple[str, str]]:
         yield name, f"unavailable: {reason}" if reason else f"on {backend.device_type}"
 
 
-LISTS = {
+LISTS: dict[str, Callable[[], Iterable[tuple[str, str]]]] = {
     "implementations": _implementations,
     "checks": _checks,
-    "capabilities": _capabilities,
+    "capabilities": CAPABILITIES.items,
     "models": _models,
     "backends": _backends,
 }

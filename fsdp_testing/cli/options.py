@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -72,33 +71,16 @@ def add_seed(group: argparse._ActionsContainer, said: str) -> argparse.Action:
 
 def add_old_spelling(group: argparse._ActionsContainer, old: str, action: argparse.Action) -> None:
     """Accept `old` for the option of `action` too, with a warning and out of sight of the help, for one version."""
-    group.add_argument(
-        old,
-        action=_OldSpelling,
-        spelled_now=action.option_strings[-1],
-        dest=action.dest,
-        type=action.type,  # type: ignore[arg-type]  # typeshed: None may be stored but not given
-        default=argparse.SUPPRESS,
-        help=argparse.SUPPRESS,
-    )
+    parse: Any = action.type
+
+    def renamed(text: str) -> Any:
+        value = parse(text)
+        warn_old_spelling(old, action.option_strings[-1])
+        return value
+
+    group.add_argument(old, dest=action.dest, type=renamed, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
-class _OldSpelling(argparse.Action):
-    def __init__(self, option_strings: Sequence[str], dest: str, *, spelled_now: str, **others: Any) -> None:
-        super().__init__(option_strings, dest, **others)
-        self._spelled_now = spelled_now
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        warn_old_spelling(parser.prog, str(option_string), self._spelled_now)
-        setattr(namespace, self.dest, values)
-
-
-def warn_old_spelling(program: str, old: str, new: str) -> None:
+def warn_old_spelling(old: str, new: str) -> None:
     """Say on standard error that `old` is called `new` now."""
-    print(f"{program}: {old} is called {new} now; the old spelling goes with the next version", file=sys.stderr)
+    print(f"fsdp-verify: {old} is called {new} now; the old spelling goes with the next version", file=sys.stderr)

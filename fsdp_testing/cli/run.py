@@ -66,14 +66,22 @@ def add(commands: Subparsers[Command]) -> Command:
 
 def execute(options: argparse.Namespace) -> int:
     """Judge, print, write."""
+    from fsdp_testing.implementations import registry
     from fsdp_testing.report import TEXTS, check_writable, report_exit_code, write_atomically
     from fsdp_testing.report.terminal import open_console, print_report
 
-    refuse_torchrun()
+    if env.torchrun() is not None:
+        # Each of torchrun's processes would start ranks of its own.
+        raise InvalidArgument(
+            "run: expected a process of its own, got one of torchrun's (RANK and WORLD_SIZE are set). "
+            "Start it without torchrun: ranks of a world are started by this command."
+        )
+    if options.all and options.names:
+        raise InvalidArgument(f"run: expected names or --all, got both ({', '.join(options.names)}). Drop one of them.")
     for option, path in outputs(options).items():
         check_writable(path, option)
     check_backend(options.backend, max(options.world_size))
-    names = named(options)
+    names = registry.names() if options.all else tuple(options.names)
     expected = expectations(options.expected_failures, names)
     console = open_console()
     report, interrupted = judged(names, expected, options, console)
@@ -88,15 +96,6 @@ def execute(options: argparse.Namespace) -> int:
     return report_exit_code(report)
 
 
-def refuse_torchrun() -> None:
-    """Say plainly that ranks started by torchrun are not used yet, before each of them starts ranks of its own."""
-    if env.torchrun() is not None:
-        raise InvalidArgument(
-            "run: expected a process of its own, got one of torchrun's (RANK and WORLD_SIZE are set). "
-            "Start it without torchrun: ranks of a world are started by this command."
-        )
-
-
 def check_backend(name: str, size: int) -> None:
     """Refuse a backend that is not there, or cannot run so many ranks here, once instead of once per check.
 
@@ -109,15 +108,6 @@ def check_backend(name: str, size: int) -> None:
     reason = backend_named(name).unavailable(size)
     if reason:
         raise BackendUnavailable(f"--backend {name}: expected it to run {size} ranks here, got: {reason}")
-
-
-def named(options: argparse.Namespace) -> tuple[str, ...]:
-    """Return the implementations that are asked for."""
-    from fsdp_testing.implementations import registry
-
-    if options.all and options.names:
-        raise InvalidArgument(f"run: expected names or --all, got both ({', '.join(options.names)}). Drop one of them.")
-    return registry.names() if options.all else tuple(options.names)
 
 
 def expectations(path: Path | None, names: tuple[str, ...]) -> dict[str, dict[str, str]]:

@@ -164,7 +164,7 @@ def cause_of(runner: CaseRunner, implementation: str, case: Case) -> str:
     finding = runner.judge(implementation, case, how.comparison, closely=True).finding
     if finding is None:
         return ""
-    explainer = _Explainer(runner, implementation, Budget(0.0), draw=False)
+    explainer = _Explainer(runner, implementation, Budget(0.0), False)
     like = explainer.hypothesis(finding, how, None)
     return explainer.cast(finding, how) if like is None else clause(finding.case, like, {})
 

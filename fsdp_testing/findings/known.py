@@ -136,8 +136,7 @@ class KnownFailures:
 
     def may_end_ranks(self, case: Case) -> Rule | None:
         """Return a rule of a failure that costs the ranks and was seen in such cases."""
-        features = CaseFeatures(case)
-        return next((rule for rule in self.rules if rule.ends_ranks and rule.fits(features)), None)
+        return self.fitting([rule.name for rule in self.rules if rule.ends_ranks], case)
 
     def fitting(self, names: Iterable[str], case: Case) -> Rule | None:
         """Return the first of the named rules whose failure was seen in such cases."""

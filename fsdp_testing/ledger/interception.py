@@ -83,11 +83,11 @@ def listen(listener: Listener) -> Iterator[None]:
     recorder = _active
     if recorder is None:
         raise HarnessError("listen: expected an active ledger, got none. Call it inside a rank of a world.")
-    before = recorder.listen(listener)
+    before, recorder.listener = recorder.listener, listener
     try:
         yield
     finally:
-        recorder.listen(before)
+        recorder.listener = before
 
 
 def forget_groups() -> None:

@@ -97,11 +97,6 @@ class Recorder:
             self._sites.clear()
             self._named.clear()
 
-    def listen(self, listener: Listener | None) -> Listener | None:
-        """Call `listener` with every collective from now on; return the one called so far."""
-        before, self.listener = self.listener, listener
-        return before
-
     def issued(self) -> dict[int, int]:
         """Return how many collectives of each group were issued in this job, by group key."""
         return {key: line.number for key, line in self._lines.items()}

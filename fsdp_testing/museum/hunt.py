@@ -34,7 +34,6 @@ class Hunt:
     """What became of one hunt.
 
     Attributes:
-        exhibit: What was hunted.
         cases: Random cases run until it was met, its batch included; None if it was not.
         run: Random cases run in all.
         seconds: Wall time, confirming and shrinking included.
@@ -42,7 +41,6 @@ class Hunt:
         case: The simplest case that shows it; None if it was not met.
     """
 
-    exhibit: Exhibit
     cases: int | None
     run: int
     seconds: float
@@ -100,7 +98,6 @@ def hunt(
             for found in met:
                 known = known.with_rule(found.rule())
     return Hunt(
-        exhibit,
         min(run, limit) if own else None,
         run,
         time.monotonic() - started,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fsdp_testing.pool.cause import Cause, Diverged, EndedBadly, GaveUp, Hung, Refused, Stuck, Uneven, Unfinished
-from fsdp_testing.pool.rank_outcome import CollectiveRecord, Fate, RankOutcome
+from fsdp_testing.pool.outcome import CollectiveRecord, Fate, RankOutcome
 
-# What gloo and the store say when a peer has gone, or has not come in time.
+# What gloo and the store say when a peer has gone, or has not come in time. Both raise a bare RuntimeError or DistError, so that
+# their text is all there is to go by. It decides which error leads a report, never a verdict.
 _PEER_GONE = (
     "Connection closed by peer",
     "Connection reset by peer",

@@ -20,9 +20,8 @@ from fsdp_testing.pool.cause import NotJoined
 from fsdp_testing.pool.channel import loads
 from fsdp_testing.pool.diagnosis import cause_of
 from fsdp_testing.pool.jobs import Job, Report
-from fsdp_testing.pool.outcome import WorldOutcome
+from fsdp_testing.pool.outcome import ErrorRecord, Fate, RankOutcome, WorldOutcome
 from fsdp_testing.pool.processes import Exit, RankProcess
-from fsdp_testing.pool.rank_outcome import ErrorRecord, Fate, RankOutcome
 
 GRACE_SECONDS = 0.5
 _POLL_SECONDS = 0.1

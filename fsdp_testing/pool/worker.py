@@ -7,6 +7,7 @@ with a live gloo thread can abort (pytorch #179291, #190489).
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import os
 import resource
@@ -23,9 +24,11 @@ from fsdp_testing.ledger.memory import LedgerMemory
 from fsdp_testing.pool import world as world_place
 from fsdp_testing.pool.channel import Channel, dumps, loads
 from fsdp_testing.pool.jobs import Bootstrap, Failed, Job, Place, Report
-from fsdp_testing.pool.rank_outcome import ErrorRecord
+from fsdp_testing.pool.outcome import ErrorRecord
 from fsdp_testing.pool.targets import resolve
 from fsdp_testing.records.dirt import Dirt
+
+_flush_c = ctypes.CDLL(None).fflush
 
 
 def main(fds: dict[str, int], modules: frozenset[str]) -> None:
@@ -113,23 +116,17 @@ class _Rank:
         self._ledger_fd = fds["ledger"]
         self._modules = modules
         self._recorder: Any = None
-        self._hygiene: Any = None
-        self._flush_c: Any = None
-        self._forget_groups: Any = None
         self._device = "cpu"
         self._pid = os.getpid()
 
     def join(self) -> None:
         """Make the process group, the world and the ledger of this rank."""
-        import ctypes
-
         import torch
 
         from fsdp_testing.backends import RankPlace, backend_named
         from fsdp_testing.backends.devices import Share, devices_for
         from fsdp_testing.ledger import interception
         from fsdp_testing.ledger.recorder import Recorder
-        from fsdp_testing.pool import hygiene
 
         boot = self._bootstrap
         torch.set_num_threads(1)
@@ -146,9 +143,6 @@ class _Rank:
         memory = LedgerMemory(self._ledger_fd, 1 if backend.single_process else boot.size)
         self._recorder = Recorder(memory, boot.rank, compare=not backend.single_process)
         interception.activate(self._recorder)
-        self._forget_groups = interception.forget_groups
-        self._hygiene = hygiene
-        self._flush_c = ctypes.CDLL(None).fflush
         device = backend.device_type if backend.device_type == "cpu" else f"{backend.device_type}:{index}"
         self._device = device
         world_place.enter(world_place.World(boot.rank, boot.size, boot.backend, device, pooled=True))
@@ -183,18 +177,23 @@ class _Rank:
             return
         import torch.distributed as dist
 
+        from fsdp_testing.ledger import interception
+
         dist.destroy_process_group()
         self._init_group(place.rank, place.size)
-        self._forget_groups()
+        interception.forget_groups()
         world_place.enter(world_place.World(place.rank, place.size, current.backend, self._device, pooled=True))
 
     def run(self, job: Job) -> Report:
         """Run one job: clean state before, call, put state back, report."""
+        from fsdp_testing.ledger import interception
+        from fsdp_testing.pool.hygiene import take_snapshot
+
         self._follow(job)
         if job.place is not None:
             self._move(job.place)
         self._recorder.start_job(job.number)
-        snapshot = None if job.lasting is None else self._hygiene.take_snapshot(ignore=job.lasting)
+        snapshot = None if job.lasting is None else take_snapshot(ignore=job.lasting)
         started = time.perf_counter()
         payload, failed, problem = _call(job)
         if os.getpid() != self._pid:
@@ -203,10 +202,10 @@ class _Rank:
             os._exit(0)
         seconds = time.perf_counter() - started
         finished = time.monotonic()
-        self._flush_c(None)
+        _flush_c(None)
         _flush()
         dirt = () if snapshot is None else _restored(snapshot)
-        self._forget_groups()
+        interception.forget_groups()
         return Report(
             number=job.number,
             payload=payload,

@@ -18,9 +18,8 @@ from fsdp_testing.errors import InvalidArgument, PoolBroken
 from fsdp_testing.ledger import memory
 from fsdp_testing.pool.channel import dumps, readable
 from fsdp_testing.pool.jobs import Bootstrap, Job, Place
-from fsdp_testing.pool.outcome import WorldOutcome
+from fsdp_testing.pool.outcome import Fate, WorldOutcome
 from fsdp_testing.pool.processes import RankProcess, directory, environment_for_ranks, listening_socket
-from fsdp_testing.pool.rank_outcome import Fate
 from fsdp_testing.pool.supervision import Supervision
 from fsdp_testing.pool.targets import Target, target_of
 

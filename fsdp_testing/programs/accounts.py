@@ -35,7 +35,7 @@ class AccountedProgram(RankProgram):
     def __init__(self, case: Case, adapter: Adapter, rank: int, make_setup: SetupMaker = setup_in_world) -> None:
         self._index: int | None = None
         self._reports_bytes = "gathered_bytes" not in adapter.missing
-        self._wrapped: nn.Module | None = None
+        self._model_watched: nn.Module | None = None
         self._subscription = ExitStack()
         self._open: dict[str, int] = {}
         self._last: tuple[tuple[str, int], ...] = ()
@@ -51,9 +51,9 @@ class AccountedProgram(RankProgram):
 
         def wrap(module: nn.Module, setup: Setup) -> nn.Module:
             self._leave()
-            self._wrapped = adapter.wrap(module, setup)
-            self._subscription.enter_context(adapter.trace_units(self._wrapped, self._transition))
-            return self._wrapped
+            self._model_watched = adapter.wrap(module, setup)
+            self._subscription.enter_context(adapter.trace_units(self._model_watched, self._transition))
+            return self._model_watched
 
         return wrap
 
@@ -67,7 +67,7 @@ class AccountedProgram(RankProgram):
     def _leave(self) -> None:
         """End the subscription; nothing of the model is kept."""
         self._subscription.close()
-        self._wrapped = None
+        self._model_watched = None
         self._open.clear()
 
     def _transition(self, unit: str, transition: str, _parameters: tuple[str, ...]) -> None:
@@ -116,10 +116,10 @@ class AccountedProgram(RankProgram):
         self._last = unsharded
 
     def _unsharded(self) -> tuple[tuple[str, int], ...]:
-        if self._wrapped is None:
+        if self._model_watched is None:
             return ()
         # Memory decides where it is reported; else the transitions of the units.
-        found = self.adapter.gathered_bytes(self._wrapped) if self._reports_bytes else self._open
+        found = self.adapter.gathered_bytes(self._model_watched) if self._reports_bytes else self._open
         return tuple(sorted(found.items())) if found else ()
 
     def backward(self, loss: torch.Tensor) -> None:

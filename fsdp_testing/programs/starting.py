@@ -56,8 +56,8 @@ def _emptied(modules: list[nn.Module]) -> InitModule:
             if tensor not in empty:
                 empty[tensor] = nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
             setattr(inner, name, empty[tensor])
-        for name, tensor in buffers.items():
-            setattr(inner, name, torch.empty_like(tensor, device="meta"))
+        for name, buffer in buffers.items():
+            setattr(inner, name, torch.empty_like(buffer, device="meta"))
 
     def init_module(module: nn.Module) -> None:
         for name, tensor in full.get(module, {}).items():

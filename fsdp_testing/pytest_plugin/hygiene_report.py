@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fsdp_testing.pool import WorldOutcome
-from fsdp_testing.pool.rank_outcome import rank_names
+from fsdp_testing.pool.outcome import rank_names
 from fsdp_testing.pytest_plugin.longrepr import build, text_element
 from fsdp_testing.pytest_plugin.records import Phase, RankResult, WarningRecord
 from fsdp_testing.pytest_plugin.selection import location_of

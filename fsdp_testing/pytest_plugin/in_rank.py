@@ -139,26 +139,17 @@ class RankSession:
         return problem
 
 
-class _Here:
-    """The session of this process: how to start it, and itself once it has been needed."""
-
-    def __init__(self) -> None:
-        self.session: RankSession | None = None
-        self._spec: bytes | None = None
-        self._directory = ""
-
-    def started(self, spec: bytes | None, directory: str) -> RankSession:
-        """Return the session, started now if it was not; `spec` comes with the first job of a world."""
-        if spec is not None:
-            self._spec, self._directory = spec, directory
-        if self.session is None:
-            if self._spec is None:
-                raise PoolBroken("in_rank: expected the session's description with the first item, got none.")
-            self.session = RankSession(self._spec, self._directory)
-        return self.session
+_session: RankSession | None = None
 
 
-_here = _Here()
+def _started(spec: bytes | None, directory: str) -> RankSession:
+    """Return the session of this process, started with the first job of a world, which brings `spec`."""
+    global _session
+    if _session is None:
+        if spec is None:
+            raise PoolBroken("in_rank: expected the session's description with the first item, got none.")
+        _session = RankSession(spec, directory)
+    return _session
 
 
 def run_item(spec: bytes | None, directory: str, task: ItemTask) -> RankResult | Failed:
@@ -172,7 +163,7 @@ def run_item(spec: bytes | None, directory: str, task: ItemTask) -> RankResult |
     Returns:
         This rank's result, marked as failed when it is one so that ranks that wait for this one are stopped soon.
     """
-    session = _here.started(spec, directory)
+    session = _started(spec, directory)
     item, problem = session.item(task)
     if item is None:
         session.plugin.take_reports()
@@ -204,17 +195,17 @@ def run_item(spec: bytes | None, directory: str, task: ItemTask) -> RankResult |
 
 def tear_down(keep: int) -> RankResult:
     """End fixtures that the next item does not share; called when another world runs that item."""
-    session = _here.session
-    if session is None:
+    if _session is None:
         return RankResult()
-    problem = session.tear_down(keep)
-    _, warnings, dirt = session.plugin.take_reports()
-    return RankResult((), (), warnings, dirt, session.kept(), group_count(), "", problem)
+    problem = _session.tear_down(keep)
+    _, warnings, dirt = _session.plugin.take_reports()
+    return RankResult((), (), warnings, dirt, _session.kept(), group_count(), "", problem)
 
 
 def finish() -> str:
     """End the session; called before the rank leaves."""
-    session, _here.session = _here.session, None
+    global _session
+    session, _session = _session, None
     return "" if session is None else session.finish()
 
 
@@ -233,7 +224,7 @@ def call_function(
     Returns:
         The serialised result (to be read in the test, where its classes are known) and what the call left behind.
     """
-    session = _here.started(spec, directory)
+    session = _started(spec, directory)
     if test_file and target.module not in sys.modules:
         session.item(ItemTask("", test_file, 0))
     with session.filters():

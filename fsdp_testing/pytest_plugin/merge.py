@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fsdp_testing.pool.outcome import WorldOutcome, account_lines
-from fsdp_testing.pool.rank_outcome import Fate, RankOutcome, rank_names
+from fsdp_testing.pool.outcome import Fate, RankOutcome, WorldOutcome, account_lines, rank_names
 from fsdp_testing.pytest_plugin.longrepr import (
     Element,
     abbreviated,

@@ -73,8 +73,9 @@ def _plans(case: Case) -> Iterator[Reduction]:
         if plan.ignored:
             yield Reduction(("wrapping", ".ignored"), replace(case, wrapping=replace(plan, ignored=())))
         for name in STARTS:
+            off: dict[str, Any] = {name: False}
             if getattr(plan, name):
-                yield Reduction(("wrapping", f".{name}"), replace(case, wrapping=replace(plan, **{name: False})))
+                yield Reduction(("wrapping", f".{name}"), replace(case, wrapping=replace(plan, **off)))
 
 
 def operations(case: Case) -> Iterator[Reduction]:

@@ -75,12 +75,13 @@ class CaseDrawer:
         model = self._model(choices, swarm, low=precision is not None)
         operations = OperationDrawer(choices, swarm, size, model.patterns, model.branches, model.units)
         strategy = self._strategy(choices, swarm)
+        starts: dict[str, Any] = {name: f"wrap.{name}" in swarm for name in STARTS}
         return Case(
             model=model.spec,
             world=WorldSpec(size, mesh=_mesh(choices, size) if strategy.startswith("hybrid") else ()),
             program=operations.program(self.scope.max_operations),
             seed=choices.integer(0, 2**16 - 1),
-            wrapping=replace(_wrapping(choices, swarm, model), **{name: f"wrap.{name}" in swarm for name in STARTS}),
+            wrapping=replace(_wrapping(choices, swarm, model), **starts),
             strategy=strategy,
             mixed_precision=precision,
             cpu_offload="offload" in swarm,

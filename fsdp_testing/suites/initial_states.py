@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from fsdp_testing.records import Case, Observe, WrappingPlan
 from fsdp_testing.suites.check import ADAMW, Place, Suite
@@ -12,7 +13,7 @@ from fsdp_testing.zoo import MODELS
 SUITE = Suite(source="https://pytorch.org/docs/stable/fsdp.html")
 
 
-def _cases(place: Place, *models: str, **starts: bool) -> Iterable[Case]:
+def _cases(place: Place, *models: str, **starts: Any) -> Iterable[Case]:
     for model in models:
         units = MODELS[model].units
         for plan in (WrappingPlan(units, **starts), WrappingPlan(**starts)) if units else (WrappingPlan(**starts),):

@@ -17,7 +17,7 @@ from fsdp_testing.records import Case, Finding, RankObservation, Step, WrappingP
 from fsdp_testing.suites.check import FLAT, Place, Suite
 from fsdp_testing.suites.checkpointing import plan
 from fsdp_testing.suites.schedules import accumulated, forward, iterations
-from fsdp_testing.trace.job import trace_case
+from fsdp_testing.trace.run import trace_case
 
 _SHARDED = ("full_shard", "shard_grad_op")
 

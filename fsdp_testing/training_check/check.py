@@ -189,8 +189,7 @@ def _metric_fact(found: _Difference, run: _Run, reference: _Run) -> causes.Metri
             return False
         return torch.allclose(torch.stack(others).sum(dim=0) * scale, one, rtol=1e-6, atol=0.0)
 
-    step = found.step if found.steps > 1 else -1
-    return causes.MetricFact(found.quantity, step, agrees(1.0 / run.size), agrees(1.0))
+    return causes.MetricFact(found.quantity, agrees(1.0 / run.size), agrees(1.0))
 
 
 _RANKS_DIFFER = (

@@ -52,8 +52,10 @@ def wrap(module: nn.Module, setup: Setup, *, use_orig_params: bool) -> nn.Module
     """
 
     def apply(unit: nn.Module, setup: Setup, name: str, options: dict[str, Any]) -> nn.Module:
-        options |= _FSDP.strategy(setup, name, "sharding_strategy")
-        return FullyShardedDataParallel(unit, **options, **({"use_orig_params": True} if use_orig_params else {}))
+        options |= _FSDP.strategy(setup, name, "sharding_strategy") | (
+            {"use_orig_params": True} if use_orig_params else {}
+        )
+        return FullyShardedDataParallel(unit, **options)
 
     return _FSDP.wrap(module, setup, apply)
 

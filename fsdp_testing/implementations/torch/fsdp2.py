@@ -86,7 +86,8 @@ def _precision_policy(precision: Precision) -> MixedPrecisionPolicy:
     """Return the policy with the dtypes that the case names, so that the meaning of those it leaves open is judged."""
     asked = {"param_dtype": precision.param_dtype, "reduce_dtype": precision.reduce_dtype}
     chosen: dict[str, Any] = {option: dtype for option, dtype in asked.items() if dtype is not None}
-    return MixedPrecisionPolicy(**chosen, **({} if precision.cast_inputs else {"cast_forward_inputs": False}))
+    chosen |= {} if precision.cast_inputs else {"cast_forward_inputs": False}
+    return MixedPrecisionPolicy(**chosen)
 
 
 def _units(model: nn.Module) -> list[tuple[str, FSDPModule]]:

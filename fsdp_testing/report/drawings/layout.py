@@ -5,9 +5,8 @@ from __future__ import annotations
 from markupsafe import Markup
 
 from fsdp_testing.records import Portrait, UnitPortrait
-from fsdp_testing.report.drawings.svg import WIDTH, Drawing, bytes_text
+from fsdp_testing.report.drawings.svg import LEFT, WIDTH, Drawing, bytes_text
 
-LEFT = 92
 BAR = 16
 ROW = 20
 HEAD = 20

@@ -7,10 +7,9 @@ import math
 from markupsafe import Markup
 
 from fsdp_testing.records import Portrait, RankPortrait
-from fsdp_testing.report.drawings.svg import WIDTH, Drawing, bytes_text, clipped, ticks, time_axis
+from fsdp_testing.report.drawings.svg import LEFT, WIDTH, Drawing, bytes_text, clipped, ticks, time_axis
 from fsdp_testing.report.drawings.timeline import milliseconds, name_of
 
-LEFT = 92
 CURVE = 130
 BAR = 12
 ROW = 16
@@ -26,7 +25,7 @@ def live_bytes(portrait: Portrait) -> Markup:
     bars = ROW * len(units) + 10
     drawing = Drawing(24 + CURVE + bars + 22, f"Bytes of parameters held: {account(portrait)}")
     highest = max([portrait.bound_bytes, *(point.amount for rank in portrait.ranks for point in rank.live)]) or 1
-    time_axis(drawing, LEFT, WIDTH - LEFT - 8, portrait.seconds, (20, 24 + CURVE + bars))
+    time_axis(drawing, portrait.seconds, 20, 24 + CURVE + bars)
     unit = 1024.0 ** min(int(math.log(highest, 1024)), 4)
     for tick in (unit * number for number in ticks(highest / unit, 4)):
         drawing.line("grid", (LEFT, _y(tick, highest)), (WIDTH - 8, _y(tick, highest)))

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from fsdp_testing.pool.cause import Cause, EndedBadly, Hung, Stuck, Uneven, Unfinished
-from fsdp_testing.pool.outcome import WorldOutcome
-from fsdp_testing.pool.rank_outcome import CollectiveRecord, ErrorRecord, Fate, RankOutcome, rank_names
+from fsdp_testing.pool.outcome import CollectiveRecord, ErrorRecord, Fate, RankOutcome, WorldOutcome, rank_names
 from fsdp_testing.pytest_plugin.longrepr import fold
 from fsdp_testing.pytest_plugin.merge import merge
 from fsdp_testing.pytest_plugin.records import Phase, RankResult
