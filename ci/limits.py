@@ -80,10 +80,11 @@ def page(table: Table) -> str:
         f"| capability | {' | '.join(COLUMNS)} |",
         f"|---|{'---|' * len(COLUMNS)}",
     ]
-    rows = [tag for tag in CAPABILITIES if tag in table]
-    lines += [
-        f"| {CAPABILITIES[tag]} (`{tag}`) | {' | '.join(_cell(table[tag], c) for c in COLUMNS)} |" for tag in rows
-    ]
+    claims = {name: registry.load(name).capabilities for name in COLUMNS}
+    rows = [tag for tag in CAPABILITIES if any(tag not in claimed for claimed in claims.values())]
+    for tag in rows:
+        cells = ["claimed" if tag in claims[name] else _cell(table.get(tag, {}).get(name)) for name in COLUMNS]
+        lines.append(f"| {CAPABILITIES[tag]} (`{tag}`) | {' | '.join(cells)} |")
     lines += ["", "## What the probes said", ""]
     for tag in rows:
         for name in COLUMNS:
