@@ -1,13 +1,16 @@
 """Writes docs/findings/limits.md: what built-in implementations do with what their adapters do not claim.
 
-    python ci/limits.py            # probe everything and write the page (about ten minutes on two cores)
-    python ci/limits.py NAME...    # probe these, and print what was found
+    python ci/limits.py                      # probe everything (an hour on two cores)
+    python ci/limits.py NAME [CAPABILITY...] # probe one implementation, or these capabilities of it
+    python ci/limits.py --page               # write the page of what was found so far
 
-Every row comes from probes (`fsdp_testing.suites.beyond_claims`): nothing on the page is written by hand.
+Every row comes from probes (`fsdp_testing.suites.beyond_claims`): nothing on the page is written by hand. What was found
+is kept in docs/findings/limits.json, so that one implementation can be probed anew without the others.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -17,9 +20,10 @@ import torch
 from fsdp_testing.implementations import registry
 from fsdp_testing.judging.case_runner import CaseRunner
 from fsdp_testing.records import CAPABILITIES
-from fsdp_testing.suites.beyond_claims import Limit, Probed, probe_all
+from fsdp_testing.suites.beyond_claims import Limit, Probed, probe
 
 PAGE = Path(__file__).parent.parent / "docs" / "findings" / "limits.md"
+FOUND = PAGE.with_suffix(".json")
 COLUMNS = ("torch-ddp", "torch-fsdp1", "torch-fsdp1-flat", "torch-fsdp2", "fsdp_ref-wrapper", "fsdp_ref-composable")
 MOST = 150
 """Characters of what a probe said."""
@@ -27,12 +31,35 @@ MOST = 150
 Table = dict[str, dict[str, Probed]]
 
 
-def probed(name: str, table: Table) -> None:
-    """Probe one implementation, and note what was found by capability and implementation."""
-    for one in probe_all(CaseRunner(), registry.load(name)):
-        table.setdefault(one.capability, {})[name] = one
-        sys.stdout.write(f"{name:20} {one.capability:26} {one.limit:28} {one.check} {said(one)}\n")
-        sys.stdout.flush()
+def read() -> Table:
+    """What was found so far."""
+    kept = json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else {}
+    return {
+        tag: {name: Probed(tag, Limit(limit), check, text) for name, (limit, check, text) in row.items()}
+        for tag, row in kept.items()
+    }
+
+
+def write(table: Table) -> None:
+    """Keep what was found, and make the page of it."""
+    kept = {tag: {name: [one.limit, one.check, said(one)] for name, one in row.items()} for tag, row in table.items()}
+    FOUND.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    PAGE.write_text(page(table), encoding="utf-8")
+
+
+def probe_one(name: str, capabilities: list[str]) -> None:
+    """Probe an implementation; what it claims by now is forgotten."""
+    runner, adapter = CaseRunner(), registry.load(name)
+    for tag in capabilities:
+        found = None if tag in adapter.capabilities else probe(runner, adapter, tag)
+        table = read()
+        row = table.setdefault(tag, {})
+        row.pop(name, None)
+        if found is not None:
+            row[name] = found
+            sys.stdout.write(f"{name:20} {tag:26} {found.limit:28} {found.check} {said(found)}\n")
+            sys.stdout.flush()
+        write(table)
 
 
 def said(one: Probed) -> str:
@@ -53,33 +80,33 @@ def page(table: Table) -> str:
         f"| capability | {' | '.join(COLUMNS)} |",
         f"|---|{'---|' * len(COLUMNS)}",
     ]
-    rows = [tag for tag in CAPABILITIES if tag in table]
-    lines += [
-        f"| {CAPABILITIES[tag]} (`{tag}`) | {' | '.join(_cell(table[tag], c) for c in COLUMNS)} |" for tag in rows
-    ]
+    claims = {name: registry.load(name).capabilities for name in COLUMNS}
+    rows = [tag for tag in CAPABILITIES if any(tag not in claimed for claimed in claims.values())]
+    for tag in rows:
+        cells = ["claimed" if tag in claims[name] else _cell(table.get(tag, {}).get(name)) for name in COLUMNS]
+        lines.append(f"| {CAPABILITIES[tag]} (`{tag}`) | {' | '.join(cells)} |")
     lines += ["", "## What the probes said", ""]
     for tag in rows:
         for name in COLUMNS:
-            one = table[tag].get(name)
+            one = table.get(tag, {}).get(name)
             if one is not None and one.text and one.limit is not Limit.WORKS:
                 lines.append(f"- `{tag}` on {name}, {one.limit}: `{one.check}`: {said(one)}")
     return "\n".join([*lines, ""])
 
 
-def _cell(row: dict[str, Probed], column: str) -> str:
-    one = row.get(column)
+def _cell(one: Probed | None) -> str:
     if one is None:
-        return "claimed"
+        return "not probed"
     return f"**{one.limit}**" if one.limit is Limit.SILENT else str(one.limit)
 
 
-def main(names: list[str]) -> None:
-    """Probe, and write the page if everything was probed."""
-    table = Table()
-    for name in names or COLUMNS:
-        probed(name, table)
-    if not names:
-        PAGE.write_text(page(table), encoding="utf-8")
+def main(arguments: list[str]) -> None:
+    """Probe, and write the page."""
+    if arguments == ["--page"]:
+        write(read())
+        return
+    for name in arguments[:1] or COLUMNS:
+        probe_one(name, arguments[1:] or list(CAPABILITIES))
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ class RankProgram:
         )
 
     def _run(self, *, observe_all: bool) -> None:
-        self.model = self._wrapped(self.case, {})
+        self.model = self._model_of(self.case, {})
         if not builds_late(self.case):
             self.build_optimizer()
         for planned in plan(self.case):
@@ -143,9 +143,9 @@ class RankProgram:
         Args:
             flags: `requires_grad` by name, where it is not that of a new model.
         """
-        self.model = self._wrapped(replace(self.case, seed=self.case.seed + 1), flags)
+        self.model = self._model_of(replace(self.case, seed=self.case.seed + 1), flags)
 
-    def _wrapped(self, case: Case, flags: Mapping[str, bool]) -> nn.Module:
+    def _model_of(self, case: Case, flags: Mapping[str, bool]) -> nn.Module:
         module, init_module = module_to_wrap(case, self.rank, flags)
         setup = replace(self.make_setup(case, module), init_module=init_module)
         with self._inside():

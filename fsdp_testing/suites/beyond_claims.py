@@ -7,13 +7,14 @@ capability too: `fsdp_testing.suites.beyond_claims:torch-fsdp1+several_forwards`
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from fsdp_testing.errors import CollectiveMismatch
 from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.judging.case_runner import CaseRunner
-from fsdp_testing.records import CAPABILITIES, STRATEGIES, CheckResult, FailureKind, Finding, Verdict
+from fsdp_testing.records import STRATEGIES, CheckResult, FailureKind, Finding, Verdict
 from fsdp_testing.suites import CHECKS
 from fsdp_testing.suites.check import Check
 from fsdp_testing.suites.run import Where, judge_check
@@ -87,31 +88,28 @@ def probes(adapter: Adapter, capability: str) -> tuple[Check, ...]:
 
 
 def probe(runner: CaseRunner, adapter: Adapter, capability: str) -> Probed:
-    """Ask the checks that `capability` alone keeps from `adapter`, up to the first wrong number or the second error."""
+    """Ask the checks that `capability` alone keeps from `adapter`, strategy by strategy, up to the first wrong number."""
     asked = registry.load(f"{__name__}:{adapter.reference}{_SEPARATOR}{capability}")
-    worst, errors = Probed(capability, Limit.NOT_ASKED), 0
+    worst = Probed(capability, Limit.NOT_ASKED)
     for check in probes(adapter, capability):
-        where = Where((4,)) if check.meshes else Where()
-        found = _probed(capability, judge_check(runner, asked, check, where, stop_at_first=True))
-        worst = min(worst, found, key=lambda one: _ORDER.index(one.limit))
-        errors += found.limit in (Limit.REFUSES, Limit.HANGS)
-        if found.limit in (Limit.SILENT, Limit.OPEN) or errors > 1:
-            break  # nothing is worse; what cannot be asked once cannot be asked at all; and each error costs a world
+        # An error under one strategy hides no wrong number under another one.
+        for strategy in (name for name in check.strategies if STRATEGIES[name] in asked.capabilities):
+            where = Where((4,)) if check.meshes else Where()
+            one = replace(check, strategies=(strategy,))
+            found = _probed(capability, judge_check(runner, asked, one, where, stop_at_first=True))
+            worst = min(worst, found, key=lambda probed: _ORDER.index(probed.limit))
+            if found.limit in (Limit.SILENT, Limit.OPEN):
+                return worst  # nothing is worse, and what cannot be asked once cannot be asked at all
     return worst
-
-
-def probe_all(runner: CaseRunner, adapter: Adapter) -> Iterator[Probed]:
-    """Probe every capability that `adapter` does not claim, in the order of the registry."""
-    for capability in CAPABILITIES:
-        if capability not in adapter.capabilities:
-            yield probe(runner, adapter, capability)
 
 
 def _probed(capability: str, result: CheckResult) -> Probed:
     if result.verdict is Verdict.FAIL:
         first = _worst(result.findings)
+        # Ranks that part are stopped by the ledger, which says so; without it they would wait for one another.
+        parted = first.quantity.endswith(CollectiveMismatch.__name__)
         limit = Limit.SILENT if first.kind in _SILENT else Limit.REFUSES
-        if first.kind in (FailureKind.DIED, FailureKind.HUNG, FailureKind.UNCOORDINATED):
+        if parted or first.kind in (FailureKind.DIED, FailureKind.HUNG, FailureKind.UNCOORDINATED):
             limit = Limit.HANGS
         return Probed(capability, limit, result.check, first.statement or first.explanation)
     known = {Verdict.PASS: Limit.WORKS, Verdict.NOT_CLAIMED: Limit.NOT_ASKED}

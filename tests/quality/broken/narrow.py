@@ -1,0 +1,39 @@
+"""Adapters that claim less than they could: one is right all the same, one silently wrong, one says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from faults_schedules import SecondBackwardStaysLocal
+from toy import Toy, ToyAdapter
+
+CAPABILITY = "several_forwards"
+
+
+class Narrow(ToyAdapter):
+    """Does not claim that several forwards may come before their backwards."""
+
+    def __init__(self, toy: type[Toy], name: str) -> None:
+        super().__init__(toy, name)
+        self.capabilities -= {CAPABILITY}
+
+
+class OneForwardOnly(Toy):
+    """Refuses a second forward before the first one's backward."""
+
+    open_forwards = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.open_forwards += 1
+        if self.open_forwards > 1:
+            raise RuntimeError("one forward at a time")
+        return super().forward(*args, **kwargs)
+
+    def finish_backward(self) -> None:
+        super().finish_backward()
+        self.open_forwards = 0
+
+
+RIGHT = Narrow(Toy, "RIGHT")
+SILENT = Narrow(SecondBackwardStaysLocal.toy, "SILENT")
+REFUSING = Narrow(OneForwardOnly, "REFUSING")

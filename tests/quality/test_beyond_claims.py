@@ -1,0 +1,43 @@
+"""What is not claimed is probed: what is right, what refuses and what is silently wrong are told apart."""
+
+from __future__ import annotations
+
+import pytest
+from narrow import CAPABILITY
+
+from fsdp_testing.conformance import run_check
+from fsdp_testing.implementations import registry
+from fsdp_testing.judging.case_runner import CaseRunner
+from fsdp_testing.records import Verdict
+from fsdp_testing.suites.beyond_claims import Limit, probe, probes, variant
+
+CHECK = "accumulation.several_forwards"
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "text"),
+    [("RIGHT", Limit.WORKS, ""), ("SILENT", Limit.SILENT, "is off by"), ("REFUSING", Limit.REFUSES, "one forward")],
+)  # fmt: skip
+def test_a_probe_tells_silence_from_refusal(name, limit, text):
+    adapter = registry.load(f"narrow:{name}")
+    assert run_check(f"narrow:{name}", CHECK).verdict is Verdict.NOT_CLAIMED
+    found = probe(CaseRunner(), adapter, CAPABILITY)
+    assert (found.limit, found.check) == (limit, CHECK)
+    assert text in found.text
+
+
+def test_a_variant_claims_one_capability_more_and_is_found_by_its_name():
+    adapter = registry.load(f"fsdp_testing.suites.beyond_claims:torch-fsdp1+{CAPABILITY}")
+    assert adapter.capabilities - registry.load("torch-fsdp1").capabilities == {CAPABILITY}
+    assert variant(f"torch-fsdp1+{CAPABILITY}").name == "torch-fsdp1"
+
+
+def test_parameters_of_equal_size_that_differ_by_rank_are_probed():
+    asked = {check.name for check in probes(registry.load("torch-fsdp2"), "unused_parameters_differ")}
+    assert {"unused.units_swapped_between_ranks", "unused.parameters_swapped_between_ranks"} <= asked
+
+
+def test_strategies_that_are_not_claimed_are_probed_by_training_under_them():
+    asked = probes(registry.load("torch-ddp"), "full_shard")
+    assert asked
+    assert {check.strategies for check in asked} == {("full_shard",)}
