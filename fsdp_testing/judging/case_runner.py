@@ -23,7 +23,7 @@ from fsdp_testing.judging.judge import Judgement, Review, judge
 from fsdp_testing.judging.numbers import Numbers, compare_numbers
 from fsdp_testing.pool import Pool, WorldOutcome, default_pool
 from fsdp_testing.programs import rank_jobs
-from fsdp_testing.programs.fitting import as_observed, fitted
+from fsdp_testing.programs.fitting import as_observed, fitted, oracle_view
 from fsdp_testing.records import (
     LOSES_RANKS,
     Case,
@@ -34,7 +34,6 @@ from fsdp_testing.records import (
     RankObservation,
     Verdict,
     WorldSpec,
-    WrappingPlan,
 )
 from fsdp_testing.run import raise_unless_ok
 
@@ -228,7 +227,7 @@ class CaseRunner:
         return self._free_expectation(case, observe_all=observe_all)
 
     def _free_expectation(self, case: Case, *, observe_all: bool) -> Expectation:
-        key = f"{_oracle_view(case).identity}/{observe_all}"
+        key = f"{oracle_view(case).identity}/{observe_all}"
         if key not in self._expectations:
             self._expectations[key] = self._ask_oracle(rank_jobs.expect_free, (case, observe_all), case)
             if len(self._expectations) > _ORACLE_CACHE:
@@ -257,12 +256,6 @@ def _observations(outcome: WorldOutcome) -> tuple[RankObservation, ...]:
     """What ranks reported, by rank."""
     found = [rank for rank in outcome.ranks if isinstance(rank.value, RankObservation)]
     return tuple(rank.value for rank in sorted(found, key=lambda rank: rank.rank))
-
-
-def _oracle_view(case: Case) -> Case:
-    """What the oracle's free replay depends on; it knows no strategy, wrapping or offload."""
-    world = WorldSpec(case.world.size)
-    return replace(case, world=world, strategy="no_shard", wrapping=WrappingPlan(), cpu_offload=False)
 
 
 def _reason(found: Judgement) -> str:
