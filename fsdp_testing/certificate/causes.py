@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_testing.campaign.investigation import Investigated, Investigator
@@ -69,24 +69,34 @@ class CauseFinder:
         self._lane = certificate.lane()
         self._besides: dict[Cell, Mark | None] = {}
         self._simplest: dict[Cell, Cell] = {}
+        self.unexplained = 0
 
     def find(self) -> list[CellCause]:
-        """Return the causes, the one of most cells first."""
+        """Return the causes, the one of most cells first. `unexplained` has the cells for which there was no time."""
         led: dict[Cell, int] = {}
-        for cell in self._verdicts.failing():
+        # Simple cells first: others are followed to them.
+        for cell in sorted(self._verdicts.failing(), key=_simplicity):
             end = self._follow(cell)
-            led[end] = led.get(end, 0) + 1
+            if end is None:
+                self.unexplained += 1
+            else:
+                led[end] = led.get(end, 0) + 1
         found: dict[Hashable, CellCause] = {}
-        for cell, count in sorted(led.items(), key=lambda item: (len(item[0].schedule), item[0].size, item[0])):
+        for cell, count in sorted(led.items(), key=lambda item: _simplicity(item[0])):
             key, cause = self._looked_at(cell, count)
             before = found.get(key)
             found[key] = cause if before is None else replace(before, cells=before.cells + count)
         return sorted(found.values(), key=lambda cause: -cause.cells)
 
-    def _follow(self, cell: Cell) -> Cell:
+    def _follow(self, cell: Cell) -> Cell | None:
+        """Return the simplest cell to which this one leads; None if the time is up."""
         path = [cell]
         while path[-1] not in self._simplest:
-            after = next(self._alike(path[-1]), None)
+            nearer = [one for one in simpler(path[-1]) if self._certificate.runner.claimed(one)]
+            if not self._ask(nearer):
+                return None
+            mark = self._mark(path[-1])
+            after = next((one for one in nearer if _are_alike(mark, self._mark(one))), None)
             if after is None:
                 self._simplest[path[-1]] = path[-1]
             else:
@@ -95,16 +105,15 @@ class CauseFinder:
         self._simplest |= dict.fromkeys(path, end)
         return end
 
-    def _alike(self, cell: Cell) -> Iterator[Cell]:
-        """Yield the cells that are simpler in one way and fail alike; those that were not asked run now."""
-        mark = self._mark(cell)
-        nearer = [one for one in simpler(cell) if self._certificate.runner.claimed(one)]
-        asked = [one for one in nearer if one not in self._verdicts.ran and one not in self._besides]
+    def _ask(self, cells: Sequence[Cell]) -> bool:
+        """Run those of the cells that have not run; return whether there was time."""
+        asked = [one for one in cells if one not in self._verdicts.ran and one not in self._besides]
         for size in sorted({one.size for one in asked}):
-            if time.monotonic() < self._until:
-                job = tuple(one for one in asked if one.size == size)
-                self._besides |= dict(self._certificate.runner.run(self._lane, job))
-        yield from (one for one in nearer if _are_alike(mark, self._mark(one)))
+            if time.monotonic() >= self._until:
+                return False
+            job = tuple(one for one in asked if one.size == size)
+            self._besides |= dict(self._certificate.runner.run(self._lane, job))
+        return True
 
     def _mark(self, cell: Cell) -> Mark | None:
         return self._verdicts.marks.get(cell) or self._besides.get(cell)
@@ -138,6 +147,10 @@ def _told(plain: CellCause, found: Investigated | None) -> tuple[Hashable, CellC
     if found.known is not None:
         return found.known.name, replace(plain, known=found.known.name, link=found.known.link)
     return (found.discovery.key if found.discovery is not None else plain.cell), plain
+
+
+def _simplicity(cell: Cell) -> tuple[object, ...]:
+    return (len(cell.schedule), cell.size, cell)
 
 
 def _are_alike(one: Mark | None, other: Mark | None) -> bool:

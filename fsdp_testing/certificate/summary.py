@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fsdp_testing.certificate.axes import CLEARING, DTYPES, EVERY_RANK, TRAITS, UNITS, Cell, schedules, skips
 from fsdp_testing.certificate.cases import needs_of
-from fsdp_testing.certificate.causes import CellCause
+from fsdp_testing.certificate.causes import CauseFinder, CellCause
 from fsdp_testing.certificate.cube import blocks, stands_for
 from fsdp_testing.certificate.verdicts import FAILS, HOLDS, REFUSED, UNKNOWN, Verdicts
 from fsdp_testing.implementations.adapter import Adapter
@@ -37,6 +37,7 @@ class Summary:
         unequal: Names of those pairs whose verdicts differ.
         reasons: Why cells are refused or unknown -> how many.
         causes: Why cells fail.
+        unexplained: Cells that fail and were not followed to a cause, for want of time.
         failing: Names of the cells that fail.
         seconds: Time spent, over all runs.
     """
@@ -54,6 +55,7 @@ class Summary:
     unequal: tuple[tuple[str, str], ...]
     reasons: Mapping[str, int]
     causes: tuple[CellCause, ...]
+    unexplained: int
     failing: tuple[str, ...]
     seconds: float
 
@@ -94,6 +96,8 @@ class Summary:
         if self.pairs:
             differ = f"the verdicts of {len(self.unequal)} differ" if self.unequal else "all verdicts agree"
             found.append(f"{self.pairs:,} cells ran beside the one that stands for them: {differ}.")
+        if self.unexplained:
+            found.append(f"{self.unexplained:,} cells that fail were not followed to a cause: --explain ended that.")
         return found
 
     def to_json(self) -> str:
@@ -101,10 +105,8 @@ class Summary:
         return to_json({"format": FORMAT, "version": VERSION, **encode(self)}, indent=1)
 
 
-def summary_of(
-    verdicts: Verdicts, adapter: Adapter, causes: Sequence[CellCause], environment: Mapping[str, str]
-) -> Summary:
-    """Return what a certificate says."""
+def summary_of(verdicts: Verdicts, adapter: Adapter, finder: CauseFinder, environment: Mapping[str, str]) -> Summary:
+    """Return what a certificate says; looks for causes now."""
     cells = [cell for block in blocks() for cell in block.cells()]
     missing = Counter(", ".join(sorted(needs_of(cell) - adapter.capabilities)) for cell in cells)
     del missing[""]
@@ -122,7 +124,8 @@ def summary_of(
         pairs=len(verdicts.symmetric_pairs()),
         unequal=tuple((one.name, other.name) for one, other in verdicts.unequal_pairs()),
         reasons=dict(Counter(mark.reason for mark in verdicts.marks.values() if mark.status != FAILS).most_common()),
-        causes=tuple(causes),
+        causes=tuple(finder.find()),
+        unexplained=finder.unexplained,
         failing=tuple(cell.name for cell in verdicts.failing()),
         seconds=verdicts.seconds,
     )

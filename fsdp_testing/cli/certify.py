@@ -151,8 +151,8 @@ def _made(certificate: Certificate, console: Console, explain: float) -> Summary
         verdicts = certificate.run(show)
         progress.update(task, description="looking for causes")
         adapter = certificate.plan.implementation
-        causes = CauseFinder(certificate, shipped_known(adapter.built_on), explain).find()
-    return summary_of(verdicts, adapter, causes, environment())
+        finder = CauseFinder(certificate, shipped_known(adapter.built_on), explain)
+        return summary_of(verdicts, adapter, finder, environment())
 
 
 def _print(console: Console, summary: Summary) -> None:
