@@ -124,9 +124,10 @@ class CauseFinder:
         assert mark.signature is not None
         capabilities = self._certificate.plan.implementation.capabilities
         plain = CellCause(cell, count, str(mark.signature), mark.reason, case_of(cell, capabilities))
+        rule = self._known.recognize(mark.signature, plain.case)
         left = self._until - time.monotonic()
-        if left <= 0:
-            return cell, plain
+        if rule is not None or left <= 0:
+            return _told(plain, Investigated(mark.signature, known=rule))
         investigator = Investigator(
             self._certificate.plan.implementation.reference,
             lambda case: legal_case(case, capabilities),
@@ -144,9 +145,10 @@ def _told(plain: CellCause, found: Investigated | None) -> tuple[Hashable, CellC
     if found.discovery is not None:
         one = found.discovery
         plain = replace(plain, signature=str(one.signature), reason=one.reason, case=one.case, shortened=one.confirmed)
+    key = found.discovery.key if found.discovery is not None else plain.cell
     if found.known is not None:
-        return found.known.name, replace(plain, known=found.known.name, link=found.known.link)
-    return (found.discovery.key if found.discovery is not None else plain.cell), plain
+        key, plain = found.known.name, replace(plain, known=found.known.name, link=found.known.link)
+    return key, plain
 
 
 def _simplicity(cell: Cell) -> tuple[object, ...]:

@@ -39,7 +39,7 @@ def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParse
     what.add_argument("--shard", type=shard, default=(1, 1), metavar="I/N", help="the I-th of N parts, for N machines")
     what.add_argument("--cells", type=count, metavar="N", help="end after about N cells")
     what.add_argument("--seconds", type=seconds, metavar="N", help="end after N seconds")
-    add_timeout(what, 30.0)
+    add_timeout(what, 60.0)
     what.add_argument(
         "--explain",
         type=allowance,
