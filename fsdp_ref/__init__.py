@@ -5,7 +5,13 @@
 """
 
 from fsdp_ref.api.fully_shard import fully_shard
-from fsdp_ref.api.trees import clip_grad_norm_, no_sync, register_comm_hook, unshard_params
+from fsdp_ref.api.trees import (
+    clip_grad_norm_,
+    no_sync,
+    register_comm_hook,
+    register_fsdp_forward_method,
+    unshard_params,
+)
 from fsdp_ref.api.wrapper import FullyShardedDataParallel
 from fsdp_ref.config import (
     BackwardPrefetch,
@@ -48,5 +54,6 @@ __all__ = [
     "fully_shard",
     "no_sync",
     "register_comm_hook",
+    "register_fsdp_forward_method",
     "unshard_params",
 ]

@@ -1,8 +1,8 @@
 """What has been applied to a module, and where in a tree are the units?
 
-A module carries two things of ours in its ``__dict__``, outside its parameters, buffers and children: the unit that
-it is (if it is one), and an ordered registry of the composable APIs that were applied to it. They live on the module,
-not in a table of ours, so that they die with it.
+A module carries up to three things of ours in its ``__dict__``, outside its parameters, buffers and children: the unit
+that it is, the units that own its parameters, and an ordered registry of the composable APIs that were applied to it.
+They live on the module, not in a table of ours, so that they die with it and are copied with it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fsdp_ref.runtime.unit import Unit
 
 UNIT_KEY: Final = "_fsdp_ref_unit"
+OWNERS_KEY: Final = "_fsdp_ref_owners"
 REGISTRY_KEY: Final = "_fsdp_ref_registry"
 REPLICATE: Final = "replicate"
 """Name under which the replicating API registers itself."""
@@ -30,6 +31,12 @@ def unit_of(module: nn.Module) -> Unit | None:
 def set_unit(module: nn.Module, unit: Unit) -> None:
     """Make ``module`` known as ``unit`` (bypasses ``__setattr__``, which would register a unit that is a module)."""
     module.__dict__[UNIT_KEY] = unit
+
+
+def owners_of(module: nn.Module) -> dict[Unit, list[str]]:
+    """Return the units that ``module`` is part of, each with the names of the parameters that it owns there; to be added to."""
+    owners: dict[Unit, list[str]] = module.__dict__.setdefault(OWNERS_KEY, {})
+    return owners
 
 
 def registry_of(module: nn.Module) -> Mapping[str, Any] | None:

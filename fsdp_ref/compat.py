@@ -142,6 +142,11 @@ class RunningCall:
                 found = frame
         return cls(found)
 
+    def is_around(self) -> bool:
+        """Return whether the function that asks was called from this call, or from the one that it is a part of."""
+        asking = sys._getframe(2)
+        return asking is self._frame or asking is self._frame.f_back
+
     def ended(self) -> bool:
         """Return whether the call is over."""
         try:

@@ -1,15 +1,16 @@
-"""How does ``model.state_dict()`` return what the plain module would, and how is such a dict loaded?
+"""How does ``state_dict()`` return what the plain module would, and how is such a dict loaded?
 
-Through the module's own state-dict hooks, the same for the wrapper and the composable API and unit by unit: a unit's
-parameters are summoned before its module is visited, copied out (or written back) after it, and names lose the wrappers'
-prefixes. Every rank gets everything, and all ranks must call.
+Through the module's own state-dict hooks, the same for the wrapper and the composable API and unit by unit. Every module
+that shows parameters of a unit has them, so that the state of any part is full: the outermost one summons the unit, each
+copies its own parameters out (or has them written back), and names lose the wrappers' prefixes. Every rank gets
+everything, and all ranks must call.
 
 Other forms (sharded, local, rank 0 only) and optimizer state are not there yet; they raise, naming themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_ref.access.summon import SummonOptions, summon
-from fsdp_ref.annotations import unit_of
+from fsdp_ref.annotations import owners_of, unit_of
 from fsdp_ref.compat import RunningCall
 from fsdp_ref.errors import UnsupportedError
 from fsdp_ref.naming import FSDP_WRAPPED_MODULE, clean_tensor_name, join_fqn
@@ -27,15 +28,27 @@ from fsdp_ref.states import UnitState
 
 
 class OpenState:
-    """What one unit undoes when its part of a state has been collected or loaded.
+    """A unit that is summoned while part of a state is collected or loaded.
 
-    The hook that does so does not come when collecting raised: ``collecting`` says so at the unit's next use.
+    The hook that ends it does not come when collecting raised: ``collecting`` says so at the unit's next use.
+
+    Attributes:
+        module: the outermost module of that part; its hook ends it.
     """
 
-    def __init__(self, summoned: AbstractContextManager[None], *, fresh: bool) -> None:
+    def __init__(self, module: nn.Module, summoned: AbstractContextManager[None], *, fresh: bool) -> None:
+        self.module = module
         self._summoned = summoned
         self._fresh = fresh
+        self._copies: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}
         self.collecting = RunningCall.of_outermost_module_method()
+
+    def copy(self, value: Tensor) -> Tensor:
+        """Return a copy of a summoned parameter, whose memory goes; one for all names of a tied parameter."""
+        place = (value.data_ptr(), value.shape, value.dtype)
+        if place not in self._copies or not value.numel():
+            self._copies[place] = value.detach().clone()
+        return self._copies[place]
 
     def close(self, unit: Unit) -> None:
         """Keep edits, show and free as before, and forget a root that was only made for this."""
@@ -47,12 +60,25 @@ class OpenState:
                 unit.root.disband()
 
 
-def install(module: nn.Module) -> None:
-    """Give the module that users call for a unit its hooks, when the unit is made; a copy of the module has them too."""
-    module.register_state_dict_pre_hook(_before_save)
-    module.register_state_dict_post_hook(_after_save)
-    module.register_load_state_dict_pre_hook(_before_load)
-    module.register_load_state_dict_post_hook(_after_load)
+def install(units: Iterable[Unit]) -> None:
+    """Give the modules of new units, and those that users call for them, their hooks; copies of them have hooks too."""
+    for unit in units:
+        names: dict[nn.Module, list[str]] = {module: [] for module in (unit.holder, *unit.modules)}
+        sites = [] if unit.handle is None else [s for managed in unit.handle.originals.managed for s in managed.sites]
+        elsewhere = {site.module for site in sites} - set(names)
+        if elsewhere:  # a tied parameter, in modules of units below: whoever is around them summons this unit first
+            around = [module for module in unit.module.modules() if not elsewhere.isdisjoint(module.modules())]
+            names |= {module: [] for module in around if module not in names}
+        for site in sites:
+            names[site.module].append(site.name)
+        for module, params in names.items():
+            owners = owners_of(module)
+            if not owners:
+                module.register_state_dict_pre_hook(_before_save)
+                module.register_state_dict_post_hook(_after_save)
+                module.register_load_state_dict_pre_hook(_before_load)
+                module.register_load_state_dict_post_hook(_after_load)
+            owners[unit] = params
 
 
 def not_yet(name: str) -> Callable[..., NoReturn]:
@@ -72,23 +98,27 @@ def not_yet(name: str) -> Callable[..., NoReturn]:
 
 
 def _enter(module: nn.Module, *, writeback: bool) -> None:
-    """Summon the module's own unit, so that beside the state itself only this unit and those around it are full."""
-    unit = unit_of(module)
-    if unit is None:
-        return
-    close_ended(unit)
-    if unit.state is UnitState.SUMMONED:
-        return  # the user has summoned it, and says when edits are kept
-    fresh = unit.root is None
-    summoned = summon(module, SummonOptions(recurse=False, writeback=writeback))
-    summoned.__enter__()
-    unit.open_state = OpenState(summoned, fresh=fresh)
+    """Summon the units that own parameters of the module: beside the state itself only they and those around are full."""
+    for unit in reversed(
+        owners_of(module)
+    ):  # units were made children first, and the outermost decides which is the root
+        if unit.handle is None or (unit.open_state is not None and not unit.open_state.collecting.ended()):
+            continue
+        close_ended(unit)
+        if unit.state is UnitState.SUMMONED:
+            continue  # the user has summoned it, and says when edits are kept
+        fresh = unit.root is None
+        summoned = summon(unit.holder, SummonOptions(recurse=False, writeback=writeback))
+        summoned.__enter__()
+        unit.open_state = OpenState(module, summoned, fresh=fresh)
 
 
-def _leave(unit: Unit) -> None:
-    open_state, unit.open_state = unit.open_state, None
-    if open_state is not None:
-        open_state.close(unit)
+def _leave(module: nn.Module) -> None:
+    for unit in owners_of(module):
+        open_state = unit.open_state
+        if open_state is not None and open_state.module is module:
+            unit.open_state = None
+            open_state.close(unit)
 
 
 def _before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -96,43 +126,17 @@ def _before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def _after_save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    unit = unit_of(module)
-    if unit is None:
-        return
+    for unit, names in owners_of(module).items():
+        for key in [prefix + name for name in names] if unit.open_state is not None else ():
+            if isinstance(state.get(key), Tensor):
+                state[key] = unit.open_state.copy(state[key])
+        for name in module._buffers:  # those that were cast in their own dtype
+            dtype = unit.buffers.original_dtype(module, name)
+            if dtype is not None and prefix + name in state:
+                state[prefix + name] = state[prefix + name].to(dtype)
     if FSDP_WRAPPED_MODULE in module._modules:
         _rename(state, prefix, clean_tensor_name)
-    if unit.open_state is not None:
-        _copy_out(unit, state, prefix)
-        _leave(unit)
-
-
-def _copy_out(unit: Unit, state: dict[str, Any], prefix: str) -> None:
-    """Replace views of summoned parameters by copies, and buffers that were cast by values in their own dtype."""
-    copies: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}
-    for key in _managed_keys(unit, prefix):
-        value = state.get(key)
-        if isinstance(value, Tensor):
-            place = (value.data_ptr(), value.shape, value.dtype)
-            if place not in copies or not value.numel():
-                copies[place] = value.detach().clone()
-            state[key] = copies[place]
-    names = {child: name for name, child in unit.module.named_modules()}
-    for child in unit.modules:
-        for name, buffer in child.named_buffers(recurse=False):
-            dtype = unit.buffers.original_dtype(child, name)
-            key = prefix + clean_tensor_name(join_fqn(names.get(child, ""), name))
-            if dtype is not None and dtype != buffer.dtype and key in state:
-                state[key] = state[key].to(dtype)
-
-
-def _managed_keys(unit: Unit, prefix: str) -> Iterator[str]:
-    """Yield the keys of the unit's parameters, aliases included, as users know them."""
-    if unit.handle is None:
-        return
-    managed = {id(value) for _, _, value in unit.handle.originals.site_values()}
-    for name, param in nn.Module.named_parameters(unit.holder, remove_duplicate=False):
-        if id(param) in managed:
-            yield prefix + clean_tensor_name(name)
+    _leave(module)
 
 
 def _rename(state: dict[str, Any], prefix: str, change: Callable[[str], str]) -> None:
@@ -148,8 +152,7 @@ def _before_load(module: nn.Module, state: dict[str, Any], prefix: str, *rest: A
 
 
 def _after_load(module: nn.Module, incompatible: Any) -> None:
-    for names in (incompatible.missing_keys, incompatible.unexpected_keys):
-        names[:] = [clean_tensor_name(name) for name in names]
-    unit = unit_of(module)
-    if unit is not None:
-        _leave(unit)
+    if unit_of(module) is not None:
+        for names in (incompatible.missing_keys, incompatible.unexpected_keys):
+            names[:] = [clean_tensor_name(name) for name in names]
+    _leave(module)

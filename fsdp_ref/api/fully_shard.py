@@ -97,7 +97,9 @@ def fully_shard(
         device_mesh=device_mesh,
     )
     ignored = resolve_ignored(module, ignored_modules)
-    fully_shard.state(module).unit = attach(module, options, _hook, policy=policy, ignored=ignored, composable=True)
+    units = attach(module, options, _hook, policy=policy, ignored=ignored, composable=True)
+    install(units)
+    fully_shard.state(module).unit = units[-1]
     return module
 
 
@@ -120,7 +122,6 @@ def _hook(planned: PlannedUnit) -> nn.Module:
     # First before and last after forward, so that hooks of other APIs see full parameters.
     planned.module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
     planned.module.register_forward_hook(hooks.after, always_call=True)
-    install(planned.module)
     return planned.module
 
 
@@ -128,7 +129,8 @@ class _ForwardHooks:
     """The hooks of one module.
 
     ``after`` is also called when forward raised; it knows by the exception that is being handled then and was not when
-    forward began.
+    forward began. Then, too, when ``before`` was not called, because a global hook that comes before all hooks of modules
+    raised: the call that is open is another one then, and goes on.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -150,8 +152,11 @@ class _ForwardHooks:
         """Run after everything else of the module's call."""
         if not self._open:
             return output  # ``before`` itself raised
-        frame, handled = self._open.pop()
-        if sys.exception() is not handled:
+        frame, handled = self._open[-1]
+        if sys.exception() is handled:
+            self._open.pop()
+            return exit_forward(frame, output)
+        if frame.running is not None and frame.running.is_around():
+            self._open.pop()
             calls.abort(frame)
-            return output
-        return exit_forward(frame, output)
+        return output

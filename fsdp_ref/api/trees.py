@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
 from fsdp_ref.access.summon import SummonOptions, summon
-from fsdp_ref.annotations import units_under
+from fsdp_ref.annotations import unit_of, units_under
 from fsdp_ref.errors import FsdpValueError, explain, listing
 from fsdp_ref.runtime import reduction_settings
+from fsdp_ref.runtime.forward import call_unit
 from fsdp_ref.runtime.unit import Unit
 from fsdp_ref.training import clip
 
@@ -83,6 +86,42 @@ def register_comm_hook(module: nn.Module, state: Any, hook: Callable[..., Any]) 
     """
     for unit in _outermost_units(module, "register_comm_hook"):
         reduction_settings.register_comm_hook(unit, state, hook)
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a method of a unit other than ``forward`` run as its forward does: with full parameters and reduced gradients.
+
+    Args:
+        module: What users call: a wrapper, or a module that ``fully_shard`` was applied to; nothing happens for another.
+        method_name: The method, of the wrapped module for a wrapper. Hooks of the module do not run around it.
+
+    Raises:
+        FsdpValueError: There is no such method.
+
+    Collectives:
+        None here; the method's are those of a forward.
+    """
+    unit = unit_of(module)
+    if unit is None:
+        return
+    if not callable(getattr(unit.module, method_name, None)):
+        raise FsdpValueError(
+            explain(
+                "register_fsdp_forward_method",
+                expected=f"a method of {type(unit.module).__name__}",
+                got=repr(method_name),
+                remedy="Check the spelling",
+            )
+        )
+    module.__dict__[method_name] = MethodType(partial(_run_as_forward, method_name), module)
+
+
+def _run_as_forward(name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    unit = unit_of(module)
+    assert unit is not None  # looked up anew, since a copy of the module is a unit of its own
+    # A composable unit's own attribute is this function; what it stands for is the class's.
+    method = getattr(type(module), name).__get__(module) if unit.module is module else getattr(unit.module, name)
+    return call_unit(unit, method, args, kwargs)
 
 
 def unshard_params(

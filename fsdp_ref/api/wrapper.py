@@ -102,13 +102,12 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
             "device_mesh": device_mesh,
         }
         ignored = resolve_ignored(module, ignored_modules, ignored_states)
-        attach(module, options, _Wrapping(self, module), policy=auto_wrap_policy, ignored=ignored)
+        install(attach(module, options, _Wrapping(self, module), policy=auto_wrap_policy, ignored=ignored))
 
     def _wrap(self, module: nn.Module) -> FullyShardedDataParallel:
         """Become the wrapper of ``module``; the caller gives it its unit."""
         setattr(self, FSDP_WRAPPED_MODULE, module)
         self.training = module.training
-        install(self)
         return self
 
     # ------------------------------------------------------------------ running

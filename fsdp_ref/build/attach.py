@@ -34,8 +34,8 @@ def attach(
     policy: Any = None,
     ignored: Ignored,
     composable: bool = False,
-) -> Unit:
-    """Make ``module``, and what ``policy`` chooses below it, units; return that of ``module``.
+) -> list[Unit]:
+    """Make ``module``, and what ``policy`` chooses below it, units; return them, that of ``module`` last.
 
     Args:
         module: What the API was called on.
@@ -58,8 +58,7 @@ def attach(
         check_frozen(plan, use_orig_params=bool(options["use_orig_params"]))
     resolved = resolve_units(plan, automatic=policy is not None, composable=composable)
     params = materialize_units(resolved, ignored)
-    units = {each.planned.module: _make(each, params[each.planned.module], connect, ignored) for each in resolved[::-1]}
-    return units[module]
+    return [_make(each, params[each.planned.module], connect, ignored) for each in resolved[::-1]]
 
 
 def _make(unit: ResolvedUnit, params: Sequence[ManagedParam], connect: Connect, ignored: Ignored) -> Unit:

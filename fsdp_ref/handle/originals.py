@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fsdp_ref.errors import FsdpRuntimeError, explain
 from fsdp_ref.naming import FLAT_PARAM
+from fsdp_ref.states import LifeCycle, UnitState
 from fsdp_ref.storage.param_sites import ManagedParam, ParamSite
 from fsdp_ref.storage.views import SiteWriters, flat_views, mark_flattened, reshape_sites, set_data, set_flat_param
 
@@ -36,6 +38,44 @@ class Shown(Enum):
     """Tracked views, inside forward or backward."""
     SUMMONED = auto()
     """Parameters over a buffer that a user may edit."""
+
+
+class OutsideGradient:
+    """A hook on what users see as a parameter: no computation outside of its unit's forward may give it a gradient.
+
+    Autograd would add it to ``.grad`` on this rank alone, and silently: a method other than ``forward`` finds whole
+    parameters where nothing is sharded. In a summon that is what its user asks for.
+    """
+
+    __slots__ = ("_life", "_name")
+
+    def __init__(self, life: LifeCycle, name: str) -> None:
+        self._life = life
+        self._name = name
+
+    @classmethod
+    def guard(cls, param: nn.Parameter, life: LifeCycle, name: str) -> None:
+        """Put one on ``param``; a hook can be put on a frozen parameter only while it is not, and stays when it is thawed."""
+        wanted = param.requires_grad
+        param.requires_grad_(True).register_hook(cls(life, name))
+        param.requires_grad_(wanted)
+
+    def __call__(self, grad: Tensor) -> None:
+        """Refuse.
+
+        Raises:
+            FsdpRuntimeError: Unless the unit is summoned.
+        """
+        if self._life.state is not UnitState.SUMMONED:
+            raise FsdpRuntimeError(
+                explain(
+                    f"gradient of {self._name!r}",
+                    expected="one that comes through the forward of its unit, to be averaged over ranks",
+                    got="one of a computation outside of it, which would stay on this rank",
+                    remedy="Register methods other than forward with register_fsdp_forward_method(module, name), and "
+                    "compute penalties on parameters in forward",
+                )
+            )
 
 
 class Originals:
@@ -63,6 +103,10 @@ class Originals:
             for piece in handle.shard_map.param_spans(handle.shard_rank)
         }
         self._shard_views: list[Tensor] | None = None
+        for index, param in enumerate(self.params if self.use_orig_params else [handle.flat_param]):
+            OutsideGradient.guard(
+                param, handle.life, handle.fqns[index] if self.use_orig_params else "the flat parameter"
+            )
 
     @property
     def _writers(self) -> SiteWriters:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fsdp_ref.errors import FsdpRuntimeError
 from fsdp_ref.handle.flat_handle import FlatHandle
+from fsdp_ref.handle.originals import OutsideGradient
 from fsdp_ref.storage.views import flat_views, set_grad
 
 _IN_BACKWARD = "_in_backward_optimizers"
@@ -26,7 +27,8 @@ def run_tensor_hooks(handle: FlatHandle, grads: Sequence[Tensor | None]) -> list
     if not handle.originals.use_orig_params:
         return _flat_hooks(handle, result)
     for index, param in enumerate(handle.originals.params):
-        if param._backward_hooks and result[index] is not None:
+        # One hook is ours (``OutsideGradient``).
+        if param._backward_hooks is not None and len(param._backward_hooks) > 1 and result[index] is not None:
             result[index] = _run(param, result[index])
     return result
 
@@ -34,7 +36,7 @@ def run_tensor_hooks(handle: FlatHandle, grads: Sequence[Tensor | None]) -> list
 def _flat_hooks(handle: FlatHandle, grads: list[Tensor | None]) -> list[Tensor | None]:
     """A hook on the flat parameter sees the flat gradient."""
     flat = handle.flat_param
-    if not flat._backward_hooks:
+    if flat._backward_hooks is None or len(flat._backward_hooks) < 2:
         return grads
     local = torch.zeros(handle.layout.numel, dtype=handle.compute_dtype, device=handle.config.device)
     for view, grad in zip(flat_views(local, handle.layout), grads):
@@ -45,8 +47,9 @@ def _flat_hooks(handle: FlatHandle, grads: list[Tensor | None]) -> list[Tensor |
 
 def _run(param: Tensor, grad: Any) -> Tensor:
     for hook in list((param._backward_hooks or {}).values()):
-        replaced = hook(grad)
-        grad = grad if replaced is None else replaced
+        if type(hook) is not OutsideGradient:
+            replaced = hook(grad)
+            grad = grad if replaced is None else replaced
     return grad  # user hooks return tensors
 
 

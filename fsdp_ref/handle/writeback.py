@@ -20,7 +20,7 @@ from fsdp_ref.errors import (
     listing,
 )
 from fsdp_ref.handle.flat_handle import FlatHandle
-from fsdp_ref.handle.originals import Shown
+from fsdp_ref.handle.originals import OutsideGradient, Shown
 from fsdp_ref.storage.views import mark_flattened
 
 
@@ -140,6 +140,7 @@ def _adopt_replaced(handle: FlatHandle) -> None:
         value = places[0][1]
         if isinstance(value, nn.Parameter) and value is not originals.params[index]:
             mark_flattened(value)
+            OutsideGradient.guard(value, handle.life, handle.fqns[index])
             originals.params[index] = value
 
 

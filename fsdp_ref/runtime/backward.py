@@ -17,12 +17,13 @@ from torch import Tensor
 from fsdp_ref.autograd.graph_hooks import InputsWatch, OutputHook, TakenInputs
 from fsdp_ref.compat import labelled
 from fsdp_ref.config import BackwardPrefetch
-from fsdp_ref.errors import UnshardConflictError, explain
+from fsdp_ref.errors import ExecutionOrderError, UnshardConflictError, explain
 from fsdp_ref.handle.gradients import dense
 from fsdp_ref.handle.param_hooks import run_after_accumulation, run_tensor_hooks
 from fsdp_ref.handle.writeback import absorb_params, check_unchanged
 from fsdp_ref.runtime import prefetch
 from fsdp_ref.runtime.events import UnitEventKind
+from fsdp_ref.runtime.execution_order import ExecutionOrder
 from fsdp_ref.runtime.unit import Ahead, Unit
 from fsdp_ref.states import READABLE, ReshardReason, UnitState
 from fsdp_ref.storage.precision import map_tensors
@@ -200,6 +201,8 @@ def end_backward(root: Root) -> None:
             root.partial.pop(unit)
             _complete(root, unit, _nothing_new(unit))
         _reduce_leftovers(root)
+        device = root.unit.config.device
+        root.wire_order.start(device)
         root.sync.finish()
         # From here on the current stream, on which the optimizer runs, sees reduced gradients.
         root.streams.compute_after_reduce()
@@ -212,8 +215,22 @@ def end_backward(root: Root) -> None:
                 unit.end_pass()
             else:
                 unit.reshard(ReshardReason.AFTER_BACKWARD)
+        if device.type == "cpu":
+            # Elsewhere the next forward asks: the host would stop here for what the device has yet to do.
+            _check_wire_order(root)
         publish(root.in_pass)
         root.in_pass.clear()
+
+
+def _check_wire_order(root: Root) -> None:
+    try:
+        root.wire_order.finish()
+    except ExecutionOrderError:
+        root.order = ExecutionOrder()  # ranks recorded different ones, and would gather ahead what others do not
+        for unit in root.in_pass:
+            if unit.handle is not None:
+                unit.handle.grads.forget()
+        raise
 
 
 def _reduce_leftovers(root: Root) -> None:

@@ -55,7 +55,7 @@ def enter_forward(
             )
         )
     if unit.life.state is UnitState.FORWARD:
-        return Frame(unit, root, nested=True), args, kwargs
+        return Frame(unit, root, nested=True, running=running), args, kwargs
     replay = compat.in_backward()
     frame = Frame(unit, root, nested=False, replay=replay, outermost=not replay and not root.calls, running=running)
     root.calls.append(frame)

@@ -25,6 +25,7 @@ from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.gradients import fill_flat
 from fsdp_ref.runtime.events import UnitEventKind
 from fsdp_ref.runtime.unit import Unit
+from fsdp_ref.runtime.wire_order import REDUCE
 from fsdp_ref.storage.scratch import ScratchPool
 
 IN_FLIGHT = 2
@@ -37,7 +38,9 @@ class _Reduction:
     """One gradient on its way: summed over one group after the other, then divided and added to the store."""
 
     def __init__(self, unit: Unit, sent: Tensor | None, out_S: Tensor, pending: Pending, after: float) -> None:
+        assert unit.handle is not None  # only units with parameters reduce
         self.unit = unit
+        self._used = unit.handle.grads.taken
         self._sent = sent
         self._out_S = out_S
         self._pending = pending
@@ -64,6 +67,8 @@ class _Reduction:
         # On the stream that the sum arrives on, so that compute waits for it once, at the end of backward.
         with handle.streams.post_backward(), torch.no_grad():
             self._wait()
+            # Before the division, which may underflow to -0.0 (see [Note: marks of use]).
+            handle.grads.note_use(self._used, self._out_S)
             divide(self._out_S, self._after)
             handle.grads.add_reduced(self._out_S)
 
@@ -106,6 +111,8 @@ class GradSync:
         handle = unit.handle
         assert handle is not None  # only units with parameters have gradients
         unit.note(UnitEventKind.REDUCE)
+        if unit.root is not None:
+            unit.root.wire_order.notes.append((unit, REDUCE))
         streams = handle.streams
         # Gradients were made by kernels of the current stream and are read on the post-backward stream, which therefore
         # waits; autograd frees them when this returns, and the allocator must not hand their memory out before.
@@ -160,6 +167,8 @@ class GradSync:
         else:
             out_S = sent_F
             hook(unit.comm_hook_state, out_S)
+        # Casts of a compressing hook may underflow to -0.0 on one rank: all ranks believe the sum.
+        handle.grads.note_use([False] * len(handle.grads.taken) if low else handle.grads.taken, out_S)
         handle.grads.add_reduced(out_S)
 
     def finish(self) -> None:
@@ -174,18 +183,18 @@ class GradSync:
 
 
 def gather_local(handle: FlatHandle, grads: Sequence[Tensor | None], dtype: torch.dtype, divisor: float) -> Tensor:
-    """Return all local gradients as one flat tensor in ``dtype``, divided by ``divisor``, padding zero."""
+    """Return all local gradients as one flat tensor in ``dtype``, divided by ``divisor``, padding zero, uses marked."""
     kept_F = handle.grads.take_local(grads)
     if kept_F is None:
         flat_F = SCRATCH.take(handle.shard_map.padded_numel, dtype, handle.config.device)
         fill_flat(flat_F, handle.layout, grads, divisor)
-        return flat_F
-    # Made by kernels of the current stream in an earlier backward; given up by the store just now.
-    handle.streams.used_by_reduce(kept_F)
-    if kept_F.dtype == dtype and not handle.sharded:
-        flat_F = kept_F
     else:
-        flat_F = SCRATCH.take(handle.shard_map.padded_numel, dtype, handle.config.device)
-        flat_F.copy_(kept_F)
-    divide(flat_F, divisor)
+        # Made by kernels of the current stream in an earlier backward; given up by the store just now.
+        handle.streams.used_by_reduce(kept_F)
+        flat_F = kept_F
+        if kept_F.dtype != dtype or handle.sharded:
+            flat_F = SCRATCH.take(handle.shard_map.padded_numel, dtype, handle.config.device)
+            flat_F.copy_(kept_F)
+        divide(flat_F, divisor)
+    handle.grads.stamp(flat_F)
     return flat_F

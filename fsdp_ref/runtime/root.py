@@ -23,6 +23,7 @@ from fsdp_ref.runtime.calls import Frame, abort_interrupted
 from fsdp_ref.runtime.execution_order import ExecutionOrder
 from fsdp_ref.runtime.grad_sync import GradSync
 from fsdp_ref.runtime.unit import Ahead, Unit
+from fsdp_ref.runtime.wire_order import WireOrder
 from fsdp_ref.states import ReshardReason, UnitState
 
 
@@ -75,6 +76,7 @@ class Root:
         units: all units, depth first.
         order: execution order.
         sync: open gradient reductions.
+        wire_order: for which units this rank communicated, to be compared with other ranks.
         round: counts outermost forward passes.
         calls: forward calls that are open now, outermost first.
         in_pass: units that took part in the present backward pass.
@@ -126,6 +128,7 @@ class Root:
         names = {id(unit): clean_tensor_name(name) for name, _, unit in reversed(found)}
         self.units = units
         self.offloads = any(unit.config.cpu_offload.offload_params for unit in units)
+        self.wire_order = WireOrder(units)
         for position, unit in enumerate(units):
             unit.adopt(self, names.get(id(unit), ""), is_root=unit is root_unit)
             self.index[unit] = position
@@ -146,6 +149,7 @@ class Root:
     def begin_forward(self) -> None:
         """The outermost forward call of this tree begins, outside of any backward."""
         self.recover()
+        self.wire_order.finish()  # on a device: the host does not wait at the end of backward
         for unit in self.units:
             if unit.handle is not None:
                 unit.handle.grads.release()
@@ -253,6 +257,7 @@ class Root:
             return
         self._dirty = False
         self.sync.abandon()
+        self.wire_order.abandon()
         for unit in self.units:
             unit.reshard(ReshardReason.UNUSED)
             unit.end_pass()

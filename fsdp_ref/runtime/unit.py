@@ -21,6 +21,7 @@ from fsdp_ref.errors import FsdpRuntimeError, FsdpTypeError
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.writeback import absorb_params
 from fsdp_ref.runtime.events import OBSERVERS, UnitEvent, UnitEventKind, emit
+from fsdp_ref.runtime.wire_order import GATHER
 from fsdp_ref.states import READABLE, LifeCycle, ReshardReason, TrainingState, UnitState, training_state_of
 from fsdp_ref.storage.precision import BufferCaster
 from fsdp_ref.storage.views import alias
@@ -144,6 +145,8 @@ class Unit:
         """Issue the gather, when one is needed."""
         if self.handle is not None and self.handle.start_unshard():
             self.note(UnitEventKind.GATHER, prefetch=prefetch)
+            if self.handle.sharded and self.root is not None:
+                self.root.wire_order.notes.append((self, GATHER))
 
     def unshard(self) -> None:
         """Have full parameters now."""
@@ -222,7 +225,10 @@ class Unit:
             or self.config.reshards_after_forward
         ):
             return
-        # Shown in full only while no gradient of the shard is there: an optimizer step must find matching shapes.
+        # Shown in full only while no gradient of the shard is there: an optimizer step must find matching shapes. And not
+        # a copy in lower precision: what users make of it (``p.data = p * 2``) would come back rounded.
+        if handle.compute_dtype != handle.precision.original:
+            return
         if self.config.use_orig_params and all(param.grad is None for param in handle.originals.params):
             handle.originals.show_full()
 

@@ -6,31 +6,39 @@ leaves the arithmetic to ``norms``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from fsdp_ref.annotations import is_replicated
+from fsdp_ref.comm.buckets import cut_into_buckets
+from fsdp_ref.comm.collectives import collectives_for
 from fsdp_ref.errors import FsdpRuntimeError, RootError, TrainingStateError, listing
+from fsdp_ref.handle.gradients import dense
 from fsdp_ref.runtime.root import lazy_init
 from fsdp_ref.states import TrainingState
+from fsdp_ref.storage.views import is_flattened
 from fsdp_ref.training.norms import GradientPart, check_norm_type, scale_to, total_norm
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from fsdp_ref.handle.flat_handle import FlatHandle
     from fsdp_ref.runtime.root import Root
     from fsdp_ref.runtime.unit import Unit
+
+_BUCKET_BYTES: Final = 32 * 2**20
 
 
 @torch.no_grad()
 def clip_grad_norm_(unit: Unit, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scale all gradients below a root unit so that their joint norm is at most ``max_norm``.
 
-    Shards count once over their shard group, replicated gradients (NO_SHARD, the replicas of hybrid sharding) once,
-    gradients of parameters that no unit manages once on each rank; padding does not count.
+    Shards count once over their shard group, replicated gradients (NO_SHARD, the replicas of hybrid sharding) once;
+    padding does not count. Nobody averages the gradients of ignored parameters, so they may differ by rank: what counts
+    is their mean, which one process would compute, and each rank scales its own by the common factor.
 
     Args:
         unit: a root unit.
@@ -47,14 +55,17 @@ def clip_grad_norm_(unit: Unit, max_norm: float, norm_type: float = 2.0) -> Tens
         FsdpValueError: a negative or NaN ``norm_type``.
 
     Collectives:
-        One all-reduce per shard group, in the order of units; every rank joins, with or without gradients.
+        One all-reduce per shard group, in the order of units; every rank joins, with or without gradients. Before
+        them, where ignored parameters are trained, one of their size over each group of the root unit.
     """
     p = check_norm_type(norm_type)
     root = lazy_init(unit)
     _check(unit, root)
     parts = _parts(root)
-    norm = total_norm(parts, p, unit.config.device)
+    own = _unmanaged(root, replicated=False)
+    norm = total_norm([*parts, GradientPart(tuple(_means(own, unit)))], p, unit.config.device)
     scale_to([grad for part in parts for grad in part.grads], norm, max_norm)
+    scale_to([param.grad for param in own if param.grad is not None], norm, max_norm)
     home = torch.device("cpu") if unit.config.cpu_offload.offload_params else unit.config.device
     return norm.rounded().to(home)
 
@@ -87,24 +98,36 @@ def _unreduced(handle: FlatHandle) -> bool:
 def _parts(root: Root) -> list[GradientPart]:
     """Sort all gradients: one part per shard group in the order of units, then what every rank holds whole."""
     sharded: dict[dist.ProcessGroup, list[Tensor]] = {}
-    whole: list[Tensor] = []
-    managed: set[Tensor] = set()
+    whole = [param.grad for param in _unmanaged(root, replicated=True) if param.grad is not None]
     for unit in root.units:
         handle = unit.handle
         if handle is None:
             continue
-        managed.update(handle.originals.params)
-        managed.add(handle.flat_param)
         grads = list(_grads(handle))
         if handle.sharded:
             sharded.setdefault(handle.groups.shard, []).extend(grads)
         else:
             whole.extend(grads)
-    whole.extend(
-        param.grad for param in root.unit.holder.parameters() if param.grad is not None and param not in managed
-    )
     parts = [GradientPart(tuple(grads), group) for group, grads in sharded.items()]
     return [*parts, GradientPart(tuple(whole))]
+
+
+def _unmanaged(root: Root, *, replicated: bool) -> list[nn.Parameter]:
+    """Return the trained parameters of no unit: those that replication keeps equal on all ranks, or the ignored others."""
+    module = root.unit.holder
+    equal = {param for part in module.modules() if is_replicated(part) for param in part.parameters()}
+    return [p for p in module.parameters() if p.requires_grad and not is_flattened(p) and (p in equal) is replicated]
+
+
+def _means(params: Sequence[nn.Parameter], unit: Unit) -> Iterator[Tensor]:
+    """Yield the means over ranks of these parameters' gradients, several in one tensor; None counts as zeros."""
+    groups = unit.config.groups
+    for bucket in cut_into_buckets(params, _BUCKET_BYTES):
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else dense(p.grad)).reshape(-1) for p in bucket])
+        for group in (groups.shard, groups.replicate):
+            if group is not None and group.size() > 1:
+                collectives_for(group, flat.device).all_reduce(flat, group, "clip_grad_norm_").wait()
+        yield flat.div_(groups.total_size)
 
 
 def _grads(handle: FlatHandle) -> Iterator[Tensor]:

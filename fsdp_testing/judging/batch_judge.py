@@ -19,7 +19,6 @@ from fsdp_testing.judging.signature import Signature, signature_of
 from fsdp_testing.programs import oracle
 from fsdp_testing.programs.fitting import fitted, oracle_view
 from fsdp_testing.programs.replay import Replay
-from fsdp_testing.programs.replay_point import ReplayPoint
 from fsdp_testing.programs.setup import division_of
 from fsdp_testing.records import RAISES, Case, CaseRecord, FailureKind, Overrun, RankObservation, Verdict
 
@@ -130,10 +129,9 @@ def ask_here(adapter: Adapter, case: Case, ranks: Sequence[RankObservation], *, 
     """
     comparison = comparison_for(case, adapter)
     if not comparison.lockstep:
-        if not comparison.ignore:
-            compared = fast_path_agrees(_undisturbed(case, observe_all=observe_all), ranks, comparison)
-            if compared > 0:
-                return Numbers(Compared(comparisons=compared), fast=True)
+        compared = fast_path_agrees(_undisturbed(case, observe_all=observe_all), ranks, comparison)
+        if compared > 0:
+            return Numbers(Compared(comparisons=compared), fast=True)
         return compare_numbers(case, oracle.expect_free(case, observe_all=observe_all), ranks, comparison)
     division, states = division_of(case, adapter), gathered_state.states(ranks)
     quick = compare_numbers(case, oracle.expect_lockstep(case, division, states, displaced=False), ranks, comparison)
@@ -142,17 +140,18 @@ def ask_here(adapter: Adapter, case: Case, ranks: Sequence[RankObservation], *, 
     return compare_numbers(case, oracle.expect_lockstep(case, division, states), ranks, comparison)
 
 
-_LATEST: dict[tuple[str, bool], list[ReplayPoint]] = {}
+_LATEST: dict[tuple[str, bool], Replay] = {}
 _LATEST_KEPT = 16
 
 
-def _undisturbed(case: Case, *, observe_all: bool) -> list[ReplayPoint]:
-    """Return what the oracle's free replay gives; the last ones are kept, since cases may come that it sees as one."""
+def _undisturbed(case: Case, *, observe_all: bool) -> Replay:
+    """Return the oracle's free replay, run; the last ones are kept, since cases may come that it sees as one."""
     key = (oracle_view(case).identity, observe_all)
-    points = _LATEST.pop(key, None)
-    if points is None:
-        points = Replay(case).run(observe_all=observe_all)
-    _LATEST[key] = points
+    replay = _LATEST.pop(key, None)
+    if replay is None:
+        replay = Replay(case)
+        replay.run(observe_all=observe_all)
+    _LATEST[key] = replay
     if len(_LATEST) > _LATEST_KEPT:
         del _LATEST[next(iter(_LATEST))]
-    return points
+    return replay

@@ -193,7 +193,7 @@ class CaseRunner:
             expectation = self._expectation(asked, seen, observe_all=observe_all)
             return compare_numbers(case, expectation, seen, asked.comparison)
 
-        records = [CaseRecord(0, rank) for rank in ranks]
+        records = [CaseRecord(0, rank, accounts=getattr(rank, "accounts", None)) for rank in ranks]
         return judge(case, records, ask, outcome=outcome, review=mode.review), ranks
 
     def _closer(self, asked: _Question, finding: Finding, first: Answer) -> Answer:

@@ -11,7 +11,9 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_ref import FullyShardedDataParallel as FSDP
 from fsdp_ref import ShardingStrategy, fully_shard
@@ -22,8 +24,6 @@ from fsdp_ref.wrap import ModuleWrapPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    import torch.distributed as dist
 
 APIS = ["flat", "orig", "composable"]
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
@@ -202,6 +202,22 @@ def _watched_collectives() -> Iterator[list[Call]]:
 def watch_collectives() -> Callable[[], contextlib.AbstractContextManager[list[Call]]]:
     """Return a context whose value lists the reference's collectives of this rank while it lasts."""
     return _watched_collectives
+
+
+@pytest.fixture
+def mesh_of() -> Callable[..., contextlib.AbstractContextManager[Any]]:
+    """Return a context: a (replicate, shard) mesh of a shape, whose groups are gone afterwards; all ranks enter."""
+
+    @contextlib.contextmanager
+    def made(*shape: int) -> Iterator[Any]:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        try:
+            yield mesh
+        finally:
+            for group in {mesh.get_group(0), mesh.get_group(1)} - {dist.group.WORLD}:
+                dist.destroy_process_group(group)
+
+    return made
 
 
 def full_bytes(model: nn.Module) -> int:

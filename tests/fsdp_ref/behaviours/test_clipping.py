@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_ref import CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_ref import CPUOffload, MixedPrecision, ShardingStrategy, clip_grad_norm_
 
 S = ShardingStrategy
 quiet = pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy:FutureWarning")
@@ -64,6 +64,49 @@ def test_sharded_replicated_and_unmanaged_gradients_count_once(lab, norm_type):
     want = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05, norm_type)
     torch.testing.assert_close(got, want, **lab.CLOSE)
     lab.assert_grads(model, reference)
+
+
+@quiet
+@pytest.mark.world([2, 3])
+@pytest.mark.parametrize("norm_type", NORMS)
+@pytest.mark.parametrize("strategy", [S.FULL_SHARD, S.NO_SHARD], ids=lambda s: s.name)
+@pytest.mark.parametrize("missing", [False, True])
+def test_ignored_gradients_that_differ_by_rank_count_as_their_mean(lab, orig_path, norm_type, strategy, missing):
+    """What one process would compute; one norm on all ranks, also where some have no such gradient."""
+    reference = lab.make()
+    model = copy.deepcopy(reference)
+    ignored = model.blocks[1]
+    model = lab.shard(model, orig_path, policy={lab.Block}, sharding_strategy=strategy, ignored_modules=[ignored])
+    lab.loss(model, lab.batch()).backward()
+    lab.reference_step(reference, lab.batches())
+    if missing:  # only rank 0 has one: zeros of the others count in the mean
+        only = ignored.lin1.bias.grad / lab.world.size
+        torch.distributed.broadcast(only, 0)
+        reference.blocks[1].lin1.bias.grad = only
+        if lab.world.rank != 0:
+            ignored.lin1.bias.grad = None
+    own = ignored.lin2.weight.grad.clone()
+    got = clip_grad_norm_(model, 0.05, norm_type)
+    want = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05, norm_type)
+    torch.testing.assert_close(got, want, **lab.CLOSE)
+    lab.world.assert_equal_across_ranks(got)
+    torch.testing.assert_close(ignored.lin2.weight.grad, own * (0.05 / (want + 1e-6)), **lab.CLOSE)
+
+
+@pytest.mark.world(4)
+@pytest.mark.filterwarnings("ignore:FSDP is switching:UserWarning")
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)], ids=str)
+def test_ignored_gradients_on_hybrid_meshes(lab, orig_path, shape, mesh_of):
+    reference = lab.make()
+    model = copy.deepcopy(reference)
+    with mesh_of(*shape) as mesh:
+        options = {"sharding_strategy": S.HYBRID_SHARD, "device_mesh": mesh, "ignored_modules": [model.blocks[1]]}
+        model = lab.shard(model, orig_path, **options)
+        lab.loss(model, lab.batch()).backward()
+        lab.reference_step(reference, lab.batches())
+        got = clip_grad_norm_(model, 0.05)
+    torch.testing.assert_close(got, torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05), **lab.CLOSE)
+    lab.world.assert_equal_across_ranks(got)
 
 
 @pytest.mark.world(2)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_testing.checkers import assemble as assemble_module
 from fsdp_testing.checkers.assemble import assemble
 from fsdp_testing.records import ObservedPiece
 
@@ -25,7 +23,6 @@ def test_disjoint_pieces_make_a_whole():
     assert whole.flat.tolist() == [1.0, 2.0, 3.0]
     assert whole.complete
     assert not whole.contradictions
-    assert whole.owners == (0, 1)
 
 
 def test_a_hole_is_named():
@@ -97,25 +94,3 @@ def test_any_cut_of_a_tensor_is_put_together_again(data):
     assert found.complete
     assert not found.contradictions
     assert torch.equal(found.flat, whole)
-
-
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 2), st.integers(0, 5), st.integers(0, 5), st.sampled_from((0.0, 0.5))), max_size=6
-    )
-)
-def test_what_lies_side_by_side_is_put_together_as_the_general_way_does(pieces):
-    numbers = [1.0, 2.0, 3.0, 4.0, 5.0]
-    made = [
-        (rank, [piece(start, *(n + off for n in numbers[start : max(start, stop)]))])
-        for rank, start, stop, off in pieces
-    ]
-    short = assemble_module._side_by_side(made, 5)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assemble_module, "_side_by_side", lambda *_: None)
-        general = assemble(made, (5,))
-    if short is not None:
-        assert general is not None
-        assert torch.equal(short.flat, general.flat)
-        assert torch.equal(short.held, general.held)
-        assert (short.contradictions, set(short.owners)) == (general.contradictions, set(general.owners))
