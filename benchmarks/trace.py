@@ -28,9 +28,8 @@ from fsdp_testing.implementations.protocol import Setup
 from fsdp_testing.implementations.shared import naming
 from fsdp_testing.ledger import interception
 from fsdp_testing.pool.world import current_world
-from fsdp_testing.trace.modules import watch_modules
 from fsdp_testing.trace.recorder import TraceRecorder
-from fsdp_testing.trace.waits import watch_waits
+from fsdp_testing.trace.watching import watch_modules, watch_waits
 
 NAMES = ("torch-fsdp1", "torch-fsdp2", "fsdp_ref-wrapper", "fsdp_ref-composable")
 UNITS = 8

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 from fsdp_testing.backends import backend_named
 from fsdp_testing.errors import BackendUnavailable, InvalidArgument
-from fsdp_testing.explanation import budget
+from fsdp_testing.explanation import shortest
 from fsdp_testing.explanation.root_causes import How, explain_results
 from fsdp_testing.implementations import registry, validation
 from fsdp_testing.implementations.adapter import Adapter
@@ -50,7 +50,7 @@ def run_conformance(
     checks: Sequence[str] = (),
     expected_failures: Mapping[str, str] | Mapping[str, Mapping[str, str]] | None = None,
     extended: bool = False,
-    explain: float = budget.SECONDS,
+    explain: float = shortest.SECONDS,
     portraits: bool = False,
     listener: RunListener | None = None,
     runner: CaseRunner | None = None,

@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from fsdp_testing.errors import InvalidArgument
 
@@ -89,21 +88,9 @@ def encoded() -> dict[bytes, bytes]:
     return dict(stored) if isinstance(stored, dict) else dict(os.environb)
 
 
-def restore(saved: Mapping[str, str]) -> tuple[str, ...]:
-    """Put the environment back to what `snapshot` returned.
-
-    Returns:
-        Names of the variables that had been added, changed or removed, sorted.
-    """
-    changed = tuple(
-        sorted(name for name in {*saved, *os.environ} if saved.get(name) != os.environ.get(name)),
-    )
-    for name in changed:
-        if name in saved:
-            os.environ[name] = saved[name]
-        else:
-            del os.environ[name]
-    return changed
+def restore(saved: Mapping[str, str]) -> None:
+    """Put the environment back to what `snapshot` returned."""
+    update({**dict.fromkeys(os.environ), **saved})
 
 
 def update(values: Mapping[str, str | None]) -> None:
@@ -124,12 +111,3 @@ def temporary(values: Mapping[str, str | None]) -> Iterator[None]:
         yield
     finally:
         update(before)
-
-
-def cache_directory() -> Path:
-    """Return the folder for what the harness may keep between runs: `FSDP_TESTING_CACHE`, else the user's cache folder."""
-    chosen = get("FSDP_TESTING_CACHE")
-    if chosen:
-        return Path(chosen)
-    base = get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "fsdp_testing"

@@ -9,42 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from fsdp_testing import env
 
-if TYPE_CHECKING:
-    from fsdp_testing.pytest_plugin.protocol import Protocol
-
 _HINTS = (b"mark.world", b"worlds")
 _REFUSAL = pytest.StashKey[str]()
 _RUNNING = pytest.StashKey[pytest.Item]()
 
-_OPTIONS: tuple[tuple[str, str, str], ...] = (
-    (
-        "--world-size",
-        "N[,N...]",
-        "ranks for tests whose `world` marker names no size; several give one test id each (default: 2)",
-    ),
+# Option, placeholder of its value, help.
+_OPTIONS = (
+    ("--world-size", "N[,N...]", "ranks where a `world` marker names no size; several: one test id each (default: 2)"),
     (
         "--dist-backend",
         "NAME",
-        "backend for tests whose `world` marker names none: gloo, nccl, fake or a registered one (default: gloo)",
+        "backend where a marker names none: gloo, nccl, fake or a registered one (default: gloo)",
     ),
-    (
-        "--rank-timeout",
-        "SECONDS",
-        "deadline for tests whose `world` marker names none; 0 means no deadline (default: 60)",
-    ),
+    ("--rank-timeout", "SECONDS", "deadline where a marker names none; 0 means no deadline (default: 60)"),
     (
         "--isolation",
         "MODE",
-        (
-            "warm: ranks and group are kept from test to test; fresh: new processes and a new group for every test, also "
-            "for tests whose marker says warm (default: warm)"
-        ),
+        "warm: ranks are kept from test to test; fresh: new ones for every test, whatever its marker says (default: warm)",
     ),
     (
         "--rank-pdb",
@@ -52,10 +39,10 @@ _OPTIONS: tuple[tuple[str, str, str], ...] = (
         "debug this rank: on a failure and at breakpoint() it gets the terminal, the others wait, no deadline",
     ),
 )
-_FLAGS: tuple[tuple[str, str], ...] = (
-    ("--strict-hygiene", "fail a test that leaves something behind in a rank (default: warn)"),
-    ("--require-backend", "fail instead of skipping where a backend cannot run on this machine"),
-)
+_FLAGS = {
+    "--strict-hygiene": "fail a test that leaves something behind in a rank (default: warn)",
+    "--require-backend": "fail instead of skipping where a backend cannot run on this machine",
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -63,7 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fsdp-testing", "tests on N ranks (marker `world`)")
     for name, metavar, text in _OPTIONS:
         group.addoption(name, metavar=metavar, default=None, help=text)
-    for name, text in _FLAGS:
+    for name, text in _FLAGS.items():
         group.addoption(name, action="store_true", default=False, help=text)
     parser.addini(
         "world_rank_plugins_off",
@@ -88,12 +75,6 @@ def pytest_configure(config: pytest.Config) -> None:
         from fsdp_testing.pytest_plugin.controller import validate
 
         validate(config)
-
-
-def _protocol(config: pytest.Config) -> Protocol:
-    from fsdp_testing.pytest_plugin.controller import protocol_of
-
-    return protocol_of(config)
 
 
 # ---------------------------------------------------------------------------------------------- collection
@@ -194,11 +175,11 @@ def world(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture(scope="session")
 def worlds(request: pytest.FixtureRequest) -> Any:
     """Run functions on ranks from a test of the controlling process: `worlds(size=2).run(function, *args)`."""
-    from fsdp_testing.pytest_plugin.controller import platform_refusal
+    from fsdp_testing.pytest_plugin.controller import platform_refusal, protocol_of
 
     refusal = platform_refusal()
     if refusal is not None:
         pytest.fail(f"fixture worlds: {refusal}", pytrace=False)
     from fsdp_testing.pytest_plugin.worlds import Worlds
 
-    return Worlds(request.session, _protocol(request.config).leases, lambda: request.config.stash[_RUNNING])
+    return Worlds(request.session, protocol_of(request.config).leases, lambda: request.config.stash[_RUNNING])

@@ -9,7 +9,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_testing.campaign.account import Accountant, AccountedProgram, accountant_for
 from fsdp_testing.compat import process_groups
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.implementations.protocol import Setup
@@ -27,7 +26,7 @@ from fsdp_testing.ledger.interception import listen
 from fsdp_testing.ledger.recorder import Call, GroupIdentity
 from fsdp_testing.pool import Failed
 from fsdp_testing.pool.world import World, current_world
-from fsdp_testing.programs.execute import RankProgram
+from fsdp_testing.programs.accounts import AccountedProgram, program_for
 from fsdp_testing.programs.fitting import fitted
 from fsdp_testing.programs.setup import setup_of
 from fsdp_testing.records import Case, CaseRecord, RaisedError, RankObservation, WorldSpec
@@ -126,43 +125,42 @@ def _run(
 ) -> tuple[CaseRecord, weakref.ref[nn.Module]]:
     mesh = _mesh(world, case.world.mesh_shape)
     before = _fingerprint()
-    accountant = accountant_for(adapter)
-    issued = _Issued(accountant)
 
-    def make_setup(c: Case, module: nn.Module) -> Setup:
-        return _setup(world, mesh, c, module)
+    def make_setup(asked: Case, module: nn.Module) -> Setup:
+        # Translated as for a flat world, since the translation would make a mesh of its own.
+        flat = replace(asked, world=WorldSpec(asked.world.size, asked.world.backend))
+        setup = setup_of(flat, module, world.rank, world.device, world.group, mesh)
+        shape = asked.world.mesh_shape
+        return replace(setup, shard_size=shape[-1]) if len(shape) == 2 else setup
 
-    if accountant is None:
-        program = RankProgram(case, adapter, world.rank, make_setup)
-    else:
-        program = AccountedProgram(case, accountant, world.rank, make_setup)
-    with listen(issued), accountant or nullcontext():
+    program = program_for(case, adapter, world.rank, make_setup)
+    accounted = program if isinstance(program, AccountedProgram) else None
+    issued = _Issued(accounted)
+    with listen(issued):
         observation = program.run(observe_all=watch.operations or case.mixed_precision is not None)
         adapter.finish(program.model)
-    leaks = _differences(before, _fingerprint())
-    accounts = None if accountant is None else tuple(accountant.accounts)
+    changed = ((name, was, now) for (name, was), now in zip(before.items(), _fingerprint().values()) if was != now)
+    leaks = tuple(f"{name}: {was} before, {now} after" for name, was, now in changed)
+    accounts = None if accounted is None else tuple(accounted.accounts)
     return CaseRecord(index, observation, issued.summary(), leaks, accounts), weakref.ref(program.model)
 
 
 class _Issued:
     """Counts the collectives of one case and keeps a digest of what they were, group by group."""
 
-    def __init__(self, accountant: Accountant | None = None) -> None:
+    def __init__(self, accounted: AccountedProgram | None = None) -> None:
         self._texts: dict[int, list[str]] = {}
-        self._accountant = accountant
+        self._accounted = accounted
 
     def __call__(self, group: GroupIdentity, call: Call, _site: str) -> None:
         self._texts.setdefault(group.key, []).append(call.text)
-        if self._accountant is not None:
-            self._accountant.collective(call)
+        if self._accounted is not None:
+            self._accounted.collective(call)
 
     def summary(self) -> dict[int, tuple[int, int]]:
         """Return number and digest by group key."""
-        return {key: (len(texts), _digest(texts)) for key, texts in self._texts.items()}
-
-
-def _digest(texts: list[str]) -> int:
-    return int.from_bytes(hashlib.blake2b("|".join(texts).encode(), digest_size=8).digest(), "little")
+        hashes = {k: hashlib.blake2b("|".join(texts).encode(), digest_size=8) for k, texts in self._texts.items()}
+        return {key: (len(texts), int.from_bytes(hashes[key].digest(), "little")) for key, texts in self._texts.items()}
 
 
 def _survivors(models: list[tuple[int, weakref.ref[nn.Module]]]) -> list[int]:
@@ -187,39 +185,15 @@ def _mesh(world: World, shape: tuple[int, ...]) -> DeviceMesh:
     return _MESHES[shape]
 
 
-def _setup(world: World, mesh: DeviceMesh, case: Case, module: nn.Module) -> Setup:
-    # Translated as for a flat world, since the translation would make a mesh of its own.
-    flat = replace(case, world=WorldSpec(case.world.size, case.world.backend))
-    setup = setup_of(flat, module, world.rank, world.device, world.group, mesh)
-    shape = case.world.mesh_shape
-    return replace(setup, shard_size=shape[-1]) if len(shape) == 2 else setup
-
-
-def _fingerprint() -> tuple[object, ...]:
+def _fingerprint() -> dict[str, object]:
     """Return the state of this process that no case may change; cheap enough to read after every one."""
-    return (
-        torch.get_default_dtype(),
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_num_threads(),
-        threading.active_count(),
-        len(list(process_groups())),
-    )
-
-
-_NAMES = (
-    "default dtype",
-    "grad mode",
-    "inference mode",
-    "autocast",
-    "deterministic algorithms",
-    "torch threads",
-    "Python threads",
-    "process groups",
-)
-
-
-def _differences(before: tuple[object, ...], after: tuple[object, ...]) -> tuple[str, ...]:
-    return tuple(f"{name}: {a} before, {b} after" for name, a, b in zip(_NAMES, before, after) if a != b)
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "torch threads": torch.get_num_threads(),
+        "Python threads": threading.active_count(),
+        "process groups": len(list(process_groups())),
+    }

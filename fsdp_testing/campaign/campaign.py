@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from fsdp_testing.campaign.batch import Watch
@@ -181,8 +182,7 @@ class Campaign:
         if self._stopped():
             return None
         if suspects:
-            suspect = suspects.pop(0)
-            return lambda lane: self._investigate(lane, suspect)
+            return partial(self._investigate, suspect=suspects.pop(0))
         start = time.perf_counter()
         batch = self._queue.next_batch(self._known)
         self.tally.drawing_seconds += time.perf_counter() - start
@@ -239,7 +239,9 @@ class Campaign:
         if note.status == "unjudged":
             tally.unjudged[note.reason[:200]] += 1
             if tally.unjudged[note.reason[:200]] <= _KEPT_UNJUDGED:
-                self._state.keep_unjudged(result.case, note.reason)
+                name = result.case.identity
+                files = [(f"{name}.json", result.case.to_json()), (f"{name}.txt", note.reason + "\n")]
+                self._state.write_files("unjudged", files)
         elif note.status == "unsupported":
             tally.unsupported[note.reason[:200]] += 1
         elif note.status == "leaked":

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from fsdp_testing.campaign.batch import Watch
 from fsdp_testing.campaign.lane import CaseResult, Lane
+from fsdp_testing.errors import HarnessError
+from fsdp_testing.explanation.root_causes import WRONG_NUMBERS, cause_of
 from fsdp_testing.findings.discovery import Discovery
 from fsdp_testing.findings.known import KnownFailures, Rule
+from fsdp_testing.judging.case_runner import CaseRunner
 from fsdp_testing.judging.signature import Signature
 from fsdp_testing.records import ENDS_RANKS, Case, FailureKind
-from fsdp_testing.shrinking.shrink import Attempt, Shrinker
+from fsdp_testing.shrinking.shrink import Attempt, shrink
 
 _HUNG_SECONDS = 5.0
 """When a case counts as hung while it shrinks; what is left in the end is confirmed with the deadline of the campaign."""
@@ -82,7 +86,7 @@ class Investigator:
         rule = known.recognize(signature, suspect.case)
         if rule is not None:
             return Investigated(looks, known=rule)
-        shrunk = Shrinker(attempts_on(lane), self.shape, self.fair, self.seconds).shrink(suspect.case, signature)
+        shrunk = shrink(suspect.case, signature, attempts_on(lane), self.shape, self.fair, self.seconds)
         last = lane.run([shrunk.case], watch)[0]
         confirmed = last.note.signature == signature
         kept = last if confirmed else alone
@@ -97,6 +101,13 @@ class Investigator:
             shrunk.attempts,
             shrunk.seconds,
             kept.note.overrun,
+            self._cause(lane, kept.case) if confirmed and signature.kind in WRONG_NUMBERS else "",
         )
         # While it shrank it may have turned into what is known already.
         return Investigated(looks, found, known.recognize(signature, kept.case) if confirmed else None)
+
+    def _cause(self, lane: Lane, case: Case) -> str:
+        """What the wrong numbers are equal to; a world that is lost on the way leaves it unknown."""
+        with suppress(HarnessError):
+            return cause_of(CaseRunner(lane.pool), self.name, case)
+        return ""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_testing.campaign.batch import LASTING, Watch, run_batch
@@ -42,18 +42,30 @@ class Lane:
         implementation: Its adapter; where a name enters, the name.
         deadline: Seconds that one case may take before it counts as hung.
         scratch: Where the folders of batches are made; whoever gives it removes it.
+        on_records: Called with the folder of what the ranks reported, before it is removed.
     """
 
     def __init__(
-        self, pool: Pool, implementation: Adapter | str, deadline: float = 30.0, scratch: str | None = None
+        self,
+        pool: Pool,
+        implementation: Adapter | str,
+        deadline: float = 30.0,
+        scratch: str | None = None,
+        on_records: Callable[[str], object] = lambda _: None,
     ) -> None:
         self._pool = pool
         self._adapter = registry.adapter_of(implementation)
         self._deadline = deadline
         self._scratch = scratch
+        self._on_records = on_records
         self._batches = 0
         self._stopped = False
         self.worlds_lost = 0
+
+    @property
+    def pool(self) -> Pool:
+        """Where worlds come from."""
+        return self._pool
 
     def stop(self) -> None:
         """Ask for no world any more: whoever runs cases here gets `PoolBroken`. For another thread to call."""
@@ -97,18 +109,19 @@ class Lane:
         directory = tempfile.mkdtemp(prefix="fsdp-fuzz-", dir=self._scratch)
         try:
             outcome = self._run(todo, directory, watch, deadline)
+            self._on_records(directory)
             notes = self._judge(todo, directory, watch)
         finally:
             shutil.rmtree(directory, ignore_errors=True)
         results: list[CaseResult] = []
+        died = any(rank.fate is Fate.DIED for rank in outcome.ranks)
         for case, note in zip(todo, notes):
-            if note.status == "unfinished":
-                if results:
-                    break  # it may be this case or what an earlier one left behind: it goes first in the next attempt
-                note = lost_note(case, note, outcome)
-            elif _is_echo(note, outcome):
-                # What the survivors raise is an echo of the death, whatever it says.
-                note = lost_note(case, note, outcome)
+            if note.status == "unfinished" and results:
+                break  # it may be this case or what an earlier one left behind: it goes first in the next attempt
+            # What survivors of a death raise is its echo, whatever it says.
+            echo = died and note.signature is not None and note.signature.kind == FailureKind.ONE_RAISED
+            if note.status == "unfinished" or echo:
+                note = replace(note_of(lost_ranks(case, outcome)), index=note.index)
             account = outcome.describe() if note.status not in ("passed", "leaked") and not outcome.ok else ""
             results.append(CaseResult(case, note, account))
             if note.signature is not None and note.signature.kind in LOSES_RANKS:
@@ -141,14 +154,3 @@ class Lane:
             raise PoolBroken(f"the judge of a batch was lost. {outcome.describe()}")
         notes: list[CaseNote] = outcome.ranks[0].value
         return notes
-
-
-def _is_echo(note: CaseNote, outcome: WorldOutcome) -> bool:
-    """Whether a rank raised because another one had died."""
-    one = note.signature is not None and note.signature.kind == FailureKind.ONE_RAISED
-    return one and any(rank.fate is Fate.DIED for rank in outcome.ranks)
-
-
-def lost_note(case: Case, note: CaseNote, outcome: WorldOutcome) -> CaseNote:
-    """Return the note of a case during which a rank was lost."""
-    return replace(note_of(lost_ranks(case, outcome)), index=note.index)

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from fsdp_testing.campaign.batch import LASTING, Watch, run_batch
-from fsdp_testing.campaign.lane import lost_note
+from fsdp_testing.campaign.batch import Watch
+from fsdp_testing.campaign.lane import CaseResult, Lane
 from fsdp_testing.errors import InvalidArgument, InvalidRecord
-from fsdp_testing.findings.discovery import FINDING_FORMAT, Discovery
+from fsdp_testing.findings import discovery
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.judging import record_stream
-from fsdp_testing.judging.batch_judge import CaseNote, judge_batch
 from fsdp_testing.pool import Pool
-from fsdp_testing.records import Case, RankObservation, RunReport
+from fsdp_testing.records import Case, RankObservation, RunReport, outcome
 from fsdp_testing.records.document import load_json
-from fsdp_testing.records.outcome import REPORT_FORMAT
 from fsdp_testing.strategies import legal_case, needs_of_case
 
 
@@ -32,21 +27,6 @@ class Recorded:
 
     case: Case
     implementation: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Replayed:
-    """What one run of a case gave.
-
-    Attributes:
-        note: What the judge says.
-        digest: Of every bit that every rank reported; empty if a rank was lost.
-        account: What became of the ranks, where something did.
-    """
-
-    note: CaseNote
-    digest: str
-    account: str
 
 
 def read_recorded(path: Path) -> list[Recorded]:
@@ -61,10 +41,10 @@ def read_recorded(path: Path) -> list[Recorded]:
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidArgument(f"{path}: expected a readable text file, got {error}. Give a case or finding.") from error
     data = load_json(text, str(path))
-    if data.get("format") == FINDING_FORMAT:
-        found = Discovery.from_json(text, str(path))
+    if data.get("format") == discovery.FORMAT.name:
+        found = discovery.Discovery.from_json(text, str(path))
         return [Recorded(_checked(found.case, path), found.implementation)]
-    if data.get("format") == REPORT_FORMAT:
+    if data.get("format") == outcome.FORMAT.name:
         report = RunReport.from_json(text, str(path))
         cases = [
             Recorded(finding.case, result.implementation) for result in report.results for finding in result.findings
@@ -74,7 +54,7 @@ def read_recorded(path: Path) -> list[Recorded]:
                 f"{path}: expected a report with failures, got one without. There is nothing to replay."
             )
         return cases
-    return [Recorded(_checked(Case.from_document(data, str(path)), path))]
+    return [Recorded(_checked(Case.from_json(data, str(path)), path))]
 
 
 def _checked(case: Case, path: Path) -> Case:
@@ -99,35 +79,16 @@ def check_claims(case: Case, adapter: Adapter) -> None:
         )
 
 
-def replay(pool: Pool, adapter: Adapter, case: Case, deadline: float = 30.0) -> Replayed:
-    """Run one case on new processes of `pool` and judge it."""
-    directory = tempfile.mkdtemp(prefix="fsdp-replay-")
-    watch = Watch(operations=True)
-    world = pool.world(case.world.size, backend=case.world.backend, isolation="fresh")
-    try:
-        arguments: tuple[Any, ...] = (adapter, [case], directory, watch)
-        outcome = world.execute(run_batch, arguments, timeout=deadline, name="replay", lasting=LASTING)
-        digest = _digest(directory, case.world.size)
-        note = _judged(pool, adapter, case, directory, watch)
-        if note.status == "unfinished":
-            note = lost_note(case, note, outcome)
-        return Replayed(note, digest, "" if outcome.ok else outcome.describe())
-    finally:
-        world.release()
-        shutil.rmtree(directory, ignore_errors=True)
+def replay(pool: Pool, adapter: Adapter, case: Case, deadline: float = 30.0) -> tuple[CaseResult, str]:
+    """Run one case on a pool of its own and judge it.
 
-
-def _judged(pool: Pool, adapter: Adapter, case: Case, directory: str, watch: Watch) -> CaseNote:
-    world = pool.world(1)
-    try:
-        arguments = (adapter, [case], case.world.size, directory, watch.operations)
-        outcome = world.execute(judge_batch, arguments, timeout=120.0, name="judge")
-    finally:
-        world.release()
-    if not outcome.ok:
-        return CaseNote(0, "unjudged", outcome.describe())
-    note: CaseNote = outcome.ranks[0].value[0]
-    return note
+    Returns:
+        What it gave, and a digest of every bit that every rank reported; empty if a rank was lost.
+    """
+    digests: list[str] = []
+    lane = Lane(pool, adapter, deadline, on_records=lambda place: digests.append(_digest(place, case.world.size)))
+    (result,) = lane.run([case], Watch(operations=True))
+    return result, digests[-1]
 
 
 def _digest(directory: str, size: int) -> str:

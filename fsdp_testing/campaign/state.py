@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fsdp_testing.errors import InvalidRecord
-from fsdp_testing.records import Case
-from fsdp_testing.records.document import check_format, decode, encode, load_json, to_json
+from fsdp_testing.records.document import Format, decode
 from fsdp_testing.report.files import write_atomically
 
-STATE_FORMAT = "fsdp_testing/fuzz_state"
-STATE_VERSION = 2
+FORMAT = Format("fsdp_testing/fuzz_state", 2)
+_OF_VERSION_1 = ("keys", "arcs", "rules")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +47,6 @@ class Progress:
     turns: Mapping[str, int] = field(default_factory=dict)
 
 
-_OF_VERSION_1 = ("keys", "arcs", "rules")
-
-
 class StateDirectory:
     """The folder of one campaign on one implementation."""
 
@@ -67,11 +63,9 @@ class StateDirectory:
         file = self.path / "state.json"
         if not file.exists():
             return Progress(self._implementation)
-        data = load_json(file.read_text(encoding="utf-8"), str(file))
-        check_format(data, STATE_FORMAT, STATE_VERSION, str(file))
-        dropped = ("format", "version", *(_OF_VERSION_1 if data["version"] == 1 else ()))
-        body = {key: value for key, value in data.items() if key not in dropped}
-        progress = decode(Progress, body, str(file))
+        body = FORMAT.read(file.read_text(encoding="utf-8"), str(file))
+        known = {key: value for key, value in body.items() if key not in _OF_VERSION_1}
+        progress = decode(Progress, known, str(file))
         if progress.implementation != self._implementation:
             raise InvalidRecord(
                 f"{file}: expected a campaign on {self._implementation!r}, got one on {progress.implementation!r}. "
@@ -81,24 +75,14 @@ class StateDirectory:
 
     def save(self, progress: Progress) -> None:
         """Write the progress."""
-        document = {"format": STATE_FORMAT, "version": STATE_VERSION, **encode(progress)}
-        self._write(self.path, [("state.json", to_json(document))])
-
-    def keep_unjudged(self, case: Case, reason: str) -> None:
-        """Keep a case that could not be judged, and why."""
-        files = [(f"{case.identity}.json", case.to_json()), (f"{case.identity}.txt", reason + "\n")]
-        self._write(self.path / "unjudged", files)
+        self.write_files("", [("state.json", FORMAT.write(progress))])
 
     def found(self) -> list[Path]:
         """Return the folders of what was found."""
         return sorted(path for path in (self.path / "found").glob("*") if path.is_dir())
 
     def write_files(self, folder: str, files: Iterable[tuple[str, str]]) -> Path:
-        """Write the files of one finding and return its folder."""
-        place = self.path / "found" / folder
-        self._write(place, files)
-        return place
-
-    def _write(self, folder: Path, files: Iterable[tuple[str, str]]) -> None:
+        """Write files, each as a whole or not at all, and return their folder."""
         for name, text in files:
-            write_atomically(folder / name, text, option="--state")
+            write_atomically(self.path / folder / name, text, option="--state")
+        return self.path / folder

@@ -3,27 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from fsdp_testing.findings.discovery import Discovery
-
-
-class RuleShare(NamedTuple):
-    """What one known failure did to a campaign.
-
-    Attributes:
-        rule: Its name.
-        met: Cases that failed because of it.
-        share: Those, of all cases that ran.
-        postponed: Cases that were put off because they may cost the ranks as it does; they run later.
-    """
-
-    rule: str
-    met: int
-    share: float
-    postponed: int
 
 
 @dataclass(slots=True)
@@ -89,10 +71,3 @@ class CampaignTally:
     def discarded(self) -> int:
         """Return how many cases were drawn, did not run, and are not left for the next campaign: always 0."""
         return self.drawn + self.resumed - (self.run - self.variants) - self.left
-
-    def shares(self) -> Iterator[RuleShare]:
-        """Yield what each known failure did, the one met most often first."""
-        names = dict.fromkeys([*(name for name, _ in self.known.most_common()), *self.postponed])
-        for name in names:
-            met = self.known[name]
-            yield RuleShare(name, met, met / self.run if self.run else 0.0, self.postponed[name])

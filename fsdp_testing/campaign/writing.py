@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_testing.campaign.state import StateDirectory
@@ -23,11 +22,12 @@ def write_discovery(found: Discovery, state: StateDirectory) -> Path:
     files = [("finding.json", found.to_json()), ("case.json", found.case.to_json(indent=1))]
     files += [(SCRIPT, script)] if script is not None else []
     files.append(("README.md", _readme(found, script is not None)))
-    return state.write_files(found.name, files)
+    return state.write_files(f"found/{found.name}", files)
 
 
 def _readme(found: Discovery, has_script: bool) -> str:
     lines = [f"# {found.signature}", "", found.sentence(), ""]
+    lines += [f"Cause: {found.cause}.", ""] if found.cause else []
     lines += [f"Program: {', '.join(tokens(found.case))}.", ""]
     if not found.confirmed:
         lines += ["It was met once, after other cases in the same processes, and not again alone.", ""]
@@ -43,19 +43,14 @@ def _readme(found: Discovery, has_script: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-@dataclass(frozen=True, slots=True)
-class Tried:
-    """What came of running a script: it `reproduces`, does not, or there is none (None); and its `output`."""
+def try_script(folder: Path) -> bool | None:
+    """Run the script of a finding in a process of its own, write down its output, and return whether it reproduces.
 
-    reproduces: bool | None
-    output: str = ""
-
-
-def try_script(folder: Path) -> Tried:
-    """Run the script of a finding in a process of its own and write down its output."""
+    None where there is no script.
+    """
     path = folder / SCRIPT
     if not path.is_file():
-        return Tried(None)
+        return None
     command = [sys.executable, str(path)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SCRIPT_SECONDS, check=False)
@@ -66,4 +61,4 @@ def try_script(folder: Path) -> Tried:
         output, reproduces = f"no end after {_SCRIPT_SECONDS} s", False
     verdict = "reproduces" if reproduces else "does not reproduce"
     write_atomically(folder / "script_output.txt", f"{verdict}\n{output}\n", option="--state")
-    return Tried(reproduces, output)
+    return reproduces

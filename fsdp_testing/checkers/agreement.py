@@ -7,14 +7,16 @@ follows is a consequence.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.divergence import Compared, Divergence
-from fsdp_testing.checkers.quantities import Expectation, ExpectedPoint
+from fsdp_testing.checkers.explain import finding_of
+from fsdp_testing.checkers.quantities import Expectation, ExpectedPoint, Quantity
 from fsdp_testing.checkers.results import check_results
-from fsdp_testing.checkers.snapshots import absent_snapshot, check_state
+from fsdp_testing.checkers.snapshots import StateCheck
 from fsdp_testing.errors import HarnessError
-from fsdp_testing.records import FailureKind, OperationResult, RankObservation, Snapshot
+from fsdp_testing.records import Case, FailureKind, Finding, RankObservation
 
 
 def compare(expectation: Expectation, ranks: Sequence[RankObservation], comparison: Comparison) -> Compared:
@@ -38,26 +40,61 @@ def compare(expectation: Expectation, ranks: Sequence[RankObservation], comparis
 def _check_point(
     tally: Compared, point: ExpectedPoint, expectation: Expectation, ranks: Sequence[RankObservation], asked: Comparison
 ) -> None:
+    index = point.index
     if not point.snapshot:
-        results = [_result(rank, point.index) for rank in ranks]
         if asked.outputs:
+            results = [next((one for one in rank.results if one.index == index), None) for rank in ranks]
             check_results(tally, point, results)
         return
-    snapshots = [_snapshot(rank, point.index) for rank in ranks]
+    snapshots = [next((one for one in rank.snapshots if one.index == index), None) for rank in ranks]
     absent = tuple(rank.rank for rank, snapshot in zip(ranks, snapshots) if snapshot is None)
     if absent:
-        tally.add(absent_snapshot(point, absent))
+        state = Quantity("result", "state")
+        tally.add(Divergence(FailureKind.MISSING, state, index, absent, "was not reported"))
         return
     present = [snapshot for snapshot in snapshots if snapshot is not None]
-    check_state(tally, point, expectation.shapes, present, asked)
+    StateCheck(tally, point, expectation.shapes, present, asked).run()
 
 
-def _result(rank: RankObservation, index: int) -> OperationResult | None:
-    return next((result for result in rank.results if result.index == index), None)
+def review(
+    case: Case, expectation: Expectation, ranks: Sequence[RankObservation], asked: Comparison, about: str
+) -> tuple[Finding | None, Compared]:
+    """Compare what ranks report of something besides the case itself.
+
+    Args:
+        case: The case.
+        expectation: What that is to be.
+        ranks: What it is.
+        asked: What is compared.
+        about: What it is, in words, with which the sentence of a finding begins.
+
+    Returns:
+        The finding that leads, if anything diverges, and what was compared.
+
+    Raises:
+        HarnessError: Something passes that nothing follows from.
+    """
+    tally = compare(expectation, ranks, asked)
+    if not tally.divergences:
+        require_decided(tally)
+        return None, tally
+    found = finding_of(case, first(tally.divergences), len(tally.divergences) - 1)
+    return replace(found, explanation=f"{about}: {found.explanation}"), tally
 
 
-def _snapshot(rank: RankObservation, index: int) -> Snapshot | None:
-    return next((snapshot for snapshot in rank.snapshots if snapshot.index == index), None)
+def wrong_numbers(
+    expectation: Expectation, ranks: Sequence[RankObservation], asked: Comparison
+) -> tuple[int, list[Quantity]]:
+    """Return the operation after which numbers diverge first, and which ones; none where a difference has no size."""
+    divergences = compare(expectation, ranks, asked).divergences
+    sized = bool(divergences) and all(divergence.max_error is not None for divergence in divergences)
+    return (divergences[0].index, [divergence.quantity for divergence in divergences]) if sized else (-1, [])
+
+
+def agrees(expectation: Expectation, ranks: Sequence[RankObservation], asked: Comparison) -> bool:
+    """Return whether something is compared, and all of it agrees for certain."""
+    tally = compare(expectation, ranks, asked)
+    return tally.comparisons > 0 and not tally.divergences and not tally.undecided
 
 
 def require_decided(tally: Compared) -> None:

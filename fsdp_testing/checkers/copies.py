@@ -12,8 +12,8 @@ from typing import Any
 
 from fsdp_testing.checkers import agreement
 from fsdp_testing.checkers.comparison import Comparison
-from fsdp_testing.checkers.explain import finding, finding_of, ranks_text
-from fsdp_testing.checkers.quantities import Expectation, ExpectedPoint
+from fsdp_testing.checkers.explain import finding, ranks_text
+from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.records import Case, FailureKind, Finding, OperationResult, RankObservation, Snapshot
 
 
@@ -51,33 +51,25 @@ def review_copies(case: Case, ranks: Sequence[RankObservation], expectation: Exp
             return None
         first = copies[refused[0]]
         return _finding(case, refused, f"was refused on some ranks only: {first.refused if first else ''}")
-    result, state = _next_points(case, expectation)
+    # Results of the micro-batch after the copy, and the state that follows it; here they are the copy's own.
+    at = _copied_at(case)
+    after = [point for point in expectation.points if point.index > at]
+    result, state = (replace(next(p for p in after if p.snapshot is kind), index=at) for kind in (False, True))
     seen = [
         RankObservation(
             rank,
-            (OperationResult(result.index, dict(one.results)),),
-            (replace(one.snapshot, index=state.index),) if one.snapshot is not None else (),
+            (OperationResult(at, dict(one.results)),),
+            (replace(one.snapshot, index=at),) if one.snapshot is not None else (),
         )
         for rank, one in enumerate(copies)
         if one is not None
     ]
-    tally = agreement.compare(replace(expectation, points=(result, state)), seen, Comparison(optimizer=False))
-    if not tally.divergences:
-        agreement.require_decided(tally)
-        return None
-    leading = agreement.first(tally.divergences)
-    found = finding_of(case, replace(leading, index=_copied_at(case)), len(tally.divergences) - 1)
-    return replace(found, explanation=f"the deep copy: {found.explanation}")
+    due = replace(expectation, points=(result, state))
+    return agreement.review(case, due, seen, Comparison(optimizer=False), "the deep copy")[0]
 
 
 def _copied_at(case: Case) -> int:
     return next(index for index, operation in enumerate(case.program) if getattr(operation, "label", "") == "deepcopy")
-
-
-def _next_points(case: Case, expectation: Expectation) -> tuple[ExpectedPoint, ExpectedPoint]:
-    """Results of the micro-batch after the copy, and the state that follows it."""
-    after = [point for point in expectation.points if point.index > _copied_at(case)]
-    return next(p for p in after if not p.snapshot), next(p for p in after if p.snapshot)
 
 
 def _finding(case: Case, ranks: tuple[int, ...], sentence: str) -> Finding:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from fsdp_testing.checkers.quantities import ExpectedPoint, Quantity
+from fsdp_testing.checkers.quantities import Expected, ExpectedPoint, Quantity
 from fsdp_testing.checkers.tensors import Difference
 from fsdp_testing.records import FailureKind, Mismatch
 
@@ -81,6 +81,18 @@ class Compared:
     def count(self) -> None:
         """Count one more tensor compared."""
         self.comparisons += 1
+
+    def number(
+        self, point: ExpectedPoint, quantity: Quantity, ranks: tuple[int, ...], found: Difference, expected: Expected
+    ) -> None:
+        """Note a comparison of numbers, which may be beyond their bound."""
+        if not found.exceeded:
+            self.within(point, quantity, ranks, found)
+            return
+        several = expected.value is not None and expected.value.numel() > 1
+        where = f", element {found.position} is" if several else ":"
+        sentence = f"is off by {found.error:.3g} (bound {found.bound:.3g}){where} {found.text}"
+        self.add(Divergence.sized(quantity, point.index, ranks, sentence, found, expected.derivation))
 
     def within(self, point: ExpectedPoint, quantity: Quantity, ranks: tuple[int, ...], found: Difference) -> None:
         """Note a comparison within its bound: how close it came to it, and whether that decides anything."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from operator import attrgetter
 
-from fsdp_testing.records.history import History
+from fsdp_testing.records.event import History
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,21 +37,14 @@ class OrderComparison:
         """True when every row is the same."""
         return all(row.same for row in self.rows)
 
-    def first_difference(self) -> int | None:
-        """Index of the first row that differs."""
-        return next((index for index, row in enumerate(self.rows) if not row.same), None)
-
 
 def compare_steps(aspect: str, rank: int, left: Sequence[str], right: Sequence[str]) -> OrderComparison:
     """Align two sequences, longest common parts first, into rows."""
     rows: list[OrderRow] = []
     matcher = difflib.SequenceMatcher(a=list(left), b=list(right), autojunk=False)
     for tag, left_start, left_stop, right_start, right_stop in matcher.get_opcodes():
-        mine, theirs = left[left_start:left_stop], right[right_start:right_stop]
-        for index in range(max(len(mine), len(theirs))):
-            shown = mine[index] if index < len(mine) else ""
-            other = theirs[index] if index < len(theirs) else ""
-            rows.append(OrderRow(shown, other, tag == "equal"))
+        pairs = zip_longest(left[left_start:left_stop], right[right_start:right_stop], fillvalue="")
+        rows += [OrderRow(mine, theirs, tag == "equal") for mine, theirs in pairs]
     return OrderComparison(aspect, rank, tuple(rows))
 
 
@@ -87,19 +82,12 @@ def ranks_agree(history: History) -> str:
     for rank in range(1, len(history.ranks)):
         mine = [e for e in history.collectives(0) if rank in e.group]
         theirs = [e for e in history.collectives(rank) if 0 in e.group]
-        for index in range(max(len(mine), len(theirs))):
-            left = mine[index] if index < len(mine) else None
-            right = theirs[index] if index < len(theirs) else None
+        # Sizes are each rank's own.
+        what = attrgetter("name", "reduce_op", "root", "dtype", "group")
+        for number, (left, right) in enumerate(zip_longest(mine, theirs), start=1):
             if left is None or right is None:
-                found = left or right
-                missing = 0 if left is None else rank
-                return f"rank {missing} never issues {found.name if found else '?'} (number {index + 1})"
-            if (left.name, left.reduce_op, left.root, left.dtype, left.group) != (
-                right.name,
-                right.reduce_op,
-                right.root,
-                right.dtype,
-                right.group,
-            ):
-                return f"number {index + 1}: rank 0 issues {left.name}, rank {rank} issues {right.name}"
+                missing, found = (0, right) if left is None else (rank, left)
+                return f"rank {missing} never issues {found.name} (number {number})"
+            if what(left) != what(right):
+                return f"number {number}: rank 0 issues {left.name}, rank {rank} issues {right.name}"
     return ""

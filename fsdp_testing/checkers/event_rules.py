@@ -5,6 +5,7 @@ Each rule reads the events of all ranks and returns the first thing that is wron
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -40,6 +41,11 @@ class TracedObservation(RankObservation):
     units: Units = ()
     shapes: Mapping[str, tuple[int, ...]] | None = None
 
+    @property
+    def named(self) -> list[str]:
+        """Units with parameters."""
+        return [unit for unit, fqns in self.units if fqns]
+
 
 Rule = Callable[[Case, Sequence[TracedObservation]], Finding | None]
 
@@ -62,13 +68,13 @@ def _broken(case: Case, rank: int, operation: int, sentence: str) -> Finding:
 
 def same_collectives(case: Case, ranks: Sequence[TracedObservation]) -> Finding | None:
     """Every rank issues the same collectives in the same order."""
-    difference = ranks_agree(_history(ranks))
+    difference = ranks_agree(History(tuple(rank.events for rank in ranks)))
     return _broken(case, 0, -1, f"ranks disagree: {difference}") if difference else None
 
 
 def gathered_once(case: Case, ranks: Sequence[TracedObservation]) -> Finding | None:
     """A unit is gathered and freed in turn."""
-    found = check_lifecycle(_history(ranks))
+    found = check_lifecycle(History(tuple(rank.events for rank in ranks)))
     return _broken(case, found[0].rank, found[0].operation, found[0].sentence) if found else None
 
 
@@ -86,7 +92,9 @@ def held_while_used(case: Case, ranks: Sequence[TracedObservation]) -> Finding |
         for place, event, owner, gathered in uses:
             if owner in gathered:
                 continue
-            if event.moment == "post_forward" or not _gathered_next(rank.events[place:], owner):
+            changes = (e.transition for e in rank.events[place:] if isinstance(e, UnitEvent) and e.unit == owner)
+            again = next((change for change in changes if change in ("gather", "free")), "") == "gather"
+            if event.moment == "post_forward" or not again:
                 way = "forward" if event.moment == "post_forward" else "backward"
                 sentence = f"{_shown(event.module)} runs {way} while its unit {_shown(owner)} is freed"
                 return _broken(case, rank.rank, event.operation, sentence)
@@ -105,7 +113,7 @@ def reductions_needed(case: Case, ranks: Sequence[TracedObservation]) -> Finding
 
 def _overrun(case: Case, ranks: Sequence[TracedObservation], *measures: Measure) -> Finding | None:
     """What is judged of every case by its accounts, here by those of the trace."""
-    units = [unit for unit, fqns in ranks[0].units if fqns]
+    units = ranks[0].named
     budget = CommunicationBudget(1, _padded_bytes(case, ranks[0]), len(units), casts=False)
     accounts = [accounts_of(case, rank.events, units) for rank in ranks]
     found = first_overrun(case, accounts, budget, measures)
@@ -154,10 +162,9 @@ def within_memory(case: Case, ranks: Sequence[TracedObservation]) -> Finding | N
     With `full_shard` those of the unit that runs, of the units around it, and of one unit gathered ahead.
     """
     for rank in ranks:
-        sizes = {unit: sum(_numel(_shape(rank, fqn)) for fqn in fqns) for unit, fqns in rank.units}
-        most = (
-            sum(sizes.values()) if case.strategy == "shard_grad_op" else _chain(sizes) + max(sizes.values(), default=0)
-        )
+        sizes = {unit: sum(math.prod(_shape(rank, fqn)) for fqn in fqns) for unit, fqns in rank.units}
+        everything, largest = sum(sizes.values()), max(sizes.values(), default=0)
+        most = everything if case.strategy == "shard_grad_op" else _chain(sizes) + largest
         held: dict[str, int] = {}
         for event in _units(rank):
             if event.transition == "gather":
@@ -176,25 +183,19 @@ def in_order(case: Case, ranks: Sequence[TracedObservation]) -> Finding | None:
     for rank in ranks:
         for operation in _passes(case)[1:]:
             forward, backward = _orders(rank, operation)
-            named = {unit for unit, fqns in rank.units if fqns}
-            got = [e.unit for e in _units(rank, operation) if e.transition == "gather" and e.unit in named]
+            got = [e.unit for e in _units(rank, operation) if e.transition == "gather" and e.unit in rank.named]
             if got and not forward:
                 raise _unseen(rank, "a unit that is gathered")
             first, then = got[: len(forward)], iter(backward)
             # Whether a unit is gathered again for backward is another rule's; here, in which order.
             if got and (first != forward or not all(unit in then for unit in got[len(forward) :])):
                 seen, wanted = ", ".join(map(_shown, got)), ", ".join(map(_shown, (*forward, *backward)))
-                return _broken(
-                    case, rank.rank, operation, f"units are gathered in the order {seen}; they run in {wanted}"
-                )
+                sentence = f"units are gathered in the order {seen}; they run in {wanted}"
+                return _broken(case, rank.rank, operation, sentence)
     return None
 
 
 # ----------------------------------------------------------------------------------------------- readers
-
-
-def _history(ranks: Sequence[TracedObservation]) -> History:
-    return History(tuple(rank.events for rank in ranks))
 
 
 def _passes(case: Case) -> list[int]:
@@ -216,10 +217,10 @@ def _uses(rank: TracedObservation) -> Iterator[tuple[int, AutogradEvent, str, se
     last: dict[str, str] = {}
     for place, event in enumerate(rank.events):
         if isinstance(event, UnitEvent):
-            (gathered.add if event.transition == "gather" else gathered.discard)(event.unit) if event.transition in (
-                "gather",
-                "free",
-            ) else None
+            if event.transition == "gather":
+                gathered.add(event.unit)
+            elif event.transition == "free":
+                gathered.discard(event.unit)
         elif isinstance(event, AutogradEvent) and event.module in owner:
             # A wrapper runs as well under the name of its module: the innermost is the one that computes.
             inner = event.moment == "post_forward" and last.get(event.module) == "pre_forward"
@@ -228,14 +229,9 @@ def _uses(rank: TracedObservation) -> Iterator[tuple[int, AutogradEvent, str, se
                 yield place, event, owner[event.module], set(gathered)
 
 
-def _gathered_next(events: Sequence[Event], unit: str) -> bool:
-    changes = [e for e in events if isinstance(e, UnitEvent) and e.unit == unit and e.transition in ("gather", "free")]
-    return bool(changes) and changes[0].transition == "gather"
-
-
 def _orders(rank: TracedObservation, operation: int) -> tuple[list[str], list[str]]:
     """Units with parameters in the order in which they begin forward, and in the reverse of that in which they end."""
-    named = {unit for unit, fqns in rank.units if fqns}
+    named = rank.named
     events = [e for e in rank.events if isinstance(e, AutogradEvent) and e.operation == operation and e.module in named]
     began = dict.fromkeys(event.module for event in events if event.moment == "pre_forward")
     ended = dict.fromkeys(event.module for event in reversed(events) if event.moment == "post_forward")
@@ -246,20 +242,13 @@ def _shape(rank: TracedObservation, fqn: str) -> tuple[int, ...]:
     return (rank.shapes or {}).get(fqn, ())
 
 
-def _numel(shape: tuple[int, ...]) -> int:
-    product = 1
-    for extent in shape:
-        product *= extent
-    return product
-
-
 def _padded_bytes(case: Case, rank: TracedObservation) -> int:
     """All parameters, each padded on its first dimension to a multiple of the ranks, and each unit to 16 bytes a rank."""
     size, total = case.world.size, 0
     for _, fqns in rank.units:
         for fqn in fqns:
             shape = _shape(rank, fqn) or (1,)
-            total += wire_bytes(case.model.dtype, -(-shape[0] // size) * size * _numel(shape[1:]))
+            total += wire_bytes(case.model.dtype, -(-shape[0] // size) * size * math.prod(shape[1:]))
         total += size * 16
     return total
 

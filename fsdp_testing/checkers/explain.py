@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsdp_testing.checkers.divergence import Divergence
@@ -58,7 +58,10 @@ def raised_finding(case: Case, errors: Mapping[int, RaisedError]) -> Finding:
     who = "every rank" if everyone else ranks_text(tuple(sorted(errors)))
     statement = f"{who} raised {error.type_name}: {line}"
     if error.not_supported:
-        statement = f"it claims {_claims(case, error.index)}, but {statement}, at {_place(error.traceback)}"
+        # The capabilities that the failing operation, or the case as a whole, needs.
+        inside = 0 <= error.index < len(case.program)
+        needed = (case.program[error.index].required() if inside else frozenset()) or case.required()
+        statement = f"it claims {', '.join(sorted(needed))}, but {statement}, at {_place(error.traceback)}"
     return finding(
         case,
         FailureKind.RAISED if everyone else FailureKind.ONE_RAISED,
@@ -106,9 +109,12 @@ def finding(
 
 def ranks_text(ranks: tuple[int, ...]) -> str:
     """Return ranks in words: rank 1, ranks 0 and 2."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed([str(rank) for rank in ranks])}"
+
+
+def listed(words: Sequence[str], last: str = "and") -> str:
+    """Return words as a list in a sentence: a, b and c."""
+    return f" {last} ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def _statement(divergence: Divergence) -> str:
@@ -122,10 +128,3 @@ def _place(account: str) -> str:
     """File and line of the innermost frame of a traceback."""
     frames = re.findall(r'^  File "([^"]+)", line (\d+)', account, re.MULTILINE)
     return f"{frames[-1][0]}:{frames[-1][1]}" if frames else "an unknown place"
-
-
-def _claims(case: Case, index: int) -> str:
-    """The capabilities that the failing operation, or the case as a whole, needs."""
-    inside = 0 <= index < len(case.program)
-    needed = (case.program[index].required() if inside else frozenset()) or case.required()
-    return ", ".join(sorted(needed))

@@ -46,7 +46,8 @@ def _state(snapshots: Sequence[Snapshot]) -> GatheredState:
             values[fqn] = value
         grads = [(r, s.parameters[fqn].grad_pieces or ()) for r, s in enumerate(snapshots) if fqn in s.parameters]
         gradients[fqn] = _whole(grads, shape)
-    return GatheredState(values, gradients, _optimizer(snapshots, shapes), tuple(_buffers(s) for s in snapshots))
+    buffers = tuple({fqn: buffer.value for fqn, buffer in s.buffers.items()} for s in snapshots)
+    return GatheredState(values, gradients, _optimizer(snapshots, shapes), buffers)
 
 
 def _optimizer(
@@ -68,10 +69,6 @@ def _optimizer(
         if entries:
             result[fqn] = entries
     return result
-
-
-def _buffers(snapshot: Snapshot) -> dict[str, torch.Tensor]:
-    return {fqn: buffer.value for fqn, buffer in snapshot.buffers.items()}
 
 
 def _whole(held: Sequence[tuple[int, Sequence[ObservedPiece]]], shape: tuple[int, ...]) -> torch.Tensor | None:

@@ -7,8 +7,9 @@ squares over all calls of one backward shows that, however an implementation cut
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fsdp_testing.checkers.explain import finding
 from fsdp_testing.records import UNIT_ROUNDOFF, Case, FailureKind, Finding, RankObservation
@@ -58,61 +59,50 @@ def check_calls(case: Case, ranks: Sequence[RankObservation], units: int, dtype:
         dtype: Dtype in which gradients are computed.
     """
     for rank in ranks:
-        if isinstance(rank, HookedObservation):
-            found = _wrong_number(case, rank, units) or _wrong_tensors(case, rank, dtype)
-            if found is not None:
-                return found
+        for wrong in _wrong(case, rank, units, dtype) if isinstance(rank, HookedObservation) else ():
+            return finding(
+                case,
+                FailureKind.DIVERGED,
+                "calls of the communication hook",
+                wrong.operation,
+                f"the hook was {wrong.sentence}, on rank {rank.rank}",
+                ranks=(rank.rank,),
+                max_error=wrong.error,
+                bound=wrong.bound,
+                bound_derivation="4 x elements x u x sum of squares" if wrong.bound is not None else "",
+            )
     return None
 
 
-def _wrong_number(case: Case, rank: HookedObservation, units: int) -> Finding | None:
-    wanted = rank.expected_squares or {}
+class _Wrong(NamedTuple):
+    """What is wrong with the calls in one operation."""
+
+    operation: int
+    sentence: str
+    error: float | None = None
+    bound: float | None = None
+
+
+def _wrong(case: Case, rank: HookedObservation, units: int, dtype: str) -> Iterator[_Wrong]:
+    due = rank.expected_squares or {}
     for index in range(len(case.program)):
         count = sum(call.operation == index for call in rank.calls)
-        expected = units if index in wanted else 0
+        expected = units if index in due else 0
         if count != expected:
-            return _finding(case, rank, index, f"the hook was called {count} times, expected {expected}")
-    return None
-
-
-def _wrong_tensors(case: Case, rank: HookedObservation, dtype: str) -> Finding | None:
+            yield _Wrong(index, f"called {count} times, expected {expected}")
+    size, sharded = case.world.size, case.strategy != "no_shard"
     for call in rank.calls:
         if call.dtype != dtype:
-            return _finding(case, rank, call.operation, f"the hook was given {call.dtype}, expected {dtype}")
-        sharded = case.strategy != "no_shard"
-        if sharded and call.output * case.world.size != call.numel:
-            sentence = (
-                f"the hook was given {call.numel} elements and an output of {call.output} for {case.world.size} ranks"
-            )
-            return _finding(case, rank, call.operation, sentence)
+            yield _Wrong(call.operation, f"given {call.dtype}, expected {dtype}")
+        if sharded and call.output * size != call.numel:
+            sentence = f"given {call.numel} elements and an output of {call.output} for {size} ranks"
+            yield _Wrong(call.operation, sentence)
         if not sharded and call.output >= 0:
-            return _finding(case, rank, call.operation, "the hook was given an output although nothing is sharded")
-    for index, expected in (rank.expected_squares or {}).items():
+            yield _Wrong(call.operation, "given an output although nothing is sharded")
+    for index, wanted in due.items():
         got = sum(call.squares for call in rank.calls if call.operation == index)
         # Two roundings for each square and sum, and as many as elements for each gradient's own inner products.
-        bound = 4 * max(rank.elements, 1) * UNIT_ROUNDOFF[dtype] * abs(expected)
-        if not abs(got - expected) <= bound:
-            sentence = f"the hook was given gradients whose squares add up to {got:.6g}, expected {expected:.6g}"
-            return _finding(case, rank, index, sentence, abs(got - expected), bound)
-    return None
-
-
-def _finding(
-    case: Case,
-    rank: HookedObservation,
-    index: int,
-    sentence: str,
-    error: float | None = None,
-    bound: float | None = None,
-) -> Finding:
-    return finding(
-        case,
-        FailureKind.DIVERGED,
-        "calls of the communication hook",
-        index,
-        f"{sentence}, on rank {rank.rank}",
-        ranks=(rank.rank,),
-        max_error=error,
-        bound=bound,
-        bound_derivation="4 x elements x u x sum of squares" if bound is not None else "",
-    )
+        bound = 4 * max(rank.elements, 1) * UNIT_ROUNDOFF[dtype] * abs(wanted)
+        if not abs(got - wanted) <= bound:
+            sentence = f"given gradients whose squares add up to {got:.6g}, expected {wanted:.6g}"
+            yield _Wrong(index, sentence, abs(got - wanted), bound)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fsdp_testing.records.history import History
+from fsdp_testing.records.event import History
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,31 +64,18 @@ def _of_rank(
     for account in accounts:
         operation = case.program[account.index] if 0 <= account.index < len(case.program) else None
         unsharded = dict(account.held)
-        allowed = _may_stay(case.strategy, operation, account.backward, before)
-        kept = (
-            tuple((unit, unsharded[unit]) for unit in sorted(set(unsharded) - allowed)) if allowed is not None else ()
-        )
+        early = case.strategy in _FREES_AFTER_FORWARD
+        # Without an operation it is a new model, of which nothing has run.
+        allowed: frozenset[str] | None = frozenset()
+        if operation is not None:
+            allowed = operation.may_stay_unsharded(before, frees_early=early, backward=account.backward)
+        kept = () if allowed is None else tuple(item for item in sorted(unsharded.items()) if item[0] not in allowed)
         if kept:
             stays = sum(size for _, size in kept)
             yield Overrun(Measure.KEPT_PARAMETERS, account.index, rank, stays, 0, kept)
         if budget is not None and operation is not None:
             yield from _excess(case.strategy, rank, operation, account, budget)
         before = frozenset(unsharded)
-
-
-# ----------------------------------------------------------------------------------------------- memory
-
-
-def _may_stay(
-    strategy: str, operation: Operation | None, backward: bool, before: frozenset[str]
-) -> frozenset[str] | None:
-    """Return the units that may be unsharded when the operation is over; None for any."""
-    if operation is None:
-        return frozenset()  # a new model, of which nothing has run
-    return operation.may_stay_unsharded(before, frees_early=strategy in _FREES_AFTER_FORWARD, backward=backward)
-
-
-# ----------------------------------------------------------------------------------------------- communication
 
 
 def _excess(

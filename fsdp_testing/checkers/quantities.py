@@ -7,14 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-KIND_ORDER = ("result", "gradient", "value", "optimizer", "buffer")
-
 
 class Quantity(NamedTuple):
     """One thing that can diverge.
 
     Attributes:
-        kind: One of `KIND_ORDER`.
+        kind: `result`, `gradient`, `value`, `optimizer` or `buffer`.
         name: FQN, or the name of a result (`loss`, `output.0`, `total_norm`).
         part: Name of an optimizer state (`exp_avg`), else empty.
         rank: The rank that holds it alone (results, buffers); -1 if it is one value over all ranks.

@@ -24,7 +24,8 @@ def check_results(tally: Compared, point: ExpectedPoint, results: Sequence[Opera
         result = results[quantity.rank]
         actual = None if result is None else result.values.get(quantity.name)
         if actual is None:
-            _missing(tally, point.index, quantity)
+            ranks = (quantity.rank,)
+            tally.add(Divergence(FailureKind.MISSING, quantity, point.index, ranks, "was not reported"))
         elif expected.value is not None:
             compare_tensor(tally, point, quantity, actual, expected)
     _check_agreement(tally, point, results)
@@ -48,12 +49,7 @@ def compare_tensor(
         sentence = f"has dtype {_name(actual)}, expected {_name(wanted)}"
         tally.add(Divergence(FailureKind.DIVERGED, quantity, index, ranks, sentence, Mismatch.DTYPE))
         return
-    found = difference(actual, wanted, expected.bound)
-    if not found.exceeded:
-        tally.within(point, quantity, ranks, found)
-        return
-    sentence = f"is off by {found.error:.3g} (bound {found.bound:.3g}): {found.text}"
-    tally.add(Divergence.sized(quantity, index, ranks, sentence, found, expected.derivation))
+    tally.number(point, quantity, ranks, difference(actual, wanted, expected.bound), expected)
 
 
 def _check_agreement(tally: Compared, point: ExpectedPoint, results: Sequence[OperationResult | None]) -> None:
@@ -64,11 +60,6 @@ def _check_agreement(tally: Compared, point: ExpectedPoint, results: Sequence[Op
         quantity = Quantity("result", "total_norm")
         sentence = f"differs between ranks: {', '.join(repr(float(norm)) for norm in norms)}"
         tally.add(Divergence(FailureKind.DISAGREED, quantity, point.index, (0, *differing), sentence))
-
-
-def _missing(tally: Compared, index: int, quantity: Quantity) -> None:
-    sentence = "was not reported"
-    tally.add(Divergence(FailureKind.MISSING, quantity, index, (quantity.rank,), sentence))
 
 
 def _name(tensor: torch.Tensor) -> str:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 from fsdp_testing.checkers import agreement, gathered_state
 from fsdp_testing.checkers.comparison import Comparison
-from fsdp_testing.checkers.explain import finding_of
 from fsdp_testing.checkers.quantities import Expectation, Expected, ExpectedPoint, Quantity
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.records import Case, Finding, RankObservation
@@ -50,16 +49,13 @@ def review_pair(case: Case, ranks: Sequence[RankObservation], expectation: Expec
         # Each bound is that of one operation, from the implementation's own state: DDP's is the same before the first.
         points = tuple(point for point in points if point.snapshot)[:1]
     shown = all(rank.gradients for rank in ranks if isinstance(rank, PairedObservation))
-    tally = agreement.compare(replace(expectation, points=points), ranks, Comparison(outputs=False, gradients=shown))
+    due, asked = replace(expectation, points=points), Comparison(outputs=False, gradients=shown)
+    found, tally = agreement.review(case, due, ranks, asked, "compared with DDP on the same ranks")
     if not tally.comparisons:
         raise HarnessError(
             f"second oracle: expected something to compare in {case.identity}, got nothing. Observe more."
         )
-    if not tally.divergences:
-        agreement.require_decided(tally)
-        return None
-    found = finding_of(case, agreement.first(tally.divergences), len(tally.divergences) - 1)
-    return replace(found, explanation=f"compared with DDP on the same ranks: {found.explanation}")
+    return found
 
 
 def _point(point: ExpectedPoint, state: gathered_state.GatheredState) -> ExpectedPoint:

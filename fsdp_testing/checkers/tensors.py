@@ -45,21 +45,14 @@ class Difference:
 EQUAL = Difference(0.0, 0.0, 0, 0.0, exceeded=False, actual=0.0, expected=0.0)
 
 
-def _equal(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    """The common case, and much faster than looking for the largest difference."""
-    if actual.dtype != expected.dtype or actual.numel() != expected.numel():
-        return False
-    return torch.equal(actual.reshape(-1), expected.reshape(-1))
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bits as integers, so that NaN equals NaN, and 0.0 differs from -0.0."""
+    return tensor.contiguous().view(_BITS[tensor.element_size()]) if tensor.dtype.is_floating_point else tensor
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether both hold the same dtype, shape and bits: NaN equals NaN, and 0.0 differs from -0.0."""
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    if not one.dtype.is_floating_point:
-        return bool(torch.equal(one, other))
-    kind = _BITS[one.element_size()]
-    return bool(torch.equal(one.contiguous().view(kind), other.contiguous().view(kind)))
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(bits(one), bits(other))
 
 
 def difference(actual: torch.Tensor, expected: torch.Tensor, bound: float | torch.Tensor) -> Difference:
@@ -68,7 +61,10 @@ def difference(actual: torch.Tensor, expected: torch.Tensor, bound: float | torc
     A bound of 0 admits equal numbers only (0.0 and -0.0 are equal numbers). NaN where a number is expected, or a
     number where NaN is expected, is an infinite error.
     """
-    if not expected.numel() or _equal(actual, expected):
+    if not expected.numel():
+        return EQUAL
+    # The common case, and much faster than looking for the largest difference.
+    if actual.dtype == expected.dtype and torch.equal(actual.reshape(-1), expected.reshape(-1)):
         return EQUAL
     left, right = actual.reshape(-1).to(torch.float64), expected.reshape(-1).to(torch.float64)
     limit = torch.as_tensor(bound, dtype=torch.float64).reshape(-1).expand(right.shape)

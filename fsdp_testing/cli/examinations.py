@@ -5,6 +5,7 @@ Nothing here changes the machine, and nothing but the last takes more than a mom
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import re
@@ -55,25 +56,25 @@ class Condition(Enum):
 class Symptom:
     """The answer to one examination; `remedy` is empty when there is nothing to do."""
 
-    name: str
     condition: Condition
     said: str
     remedy: str = ""
 
 
-def examine() -> Iterator[Symptom]:
-    """Return all examinations in the order in which a fault would explain the later ones."""
+good = functools.partial(Symptom, Condition.GOOD)
+odd = functools.partial(Symptom, Condition.ODD)
+broken = functools.partial(Symptom, Condition.BROKEN)
+
+
+def examine() -> Iterator[tuple[str, Symptom]]:
+    """Yield what is examined and what was found, in the order in which a fault would explain the later ones."""
     for examination in EXAMINATIONS:
         try:
-            yield examination()
+            symptom = examination()
         except Exception as error:  # noqa: BLE001  (whatever goes wrong while looking is itself the finding)
-            name = examination.__name__.replace("_", " ")
-            yield Symptom(name, Condition.BROKEN, f"{type(error).__name__}: {first_line(error)}", "Mend this first.")
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, which says what happened; the rest is for its own reader."""
-    return next(iter(str(error).splitlines()), "")
+            first = next(iter(str(error).splitlines()), "")
+            symptom = broken(f"{type(error).__name__}: {first}", "Mend this first.")
+        yield examination.__name__.replace("_", " "), symptom
 
 
 def python() -> Symptom:
@@ -82,8 +83,8 @@ def python() -> Symptom:
     missing = missing_system_calls()
     if missing:
         said = f"{said} without {', '.join(missing)}"
-        return Symptom("python", Condition.BROKEN, said, "Run what needs ranks on Linux; a container or WSL 2 will do.")
-    return Symptom("python", Condition.GOOD, said)
+        return broken(said, "Run what needs ranks on Linux; a container or WSL 2 will do.")
+    return good(said)
 
 
 def torch() -> Symptom:
@@ -93,15 +94,13 @@ def torch() -> Symptom:
 
     version = installed.__version__
     if not dist.is_available():
-        return Symptom(
-            "torch", Condition.BROKEN, f"{version} without torch.distributed", "Install a build that has it."
-        )
+        return broken(f"{version} without torch.distributed", "Install a build that has it.")
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     low, high = SUPPORTED_TORCH
     if not low <= numbers <= high:
         said = f"{version}, supported are {low[0]}.{low[1]} to {high[0]}.{high[1]}"
-        return Symptom("torch", Condition.BROKEN, said, "Install a supported version.")
-    return Symptom("torch", Condition.GOOD, version)
+        return broken(said, "Install a supported version.")
+    return good(version)
 
 
 def backends() -> Symptom:
@@ -111,8 +110,8 @@ def backends() -> Symptom:
     reasons = {name: backend_named(name).unavailable(2) for name in registered_backends()}
     said = "; ".join(f"{name}: {reason}" if reason else name for name, reason in reasons.items())
     if reasons.get("gloo"):
-        return Symptom("backends", Condition.BROKEN, said, "Install a build of torch that has gloo.")
-    return Symptom("backends", Condition.GOOD, said)
+        return broken(said, "Install a build of torch that has gloo.")
+    return good(said)
 
 
 def loopback() -> Symptom:
@@ -121,7 +120,7 @@ def loopback() -> Symptom:
         server.settimeout(5)
         port = server.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port), timeout=5), server.accept()[0]:
-            return Symptom("loopback", Condition.GOOD, "127.0.0.1 accepts connections on ports of the kernel's choice")
+            return good("127.0.0.1 accepts connections on ports of the kernel's choice")
 
 
 def host_name() -> Symptom:
@@ -130,10 +129,10 @@ def host_name() -> Symptom:
     try:
         address = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
         with socket.create_server((str(address), 0)):
-            return Symptom("host name", Condition.GOOD, f"{name} is {address}")
+            return good(f"{name} is {address}")
     except OSError as error:
         said = f"{name} does not lead to this machine ({error})"
-        return Symptom("host name", Condition.ODD, said, "Add the name to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo.")
+        return odd(said, "Add the name to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo.")
 
 
 def shared_memory() -> Symptom:
@@ -141,23 +140,20 @@ def shared_memory() -> Symptom:
     place = Path("/dev/shm")
     if not place.is_dir() or not os.access(place, os.W_OK):
         said = f"{place} is not writable: NCCL and the workers of a DataLoader need it, ranks do not"
-        return Symptom("shared memory", Condition.ODD, said, "Mount a tmpfs there if you use these.")
-    free = shutil.disk_usage(place).free
-    said = f"{free // MIB} MiB free in {place}"
-    if free < SHARED_MEMORY_BYTES:
-        return Symptom("shared memory", Condition.ODD, said, "In a container, start it with a larger --shm-size.")
-    return Symptom("shared memory", Condition.GOOD, said)
+        return odd(said, "Mount a tmpfs there if you use these.")
+    return _room(place, "In a container, start it with a larger --shm-size.")
 
 
 def temporary_files() -> Symptom:
     """Can the temporary directory be written to?"""
-    place = tempfile.gettempdir()
     with tempfile.TemporaryFile():
-        free = shutil.disk_usage(place).free
+        return _room(Path(tempfile.gettempdir()), "Make room, or point TMPDIR elsewhere.")
+
+
+def _room(place: Path, remedy: str) -> Symptom:
+    free = shutil.disk_usage(place).free
     said = f"{free // MIB} MiB free in {place}"
-    if free < SHARED_MEMORY_BYTES:
-        return Symptom("temporary files", Condition.ODD, said, "Make room, or point TMPDIR elsewhere.")
-    return Symptom("temporary files", Condition.GOOD, said)
+    return odd(said, remedy) if free < SHARED_MEMORY_BYTES else good(said)
 
 
 def limits() -> Symptom:
@@ -167,8 +163,8 @@ def limits() -> Symptom:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     said = f"{soft} open files per process (at most {hard})"
     if 0 <= soft < OPEN_FILES:
-        return Symptom("limits", Condition.ODD, said, f"Raise it: ulimit -n {min(hard, 65536)}.")
-    return Symptom("limits", Condition.GOOD, said)
+        return odd(said, f"Raise it: ulimit -n {min(hard, 65536)}.")
+    return good(said)
 
 
 def processors() -> Symptom:
@@ -179,8 +175,8 @@ def processors() -> Symptom:
     said = f"{usable} usable" + (f", {quota:g} by quota" if quota else "")
     said += f"; OMP_NUM_THREADS={threads}" if threads else "; OMP_NUM_THREADS is not set"
     if usable < 2 or (quota and quota < 2):
-        return Symptom("processors", Condition.ODD, said, "Ranks take turns on one processor: allow longer timeouts.")
-    return Symptom("processors", Condition.GOOD, said)
+        return odd(said, "Ranks take turns on one processor: allow longer timeouts.")
+    return good(said)
 
 
 def _cgroup_processors() -> float | None:
@@ -197,24 +193,22 @@ def memory() -> Symptom:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
-        return Symptom("memory", Condition.ODD, "unknown: there is no /proc/meminfo")
+        return odd("unknown: there is no /proc/meminfo")
     ranks = free // MEMORY_BYTES_PER_RANK
     said = f"{free // MIB} MiB available, room for about {ranks} ranks"
     if ranks < 4:
-        return Symptom("memory", Condition.ODD, said, "Close something, or keep to small worlds.")
-    return Symptom("memory", Condition.GOOD, said)
+        return odd(said, "Close something, or keep to small worlds.")
+    return good(said)
 
 
 def leftover_ranks() -> Symptom:
     """Fork servers and ranks of this user whose controller is gone, whoever has adopted them."""
     found = sorted(_leftovers())
     if not found:
-        return Symptom("leftover ranks", Condition.GOOD, "none")
+        return good("none")
     said = "; ".join(f"{number}: {command}" for number, command in found)
     numbers = " ".join(str(number) for number, _ in found)
-    return Symptom(
-        "leftover ranks", Condition.BROKEN, said, f"End them (kill {numbers}) and report how they came about."
-    )
+    return broken(said, f"End them (kill {numbers}) and report how they came about.")
 
 
 # Ranks are forks of the fork server, with its command line: the third argument is the controller.
@@ -249,11 +243,11 @@ def environment() -> Symptom:
     launch = env.torchrun()  # raises, and so reports, what is inconsistent
     values = {name: value for name, value in sorted(env.snapshot().items()) if name.startswith(NOTABLE)}
     if launch is not None:
-        return Symptom("environment", Condition.GOOD, f"rank {launch.rank} of {launch.world_size} under torchrun")
+        return good(f"rank {launch.rank} of {launch.world_size} under torchrun")
     if values:
         said = ", ".join(f"{name}={value}" for name, value in values.items())
-        return Symptom("environment", Condition.ODD, said, "Unset what you did not mean to set.")
-    return Symptom("environment", Condition.GOOD, "no variable that changes what ranks do")
+        return odd(said, "Unset what you did not mean to set.")
+    return good("no variable that changes what ranks do")
 
 
 def packages() -> Symptom:
@@ -265,8 +259,8 @@ def packages() -> Symptom:
     entries = [entry.value for entry in metadata.entry_points(group="pytest11") if entry.name == "fsdp_testing"]
     said = f"fsdp-testing {metadata.version('fsdp-testing')}, numpy {np.__version__}, {Path(sys.executable)}"
     if len(entries) != 1:
-        return Symptom("packages", Condition.BROKEN, f"{said}; pytest11 entry points: {entries}", "Install it once.")
-    return Symptom("packages", Condition.GOOD, said)
+        return broken(f"{said}; pytest11 entry points: {entries}", "Install it once.")
+    return good(said)
 
 
 def trial_world() -> Symptom:
@@ -277,11 +271,11 @@ def trial_world() -> Symptom:
     found = run_ranks(rank_sum, size=2, backend="gloo", timeout=TRIAL_SECONDS)
     took = time.perf_counter() - start
     if found != [3.0, 3.0]:
-        return Symptom("trial world", Condition.BROKEN, f"two ranks added 1 and 2 and got {found}", "Report this.")
+        return broken(f"two ranks added 1 and 2 and got {found}", "Report this.")
     said = f"two ranks started and added their numbers in {took:.1f} s"
     if took > SLOW_SECONDS:
-        return Symptom("trial world", Condition.ODD, said, "The machine is busy or slow: allow longer timeouts.")
-    return Symptom("trial world", Condition.GOOD, said)
+        return odd(said, "The machine is busy or slow: allow longer timeouts.")
+    return good(said)
 
 
 def rank_sum() -> float:

@@ -9,25 +9,26 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_testing.cli.museum import hunt_exhibits
 from fsdp_testing.cli.options import (
+    Command,
     Subparsers,
     add_old_spelling,
     add_seed,
     add_timeout,
     add_world_sizes,
     count,
+    declare,
     seconds,
     warn_old_spelling,
 )
 from fsdp_testing.errors import HarnessError, InvalidArgument
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from fsdp_testing.campaign.campaign import Campaign, Plan
     from fsdp_testing.campaign.state import StateDirectory
     from fsdp_testing.campaign.tally import CampaignTally
     from fsdp_testing.findings.discovery import Discovery
     from fsdp_testing.implementations.adapter import Adapter
+    from fsdp_testing.report.terminal import Output
 
 DESCRIPTION = """\
 Run random cases (module tree, wrapping plan, strategy, program of training operations) on ranks and compare each with a
@@ -36,15 +37,9 @@ one in DIR ended. Ctrl-C ends it with everything on disk.
 """
 
 
-def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+def add(commands: Subparsers[Command]) -> Command:
     """Declare the command."""
-    command = commands.add_parser(
-        "fuzz",
-        help="look for divergences with random cases",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    command = declare(commands, "fuzz", "look for divergences with random cases", DESCRIPTION)
     command.add_argument("name", metavar="NAME", nargs="?", help="implementation")
     limit = command.add_argument_group("how long")
     limit.add_argument("--seconds", type=seconds, metavar="N", help="end after N seconds (default 60)")
@@ -61,12 +56,7 @@ def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParse
         "--known", type=Path, action="append", default=[], metavar="FILE", help="more known failures (JSON)"
     )
     what.add_argument("--no-known", action="store_true", help="meet the known failures that ship with fsdp-testing too")
-    what.add_argument(
-        "--exhibits",
-        type=count,
-        metavar="N",
-        help=argparse.SUPPRESS,
-    )
+    what.add_argument("--exhibits", type=count, metavar="N", help=argparse.SUPPRESS)
     where = command.add_argument_group("where")
     where.add_argument("--state", type=Path, metavar="DIR", help="default: .fsdp-fuzz/NAME in the current directory")
     jobs = where.add_argument(
@@ -81,7 +71,7 @@ def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParse
 def execute(options: argparse.Namespace) -> int:
     """Run a campaign: 0 if nothing was found, 1 if something was, 3 if nothing could be judged."""
     if options.exhibits is not None and options.name is None:
-        warn_old_spelling("fsdp-verify fuzz", "fuzz --exhibits", "museum --exhibits")
+        warn_old_spelling("fuzz --exhibits", "museum --exhibits")
         limit = options.examples
         return hunt_exhibits(options.exhibits, options.seed, seconds=options.seconds or 60.0, limit=limit)
     if options.name is None or options.exhibits is not None:
@@ -94,15 +84,18 @@ def execute(options: argparse.Namespace) -> int:
     adapter = registry.load(options.name)
     plan = _plan(options, adapter)
     console = open_console()
-    _report_start(console, plan, adapter)
+    missing = plan.scope.not_claimed()
+    if missing:
+        names = ", ".join(f"{name} ({', '.join(sorted(tags))})" for name, tags in sorted(missing.items()))
+        console.say(f"{adapter.name} does not claim, so it is not drawn: {names}", style="dim")
     with _Display(console) as display:
         campaign = Campaign(plan, default_pool(), display.progress, display.found)
         for message in campaign.damaged:
-            display.say(f"left out: {message}")
+            console.say(f"left out: {message}")
         try:
             tally = campaign.run()
         except KeyboardInterrupt:
-            display.say(f"interrupted; everything up to here is in {plan.state}")
+            console.say(f"interrupted; everything up to here is in {plan.state}")
             _report_end(console, campaign, plan)
             raise
     _report_end(console, campaign, plan)
@@ -125,10 +118,11 @@ def _plan(options: argparse.Namespace, adapter: Adapter) -> Plan:
         except OSError as error:
             raise InvalidArgument(f"--known: expected a readable file, got {error}. Correct the path.") from error
     limit = options.seconds if options.seconds or options.examples else 60.0
+    folder = "".join(c if c.isalnum() or c in "-_." else "_" for c in options.name)
     return Plan(
         implementation=adapter,
         scope=Scope(adapter.capabilities, options.world_size, options.max_operations, frozenset(options.without)),
-        state=options.state or Path(".fsdp-fuzz") / _folder(options.name),
+        state=options.state or Path(".fsdp-fuzz") / folder,
         seconds=limit,
         examples=options.examples,
         seed=options.seed,
@@ -139,17 +133,13 @@ def _plan(options: argparse.Namespace, adapter: Adapter) -> Plan:
     )
 
 
-def _folder(name: str) -> str:
-    return "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
-
-
 class _Display:
     """What a person sees: one moving line, and each finding when it is made."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Output) -> None:
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-        self._console = console
+        self.console = console
         self._progress = Progress(
             SpinnerColumn(),
             TimeElapsedColumn(),
@@ -179,80 +169,57 @@ class _Display:
 
         folder = write_discovery(found, state)
         self.folders.append(folder)
-        self.say(("" if found.confirmed else "(once, not again alone) ") + found.sentence())
-        self.say(f"  {folder}")
-
-    def say(self, text: str) -> None:
-        from rich.text import Text
-
-        self._progress.console.print(Text(text))
+        self.console.say(("" if found.confirmed else "(once, not again alone) ") + found.sentence())
+        self.console.say(f"  {folder}")
 
 
-def _report_start(console: Console, plan: Plan, adapter: Adapter) -> None:
-    from rich.text import Text
-
-    missing = plan.scope.not_claimed()
-    if missing:
-        names = ", ".join(f"{name} ({', '.join(sorted(tags))})" for name, tags in sorted(missing.items()))
-        console.print(Text(f"{adapter.name} does not claim, so it is not drawn: {names}", style="dim"))
-
-
-def _report_end(console: Console, campaign: Campaign, plan: Plan) -> None:
-    from rich.text import Text
-
+def _report_end(console: Output, campaign: Campaign, plan: Plan) -> None:
     tally = campaign.tally
     mean = tally.operations / tally.run if tally.run else 0.0
     extra = f", {tally.variants} of them for what a known failure may hide" if tally.variants else ""
-    console.print(
-        Text(
-            f"{tally.run} cases in {tally.seconds:.1f} s ({tally.rate:.1f}/s, {mean:.1f} operations each{extra}); "
-            f"{len(tally.discovered)} findings, met again {sum(tally.duplicates.values())} times; "
-            f"{tally.drawn} cases drawn, {tally.left} left for the next campaign, {tally.discarded} discarded; "
-            f"state in {plan.state}"
-        )
+    console.say(
+        f"{tally.run} cases in {tally.seconds:.1f} s ({tally.rate:.1f}/s, {mean:.1f} operations each{extra}); "
+        f"{len(tally.discovered)} findings, met again {sum(tally.duplicates.values())} times; "
+        f"{tally.drawn} cases drawn, {tally.left} left for the next campaign, {tally.discarded} discarded; "
+        f"state in {plan.state}"
     )
     _report_known(console, tally)
     _report_counts(console, "refused by the implementation itself (not judged)", tally.unsupported)
     _report_counts(console, "could not be judged", tally.unjudged)
     if tally.not_investigated:
-        console.print(Text(f"suspects like others that were investigated: {tally.not_investigated}"))
+        console.say(f"suspects like others that were investigated: {tally.not_investigated}")
 
 
-def _report_known(console: Console, tally: CampaignTally) -> None:
-    from rich.text import Text
-
+def _report_known(console: Output, tally: CampaignTally) -> None:
     ran, there = tally.examples
     if there:
-        console.print(Text(f"examples of known failures run again: {ran} of {there}; {len(tally.gone)} pass now"))
+        console.say(f"examples of known failures run again: {ran} of {there}; {len(tally.gone)} pass now")
     for name in tally.gone:
-        console.print(Text(f"  the example of known failure {name!r} passes: its rule was dropped", style="yellow"))
+        console.say(f"  the example of known failure {name!r} passes: its rule was dropped", style="yellow")
     if tally.statuses["known"]:
         share = tally.statuses["known"] / tally.run
-        console.print(Text(f"cases that failed by a known failure: {tally.statuses['known']} ({share:.1%})"))
-    for one in tally.shares():
-        later = f", {one.postponed} put off, since it costs the ranks" if one.postponed else ""
-        console.print(Text(f"  {one.share:.1%} ({one.met} cases{later}): {one.rule}", style="dim"))
+        console.say(f"cases that failed by a known failure: {tally.statuses['known']} ({share:.1%})")
+    for rule in dict.fromkeys([*(name for name, _ in tally.known.most_common()), *tally.postponed]):
+        met, postponed = tally.known[rule], tally.postponed[rule]
+        later = f", {postponed} put off, since it costs the ranks" if postponed else ""
+        console.say(f"  {met / max(tally.run, 1):.1%} ({met} cases{later}): {rule}", style="dim")
 
 
-def _report_counts(console: Console, what: str, counts: Any) -> None:
-    from rich.text import Text
-
+def _report_counts(console: Output, what: str, counts: Any) -> None:
     if counts:
-        console.print(Text(f"{what}: {sum(counts.values())}"))
+        console.say(f"{what}: {sum(counts.values())}")
         for reason, number in counts.most_common(10):
-            console.print(Text(f"  {number} x {reason}", style="dim"))
+            console.say(f"  {number} x {reason}", style="dim")
 
 
-def _try_scripts(console: Console, folders: list[Path]) -> None:
-    from rich.text import Text
-
+def _try_scripts(console: Output, folders: list[Path]) -> None:
     from fsdp_testing.campaign.writing import SCRIPT, try_script
 
     for folder in folders:
         try:
-            tried = try_script(folder)
+            reproduces = try_script(folder)
         except OSError as error:
             raise HarnessError(f"{folder / SCRIPT}: expected a script that can be run, got {error}.") from error
-        if tried.reproduces is not None:
-            verb = "reproduces with torch alone" if tried.reproduces else "does not reproduce it"
-            console.print(Text(f"{folder / SCRIPT} {verb}"))
+        if reproduces is not None:
+            verb = "reproduces with torch alone" if reproduces else "does not reproduce it"
+            console.say(f"{folder / SCRIPT} {verb}")

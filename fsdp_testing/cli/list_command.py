@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from fsdp_testing.cli.options import Subparsers
+from fsdp_testing.cli.options import Command, Subparsers, declare
 from fsdp_testing.errors import HarnessError
+from fsdp_testing.records import CAPABILITIES
 
 KINDS = ("implementations", "checks", "capabilities", "models", "backends")
 
 
-def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+def add(commands: Subparsers[Command]) -> Command:
     """Declare the command."""
-    command = commands.add_parser(
+    command = declare(
+        commands,
         "list",
-        help="implementations, checks, capabilities, models, backends",
-        description="List what can be named on the command line; without KIND all of it.",
-        allow_abbrev=False,
+        "implementations, checks, capabilities, models, backends",
+        "List what can be named on the command line; without KIND all of it.",
     )
     command.add_argument("kind", nargs="?", choices=KINDS, metavar="KIND", help=", ".join(KINDS))
     return command
@@ -67,17 +68,10 @@ def _checks() -> Iterator[tuple[str, str]]:
         yield check.name, f"{check.meaning}{needs}{profile} ({check.source})"
 
 
-def _capabilities() -> Iterator[tuple[str, str]]:
-    from fsdp_testing.records import CAPABILITIES
-
-    yield from CAPABILITIES.items()
-
-
 def _models() -> Iterator[tuple[str, str]]:
     from fsdp_testing.zoo import MODELS
 
-    for name, model in MODELS.items():
-        yield name, model.summary
+    yield from ((name, model.summary) for name, model in MODELS.items())
 
 
 def _backends() -> Iterator[tuple[str, str]]:
@@ -93,10 +87,10 @@ def _backends() -> Iterator[tuple[str, str]]:
         yield name, f"unavailable: {reason}" if reason else f"on {backend.device_type}"
 
 
-LISTS = {
+LISTS: dict[str, Callable[[], Iterable[tuple[str, str]]]] = {
     "implementations": _implementations,
     "checks": _checks,
-    "capabilities": _capabilities,
+    "capabilities": CAPABILITIES.items,
     "models": _models,
     "backends": _backends,
 }

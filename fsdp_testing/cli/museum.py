@@ -9,24 +9,21 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from fsdp_testing.cli.options import Subparsers, add_seed, count, seconds
+from fsdp_testing.cli.options import Command, Subparsers, add_seed, count, declare, seconds
 from fsdp_testing.errors import HarnessError, InvalidArgument
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from fsdp_testing.museum.exhibit import Exhibit
-    from fsdp_testing.museum.hunt import Hunt
     from fsdp_testing.museum.tour import Visit
+    from fsdp_testing.report.terminal import Output
 
 
-def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+def add(commands: Subparsers[Command]) -> Command:
     """Declare the command."""
-    command = commands.add_parser(
+    command = declare(
+        commands,
         "museum",
-        help="tour the real bugs that the harness must catch",
-        description="Plant each exhibit in the reference, run the checks that must catch it, and say which did.",
-        allow_abbrev=False,
+        "tour the real bugs that the harness must catch",
+        "Plant each exhibit in the reference, run the checks that must catch it, and say which did.",
     )
     command.add_argument("ids", nargs="*", metavar="ID", help="exhibits such as B036; all without")
     command.add_argument("--list", action="store_true", help="print each story and its sources; run nothing")
@@ -52,7 +49,6 @@ def execute(options: argparse.Namespace) -> int:
         if options.ids or options.list:
             raise InvalidArgument("museum: expected --exhibits N alone, got IDs or --list too. Drop one of them.")
         return hunt_exhibits(options.exhibits, options.seed, seconds=options.seconds)
-    from fsdp_testing.museum.hunt import hunt
     from fsdp_testing.museum.tour import chosen, tour
     from fsdp_testing.report.terminal import open_console
 
@@ -62,19 +58,21 @@ def execute(options: argparse.Namespace) -> int:
     console = open_console()
     if options.list:
         for exhibit in selection:
-            _print_story(exhibit, console)
+            kind = "silently wrong" if exhibit.silent else "an error"
+            console.say((exhibit.id, "bold"), f"  {exhibit.title} ({kind}, {exhibit.path})")
+            console.say(f"  {exhibit.story}")
+            console.say(f"  caught by {', '.join(exhibit.checks)}; {exhibit.source}", style="dim")
         return 0
     escaped = unmet = hunted = 0
-    hunter = (lambda exhibit, seed, limit: hunt(exhibit, seed, limit=limit)) if options.fuzz else None
-    for visit in tour(selection, hunter=hunter, seed=options.seed):
+    for visit in tour(selection, hunted=options.fuzz, seed=options.seed):
         escaped += not visit.caught
         hunted += visit.hunt is not None
         unmet += visit.hunt is not None and visit.hunt.cases is None
         _print_visit(visit, console)
     said = f"{escaped} of {len(selection)} exhibits escaped" if escaped else f"all {len(selection)} exhibits are caught"
-    console.print(said, style="bold red" if escaped else "bold green")
+    console.say(said, style="bold red" if escaped else "bold green")
     if options.fuzz:
-        console.print(f"random cases met {hunted - unmet} of {hunted} exhibits", style="red" if unmet else "green")
+        console.say(f"random cases met {hunted - unmet} of {hunted} exhibits", style="red" if unmet else "green")
     return 1 if escaped or unmet else 0
 
 
@@ -87,8 +85,6 @@ def hunt_exhibits(number: int, seed: int, *, seconds: float, limit: int | None =
         seconds: For each exhibit, at most.
         limit: Random cases for each, at most; None for the number within which an exhibit must be met.
     """
-    from rich.text import Text
-
     from fsdp_testing.museum.hunt import RANDOM_CASES, drawn_exhibits, hunt
     from fsdp_testing.report.terminal import open_console
 
@@ -99,42 +95,25 @@ def hunt_exhibits(number: int, seed: int, *, seconds: float, limit: int | None =
         unmet += ended.cases is None
         word = ("NOT MET", "bold red") if ended.cases is None else ("met    ", "green")
         facts = f" {exhibit.id}  {exhibit.title}: {ended.run} random cases, {ended.seconds:.1f} s"
-        console.print(Text.assemble(word, facts), soft_wrap=True)
+        console.say(word, facts)
         if ended.sentence:
-            console.print(Text(f"         {ended.sentence}", style="dim"), soft_wrap=True)
-    console.print(f"{number - unmet} of {number} exhibits were met")
+            console.say(f"         {ended.sentence}", style="dim")
+    console.say(f"{number - unmet} of {number} exhibits were met")
     return 1 if unmet else 0
 
 
-def _print_story(exhibit: Exhibit, console: Console) -> None:
-    from rich.text import Text
-
-    kind = "silently wrong" if exhibit.silent else "an error"
-    console.print(Text.assemble((exhibit.id, "bold"), f"  {exhibit.title} ({kind}, {exhibit.path})"), soft_wrap=True)
-    console.print(Text(f"  {exhibit.story}"), soft_wrap=True)
-    console.print(Text(f"  caught by {', '.join(exhibit.checks)}; {exhibit.source}", style="dim"), soft_wrap=True)
-
-
-def _print_visit(visit: Visit, console: Console) -> None:
-    from rich.text import Text
-
+def _print_visit(visit: Visit, console: Output) -> None:
     word = ("caught ", "green") if visit.caught else ("ESCAPED", "bold red")
     title = f" {visit.exhibit.id}  {visit.exhibit.title}  ({visit.seconds:.1f} s)"
-    console.print(Text.assemble(word, title), soft_wrap=True)
+    console.say(word, title)
     for check in visit.missed:
-        console.print(Text(f"         {check} does not fail on it", style="red"), soft_wrap=True)
+        console.say(f"         {check} does not fail on it", style="red")
     for check in visit.false_alarms:
-        said = f"         {check} does not pass without it, so its failure proves nothing"
-        console.print(Text(said, style="red"), soft_wrap=True)
+        console.say(f"         {check} does not pass without it, so its failure proves nothing", style="red")
     for result in visit.results if visit.caught else ():
-        console.print(Text(f"         caught by {result.check}", style="dim"), soft_wrap=True)
-    if visit.hunt is not None:
-        console.print(Text(f"         {_hunt_text(visit.hunt)}", style="dim"), soft_wrap=True)
-
-
-def _hunt_text(hunt: Hunt) -> str:
-    if hunt.cases is None:
-        return (
-            f"not met in {hunt.run} random cases ({hunt.seconds:.0f} s){'; ' if hunt.sentence else ''}{hunt.sentence}"
-        )
-    return f"met after {hunt.cases} random cases ({hunt.seconds:.0f} s)"
+        console.say(f"         caught by {result.check}", style="dim")
+    hunt = visit.hunt
+    if hunt is not None:
+        met = f"met after {hunt.cases}" if hunt.cases is not None else f"not met in {hunt.run}"
+        more = f"; {hunt.sentence}" if hunt.sentence and hunt.cases is None else ""
+        console.say(f"         {met} random cases ({hunt.seconds:.0f} s){more}", style="dim")

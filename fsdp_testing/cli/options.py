@@ -8,21 +8,27 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 Subparsers = argparse._SubParsersAction  # the only name argparse gives it
+Command = argparse.ArgumentParser
+
+
+def declare(commands: Subparsers[Command], name: str, summary: str, description: str, **others: Any) -> Command:
+    """Declare a command: its name, and what its help says."""
+    plain = argparse.RawDescriptionHelpFormatter if "\n" in description else argparse.HelpFormatter
+    return commands.add_parser(
+        name, help=summary, description=description, formatter_class=plain, allow_abbrev=False, **others
+    )
 
 
 def seconds(text: str) -> float:
     """Parse a positive, finite number of seconds."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text!r}")
-    return value
+    with suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text!r}")
 
 
 def allowance(text: str) -> float:
@@ -32,24 +38,19 @@ def allowance(text: str) -> float:
 
 def count(text: str) -> int:
     """Parse a whole number of at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
-    return value
+    with suppress(ValueError):
+        if int(text) >= 1:
+            return int(text)
+    raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
 
 
 def sizes(text: str) -> tuple[int, ...]:
     """Parse world sizes as the user writes them: `2` or `2,3`; each once, in the order given."""
-    try:
+    with suppress(ValueError):
         found = tuple(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        found = ()
-    if not found or min(found) < 1:
-        raise argparse.ArgumentTypeError(f"expected sizes of at least 1, such as 2 or 2,3, got {text!r}")
-    return found
+        if min(found) >= 1:
+            return found
+    raise argparse.ArgumentTypeError(f"expected sizes of at least 1, such as 2 or 2,3, got {text!r}")
 
 
 def add_timeout(group: argparse._ActionsContainer, default: float) -> argparse.Action:
@@ -70,33 +71,16 @@ def add_seed(group: argparse._ActionsContainer, said: str) -> argparse.Action:
 
 def add_old_spelling(group: argparse._ActionsContainer, old: str, action: argparse.Action) -> None:
     """Accept `old` for the option of `action` too, with a warning and out of sight of the help, for one version."""
-    group.add_argument(
-        old,
-        action=_OldSpelling,
-        spelled_now=action.option_strings[-1],
-        dest=action.dest,
-        type=action.type,  # type: ignore[arg-type]  # typeshed: None may be stored but not given
-        default=argparse.SUPPRESS,
-        help=argparse.SUPPRESS,
-    )
+    parse: Any = action.type
+
+    def renamed(text: str) -> Any:
+        value = parse(text)
+        warn_old_spelling(old, action.option_strings[-1])
+        return value
+
+    group.add_argument(old, dest=action.dest, type=renamed, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
-class _OldSpelling(argparse.Action):
-    def __init__(self, option_strings: Sequence[str], dest: str, *, spelled_now: str, **others: Any) -> None:
-        super().__init__(option_strings, dest, **others)
-        self._spelled_now = spelled_now
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        warn_old_spelling(parser.prog, str(option_string), self._spelled_now)
-        setattr(namespace, self.dest, values)
-
-
-def warn_old_spelling(program: str, old: str, new: str) -> None:
+def warn_old_spelling(old: str, new: str) -> None:
     """Say on standard error that `old` is called `new` now."""
-    print(f"{program}: {old} is called {new} now; the old spelling goes with the next version", file=sys.stderr)
+    print(f"fsdp-verify: {old} is called {new} now; the old spelling goes with the next version", file=sys.stderr)

@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_testing.cli.options import Subparsers, count
+from fsdp_testing.cli.options import Command, Subparsers, count, declare
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fsdp_testing.trace.parity import CaseParity
+    from fsdp_testing.trace.order_parity import CaseParity
 
 DESCRIPTION = """\
 Run the same training programs on both implementations, record what their units and collectives do, and show side by
@@ -23,15 +23,9 @@ side where the order differs: units and their parameters, unshard and reshard, g
 """
 
 
-def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+def add(commands: Subparsers[Command]) -> Command:
     """Declare the command."""
-    command = commands.add_parser(
-        "parity",
-        help="unit and event order of two implementations, side by side",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    command = declare(commands, "parity", "unit and event order of two implementations, side by side", DESCRIPTION)
     command.add_argument("left", metavar="NAME", help="an implementation that claims `unit_trace`")
     command.add_argument("right", metavar="NAME", help="another one")
     command.add_argument("--world-size", type=count, default=2, metavar="N", help="number of ranks (default 2)")
@@ -48,7 +42,7 @@ def execute(options: argparse.Namespace) -> int:
     from fsdp_testing.report import check_writable
     from fsdp_testing.report.parity_page import conclusion, write_parity_page
     from fsdp_testing.report.terminal import open_console
-    from fsdp_testing.trace.parity import compare_case, parity_cases
+    from fsdp_testing.trace.order_parity import compare_case, parity_cases
 
     if options.html is not None:
         check_writable(options.html / "index.html", "--html")

@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from fsdp_testing.cli.options import Subparsers, count
+from fsdp_testing.cli.options import Command, Subparsers, count, declare
 from fsdp_testing.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-
     from fsdp_testing.cli.unit_layouts import UnitLayout
+    from fsdp_testing.report.terminal import Output
 
 RANKS_DRAWN = 16
 BAR_WIDTH = 48
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 
 
-def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+def add(commands: Subparsers[Command]) -> Command:
     """Declare the command."""
-    command = commands.add_parser(
+    command = declare(
+        commands,
         "plan",
-        help="shard layout of a model at any world size",
-        description="Draw which rank holds which elements of which parameter, with alignment gaps and padding.",
-        allow_abbrev=False,
+        "shard layout of a model at any world size",
+        "Draw which rank holds which elements of which parameter, with alignment gaps and padding.",
     )
     command.add_argument(
         "model", metavar="MODEL", help="a model of `list models`, or package.module:factory (built on the meta device)"
@@ -100,58 +98,51 @@ def _model(name: str, dtype: str) -> tuple[Any, tuple[str, ...]]:
     return found, ()
 
 
-def _print_unit(unit: UnitLayout, rank: int | None, console: Console) -> None:
+def _print_unit(unit: UnitLayout, rank: int | None, console: Output) -> None:
+    from rich.table import Table
     from rich.text import Text
+
+    from fsdp_testing.report.drawings.svg import bytes_text
 
     layout, shards = unit.shards.layout, unit.shards
     padding = shards.padded_numel - layout.params_numel
     title = Text.assemble((unit.name or "(root)", "bold"), f" {unit.class_name}: ")
     title.append(f"{layout.params_numel:,} elements of {unit.dtype} in {len(layout)} parameters; ")
-    title.append(f"{shards.shard_numel:,} ({_bytes(shards.shard_numel * unit.element_bytes)}) a rank; ")
+    title.append(f"{shards.shard_numel:,} ({bytes_text(shards.shard_numel * unit.element_bytes)}) a rank; ")
     title.append(f"{padding:,} of padding ({_share(padding, shards.padded_numel)})")
     console.print(title, soft_wrap=True)
-    console.print(_parameter_table(unit) if rank is None else _piece_table(unit, rank))
+    rows = _parameter_rows(unit) if rank is None else _piece_rows(unit, rank)
+    table = Table(box=None, pad_edge=False, header_style="dim", show_edge=False)
+    for header in next(rows):
+        table.add_column(Text(header), overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))  # names are text, never markup
+    console.print(table)
     if rank is None and shards.world_size <= RANKS_DRAWN and layout.numel:
         for line in _bars(unit):
             console.print(Text(line), no_wrap=True, overflow="crop")
     console.print()
 
 
-def _parameter_table(unit: UnitLayout) -> RenderableType:
-    def rows() -> Iterator[tuple[str, ...]]:
-        for index, param in enumerate(unit.shards.layout.params):
-            span, ranks = unit.shards.layout.span(index), unit.shards.owner_ranks(index)
-            shape = "x".join(map(str, param.shape)) or "scalar"
-            holders = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else "".join(map(str, ranks)) or "none (empty)"
-            name = param.fqn + (f" (also {', '.join(param.aliases)})" if param.aliases else "")
-            yield f"  {name}", shape, f"[{span.start:,}, {span.stop:,})", holders
-
-    return _table(("  parameter", "shape", "elements [start, stop)", "ranks"), rows())
+def _parameter_rows(unit: UnitLayout) -> Iterator[tuple[str, ...]]:
+    yield "  parameter", "shape", "elements [start, stop)", "ranks"
+    for index, param in enumerate(unit.shards.layout.params):
+        span, ranks = unit.shards.layout.span(index), unit.shards.owner_ranks(index)
+        shape = "x".join(map(str, param.shape)) or "scalar"
+        holders = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else "".join(map(str, ranks)) or "none (empty)"
+        name = param.fqn + (f" (also {', '.join(param.aliases)})" if param.aliases else "")
+        yield f"  {name}", shape, f"[{span.start:,}, {span.stop:,})", holders
 
 
-def _piece_table(unit: UnitLayout, rank: int) -> RenderableType:
-    def rows() -> Iterator[tuple[str, ...]]:
-        for piece in unit.shards.param_spans(rank):
-            span, begin = piece.span_in_param, piece.offset_in_shard
-            name = unit.shards.layout.params[piece.param_index].fqn
-            yield f"  {name}", f"[{span.start:,}, {span.stop:,})", f"[{begin:,}, {begin + span.numel:,})"
-        if unit.shards.padding(rank):
-            tail = unit.shards.shard_span(rank).numel
-            yield "  (padding)", "", f"[{tail:,}, {unit.shards.shard_numel:,})"
-
-    return _table(("  parameter", "its elements [start, stop)", "place in the shard"), rows())
-
-
-def _table(headers: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> RenderableType:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, header_style="dim", show_edge=False)
-    for header in headers:
-        table.add_column(Text(header), overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))  # names are text, never markup
-    return table
+def _piece_rows(unit: UnitLayout, rank: int) -> Iterator[tuple[str, ...]]:
+    yield "  parameter", "its elements [start, stop)", "place in the shard"
+    for piece in unit.shards.param_spans(rank):
+        span, begin = piece.span_in_param, piece.offset_in_shard
+        name = unit.shards.layout.params[piece.param_index].fqn
+        yield f"  {name}", f"[{span.start:,}, {span.stop:,})", f"[{begin:,}, {begin + span.numel:,})"
+    if unit.shards.padding(rank):
+        tail = unit.shards.shard_span(rank).numel
+        yield "  (padding)", "", f"[{tail:,}, {unit.shards.shard_numel:,})"
 
 
 def _bars(unit: UnitLayout) -> Iterator[str]:
@@ -169,26 +160,19 @@ def _bars(unit: UnitLayout) -> Iterator[str]:
         yield f"  rank {rank:<3} {''.join(marks)}"
 
 
-def _print_totals(units: tuple[UnitLayout, ...], console: Console) -> None:
+def _print_totals(units: tuple[UnitLayout, ...], console: Output) -> None:
+    from fsdp_testing.report.drawings.svg import bytes_text
+
     elements = sum(unit.shards.layout.params_numel for unit in units)
     shard = sum(unit.shards.shard_numel * unit.element_bytes for unit in units)
     padded = sum(unit.shards.padded_numel for unit in units)
     largest = max(units, key=lambda unit: unit.shards.padded_numel * unit.element_bytes)
     gathered = largest.shards.padded_numel * largest.element_bytes
-    console.print(
-        f"{len(units)} units, {elements:,} elements on {units[0].shards.world_size:,} ranks: {_bytes(shard)} of "
-        f"parameters a rank, {_share(padded - elements, padded)} padding; largest gather {_bytes(gathered)} "
-        f"({largest.name or '(root)'})",
-        markup=False,
-        soft_wrap=True,
+    console.say(
+        f"{len(units)} units, {elements:,} elements on {units[0].shards.world_size:,} ranks: {bytes_text(shard)} of "
+        f"parameters a rank, {_share(padded - elements, padded)} padding; largest gather {bytes_text(gathered)} "
+        f"({largest.name or '(root)'})"
     )
-
-
-def _bytes(count: int) -> str:
-    if count < 1024:
-        return f"{count} B"
-    power = min(int(math.log(count, 1024)), 4)
-    return f"{count / 1024**power:.1f} {['B', 'KiB', 'MiB', 'GiB', 'TiB'][power]}"
 
 
 def _share(part: int, whole: int) -> str:

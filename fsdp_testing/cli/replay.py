@@ -6,25 +6,23 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_testing.cli.options import Subparsers, add_timeout
+from fsdp_testing.cli.options import Command, Subparsers, add_timeout, declare
 from fsdp_testing.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from fsdp_testing.campaign.rerun import Recorded
+    from fsdp_testing.report.terminal import Output
+
+DESCRIPTION = """\
+Run the case in FILE (a case, a finding of `fuzz`, or the failures of a JSON report) twice, each time on new processes,
+judge it, and compare the bits of both runs.
+"""
+EPILOG = "exit codes: 0 it passes; 1 it fails; 2 the file or the name is bad; 3 nothing can be said."
 
 
-def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+def add(commands: Subparsers[Command]) -> Command:
     """Declare the command."""
-    command = commands.add_parser(
-        "replay",
-        help="run a recorded case again",
-        description="Run the case in FILE (a case, a finding of `fuzz`, or the failures of a JSON report) twice, each "
-        "time on new processes, judge it, and compare the bits of both runs.",
-        epilog="exit codes: 0 it passes; 1 it fails; 2 the file or the name is bad; 3 nothing can be said.",
-        allow_abbrev=False,
-    )
+    command = declare(commands, "replay", "run a recorded case again", DESCRIPTION, epilog=EPILOG)
     command.add_argument("file", type=Path, metavar="FILE", help="JSON")
     command.add_argument("--implementation", metavar="NAME", help="run it on this one instead of the recorded one")
     command.add_argument("--once", action="store_true", help="run it once")
@@ -42,9 +40,7 @@ def execute(options: argparse.Namespace) -> int:
     return 1 if 1 in codes else max(codes)
 
 
-def _replay(console: Console, recorded: Recorded, options: argparse.Namespace) -> int:
-    from rich.text import Text
-
+def _replay(console: Output, recorded: Recorded, options: argparse.Namespace) -> int:
     from fsdp_testing.campaign.rerun import check_claims, replay
     from fsdp_testing.implementations import registry
     from fsdp_testing.pool import Pool
@@ -64,17 +60,19 @@ def _replay(console: Console, recorded: Recorded, options: argparse.Namespace) -
             runs.append(replay(pool, adapter, recorded.case, options.timeout))
         finally:
             pool.close()
-    note, digest = runs[0].note, runs[0].digest
-    console.print(Text(f"case {recorded.case.identity} on {name}: {note.status}"))
+    result, digest = runs[0]
+    note = result.note
+    console.say(f"case {recorded.case.identity} on {name}: {note.status}")
     if note.status not in ("passed", "leaked"):
-        console.print(Text(f"  {note.signature or ''} {note.reason}".rstrip()))
-    if runs[0].account:
-        console.print(Text(runs[0].account))
+        console.say(f"  {note.signature or ''} {note.reason}".rstrip())
+    if result.account:
+        console.say(result.account)
     if len(runs) == 2:
-        same = runs[1].digest == digest
+        other = runs[1][1]
+        same = other == digest
         how = f"the same bits on restarted processes ({digest or 'none were reported'})"
-        other = f"other bits on restarted processes: {digest or 'none'} and {runs[1].digest or 'none'}"
-        console.print(Text(f"  {how if same else other}"))
+        differ = f"other bits on restarted processes: {digest or 'none'} and {other or 'none'}"
+        console.say(f"  {how if same else differ}")
         if not same and note.status in ("passed", "leaked"):
             return 3
     return {"passed": 0, "leaked": 0, "suspect": 1}.get(note.status, 3)

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_testing import env
-from fsdp_testing.cli.options import Subparsers, add_timeout, add_world_sizes, allowance
+from fsdp_testing.cli.options import Command, Subparsers, add_timeout, add_world_sizes, allowance, declare
 from fsdp_testing.errors import BackendUnavailable, InvalidArgument
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fsdp_testing.conformance import RunListener
-    from fsdp_testing.records import CheckResult, RunReport
+    from fsdp_testing.records import RunReport
 
 INTERRUPTED = 130
 
@@ -27,15 +26,9 @@ NAME is a registered name (`fsdp-verify list implementations`) or an import stri
 """
 
 
-def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+def add(commands: Subparsers[Command]) -> Command:
     """Declare the command."""
-    command = commands.add_parser(
-        "run",
-        help="judge implementations",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    command = declare(commands, "run", "judge implementations", DESCRIPTION)
     command.add_argument("names", nargs="*", metavar="NAME", help="implementations")
     command.add_argument("--all", action="store_true", help="every registered implementation")
     what = command.add_argument_group("what is run")
@@ -73,32 +66,34 @@ def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParse
 
 def execute(options: argparse.Namespace) -> int:
     """Judge, print, write."""
-    from fsdp_testing.report import report_exit_code
+    from fsdp_testing.implementations import registry
+    from fsdp_testing.report import TEXTS, check_writable, report_exit_code, write_atomically
     from fsdp_testing.report.terminal import open_console, print_report
 
-    refuse_torchrun()
-    look_at_outputs(options)
+    if env.torchrun() is not None:
+        # Each of torchrun's processes would start ranks of its own.
+        raise InvalidArgument(
+            "run: expected a process of its own, got one of torchrun's (RANK and WORLD_SIZE are set). "
+            "Start it without torchrun: ranks of a world are started by this command."
+        )
+    if options.all and options.names:
+        raise InvalidArgument(f"run: expected names or --all, got both ({', '.join(options.names)}). Drop one of them.")
+    for option, path in outputs(options).items():
+        check_writable(path, option)
     check_backend(options.backend, max(options.world_size))
-    names = named(options)
+    names = registry.names() if options.all else tuple(options.names)
     expected = expectations(options.expected_failures, names)
     console = open_console()
     report, interrupted = judged(names, expected, options, console)
     print_report(report, console, full=options.full)
     if interrupted:
         # A report of half a run must not replace one of a whole run.
-        console.print("interrupted: this is what was known by then; no file was written", style="bold red")
+        console.say("interrupted: this is what was known by then; no file was written", style="bold red")
         return INTERRUPTED
-    write_outputs(report, options, console)
+    for option, path in outputs(options).items():
+        write_atomically(path, TEXTS[option](report), option)
+        console.say(f"written: {path}")
     return report_exit_code(report)
-
-
-def refuse_torchrun() -> None:
-    """Say plainly that ranks started by torchrun are not used yet, before each of them starts ranks of its own."""
-    if env.torchrun() is not None:
-        raise InvalidArgument(
-            "run: expected a process of its own, got one of torchrun's (RANK and WORLD_SIZE are set). "
-            "Start it without torchrun: ranks of a world are started by this command."
-        )
 
 
 def check_backend(name: str, size: int) -> None:
@@ -113,15 +108,6 @@ def check_backend(name: str, size: int) -> None:
     reason = backend_named(name).unavailable(size)
     if reason:
         raise BackendUnavailable(f"--backend {name}: expected it to run {size} ranks here, got: {reason}")
-
-
-def named(options: argparse.Namespace) -> tuple[str, ...]:
-    """Return the implementations that are asked for."""
-    from fsdp_testing.implementations import registry
-
-    if options.all and options.names:
-        raise InvalidArgument(f"run: expected names or --all, got both ({', '.join(options.names)}). Drop one of them.")
-    return registry.names() if options.all else tuple(options.names)
 
 
 def expectations(path: Path | None, names: tuple[str, ...]) -> dict[str, dict[str, str]]:
@@ -161,7 +147,6 @@ def judged(
     from fsdp_testing.report.progress import ProgressListener
 
     with ProgressListener(console) as progress:
-        seen = Recording(progress)
         try:
             report = run_conformance(
                 *names,
@@ -172,61 +157,18 @@ def judged(
                 extended=options.extended,
                 explain=options.explain,
                 portraits=options.html is not None,
-                listener=seen,
+                listener=progress,
                 runner=CaseRunner(timeout=options.timeout),
             )
         except KeyboardInterrupt:
-            if not seen.results:
+            if not progress.results:
                 raise
-            return RunReport(tuple(seen.results), names, environment(), options.world_size, options.backend), True
+            return RunReport(tuple(progress.results), names, environment(), options.world_size, options.backend), True
     return report, False
 
 
-class Recording:
-    """Keeps the results that a run has reported, for the case that it does not come to its end."""
-
-    def __init__(self, listener: RunListener) -> None:
-        self.results: list[CheckResult] = []
-        self._listener = listener
-
-    def planned(self, total: int) -> None:
-        """Pass it on."""
-        self._listener.planned(total)
-
-    def started(self, implementation: str, check: str) -> None:
-        """Pass it on."""
-        self._listener.started(implementation, check)
-
-    def finished(self, result: CheckResult) -> None:
-        """Keep it and pass it on."""
-        self.results.append(result)
-        self._listener.finished(result)
-
-
-def look_at_outputs(options: argparse.Namespace) -> None:
-    """Refuse before the run what could not be written after it."""
-    from fsdp_testing.report import check_writable
-
-    if options.html is not None:
-        check_writable(options.html / "index.html", "--html")
-    for option in ("json", "junit"):
-        path = getattr(options, option)
-        if path is not None:
-            check_writable(path, f"--{option}")
-
-
-def write_outputs(report: RunReport, options: argparse.Namespace, console: Console) -> None:
-    """Write every file that was asked for and say where it is."""
-    from fsdp_testing.report import write_html, write_json, write_junit
-
-    written: list[Path] = []
-    if options.html is not None:
-        written.append(write_html(report, options.html))
-    if options.json is not None:
-        write_json(report, options.json)
-        written.append(options.json)
-    if options.junit is not None:
-        write_junit(report, options.junit)
-        written.append(options.junit)
-    for path in written:
-        console.print(f"written: {path}", markup=False, soft_wrap=True)
+def outputs(options: argparse.Namespace) -> dict[str, Path]:
+    """Return the files that are asked for, by option."""
+    page = options.html / "index.html" if options.html is not None else None
+    given = {"--html": page, "--json": options.json, "--junit": options.junit}
+    return {option: path for option, path in given.items() if path is not None}

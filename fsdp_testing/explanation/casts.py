@@ -8,32 +8,19 @@ happened. Where nothing agrees, nothing is said.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from fsdp_testing.checkers import agreement
 from fsdp_testing.checkers.comparison import Comparison
-from fsdp_testing.checkers.quantities import Expectation, ExpectedPoint, Quantity
+from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.records import Case, MixedPrecisionSpec, RankObservation
 
 LockstepOracle = Callable[[Case], Expectation]
 """Replays a case in one process, from the state that the implementation was in before each operation."""
 
 
-@dataclass(frozen=True, slots=True)
-class OtherCast:
-    """A cast that gives the wrong numbers.
-
-    Attributes:
-        happened: What is done, and what was asked, in words.
-    """
-
-    happened: str
-
-
-def other_cast(
-    case: Case, ranks: Sequence[RankObservation], comparison: Comparison, oracle: LockstepOracle
-) -> OtherCast | None:
-    """Return the cast that gives the numbers of the first divergence, or None if none does.
+def other_cast(case: Case, ranks: Sequence[RankObservation], comparison: Comparison, oracle: LockstepOracle) -> str:
+    """Return which cast gives the numbers of the first divergence, in words; empty if none does.
 
     Args:
         case: A case in mixed precision that diverges.
@@ -41,17 +28,19 @@ def other_cast(
         comparison: How the check compares.
         oracle: Replays other casts.
     """
-    truth = oracle(case)
-    divergences = agreement.compare(truth, ranks, comparison).divergences
-    if not divergences or any(divergence.max_error is None for divergence in divergences):
-        return None
-    first = divergences[0]
-    wrong = {divergence.quantity for divergence in divergences if divergence.index == first.index}
-    for happened, precision in _others(case):
+    index, wrong = agreement.wrong_numbers(oracle(case), ranks, comparison)
+    for happened, precision in _others(case) if wrong else ():
         expected = oracle(replace(case, mixed_precision=precision))
-        if _agrees(expected, first.index, wrong, ranks, comparison):
-            return OtherCast(happened)
-    return None
+        points = [
+            replace(point, quantities={q: one for q, one in point.quantities.items() if q in wrong})
+            for point in expected.points
+            if point.index == index
+        ]
+        found = {quantity for point in points for quantity in point.quantities}
+        only = replace(expected, points=tuple(points))
+        if set(wrong) <= found and agreement.agrees(only, ranks, comparison):
+            return happened
+    return ""
 
 
 def _others(case: Case) -> Iterator[tuple[str, MixedPrecisionSpec]]:
@@ -65,18 +54,3 @@ def _others(case: Case) -> Iterator[tuple[str, MixedPrecisionSpec]]:
     if asked.param_dtype is not None:
         full = replace(asked, param_dtype=None, reduce_dtype=wire)
         yield f"forward and backward run in {stored} where {asked.param_dtype} is due", full
-
-
-def _agrees(
-    expected: Expectation, index: int, wrong: set[Quantity], ranks: Sequence[RankObservation], comparison: Comparison
-) -> bool:
-    points = [_only(point, wrong) for point in expected.points if point.index == index]
-    found = {quantity for point in points for quantity in point.quantities}
-    if not points or not wrong <= found:
-        return False
-    tally = agreement.compare(replace(expected, points=tuple(points)), ranks, comparison)
-    return tally.comparisons > 0 and not tally.divergences and not tally.undecided
-
-
-def _only(point: ExpectedPoint, wrong: set[Quantity]) -> ExpectedPoint:
-    return replace(point, quantities={q: one for q, one in point.quantities.items() if q in wrong})

@@ -1,9 +1,9 @@
 """What would one process have to do to give these wrong numbers?
 
 The oracle runs the program again with one operation left out. Where the implementation's numbers are, within the bound,
-what the oracle gives then, that operation had no effect: a step that the weights in use do not show, a micro-batch whose
-gradient is lost. The same for gradients that are a sum, or divided twice, and for units that kept their weights over a
-step while others did not.
+what the oracle gives then, that operation had no effect, such as a step that the weights in use do not show. The same for
+units that kept their weights over a step while others did not. A wrong gradient is taken apart into the terms that it is
+the sum of (`contributions`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,15 @@ from dataclasses import dataclass, replace
 from fsdp_testing.checkers import agreement
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.quantities import Expectation, Expected, ExpectedPoint, Quantity
+from fsdp_testing.explanation.contributions import Contributions, contributions
+from fsdp_testing.programs.gradient_terms import GradientTerm
 from fsdp_testing.records import Case, Freeze, RankObservation
 
 Oracle = Callable[[Case], Expectation]
 """Runs a case in one process, freely, and looks after every operation."""
+
+Terms = Callable[[Case, int], Sequence[GradientTerm]]
+"""What each backward added to gradients up to an operation, in one process."""
 
 UnshardedUnits = Callable[[int], Mapping[str, Sequence[str]]]
 """Units that are gathered when an operation begins, with the names of their parameters."""
@@ -30,25 +35,25 @@ class Hypothesis:
     """What the wrong numbers are equal to.
 
     Attributes:
-        left_out: Index of the operation without which one process gives the same; -1 if it is a factor.
-        factor: The factor between the numbers and what is due; 1 if an operation had no effect.
+        left_out: Index of the operation without which one process gives the same; -1 if gradients are another sum.
         kinds: Sorts of the quantities that are alike (`result`, `gradient`, `value`, ...).
         units: Units for which alone the step `left_out` had no effect; empty if for all.
-        rank: The rank whose inputs do not count; -1 if all do.
+        contributions: What wrong gradients are the sum of.
     """
 
     left_out: int
-    factor: float
     kinds: frozenset[str]
     units: tuple[str, ...] = ()
-    rank: int = -1
+    contributions: Contributions | None = None
 
 
 def contradict(one: Hypothesis | None, other: Hypothesis | None) -> bool:
     """Return whether both are known and cannot be the same defect, on schedules of the same shape."""
     if one is None or other is None:
         return False
-    mine, theirs = ((like.left_out, like.factor, like.kinds, like.rank) for like in (one, other))
+    mine, theirs = (
+        (like.left_out, like.kinds, like.contributions and like.contributions.shape) for like in (one, other)
+    )
     return mine != theirs
 
 
@@ -60,18 +65,19 @@ class WrongNumbers:
         ranks: What each rank reported, with a snapshot after every operation.
         comparison: How the check compares.
         oracle: Runs a case in one process.
+        terms: Takes its gradients apart.
     """
 
-    def __init__(self, case: Case, ranks: Sequence[RankObservation], comparison: Comparison, oracle: Oracle) -> None:
+    def __init__(
+        self, case: Case, ranks: Sequence[RankObservation], comparison: Comparison, oracle: Oracle, terms: Terms
+    ) -> None:
         self._case = case
         self._ranks = ranks
         self._comparison = comparison
         self._oracle = oracle
+        self._terms = terms
         self._truth = oracle(case)
-        divergences = agreement.compare(self._truth, ranks, comparison).divergences
-        sized = all(divergence.max_error is not None for divergence in divergences)
-        self._wrong = [divergence.quantity for divergence in divergences] if sized else []
-        self._index = divergences[0].index if divergences else -1
+        self._index, self._wrong = agreement.wrong_numbers(self._truth, ranks, comparison)
         points = (p for p in self._truth.points if p.index == self._index and set(self._wrong) <= set(p.quantities))
         self._point = next(points, None) if self._wrong else None
         self._kinds = frozenset(quantity.kind for quantity in self._wrong)
@@ -85,19 +91,14 @@ class WrongNumbers:
         if self._point is None or self._comparison.lockstep:
             return None
         point = self._point
-        return (
-            self._factor(point)
-            or self._without_effect(point)
-            or self._without_rank(point)
-            or self._stale_units(point, unsharded)
-        )
+        return self._contributions(point) or self._without_effect(point) or self._stale_units(point, unsharded)
 
-    def _factor(self, point: ExpectedPoint) -> Hypothesis | None:
-        size = float(self._case.world.size)
-        for factor in (size, 1.0 / size) if self._kinds == {"gradient"} else ():
-            if self._agrees({q: _times(point.quantities[q], factor) for q in self._wrong}, point):
-                return Hypothesis(-1, factor, self._kinds)
-        return None
+    def _contributions(self, point: ExpectedPoint) -> Hypothesis | None:
+        if self._kinds != {"gradient"}:
+            return None
+        wrong = {quantity.name: point.quantities[quantity] for quantity in self._wrong}
+        found = contributions(point.index, wrong, self._ranks, self._terms(self._case, point.index))
+        return None if found is None else Hypothesis(-1, self._kinds, contributions=found)
 
     def _without_effect(self, point: ExpectedPoint) -> Hypothesis | None:
         for left_out in range(min(self._index, len(self._case.program) - 1), -1, -1):
@@ -105,16 +106,7 @@ class WrongNumbers:
                 continue  # an operation that is left out gives no result
             other = self._oracle(self._case.without_operation(left_out))
             if self._agrees(self._values_at(other, point, point.index - 1), point):
-                return Hypothesis(left_out, 1.0, self._kinds)
-        return None
-
-    def _without_rank(self, point: ExpectedPoint) -> Hypothesis | None:
-        size = self._case.world.size
-        for silent in range(size) if self._kinds == {"gradient"} and size > 1 else ():
-            program = tuple(operation.without_rank(silent, size) for operation in self._case.program)
-            other = self._oracle(replace(self._case, program=program))
-            if self._agrees(self._values_at(other, point, point.index), point):
-                return Hypothesis(-1, 1.0, self._kinds, rank=silent)
+                return Hypothesis(left_out, self._kinds)
         return None
 
     def _stale_units(self, point: ExpectedPoint, unsharded: UnshardedUnits) -> Hypothesis | None:
@@ -132,7 +124,7 @@ class WrongNumbers:
             program = (*self._case.program[:begin], Freeze(fqns), *self._case.program[begin:])
             other = self._oracle(replace(self._case, program=program))
             if self._agrees(self._values_at(other, point, point.index + 1), point):
-                return Hypothesis(step, 1.0, self._kinds, tuple(units))
+                return Hypothesis(step, self._kinds, tuple(units))
         return None
 
     def _values_at(self, other: Expectation, point: ExpectedPoint, index: int) -> Values:
@@ -146,10 +138,4 @@ class WrongNumbers:
         if not values or any(expected.value is None for expected in values.values()):
             return False
         only = replace(self._truth, points=(replace(point, quantities=values),))
-        tally = agreement.compare(only, self._ranks, self._comparison)
-        return tally.comparisons > 0 and not tally.divergences and not tally.undecided
-
-
-def _times(expected: Expected, factor: float) -> Expected:
-    value = None if expected.value is None else expected.value * factor
-    return Expected(value, expected.bound * factor, expected.derivation)
+        return agreement.agrees(only, self._ranks, self._comparison)

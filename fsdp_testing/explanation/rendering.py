@@ -2,43 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from fsdp_testing.checkers.explain import ranks_text
-from fsdp_testing.explanation.casts import OtherCast
+from fsdp_testing.checkers.explain import listed, ranks_text
+from fsdp_testing.explanation.contributions import sentence
 from fsdp_testing.explanation.hypotheses import Hypothesis
-from fsdp_testing.records import RAISES, Case, Finding, Operation
+from fsdp_testing.records import RAISES, Case, Finding
 
 UnshardedUnits = Mapping[str, tuple[int, ...]]
 
 
-def render(finding: Finding, like: Hypothesis | None, unsharded: UnshardedUnits, cast: OtherCast | None = None) -> str:
+def render(finding: Finding, like: Hypothesis | None, unsharded: UnshardedUnits, cast: str = "") -> str:
     """Return the account of a finding on its shortest schedule.
 
     Args:
         finding: The finding; its case is the shortest one.
         like: What the wrong numbers are equal to.
         unsharded: Units that were gathered when the operation without effect began, with the ranks on which they were.
-        cast: The cast that gives these numbers, in mixed precision.
+        cast: Which cast gives these numbers, in mixed precision; empty if none does.
     """
     case = finding.case
-    schedule = _schedule(case.program[: finding.operation + 1])
+    schedule = listed([operation.words() for operation in case.program[: finding.operation + 1]], "then")
     after = f"After {schedule}" if schedule else "While building and wrapping the model"
     if finding.kind in RAISES:
         return f"{after}: {finding.statement}"
     wrong = f"{after}: {_what_is_wrong(finding)}"
-    if cast is not None:
-        return f"{after}: {cast.happened}; {_what_is_wrong(finding)}, and is what one process gives with that cast."
+    if cast:
+        return f"{after}: {cast}; {_what_is_wrong(finding)}, and is what one process gives with that cast."
     if like is None:
         return f"{wrong}."
-    return f"{after}: {_cause(case, like, unsharded)}; {_what_is_wrong(finding)}, {_equal_to(case, like)}."
-
-
-def _schedule(program: Sequence[Operation]) -> str:
-    words = [operation.words() for operation in program]
-    if len(words) < 2:
-        return "".join(words)
-    return f"{', '.join(words[:-1])} then {words[-1]}"
+    return f"{after}: {clause(case, like, unsharded)}; {_what_is_wrong(finding)}, {_equal_to(case, like)}."
 
 
 def _what_is_wrong(finding: Finding) -> str:
@@ -52,13 +45,10 @@ def _what_is_wrong(finding: Finding) -> str:
     return f"{finding.quantity} is wrong{where} ({size})"
 
 
-def _cause(case: Case, like: Hypothesis, unsharded: UnshardedUnits) -> str:
-    if like.rank >= 0:
-        return f"the inputs of rank {like.rank} do not count"
-    if like.left_out < 0:
-        if like.factor > 1:
-            return f"gradients are {like.factor:g} times too large, a sum over ranks where a mean is due"
-        return f"gradients are 1/{case.world.size} of what is due, divided by the number of ranks once too often"
+def clause(case: Case, like: Hypothesis, unsharded: UnshardedUnits) -> str:
+    """Return what happened, without the schedule and the numbers."""
+    if like.contributions is not None:
+        return sentence(case, like.contributions)
     operation = case.program[like.left_out]
     name = f"operation {like.left_out}, {operation.words()}"
     if like.kinds == {"result"} and operation.writes_parameters:
@@ -67,16 +57,12 @@ def _cause(case: Case, like: Hypothesis, unsharded: UnshardedUnits) -> str:
             verb = "holds" if len(unsharded) == 1 else "hold"
             return f"{units_text(tuple(unsharded))} still {verb} the weights from before {name}, on {where}"
         return f"the weights from before {name}, are still in use"
-    if like.kinds == {"gradient"} and operation.runs_backward:
-        return f"the gradient of {name}, is missing"
     return f"{name}, had no effect"
 
 
 def _equal_to(case: Case, like: Hypothesis) -> str:
-    if like.rank >= 0:
-        return f"and is what one process gives when rank {like.rank} has no inputs"
-    if like.left_out < 0:
-        return f"exactly {like.factor:g} times what one process gives"
+    if like.contributions is not None:
+        return "and is, within the bound, what the terms of one process add up to so"
     text = case.program[like.left_out].text(like.left_out)
     for_whom = f" for {units_text(like.units)}" if like.units else ""
     return f"and is what one process gives without {text}{for_whom}"
@@ -87,8 +73,4 @@ def units_text(units: tuple[str, ...]) -> str:
     if units == ("",):
         return "the root unit"
     noun = "unit" if len(units) == 1 else "units"
-    return f"{noun} {_list([f'`{unit}`' if unit else '(root)' for unit in units])}"
-
-
-def _list(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+    return f"{noun} {listed([f'`{unit}`' if unit else '(root)' for unit in units])}"

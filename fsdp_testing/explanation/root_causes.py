@@ -19,16 +19,16 @@ from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.lifecycle import unsharded_before
 from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.errors import HarnessError
-from fsdp_testing.explanation.budget import Budget
-from fsdp_testing.explanation.casts import OtherCast, other_cast
+from fsdp_testing.explanation.casts import other_cast
 from fsdp_testing.explanation.hypotheses import Hypothesis, WrongNumbers, contradict
-from fsdp_testing.explanation.rendering import render
-from fsdp_testing.explanation.shortest import shorten, with_schedule
+from fsdp_testing.explanation.rendering import clause, render
+from fsdp_testing.explanation.shortest import Budget, shorten, with_schedule
 from fsdp_testing.implementations import registry
 from fsdp_testing.judging.case_runner import ORDINARY, CaseRunner, RunMode
 from fsdp_testing.judging.signature import FineSignature, Signature, fine_signature_of, signature_of
 from fsdp_testing.programs import rank_jobs
 from fsdp_testing.programs.fitting import as_observed
+from fsdp_testing.programs.gradient_terms import GradientTerm
 from fsdp_testing.records import (
     LOSES_RANKS,
     RAISES,
@@ -41,7 +41,7 @@ from fsdp_testing.records import (
     Verdict,
 )
 from fsdp_testing.trace.portrait import portrait_of
-from fsdp_testing.trace.run import Trace, trace_on
+from fsdp_testing.trace.run import Trace, trace
 
 REDUCIBLE = frozenset(FailureKind) - LOSES_RANKS
 """Kinds of findings that may be run again often; each death or hang costs a world and a deadline."""
@@ -60,7 +60,7 @@ class How:
     mode: RunMode = ORDINARY
 
 
-_NUMBERS = (FailureKind.DIVERGED, FailureKind.DISAGREED)
+WRONG_NUMBERS = (FailureKind.DIVERGED, FailureKind.DISAGREED)
 
 HowOf = Callable[[str], How | None]
 """How a check judges, by its name; None for a check that is not decided by one program at a time."""
@@ -124,7 +124,7 @@ def explain_results(
     """
     changed: dict[tuple[int, int], Finding] = {}
     for name in dict.fromkeys(result.implementation for result in results):
-        explainer = _Explainer(runner, name, Budget(seconds, runs=10**9), draw=draw)
+        explainer = _Explainer(runner, name, Budget(seconds, runs=10**9), draw)
         try:
             found = explainer.causes(_places(results, name, how_of))
         except Exception as error:  # noqa: BLE001 - a run of an hour must not be lost over the explanation of its failures
@@ -146,28 +146,38 @@ def explain_results(
 
 def _places(results: Sequence[CheckResult], name: str, how_of: HowOf) -> list[_Failing]:
     """Findings that can be reduced, unexpected failures first and short programs before long ones."""
-    found: list[tuple[bool, int, _Failing]] = []
-    for index, result in enumerate(results):
-        if result.implementation != name:
-            continue
-        how = how_of(result.check)
-        for number, finding in enumerate(result.findings):
-            if finding.kind in REDUCIBLE and finding.case.program:
-                expected = result.verdict is not Verdict.FAIL
-                place = _Failing(index, number, finding, how)
-                found.append((expected, len(finding.case.program), place))
-    return [place for _, _, place in sorted(found, key=lambda item: item[:2])]
+    found = [
+        _Failing(index, number, finding, how_of(result.check))
+        for index, result in enumerate(results)
+        for number, finding in enumerate(result.findings)
+        if result.implementation == name and finding.kind in REDUCIBLE and finding.case.program
+    ]
+    return sorted(found, key=lambda p: (results[p.result].verdict is not Verdict.FAIL, len(p.finding.case.program)))
 
 
+def cause_of(runner: CaseRunner, implementation: str, case: Case) -> str:
+    """Return what one process would have to do to give the wrong numbers of a case, as a clause; empty if unknown.
+
+    The case is judged as the fuzzer judges it: everything is compared, freely, or in lockstep in mixed precision.
+    """
+    how = How(Comparison(lockstep=case.mixed_precision is not None))
+    finding = runner.judge(implementation, case, how.comparison, closely=True).finding
+    if finding is None:
+        return ""
+    explainer = _Explainer(runner, implementation, Budget(0.0), False)
+    like = explainer.hypothesis(finding, how, None)
+    return explainer.cast(finding, how) if like is None else clause(finding.case, like, {})
+
+
+@dataclass(slots=True)
 class _Explainer:
     """Explains the failures of one implementation."""
 
-    def __init__(self, runner: CaseRunner, name: str, budget: Budget, *, draw: bool) -> None:
-        self._runner = runner
-        self._name = name
-        self._budget = budget
-        self._draw = draw
-        self._expectations: dict[str, Expectation] = {}
+    _runner: CaseRunner
+    _name: str
+    _budget: Budget
+    _draw: bool
+    _expectations: dict[str, Expectation] = field(default_factory=dict)
 
     def causes(self, places: Sequence[_Failing]) -> list[_Cause]:
         """Return every root cause found, each with the findings that belong to it."""
@@ -202,7 +212,7 @@ class _Explainer:
                 found = self._judge(place.how)(case)
                 if found is not None and signature_of(found) == signature_of(place.finding):
                     known = cause.hypothesis
-                    if known is None or not contradict(self._hypothesis(found, place.how, None), known):
+                    if known is None or not contradict(self.hypothesis(found, place.how, None), known):
                         return cause
         return None
 
@@ -214,11 +224,11 @@ class _Explainer:
         short = shorten(place.finding, self._judge(place.how), budget)
         case = short.finding.case
         traced = self._traced(short.finding)
-        like = self._hypothesis(short.finding, place.how, traced)
+        like = self.hypothesis(short.finding, place.how, traced)
         for known in causes:
             if known.shape == _shape(case) and not contradict(like, known.hypothesis):
                 return known
-        cast = self._cast(short.finding, place.how) if like is None else None
+        cast = self.cast(short.finding, place.how) if like is None else ""
         unsharded = unsharded_before(traced.history, like.left_out) if traced is not None and like is not None else {}
         explanation = Explanation(
             sentence=render(short.finding, like, unsharded, cast),
@@ -248,9 +258,9 @@ class _Explainer:
         causes.append(cause)
         return cause
 
-    def _hypothesis(self, finding: Finding, how: How, traced: Trace | None) -> Hypothesis | None:
+    def hypothesis(self, finding: Finding, how: How, traced: Trace | None) -> Hypothesis | None:
         """What the wrong numbers are equal to; which units were unsharded is known from the trace."""
-        if finding.kind not in _NUMBERS or how.mode != ORDINARY:
+        if finding.kind not in WRONG_NUMBERS or how.mode != ORDINARY:
             return None
 
         def unsharded(operation: int) -> dict[str, tuple[str, ...]]:
@@ -262,14 +272,14 @@ class _Explainer:
         with suppress(HarnessError):  # an oracle that cannot run a variant leaves the failure without a hypothesis
             ranks = self._runner.observe(self._name, finding.case, observe_all=True)
             comparison = as_observed(how.comparison, registry.adapter_of(self._name))
-            return WrongNumbers(finding.case, ranks, comparison, self._oracle).hypothesis(unsharded)
+            return WrongNumbers(finding.case, ranks, comparison, self._oracle, self._terms).hypothesis(unsharded)
         return None
 
-    def _cast(self, finding: Finding, how: How) -> OtherCast | None:
+    def cast(self, finding: Finding, how: How) -> str:
         """In which dtype it was done instead, where a case in mixed precision has wrong numbers."""
-        numbers = finding.kind in _NUMBERS and how.mode == ORDINARY
+        numbers = finding.kind in WRONG_NUMBERS and how.mode == ORDINARY
         if not (numbers and how.comparison.lockstep and finding.case.mixed_precision is not None):
-            return None
+            return ""
         with suppress(HarnessError):  # an oracle that cannot run a variant leaves the failure without a cause
             ranks = self._runner.observe(self._name, finding.case, observe_all=True)
             adopted = gathered_state.states(ranks)
@@ -281,22 +291,26 @@ class _Explainer:
                 return expected
 
             return other_cast(finding.case, ranks, as_observed(how.comparison, registry.adapter_of(self._name)), oracle)
-        return None
+        return ""
 
     def _traced(self, finding: Finding) -> Trace | None:
         claimed = "unit_trace" in registry.adapter_of(self._name).capabilities
         if not claimed or finding.kind in RAISES or finding.case.world.backend != "gloo":
             return None
         with suppress(HarnessError):  # what cannot be traced is explained without it
-            traced = trace_on(self._runner.on_ranks, self._name, finding.case)
+            traced = trace(self._name, finding.case, self._runner.on_ranks)
             # The first run of a schedule connects and allocates; nobody wants that drawn.
-            return trace_on(self._runner.on_ranks, self._name, finding.case) if self._draw else traced
+            return trace(self._name, finding.case, self._runner.on_ranks) if self._draw else traced
         return None
 
     def _oracle(self, case: Case) -> Expectation:
         if case.identity not in self._expectations:
             self._expectations[case.identity] = self._runner.on_ranks(rank_jobs.expect_free, case, True, size=1)[0]
         return self._expectations[case.identity]
+
+    def _terms(self, case: Case, last: int) -> Sequence[GradientTerm]:
+        terms: Sequence[GradientTerm] = self._runner.on_ranks(rank_jobs.gradient_terms, case, last, size=1)[0]
+        return terms
 
 
 def _shape(case: Case) -> tuple[str, ...]:

@@ -6,13 +6,55 @@ check. The fuzzer's own shrinking goes further, and may end on another model. De
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from fsdp_testing.explanation.budget import Budget
 from fsdp_testing.judging.signature import signature_of
 from fsdp_testing.records import Case, Finding, Operation
 from fsdp_testing.shrinking.ddmin import BudgetSpent, Search
+
+SECONDS = 10.0
+"""For all failures of one implementation."""
+
+RUNS_OF_ONE = 40
+"""Programs run for one failure."""
+
+
+class Budget:
+    """Runs and seconds that are left.
+
+    Args:
+        seconds: From now on.
+        runs: Programs that may be run.
+    """
+
+    def __init__(self, seconds: float, runs: int = RUNS_OF_ONE) -> None:
+        self._start = time.monotonic()
+        self._deadline = self._start + seconds
+        self._allowed = runs
+        self.runs = 0
+
+    def part(self, runs: int = RUNS_OF_ONE) -> Budget:
+        """A budget for one failure out of this one: the time that is left, and runs of its own."""
+        return Budget(max(self._deadline - time.monotonic(), 0.0), runs)
+
+    def spend(self) -> None:
+        """Take one run; raise `BudgetSpent` when nothing is left."""
+        if self.exhausted:
+            raise BudgetSpent
+        self.runs += 1
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether time or runs are used up."""
+        return self.runs >= self._allowed or time.monotonic() >= self._deadline
+
+    @property
+    def seconds(self) -> float:
+        """Time since it began."""
+        return time.monotonic() - self._start
+
 
 Judge = Callable[[Case], Finding | None]
 """Runs a case and returns how it fails, or None if it does not (or nothing is known of it)."""
@@ -38,8 +80,7 @@ def shorten(finding: Finding, judge: Judge, budget: Budget) -> Shortest:
 
     def keeping(batch: list[Case]) -> list[Case]:
         nonlocal best
-        if not budget.spend():
-            raise BudgetSpent
+        budget.spend()
         found = judge(batch[0])
         if found is None or signature_of(found) != signature_of(finding):
             return []

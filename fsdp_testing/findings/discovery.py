@@ -6,18 +6,17 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.findings.known import Rule
 from fsdp_testing.findings.tags import tags, tokens
 from fsdp_testing.judging.signature import Signature
-from fsdp_testing.records import Case, FailureKind, Overrun
-from fsdp_testing.records.document import check_format, decode, encode, load_json, to_json
+from fsdp_testing.records import Case, Overrun
+from fsdp_testing.records.document import Format, decode, encode
 
-FINDING_FORMAT = "fsdp_testing/fuzz_finding"
-FINDING_VERSION = 1
+FORMAT = Format("fsdp_testing/fuzz_finding", 1)
 
 # Tags that every case has one way or another; a rule made from a finding does not ask for them.
 _PLAIN = ("strategy:full_shard", "world:2", "dtype:float64", "optimizer:sgd", "units:0", "node:linear")
+_CASES = ("case", "original")
 _PLAIN_NEEDS = ("needs:full_shard", "needs:uneven_parameters")
 
 
@@ -36,6 +35,7 @@ class Discovery:
         attempts: Cases run to shrink it.
         seconds: Time taken to shrink it.
         overrun: The facts, where it is memory or communication beyond what would do.
+        cause: What one process would have to do to give the wrong numbers, where that is known.
     """
 
     implementation: str
@@ -48,6 +48,7 @@ class Discovery:
     attempts: int = 0
     seconds: float = 0.0
     overrun: Overrun | None = None
+    cause: str = ""
 
     @property
     def name(self) -> str:
@@ -84,20 +85,8 @@ class Discovery:
 
     def to_json(self) -> str:
         """Return it as a JSON document."""
-        data = {
-            "format": FINDING_FORMAT,
-            "version": FINDING_VERSION,
-            "implementation": self.implementation,
-            "signature": list(self.signature),
-            "reason": self.reason,
-            "account": self.account,
-            "confirmed": self.confirmed,
-            "attempts": self.attempts,
-            "seconds": round(self.seconds, 3),
-            "overrun": encode(self.overrun),
-        }
-        cases = {"case": json.loads(self.case.to_json()), "original": json.loads(self.original.to_json())}
-        return to_json({**data, **cases}, indent=1)
+        cases = {name: json.loads(getattr(self, name).to_json()) for name in _CASES}
+        return FORMAT.write({**encode(self), "seconds": round(self.seconds, 3), **cases}, indent=1)
 
     @classmethod
     def from_json(cls, text: str, where: str) -> Discovery:
@@ -106,23 +95,7 @@ class Discovery:
         Raises:
             InvalidRecord: It is damaged or newer than this version.
         """
-        data = load_json(text, where)
-        check_format(data, FINDING_FORMAT, FINDING_VERSION, where)
-        try:
-            kind, quantity, operation = data["signature"]
-            return cls(
-                implementation=str(data["implementation"]),
-                signature=Signature(FailureKind(kind), quantity, operation),
-                original=Case.from_document(data["original"], f"{where}.original"),
-                case=Case.from_document(data["case"], f"{where}.case"),
-                reason=str(data["reason"]),
-                account=str(data.get("account", "")),
-                confirmed=bool(data.get("confirmed", True)),
-                attempts=int(data.get("attempts", 0)),
-                seconds=float(data.get("seconds", 0.0)),
-                overrun=decode(Overrun, data["overrun"], f"{where}.overrun") if data.get("overrun") else None,
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, InvalidRecord):
-                raise
-            raise InvalidRecord(f"{where}: expected a finding, got {error!r}. The file is damaged.") from error
+        body = FORMAT.read(text, where)
+        # A case is a document of its own inside this one, so that it can be taken out and run.
+        cases = {name: Case.from_json(body[name], f"{where}.{name}") for name in _CASES if name in body}
+        return decode(cls, {**body, **{name: encode(case) for name, case in cases.items()}}, where)

@@ -8,7 +8,7 @@ again: a rule whose example passes is dropped.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,9 @@ from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.findings.tags import tags, tokens
 from fsdp_testing.judging.signature import Signature
 from fsdp_testing.records import ENDS_RANKS, RAISES, Case, FailureKind
-from fsdp_testing.records.document import check_format, decode, encode, load_json, to_json
+from fsdp_testing.records.document import Format, decode, encode, load_json, to_json
 
-KNOWN_FORMAT = "fsdp_testing/known_failures"
-KNOWN_VERSION = 2
+FORMAT = Format("fsdp_testing/known_failures", 2)
 SHIPPED = Path(__file__).parent / "known_failures"
 
 
@@ -73,7 +72,8 @@ class Rule:
 
     def fits(self, features: CaseFeatures) -> bool:
         """Return whether a case has what the cases have in which it was seen."""
-        return _in_order(self.operations, features.tokens, self.unless) and _all_there(self.tags, features)
+        in_order = _in_order(self.operations, features.tokens, self.unless)
+        return in_order and all(any(_matches(pattern, tag) for tag in features.tags) for pattern in self.tags)
 
     def knows(self, signature: Signature, features: CaseFeatures) -> bool:
         """Return whether a failure with this signature, met in such a case, is this one."""
@@ -123,10 +123,6 @@ def _goes_on(wanted: Sequence[str], found: Sequence[str], unless: Sequence[str])
     return not wanted
 
 
-def _all_there(wanted: Sequence[str], features: CaseFeatures) -> bool:
-    return all(any(_matches(pattern, tag) for tag in features.tags) for pattern in wanted)
-
-
 @dataclass(frozen=True, slots=True)
 class KnownFailures:
     """The known failures of one implementation."""
@@ -140,8 +136,7 @@ class KnownFailures:
 
     def may_end_ranks(self, case: Case) -> Rule | None:
         """Return a rule of a failure that costs the ranks and was seen in such cases."""
-        features = CaseFeatures(case)
-        return next((rule for rule in self.rules if rule.ends_ranks and rule.fits(features)), None)
+        return self.fitting([rule.name for rule in self.rules if rule.ends_ranks], case)
 
     def fitting(self, names: Iterable[str], case: Case) -> Rule | None:
         """Return the first of the named rules whose failure was seen in such cases."""
@@ -161,7 +156,7 @@ class KnownFailures:
     def examples(self) -> list[tuple[Rule, Case]]:
         """Return the rules that have an example, with it."""
         return [
-            (rule, Case.from_document(rule.example, f"known failure {rule.name}"))
+            (rule, Case.from_json(rule.example, f"known failure {rule.name}"))
             for rule in self.rules
             if rule.example is not None
         ]
@@ -169,17 +164,12 @@ class KnownFailures:
     def to_json(self) -> str:
         """Return the rules as a JSON document, one line for each field of a rule."""
         rules = ",\n".join(_rule_json(rule) for rule in self.rules)
-        return f'{{"format": "{KNOWN_FORMAT}", "version": {KNOWN_VERSION}, "rules": [\n{rules}\n]}}\n'
+        return f'{{"format": "{FORMAT.name}", "version": {FORMAT.version}, "rules": [\n{rules}\n]}}\n'
 
 
 def _rule_json(rule: Rule) -> str:
     given = {name: value for name, value in encode(rule).items() if value not in ("", [], None)}
     return "  {\n" + ",\n".join(f"    {to_json(name)}: {to_json(value)}" for name, value in given.items()) + "\n  }"
-
-
-@dataclass(frozen=True, slots=True)
-class _Document:
-    rules: tuple[Rule, ...] = field(default_factory=tuple)
 
 
 def read_known(text: str, where: str) -> KnownFailures:
@@ -189,25 +179,24 @@ def read_known(text: str, where: str) -> KnownFailures:
         InvalidRecord: It is damaged, of another version, names a rule twice, or has one without a signature.
     """
     data = load_json(text, where)
-    check_format(data, KNOWN_FORMAT, KNOWN_VERSION, where)
-    if data["version"] < KNOWN_VERSION:
+    known = decode(KnownFailures, {"rules": FORMAT.read(data, where).get("rules", [])}, where)
+    if data["version"] < FORMAT.version:
         raise InvalidRecord(
-            f"{where}.version: expected {KNOWN_VERSION}, got {data['version']}. Rules of that version took operations "
+            f"{where}.version: expected {FORMAT.version}, got {data['version']}. Rules of that version took operations "
             "out of cases; now a rule recognises a failure by its signatures. Give each rule `signatures` (a campaign "
             "with --no-known writes them in finding.json) and rename `drop` to `without`."
         )
-    document = decode(_Document, {"rules": data.get("rules", [])}, where)
-    names = [rule.name for rule in document.rules]
+    names = [rule.name for rule in known.rules]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise InvalidRecord(f"{where}: expected rules with names of their own, got {twice} twice. Rename them.")
-    bare = [rule.name for rule in document.rules if not rule.signatures or not all(rule.signatures)]
+    bare = [rule.name for rule in known.rules if not rule.signatures or not all(rule.signatures)]
     if bare:
         raise InvalidRecord(
             f"{where}: expected rules with `signatures` (kind, quantity, operation), got none in {bare}. "
             "A rule without one would know every failure."
         )
-    return KnownFailures(document.rules)
+    return known
 
 
 def shipped_known(name: str) -> KnownFailures:

@@ -22,18 +22,13 @@ class Measurement:
 
     Attributes:
         operation: Which operation; None where nothing is measured.
-        before: Lines before it.
+        before: Lines before it, where collectives are counted.
         after: Lines after it.
     """
 
     operation: int | None = None
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
-
-    @property
-    def watches_wire(self) -> bool:
-        """Return whether collectives are counted."""
-        return bool(self.before)
 
 
 def measurement_of(found: Discovery) -> Measurement | None:

@@ -1,7 +1,7 @@
 """How is a drawn module tree written as the Python source of ordinary modules? For scripts that use torch alone.
 
-The modules compute what `zoo.tree_modules` computes; they are spelled out one by one, so that a reader sees a model and
-not an interpreter of one.
+The layers are those of `zoo.tree_layers`; groups are spelled out one by one, so that a reader sees a model and not an
+interpreter of one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fsdp_testing.findings.script_parts import layers
+from fsdp_testing.zoo import tree_layers
+from fsdp_testing.zoo.tree_modules import LEAVES, options_of
 from fsdp_testing.zoo.tree_schema import Node, get, parameters, walk
 
 CONTAINERS = {
@@ -27,19 +28,8 @@ CONTAINERS = {
     "opaque": ("Opaque({one}, {other})", "{made}.mean", "{made}.spread"),
 }
 
-_CLASSES = {
-    "named_tuple": layers.Named,
-    "dataclass": layers.Record,
-    "opaque": layers.Opaque,
-    "linear": layers.Linear,
-    "scale": layers.Scale,
-    "norm": layers.Norm,
-    "conv": layers.Conv,
-    "embed": layers.Embed,
-    "offset": layers.Offset,
-    "buffer": layers.AddBuffer,
-}
-"""Classes of the containers that a tree returns and of the kinds of its nodes, where torch has none."""
+_OUTPUTS = {"named_tuple": tree_layers.Named, "dataclass": tree_layers.Record, "opaque": tree_layers.Opaque}
+"""Classes of the containers that a tree returns, where Python has none."""
 
 
 def model_source(tree: Mapping[str, Any]) -> str:
@@ -48,8 +38,9 @@ def model_source(tree: Mapping[str, Any]) -> str:
     writer.group(
         "Model", tree["nodes"], tree["width"], {"returns": tree.get("output", "tensor"), "kind": "group"}, "cos"
     )
-    needed = (*sorted(writer.containers), *sorted(writer.kinds))
-    parts = [inspect.getsource(_CLASSES[name]).strip() for name in needed if name in _CLASSES]
+    classes: list[type] = [_OUTPUTS[name] for name in sorted(writer.containers) if name in _OUTPUTS]
+    classes += [LEAVES[kind] for kind in sorted(writer.kinds)]
+    parts = [inspect.getsource(one).strip() for one in classes]
     return "\n\n\n".join([*parts, *writer.classes, _build_source(tree)])
 
 
@@ -98,32 +89,14 @@ class _Writer:
 
     def _construct(self, node: Node, width: int) -> str:
         kind = node["kind"]
-        self.kinds.add(kind)
         if kind == "group":
             self._count += 1
             name = f"Group{self._count}"
             self.group(name, get(node, "nodes"), width, node, "sin")
             return f"{name}()"
-        if kind == "linear":
-            options = "".join(f", {key}={get(node, key)!r}" for key in ("bias", "strided", "act") if key in node) + (
-                f", dtype=torch.{get(node, 'dtype')}" if get(node, "dtype") else ""
-            )
-            return f"Linear({width}, {get(node, 'out')}{options})"
-        if kind == "scale":
-            return {"vector": f"Scale({width})", "scalar": "Scale()", "one": "Scale(1)", "empty": "Scale(0)"}[
-                get(node, "shape")
-            ]
-        if kind == "buffer":
-            flags = f"{get(node, 'persistent')}, {get(node, 'twin')}"
-            return f"AddBuffer({get(node, 'style')!r}, {get(node, 'buffer')!r}, {width}, {flags})"
-        made = {
-            "norm": f"Norm({width})",
-            "conv": f"Conv({get(node, 'channels')}, {get(node, 'kernel')})" if kind == "conv" else "",
-            "embed": f"Embed({get(node, 'rows')}, {width})" if kind == "embed" else "",
-            "offset": f"Offset({width})",
-            "dropout": "nn.Dropout(0.25)",
-        }
-        return made[kind]
+        self.kinds.add(kind)
+        options = "".join(f", {name}={value!r}" for name, value in options_of(node).items())
+        return f"{LEAVES[kind].__name__}({width}{options})"
 
     def _call(self, name: str, node: Node) -> Iterator[str]:
         kind = node["kind"]

@@ -20,9 +20,12 @@ from fsdp_testing.findings.model_source import model_source
 from fsdp_testing.findings.script_parts import side_by_side, wire
 from fsdp_testing.findings.wrapping_source import FAMILIES
 from fsdp_testing.records import Case, plan
+from fsdp_testing.records.case import STARTS
 from fsdp_testing.records.schedule import builds_late
+from fsdp_testing.zoo.model import loss_of, tensors_in
 
 _MODEL_IMPORTS = (
+    "from collections.abc import Mapping",
     "from dataclasses import dataclass",
     "from typing import NamedTuple",
     "from torch.nn import functional",
@@ -36,18 +39,23 @@ def script_for(found: Discovery) -> str | None:
     if family is None or case.model.tree is None or case.wrapping.policy is not None or case.wrapping.ignored:
         return None
     measurement = measurement_of(found)
-    if measurement is None or not _can_be_written(case):
+    # The script's own plain reload knows neither flags nor a later optimizer.
+    renews = any(operation.renews_model for operation in case.program)
+    others = any(operation.requires_grad_change() or operation.builds_optimizer for operation in case.program)
+    unwritten = any(operation.script_lines("") is None for operation in case.program)
+    brought = any(getattr(case.wrapping, name) for name in STARTS)
+    if measurement is None or unwritten or brought or (renews and others):
         return None
     if not family.edits and any("summon_writeback" in operation.required() for operation in case.program):
         return None
     imports, wrap = family.wrap(case)
     parts = [_text(side_by_side), _text(family.part)]
-    if measurement.watches_wire:
+    if measurement.before:
         imported, body = _text(wire)
         parts.append((imported, f"{body}\n\n\nWIRE.watch()"))
     imports = sorted({*imports, *_MODEL_IMPORTS, *(line for part in parts for line in part[0])})
     own = [model_source(case.model.tree), _function("wrap(model)", wrap), *_program_functions(case, measurement)]
-    shared = [body for _, body in parts]
+    shared = [inspect.getsource(tensors_in).strip(), inspect.getsource(loss_of).strip(), *(body for _, body in parts)]
     return "\n\n\n".join([_introduction(found), "\n".join(imports), *own, *shared, _task(case)]) + "\n"
 
 
@@ -68,8 +76,8 @@ def _text(part: ModuleType) -> tuple[list[str], str]:
 
 
 def _introduction(found: Discovery) -> str:
-    case = found.case
-    return f'''"""{_sentence(found)}
+    case, sentence = found.case, re.sub(r'[\\"]', "'", found.sentence())
+    return f'''"""{sentence}
 
 Runs on {case.world.size} ranks (gloo, CPU) and in one process; exits with 1 where the two part, with 0 where they agree.
 Uses torch and the implementation alone. Written by fsdp-testing from case {case.identity}.
@@ -102,29 +110,14 @@ def _task(case: Case) -> str:
         "optimizer": "make_optimizer",
         "optimizer_first": not builds_late(case),
         "program": "program",
-        "tolerance": _tolerance(case),
+        "tolerance": "1e-9" if case.model.dtype == "float64" else "1e-4",
         "gradients": not any(planned.pending for planned in list(plan(case))[-1:]),
     }
+    if case.mixed_precision is not None:
+        fields["tolerance"] = "5e-2"  # the one process computes in full precision here
     arguments = [f"    {name}={value}," for name, value in fields.items()]
     main = 'if __name__ == "__main__":\n    sys.exit(main(TASK))'
     return "\n".join(["TASK = Task(", *arguments, ")", "", main])
-
-
-def _can_be_written(case: Case) -> bool:
-    """Whether the script can do every operation; its own plain reload knows neither flags nor a later optimizer."""
-    renews = any(operation.renews_model for operation in case.program)
-    others = any(operation.requires_grad_change() or operation.builds_optimizer for operation in case.program)
-    return not (renews and others) and all(operation.script_lines("") is not None for operation in case.program)
-
-
-def _sentence(found: Discovery) -> str:
-    return re.sub(r'[\\"]', "'", found.sentence())
-
-
-def _tolerance(case: Case) -> str:
-    if case.mixed_precision is not None:
-        return "5e-2"  # the one process computes in full precision here
-    return "1e-9" if case.model.dtype == "float64" else "1e-4"
 
 
 def _program(case: Case, measurement: Measurement) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from fsdp_testing.records import Case
 from fsdp_testing.strategies.normal_form import needs_of_case
 from fsdp_testing.zoo.tree import has_alias
-from fsdp_testing.zoo.tree_schema import every, get, parameters, walk
+from fsdp_testing.zoo.tree_schema import SCHEMA, every, get, parameters, walk
 
 
 def tokens(case: Case) -> tuple[str, ...]:
@@ -61,15 +61,11 @@ def _batch_tags(case: Case) -> Iterator[str]:
                 yield "batch:usage"
 
 
-def _leaves_a_rank_empty(rows: int, ranks: int) -> bool:
-    """Whether equal chunks of so many rows leave the last rank without any."""
-    chunk = -(-rows // ranks)
-    return chunk * (ranks - 1) >= rows
-
-
 def _tree_tags(case: Case) -> Iterator[str]:
     shards = case.world.mesh_shape[-1]
-    if any(spec.shape and _leaves_a_rank_empty(spec.shape[0], shards) for spec in parameters(case.model.tree)):
+    rows = [spec.shape[0] for spec in parameters(case.model.tree) if spec.shape]
+    # Equal chunks of so many rows leave the last rank without any.
+    if any(-(-count // shards) * (shards - 1) >= count for count in rows):
         yield "empty_shard"
     if has_alias(case.model.tree["nodes"]):
         yield "alias"
@@ -79,12 +75,8 @@ def _tree_tags(case: Case) -> Iterator[str]:
         if node["kind"] == "linear" and get(node, "dtype"):
             yield f"dtype_of_part:{get(node, 'dtype')}"
         if node["kind"] == "group":
-            for flag in ("residual", "view", "keeps", "dropped"):
-                if get(node, flag):
-                    yield f"group:{flag}"
-            if get(node, "calls") > 1:
-                yield "group:calls"
-            if get(node, "branch") >= 0:
-                yield "group:branch"
+            for field in ("residual", "view", "keeps", "dropped", "calls", "branch"):
+                if get(node, field) != SCHEMA["group"][field]:
+                    yield f"group:{field}"
             if get(node, "returns") != "tensor":
                 yield f"returns:{get(node, 'returns')}"

@@ -7,15 +7,10 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from fsdp_testing.findings.script_parts import ddp, fsdp1, fsdp2
+from fsdp_testing.implementations.shared.fsdp_options import STRATEGIES
 from fsdp_testing.records import Case
 
-_FSDP1_STRATEGIES = {
-    "full_shard": "FULL_SHARD",
-    "shard_grad_op": "SHARD_GRAD_OP",
-    "no_shard": "NO_SHARD",
-    "hybrid_shard": "HYBRID_SHARD",
-    "hybrid_shard_zero2": "_HYBRID_SHARD_ZERO2",
-}
+_DDP = "return DistributedDataParallel(model, broadcast_buffers=False, find_unused_parameters=True)"
 _MESH = "from torch.distributed.device_mesh import init_device_mesh"
 
 
@@ -38,10 +33,6 @@ class Family:
 
 def _innermost_first(case: Case) -> list[str]:
     return sorted(case.wrapping.units, key=lambda name: -name.count("."))
-
-
-def _ddp(_case: Case) -> tuple[list[str], list[str]]:
-    return [], ["return DistributedDataParallel(model, broadcast_buffers=False, find_unused_parameters=True)"]
 
 
 def _fsdp2(case: Case) -> tuple[list[str], list[str]]:
@@ -68,7 +59,7 @@ def _fsdp2(case: Case) -> tuple[list[str], list[str]]:
 
 def _fsdp1(case: Case) -> tuple[list[str], list[str]]:
     options = [
-        f"sharding_strategy=ShardingStrategy.{_FSDP1_STRATEGIES[case.strategy]}",
+        f"sharding_strategy=ShardingStrategy.{STRATEGIES[case.strategy]}",
         'device_id=torch.device("cpu")',
         "use_orig_params=True",
     ]
@@ -93,7 +84,7 @@ def _fsdp1(case: Case) -> tuple[list[str], list[str]]:
 
 
 FAMILIES = {
-    "torch-ddp": Family(ddp, _ddp, edits=True, measures=False),
+    "torch-ddp": Family(ddp, lambda _: ([], [_DDP]), edits=True, measures=False),
     "torch-fsdp1": Family(fsdp1, _fsdp1, edits=True, measures=True),
     "torch-fsdp2": Family(fsdp2, _fsdp2, edits=False, measures=True),
 }

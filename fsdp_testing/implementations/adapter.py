@@ -27,6 +27,9 @@ State = Mapping[str, Any]
 EmitUnit = Callable[[str, str, tuple[str, ...]], None]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
+LEFT_OUT: Any = None
+"""In the place of a method that `Adapter.of` fills in."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchStyle:
@@ -43,7 +46,7 @@ class TorchStyle:
         source: Where the implementation documents its claims, for the report.
         no_sync: Context in which backwards accumulate on this rank; the next one outside reduces everything.
         clip_grad_norm: `(model, max_norm, norm_type)`: clip by the norm of all ranks' gradients and return that norm (0-dim
-            plain tensor, before clipping).
+            plain tensor, before clipping). With the capability of that name it takes `error_if_nonfinite=True`.
         full_parameters: `(model, *, writeback)`: context with the full parameters by FQN; edits in place last if `writeback`.
         local_pieces: What this rank has now of each parameter, by FQN (tied parameters under the first name, once).
         optimizer_pieces: This rank's optimizer state, by FQN and state name.
@@ -69,8 +72,8 @@ class TorchStyle:
         trace_units: `(model, emit)`: context in which `emit(unit FQN, transition, parameter FQNs)` is called at each
             `unshard` (asked for), `gather` (memory is filled), `reshard` (given up) and `free` (memory is released).
         gathered_bytes: Bytes of gathered parameters that are allocated now, by unit FQN, read from the storages; shards do
-            not count, and units without any may be left out. The fuzzer reads it after every operation, since a unit may
-            be reported as free while its memory is not.
+            not count, and units without any may be left out. Read after every operation, since a unit may be reported as
+            free while its memory is not.
         finish: Called on every rank when a case is over, to drop what the implementation keeps globally.
         build_optimizer: `(model, make)`: `make(parameters)` gives the case's optimizer. Return what the next two get, with
             `param_groups`. Called after `wrap` and before the first training pass; a forward without backward may come
@@ -90,33 +93,33 @@ class TorchStyle:
     wrap: Callable[[nn.Module, Setup], nn.Module]
     capabilities: frozenset[str]
     source: str = ""
-    no_sync: Callable[[Model], AbstractContextManager[Any]] | None = None
-    clip_grad_norm: Callable[[Model, float, float], torch.Tensor] | None = None
-    full_parameters: Callable[..., AbstractContextManager[Mapping[str, torch.Tensor]]] | None = None
-    local_pieces: Callable[[Model], Mapping[str, tuple[Piece, ...]]] | None = None
-    optimizer_pieces: Callable[[Model, Optimizer], Mapping[str, Mapping[str, StateEntry]]] | None = None
-    named_parameters: Callable[[Model], Iterable[tuple[str, nn.Parameter]]] | None = None
-    named_buffers: Callable[[Model], Iterable[tuple[str, torch.Tensor]]] | None = None
-    division: Callable[[Setup], Division] | None = None
-    full_state_dict: Callable[[Model], Mapping[str, torch.Tensor]] | None = None
-    load_full_state_dict: Callable[[Model, Mapping[str, torch.Tensor]], None] | None = None
-    sharded_state_dict: Callable[[Model], State] | None = None
-    load_sharded_state_dict: Callable[[Model, State], None] | None = None
-    local_state_dict: Callable[[Model], State] | None = None
-    load_local_state_dict: Callable[[Model, State], None] | None = None
-    full_optimizer_state: Callable[[Model, Optimizer], State] | None = None
-    load_full_optimizer_state: Callable[[Model, Optimizer, State], None] | None = None
-    register_comm_hook: Callable[[Model, object, Callable[..., Any]], None] | None = None
-    unshard: Callable[[Model, str], None] | None = None
-    reshard: Callable[[Model, str], None] | None = None
-    units: Callable[[Model], Sequence[tuple[str, tuple[str, ...]]]] | None = None
-    trace_units: Callable[[Model, EmitUnit], AbstractContextManager[Any]] | None = None
-    gathered_bytes: Callable[[Model], Mapping[str, int]] | None = None
-    finish: Callable[[Model], None] | None = None
-    build_optimizer: Callable[[Model, MakeOptimizer], Any] | None = None
-    backward: Callable[[Model, torch.Tensor], None] | None = None
-    step: Callable[[Model, Any], None] | None = None
-    zero_grad: Callable[[Model, Any, bool], None] | None = None
+    no_sync: Callable[[Model], AbstractContextManager[Any]] = LEFT_OUT
+    clip_grad_norm: Callable[[Model, float, float], torch.Tensor] = LEFT_OUT
+    full_parameters: Callable[..., AbstractContextManager[Mapping[str, torch.Tensor]]] = LEFT_OUT
+    local_pieces: Callable[[Model], Mapping[str, tuple[Piece, ...]]] = LEFT_OUT
+    optimizer_pieces: Callable[[Model, Optimizer], Mapping[str, Mapping[str, StateEntry]]] = LEFT_OUT
+    named_parameters: Callable[[Model], Iterable[tuple[str, nn.Parameter]]] = LEFT_OUT
+    named_buffers: Callable[[Model], Iterable[tuple[str, torch.Tensor]]] = LEFT_OUT
+    division: Callable[[Setup], Division] = LEFT_OUT
+    full_state_dict: Callable[[Model], Mapping[str, torch.Tensor]] = LEFT_OUT
+    load_full_state_dict: Callable[[Model, Mapping[str, torch.Tensor]], None] = LEFT_OUT
+    sharded_state_dict: Callable[[Model], State] = LEFT_OUT
+    load_sharded_state_dict: Callable[[Model, State], None] = LEFT_OUT
+    local_state_dict: Callable[[Model], State] = LEFT_OUT
+    load_local_state_dict: Callable[[Model, State], None] = LEFT_OUT
+    full_optimizer_state: Callable[[Model, Optimizer], State] = LEFT_OUT
+    load_full_optimizer_state: Callable[[Model, Optimizer, State], None] = LEFT_OUT
+    register_comm_hook: Callable[[Model, object, Callable[..., Any]], None] = LEFT_OUT
+    unshard: Callable[[Model, str], None] = LEFT_OUT
+    reshard: Callable[[Model, str], None] = LEFT_OUT
+    units: Callable[[Model], Sequence[tuple[str, tuple[str, ...]]]] = LEFT_OUT
+    trace_units: Callable[[Model, EmitUnit], AbstractContextManager[Any]] = LEFT_OUT
+    gathered_bytes: Callable[[Model], Mapping[str, int]] = LEFT_OUT
+    finish: Callable[[Model], None] = LEFT_OUT
+    build_optimizer: Callable[[Model, MakeOptimizer], Any] = LEFT_OUT
+    backward: Callable[[Model, torch.Tensor], None] = LEFT_OUT
+    step: Callable[[Model, Any], None] = LEFT_OUT
+    zero_grad: Callable[[Model, Any, bool], None] = LEFT_OUT
     step_clears_gradients: bool = False
     widest_dtype: str = "float64"
     built_on: str = ""
@@ -128,7 +131,7 @@ class TorchStyle:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Adapter:
+class Adapter(TorchStyle):
     """The completed form: every method is callable. Made by `Adapter.of`, never by hand.
 
     Attributes:
@@ -138,46 +141,11 @@ class Adapter:
         reference: How any process finds the implementation again: its registered name or import string. "" for an adapter
             that was not loaded by one (`registry.load`); such an adapter stays in its process.
         observes_gradients: `local_pieces` shows gradients; if not, gradients are compared through the optimizer's step.
-        finish: Called on every rank when a case is over, to drop what the implementation keeps globally.
     """
 
-    name: str
-    capabilities: frozenset[str]
-    source: str
     observes_locally: bool
     observes_gradients: bool
     missing: frozenset[str]
-    wrap: Callable[[nn.Module, Setup], nn.Module]
-    no_sync: Callable[[Model], AbstractContextManager[Any]]
-    clip_grad_norm: Callable[[Model, float, float], torch.Tensor]
-    full_parameters: Callable[..., AbstractContextManager[Mapping[str, torch.Tensor]]]
-    local_pieces: Callable[[Model], Mapping[str, tuple[Piece, ...]]]
-    optimizer_pieces: Callable[[Model, Optimizer], Mapping[str, Mapping[str, StateEntry]]]
-    named_parameters: Callable[[Model], Iterable[tuple[str, nn.Parameter]]]
-    named_buffers: Callable[[Model], Iterable[tuple[str, torch.Tensor]]]
-    division: Callable[[Setup], Division | None]
-    full_state_dict: Callable[[Model], Mapping[str, torch.Tensor]]
-    load_full_state_dict: Callable[[Model, Mapping[str, torch.Tensor]], None]
-    sharded_state_dict: Callable[[Model], State]
-    load_sharded_state_dict: Callable[[Model, State], None]
-    local_state_dict: Callable[[Model], State]
-    load_local_state_dict: Callable[[Model, State], None]
-    full_optimizer_state: Callable[[Model, Optimizer], State]
-    load_full_optimizer_state: Callable[[Model, Optimizer, State], None]
-    register_comm_hook: Callable[[Model, object, Callable[..., Any]], None]
-    unshard: Callable[[Model, str], None]
-    reshard: Callable[[Model, str], None]
-    units: Callable[[Model], Sequence[tuple[str, tuple[str, ...]]]]
-    trace_units: Callable[[Model, EmitUnit], AbstractContextManager[Any]]
-    gathered_bytes: Callable[[Model], Mapping[str, int]]
-    finish: Callable[[Model], None]
-    build_optimizer: Callable[[Model, MakeOptimizer], Any]
-    backward: Callable[[Model, torch.Tensor], None]
-    step: Callable[[Model, Any], None]
-    zero_grad: Callable[[Model, Any, bool], None]
-    step_clears_gradients: bool = False
-    widest_dtype: str = "float64"
-    built_on: str = ""
     reference: str = ""
 
     @classmethod

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,14 +27,14 @@ _Given = Mapping[str, Callable[..., Any]]
 def methods(implementation: object, given: _Given) -> dict[str, Callable[..., Any]]:
     """Return a default for every optional method of the protocol, made from the methods that are `given`."""
     name = str(getattr(implementation, "name", "?"))
-    local = given.get("local_pieces") or _default_local_pieces(name, given)
+    local = given.get("local_pieces") or _default_local_pieces(given)
     named = given.get("named_parameters", naming.named_parameters)
 
     def optimizer_pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Mapping[str, StateEntry]]:
         return pieces.optimizer_state(dict(named(model)), optimizer)
 
     filled: dict[str, Callable[..., Any]] = {
-        "no_sync": _own_method(name, "no_sync", "no_sync"),
+        "no_sync": _own_no_sync(name),
         "clip_grad_norm": clip_grad_norm,
         "local_pieces": local,
         "full_parameters": _gathering_full_parameters(local),
@@ -50,9 +51,7 @@ def methods(implementation: object, given: _Given) -> dict[str, Callable[..., An
         "step": lambda model, optimizer: optimizer.step(),
         "zero_grad": _zero_grad,
     }
-    for method in OPTIONAL_WITHOUT_DEFAULT:
-        filled[method] = _missing(name, method)
-    return filled
+    return filled | {method: _missing(name, method) for method in OPTIONAL_WITHOUT_DEFAULT}
 
 
 OPTIONAL_WITHOUT_DEFAULT = (
@@ -90,46 +89,45 @@ def checkpointing_outside(wrap: Callable[[nn.Module, Setup], nn.Module]) -> Call
     return wrap_then_checkpoint
 
 
-def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float) -> torch.Tensor:
+def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float, **options: bool) -> torch.Tensor:
     """Call the model's own `clip_grad_norm_` if it has one, else torch's, whose result over DTensors is made complete.
+
+    Args:
+        model: Wrapped.
+        max_norm: The limit.
+        norm_type: The p of the norm.
+        **options: More keyword arguments of the method, such as `error_if_nonfinite`.
 
     Collectives: those of the model's method, or of DTensor's norm; every rank calls.
     """
     own = getattr(model, "clip_grad_norm_", None)
-    norm = (
-        own(max_norm, norm_type) if callable(own) else nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
-    )
+    clip: Callable[..., torch.Tensor] = own if callable(own) else partial(nn.utils.clip_grad_norm_, model.parameters())
+    norm = clip(max_norm, norm_type, **options)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def _own_method(name: str, method: str, attribute: str) -> Callable[[nn.Module], AbstractContextManager[Any]]:
-    def call(model: nn.Module) -> AbstractContextManager[Any]:
-        own = getattr(model, attribute, None)
-        if not callable(own):
-            raise InvalidImplementation(
-                _missing_text(name, method) + f" The model has no `{attribute}` of its own either."
-            )
-        context: AbstractContextManager[Any] = own()
+def _own_no_sync(name: str) -> Callable[[nn.Module], AbstractContextManager[Any]]:
+    absent = _missing(name, "no_sync", " The model has no `no_sync` of its own either.")
+
+    def no_sync(model: nn.Module) -> AbstractContextManager[Any]:
+        own = getattr(model, "no_sync", None)
+        context: AbstractContextManager[Any] = own() if callable(own) else absent()
         return context
 
-    return call
+    return no_sync
 
 
-def _missing_text(name: str, method: str) -> str:
-    return (
-        f"implementation {name!r}: expected the method `{method}`, got none. "
-        f"Add it to the adapter, or do not claim the capability that needs it."
-    )
-
-
-def _missing(name: str, method: str) -> Callable[..., Any]:
+def _missing(name: str, method: str, more: str = "") -> Callable[..., Any]:
     def refuse(*_args: object, **_kwargs: object) -> Any:
-        raise InvalidImplementation(_missing_text(name, method))
+        raise InvalidImplementation(
+            f"implementation {name!r}: expected the method `{method}`, got none. "
+            f"Add it to the adapter, or do not claim the capability that needs it.{more}"
+        )
 
     return refuse
 
 
-def _default_local_pieces(name: str, given: _Given) -> Callable[[nn.Module], Mapping[str, tuple[Piece, ...]]]:
+def _default_local_pieces(given: _Given) -> Callable[[nn.Module], Mapping[str, tuple[Piece, ...]]]:
     full_parameters = given.get("full_parameters")
     named = given.get("named_parameters", naming.named_parameters)
     if full_parameters is not None:
@@ -144,10 +142,7 @@ def _default_local_pieces(name: str, given: _Given) -> Callable[[nn.Module], Map
 
         return through_gathering
 
-    def in_place(model: nn.Module) -> Mapping[str, tuple[Piece, ...]]:
-        return pieces.of_parameters(named(model))
-
-    return in_place
+    return lambda model: pieces.of_parameters(named(model))
 
 
 def _gathering_full_parameters(

@@ -11,13 +11,15 @@ flattened in row-major (logical) order, whatever its strides are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import DeviceMesh, ProcessGroup
+
+from fsdp_testing.errors import InvalidImplementation
 
 #: Every value of `Setup.strategy`. The two hybrid ones need `Setup.shard_size`.
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
@@ -102,9 +104,12 @@ class Setup:
         checkpoint_reentrant: By torch's reentrant way; without the capability of that name it is never asked for.
         checkpoint_outside: Around the wrapped units instead of inside them. The harness does it after `wrap`, whose
             setup names no checkpointed module then.
-        sync_module_states: Rank 0's parameters and buffers are broadcast at construction.
+        sync_module_states: Rank 0's parameters and buffers are broadcast at construction; other ranks begin with others.
+        init_module: Initialises one module without its children, in the way of `param_init_fn`: parameters and buffers of
+            the modules that are not ignored are on the meta device until then. None if they are there.
         forward_prefetch: Ask for prefetching in forward, where the implementation has the option.
         backward_prefetch: One of "pre", "post", "none".
+        leaves_unused: Some micro-batch may leave a parameter without a gradient on some rank.
         extra: Options known to this adapter alone, for its own tests.
     """
 
@@ -127,9 +132,25 @@ class Setup:
     checkpoint_reentrant: bool = False
     checkpoint_outside: bool = False
     sync_module_states: bool = False
+    init_module: Callable[[nn.Module], None] | None = None
     forward_prefetch: bool = False
     backward_prefetch: str = "pre"
+    leaves_unused: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def refuse(self, implementation: str, *options: str) -> None:
+        """Refuse a setup that asks for one of these options, which the implementation does not have.
+
+        Raises:
+            InvalidImplementation: An option is not at its default; all of them are named.
+        """
+        plain = Setup(self.rank, self.world_size, self.device)
+        asked = [name for name in options if getattr(self, name) != getattr(plain, name)]
+        if asked:
+            raise InvalidImplementation(
+                f"{implementation}: expected a setup without {', '.join(asked)}, for which it has no option. "
+                "Run only what it claims."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,27 +199,3 @@ class Division:
     after: float
     mean_by_backend: bool = False
     by_reciprocal: bool = False
-
-
-@runtime_checkable
-class Implementation(Protocol):
-    """The required part. Called on every rank, in the same order."""
-
-    @property
-    def name(self) -> str:
-        """Registered name, for reports."""
-        ...
-
-    @property
-    def capabilities(self) -> frozenset[str]:
-        """Tags of `fsdp_testing.records.capabilities` that this implementation claims."""
-        ...
-
-    def wrap(self, module: nn.Module, setup: Setup) -> nn.Module:
-        """Shard `module`, in place or not, and return what is trained.
-
-        The values of parameters and buffers, `requires_grad` flags and the training mode are those of `module`.
-
-        Collectives: as the implementation likes; called by every rank.
-        """
-        ...

@@ -97,7 +97,12 @@ def load(name: object) -> Adapter:
         return replace(_completed(registered[0].target, where, name), reference=name)
     if ":" in name:
         return replace(_completed(name, f"implementation {name!r}", None), reference=name)
-    raise UnknownImplementation(_unknown_text(name))
+    known = names()
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else "Give one of these or an import string."
+    raise UnknownImplementation(
+        f"implementation: expected one of {', '.join(known)} or `package.module:attribute`, got {name!r}. {hint}"
+    )
 
 
 @functools.cache
@@ -126,13 +131,6 @@ def _by_reference(adapter: Adapter) -> tuple[Callable[..., Adapter], tuple[str]]
 
 
 copyreg.pickle(Adapter, _by_reference)
-
-
-def _unknown_text(name: str) -> str:
-    known = names()
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else "Give one of these or an import string."
-    return f"implementation: expected one of {', '.join(known)} or `package.module:attribute`, got {name!r}. {hint}"
 
 
 def _completed(target: str, where: str, registered_name: str | None) -> Adapter:

@@ -21,8 +21,9 @@ from fsdp_testing.implementations.adapter import TorchStyle
 from fsdp_testing.implementations.protocol import Division, Setup
 from fsdp_testing.implementations.shared import replicated
 from fsdp_testing.implementations.shared.checkpointing import checkpoint_modules
+from fsdp_testing.implementations.shared.claims import REPLICATED
 
-CAPABILITIES = replicated.CLAIMS | {
+CAPABILITIES = REPLICATED | {
     "policy_wrapping",
     "several_forwards",
     "thawed_parameters",
@@ -46,13 +47,14 @@ class _Averaging:
 
     def _parameters(self) -> list[nn.Parameter]:
         module = self._module()
-        return [] if module is None else [p for p in module.parameters() if p.requires_grad]
+        # Frozen ones too: what was frozen while its gradient awaits reduction is reduced with the others.
+        return [] if module is None else list(module.parameters())
 
     def watch_parameters(self) -> None:
         """Hook new parameters; called in every forward, since one may have been thawed."""
         self._queued = False  # a backward that raised has left it set
         for parameter in self._parameters():
-            if id(parameter) not in self._hooked:
+            if parameter.requires_grad and id(parameter) not in self._hooked:
                 self._hooked.add(id(parameter))
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
@@ -125,9 +127,6 @@ IMPLEMENTATION = TorchStyle(
     source="Definition of synchronous data parallelism: the mean of the ranks' gradients.",
     no_sync=no_sync,
     division=division,
-    full_state_dict=replicated.full_state_dict,
-    load_full_state_dict=replicated.load_full_state_dict,
-    full_optimizer_state=replicated.full_optimizer_state,
-    load_full_optimizer_state=replicated.load_full_optimizer_state,
+    **replicated.METHODS,
     finish=_finish,
 )

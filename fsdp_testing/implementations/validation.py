@@ -122,8 +122,13 @@ def _examine(adapter: Adapter, model: ZooModel, rank: int, size: int, mesh: Devi
     try:
         wrapped = adapter.wrap(module, setup)
         found += [f"wrap({model.name}) changed {what}" for what in _changed(before, _global_state())]
-        found += list(_wrong_module(wrapped, original, model.name)) or list(_wrong_content(adapter, wrapped, original))
-        found += [] if found else list(_broken_methods(adapter, wrapped, original))
+        if not isinstance(wrapped, nn.Module):
+            found.append(f"wrap({model.name}) returned {type(wrapped).__name__}, not an nn.Module")
+        elif wrapped.training != original.training:
+            found.append(f"wrap({model.name}) turned training mode {'on' if wrapped.training else 'off'}")
+        else:
+            found += _wrong_content(adapter, wrapped, original)
+        found += [] if found else _broken_methods(adapter, wrapped, original)
         adapter.finish(wrapped)
     except Exception as error:
         # Raised and not returned: other ranks may wait for this one in a collective, and the world must end for all.
@@ -145,13 +150,6 @@ def _global_state() -> dict[str, Any]:
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     return [f"{what} from {old} to {after[what]}" for what, old in before.items() if after[what] != old]
-
-
-def _wrong_module(wrapped: object, original: nn.Module, name: str) -> Iterator[str]:
-    if not isinstance(wrapped, nn.Module):
-        yield f"wrap({name}) returned {type(wrapped).__name__}, not an nn.Module"
-    elif wrapped.training != original.training:
-        yield f"wrap({name}) turned training mode {'on' if wrapped.training else 'off'}"
 
 
 def _wrong_content(adapter: Adapter, wrapped: nn.Module, original: nn.Module) -> Iterator[str]:

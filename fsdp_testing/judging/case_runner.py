@@ -194,7 +194,7 @@ class CaseRunner:
             expectation = self._expectation(asked, seen, observe_all=observe_all)
             return compare_numbers(case, expectation, seen, asked.comparison)
 
-        records = [CaseRecord(0, rank) for rank in ranks]
+        records = [CaseRecord(0, rank, accounts=getattr(rank, "accounts", None)) for rank in ranks]
         return judge(case, records, ask, outcome=outcome, review=mode.review), ranks
 
     def _closer(self, asked: _Question, finding: Finding, first: Answer) -> Answer:
@@ -228,7 +228,10 @@ class CaseRunner:
         return self._free_expectation(case, observe_all=observe_all)
 
     def _free_expectation(self, case: Case, *, observe_all: bool) -> Expectation:
-        key = f"{_oracle_view(case).identity}/{observe_all}"
+        # The oracle's free replay knows no strategy, wrapping or offload.
+        world, plan = WorldSpec(case.world.size), WrappingPlan()
+        view = replace(case, world=world, strategy="no_shard", wrapping=plan, cpu_offload=False)
+        key = f"{view.identity}/{observe_all}"
         if key not in self._expectations:
             self._expectations[key] = self._ask_oracle(rank_jobs.expect_free, (case, observe_all), case)
             if len(self._expectations) > _ORACLE_CACHE:
@@ -257,12 +260,6 @@ def _observations(outcome: WorldOutcome) -> tuple[RankObservation, ...]:
     """What ranks reported, by rank."""
     found = [rank for rank in outcome.ranks if isinstance(rank.value, RankObservation)]
     return tuple(rank.value for rank in sorted(found, key=lambda rank: rank.rank))
-
-
-def _oracle_view(case: Case) -> Case:
-    """What the oracle's free replay depends on; it knows no strategy, wrapping or offload."""
-    world = WorldSpec(case.world.size)
-    return replace(case, world=world, strategy="no_shard", wrapping=WrappingPlan(), cpu_offload=False)
 
 
 def _reason(found: Judgement) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import math
 
 from fsdp_testing.checkers.overruns import CommunicationBudget
 from fsdp_testing.programs.models import most_uses
 from fsdp_testing.records import Case
+from fsdp_testing.strategies.normal_form import plans_of
 from fsdp_testing.zoo.tree_schema import ParameterSpec, every, parameters, walk
 
 _BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
@@ -28,33 +28,26 @@ def budget_of(case: Case) -> CommunicationBudget | None:
     aligned = _ALIGNMENT_BYTES // min(_BYTES[computed], _BYTES[case.model.dtype])
     padded = sum(_padded(spec, shards, wide, aligned) for spec in specs.values())
     dtypes = {spec.dtype or case.model.dtype for spec in specs.values()}
+    # A forward whose outputs cannot be examined passes for one without a graph, and frees what it gathered.
+    hides = "opaque" in (case.model.tree.get("output"), *(p.node.get("returns") for p in every(walk(case.model.tree))))
     # With a mesh of two axes gradients are reduced over one and then over the other.
     return CommunicationBudget(
-        uses=most_uses(case) * (2 if _hides(case.model.tree) else 1),
+        uses=most_uses(case) * (2 if hides else 1),
         padded_bytes=padded + units * shards * aligned * _BYTES[wide],
         reductions=units * len(dtypes) * len(case.world.mesh_shape),
     )
 
 
-def _hides(tree: Mapping[str, Any]) -> bool:
-    """Whether outputs cannot be looked into: such a forward passes for one without a graph, and frees what it gathered."""
-    outputs = [tree.get("output"), *(place.node.get("returns") for place in every(walk(tree)))]
-    return "opaque" in outputs
-
-
 def _units(case: Case, most: int) -> int:
-    """How many units there may be: by a policy, one for each parameter."""
+    """Return how many units there may be: by a policy, one for each parameter."""
     if case.wrapping.policy is not None:
         return most + 1
-    later = [len(units) for o in case.program if (units := o.new_units()) is not None]
-    return 1 + max([len(case.wrapping.units), *later])
+    return 1 + max(len(units) for units in plans_of(case))
 
 
 def _padded(spec: ParameterSpec, shards: int, dtype: str, aligned: int) -> int:
-    """Bytes of one parameter, padded on its first dimension or with up to `aligned` elements, whichever is more."""
+    """Return the bytes of one parameter, padded on its first dimension or with up to `aligned` elements, whichever is more."""
     rows, *rest = spec.shape or (1,)
-    row = 1
-    for extent in rest:
-        row *= extent
+    row = math.prod(rest)
     size = max(_BYTES[spec.dtype or dtype], _BYTES[dtype])
     return max(-(-rows // shards) * shards * row, rows * row + aligned) * size

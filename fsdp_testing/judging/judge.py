@@ -170,20 +170,17 @@ def _uncoordinated(case: Case, records: Sequence[CaseRecord], outcome: WorldOutc
     statement, detail = "", ""
     if outcome is not None and not outcome.ok:
         statement, detail = outcome.cause, outcome.describe()
-    elif _sequences_differ(records):
-        statement = "the ranks did not issue the same collectives"
+    else:
+        counted = [record.collectives for record in records if record.collectives is not None]
+        groups = {key for one in counted for key in one}
+        # Two ranks that both know a group, and counted different collectives in it.
+        if any(len({one[key] for one in counted if key in one}) > 1 for key in groups):
+            statement = "the ranks did not issue the same collectives"
     if not statement:
         return None
     everyone = tuple(range(case.world.size))
     kind, end = FailureKind.UNCOORDINATED, len(case.program)
     return finding(case, kind, "collectives", end, statement, ranks=everyone, detail=detail)
-
-
-def _sequences_differ(records: Sequence[CaseRecord]) -> bool:
-    """Whether two ranks that both know a group counted different collectives in it."""
-    counted = [record.collectives for record in records if record.collectives is not None]
-    groups = {key for one in counted for key in one}
-    return any(len({one[key] for one in counted if key in one}) > 1 for key in groups)
 
 
 def _overrun(case: Case, records: Sequence[CaseRecord]) -> Finding | None:

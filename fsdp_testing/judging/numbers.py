@@ -73,18 +73,14 @@ def _widened(expectation: Expectation, case: Case) -> Expectation:
     for point in expectation.points:
         sizes = [_size(expected.value) for expected in point.quantities.values()]
         slack = unit * max(sizes, default=0.0)
-        quantities = {
-            quantity: replace(expected, bound=_at_least(slack, expected.bound), derivation=expected.derivation + why)
-            if _size(expected.value)
-            else expected
-            for quantity, expected in point.quantities.items()
-        }
+        quantities = dict(point.quantities)
+        for quantity, expected in point.quantities.items():
+            if _size(expected.value):
+                bound = expected.bound
+                bound = bound.clamp(min=slack) if isinstance(bound, torch.Tensor) else max(bound, slack)
+                quantities[quantity] = replace(expected, bound=bound, derivation=expected.derivation + why)
         points.append(replace(point, quantities=quantities))
     return replace(expectation, points=tuple(points))
-
-
-def _at_least(least: float, bound: float | torch.Tensor) -> float | torch.Tensor:
-    return bound.clamp(min=least) if isinstance(bound, torch.Tensor) else max(bound, least)
 
 
 def _size(value: torch.Tensor | None) -> float:

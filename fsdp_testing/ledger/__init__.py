@@ -4,6 +4,7 @@
 - `fence`: why of two ranks that come at the same moment one sees the other, on every processor.
 - `recorder`: what a rank does at each collective: record, compare with the peers, refuse a mismatch.
 - `interception`: how the recorder sees every collective of torch, whichever way it was called.
+- `readers`: what a call means, a table for each of these ways.
 - `late_delivery`: asynchronous collectives whose results arrive when they are waited for, so that a missing wait shows.
 - `reading`: what the controller makes of the memory of a rank that can no longer be asked.
 """

@@ -53,17 +53,6 @@ def _make_call(key: tuple[Any, ...], waits_for: int) -> Call:
 call_for = Calls().get
 
 
-def shapes_of(tensors: list[torch.Tensor]) -> Any:
-    """Return the shape of one tensor, or the shapes of several, as `call_for` takes them."""
-    return tensors[0].shape if len(tensors) == 1 else tuple(tensor.shape for tensor in tensors)
-
-
-def all_to_all_call(tensor: torch.Tensor, *, even: bool) -> Call:
-    """Return the call of an all_to_all_single; with splits it may exchange nothing with some members."""
-    key = ("all_to_all_single", (), tensor.dtype, tensor.shape)
-    return call_for(key, WAITS_FOR_ALL if even else WAITS_FOR_NOBODY)
-
-
 # By number: hashing and comparing the compiled enum costs more than the rest of the record.
 _OP_TEXT = {kind.value: name.lower() for name, kind in dist.ReduceOp.RedOpType.__members__.items()}
 # The hash of a reduce op is its number, and cheaper to come by than the number.

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdp_testing.ledger.memory import ANYBODY, NUMBER_BITS, Area, Entry, LedgerMemory, Waiting
-from fsdp_testing.ledger.records import group_fact, members_from
+from fsdp_testing.ledger.records import group_facts
 
 
 def entry_text(area: Area, entry: Entry | None) -> str:
@@ -82,12 +82,12 @@ class Deadlocks:
         return None
 
     def _members_of(self, area: Area, key: int) -> tuple[int, ...]:
-        known = self._members.get(key)
-        if known is None:
-            known = members_from(group_fact(area.strings(), key, 3))
-            if known:
-                self._members[key] = known
-        return known
+        if key not in self._members:
+            facts = group_facts(area.strings())
+            if key not in facts:
+                return ()
+            self._members[key] = facts[key][1]
+        return self._members[key]
 
     def explain(self, chain: list[tuple[int, Waiting, int]], line: Any) -> str:
         """Return the message: who waits for whom in what."""
@@ -104,7 +104,7 @@ class Deadlocks:
         area = self._areas[rank]
         slot = area.slot_of(waiting.group_key)
         entry = area.entry(slot, waiting.number) if slot is not None else None
-        label = group_fact(area.strings(), waiting.group_key, 2) or "another group"
+        label, _ = group_facts(area.strings()).get(waiting.group_key, ("another group", ()))
         return f"rank {rank} waits in {entry_text(area, entry)} (#{waiting.number} of the {label}) for rank {on}"
 
 

@@ -18,7 +18,7 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,9 +28,14 @@ import torch.distributed as dist
 from fsdp_testing.compat import backend_select_key
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.ledger import late_delivery
-from fsdp_testing.ledger.dispatcher_readers import READERS, pending_reduce_op
-from fsdp_testing.ledger.functional_readers import FUNCTIONAL_READERS
-from fsdp_testing.ledger.method_readers import METHOD_READERS, reduce_op_among
+from fsdp_testing.ledger.readers import (
+    FUNCTIONAL,
+    METHODS,
+    OPERATORS,
+    OperatorReader,
+    pending_reduce_op,
+    reduce_op_among,
+)
 from fsdp_testing.ledger.recorder import Line, Listener, Recorder
 from fsdp_testing.ledger.records import group_identity
 
@@ -78,11 +83,11 @@ def listen(listener: Listener) -> Iterator[None]:
     recorder = _active
     if recorder is None:
         raise HarnessError("listen: expected an active ledger, got none. Call it inside a rank of a world.")
-    before = recorder.listen(listener)
+    before, recorder.listener = recorder.listener, listener
     try:
         yield
     finally:
-        recorder.listen(before)
+        recorder.listener = before
 
 
 def forget_groups() -> None:
@@ -99,31 +104,29 @@ def install() -> None:
     if _libraries:
         return
     os.register_at_fork(after_in_child=_stop_in_child)
-    for name, reader in METHOD_READERS.items():
+    for name, reader in METHODS.items():
         if name in dist.ProcessGroup.__dict__:
             setattr(dist.ProcessGroup, name, _recording(name, getattr(dist.ProcessGroup, name), reader))
-    library = torch.library.Library("_c10d_functional", "IMPL")
-    _libraries.append(library)
-    for name, read_functional in FUNCTIONAL_READERS.items():
-        packet = getattr(torch.ops._c10d_functional, name, None)
-        if packet is not None:
-            library.impl(name, _functional_kernel(packet.default, read_functional), "BackendSelect", with_keyset=True)
+    _stand_in_front_of("_c10d_functional", FUNCTIONAL)
     for name in _CPP_CALLERS:
         if hasattr(dist, name):
             setattr(dist, name, _announcing_cpp(getattr(dist, name)))
 
 
-def _watch_cpp() -> None:
-    global _watching_cpp
-    if _watching_cpp:
-        return
-    _watching_cpp = True
-    library = torch.library.Library("c10d", "IMPL")
+def _stand_in_front_of(namespace: str, readers: Mapping[str, OperatorReader]) -> None:
+    library = torch.library.Library(namespace, "IMPL")
     _libraries.append(library)
-    for name, reader in READERS.items():
-        packet = getattr(torch.ops.c10d, name, None)
+    for name, reader in readers.items():
+        packet = getattr(getattr(torch.ops, namespace), name, None)
         if packet is not None:
             library.impl(name, _kernel(packet.default, reader), "BackendSelect", with_keyset=True)
+
+
+def _watch_cpp() -> None:
+    global _watching_cpp
+    if not _watching_cpp:
+        _watching_cpp = True
+        _stand_in_front_of("c10d", OPERATORS)
 
 
 def _recording(name: str, method: Callable[..., Any], reader: Callable[..., Any]) -> Callable[..., Any]:
@@ -175,50 +178,22 @@ def _call_watched(method: Callable[..., Any], group: Any, args: tuple[Any, ...],
         pending_reduce_op.name = None
 
 
-def _kernel(operator: Any, reader: Callable[..., Any]) -> Callable[..., Any]:
+def _kernel(operator: Any, reader: OperatorReader) -> Callable[..., Any]:
     redispatch = operator.redispatch
 
     def record_and_hand_on(keyset: Any, *args: Any) -> Any:
         recorder = _active
         handed = keyset.remove(_BACKEND_SELECT)
-        if recorder is None or _passing.recorded:
+        if recorder is None or _passing.recorded or _only_traced(args[0]):
             return redispatch(handed, *args)
         try:
-            boxed, call, blocking = reader(*args)
-        except Exception:  # noqa: BLE001 - as above
-            return redispatch(handed, *args)
-        line = _line_of(dist.ProcessGroup.unbox(boxed))
-        if line is None:
-            return redispatch(handed, *args)
-        recorder.record(line, call, blocking)
-        number = line.number
-        try:
-            result = redispatch(handed, *args)
-        except Exception:
-            recorder.withdraw(line, number)
-            raise
-        recorder.taken()
-        return result
-
-    return record_and_hand_on
-
-
-def _functional_kernel(operator: Any, reader: Callable[..., Any]) -> Callable[..., Any]:
-    redispatch = operator.redispatch
-
-    def record_and_hand_on(keyset: Any, *args: Any) -> Any:
-        recorder = _active
-        handed = keyset.remove(_BACKEND_SELECT)
-        if recorder is None or _passing.recorded or _moves_nothing(args[0]):
-            return redispatch(handed, *args)
-        try:
-            group, call = reader(*args)
+            group, call, blocking = reader(*args)
         except Exception:  # noqa: BLE001 - as above
             return redispatch(handed, *args)
         line = _lines.get(id(group)) or _line_of(group)
         if line is None:
             return redispatch(handed, *args)
-        recorder.record(line, call, False)
+        recorder.record(line, call, blocking)
         number = line.number
         _passing.recorded = True
         try:
@@ -234,8 +209,8 @@ def _functional_kernel(operator: Any, reader: Callable[..., Any]) -> Callable[..
     return record_and_hand_on
 
 
-def _moves_nothing(value: Any) -> bool:
-    """Return whether a functional collective is only traced: on the meta device, where FakeTensorMode ends up."""
+def _only_traced(value: Any) -> bool:
+    """Return whether a collective moves nothing: on the meta device, where FakeTensorMode ends up."""
     first = value[0] if isinstance(value, (list, tuple)) and value else value
     return isinstance(first, torch.Tensor) and first.device.type == "meta"
 
@@ -256,13 +231,8 @@ def _line_of(group: Any) -> Line | None:
         return _lines[found]
     line = _make_line(group)
     _lines[found] = line
-    _alive[found] = weakref.ref(group, lambda _: _drop(found))
+    _alive[found] = weakref.ref(group, lambda _: (_lines.pop(found, None), _alive.pop(found, None)))
     return line
-
-
-def _drop(found: int) -> None:
-    _lines.pop(found, None)
-    _alive.pop(found, None)
 
 
 def _make_line(group: Any) -> Line | None:

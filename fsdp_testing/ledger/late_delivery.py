@@ -172,11 +172,9 @@ class LateWork(dist.Work):
         return done
 
     def is_success(self) -> bool:
-        """As the backend says."""
         return bool(self._work.is_success())
 
     def exception(self) -> Any:
-        """As the backend says."""
         return self._work.exception()
 
     def result(self) -> list[Tensor]:
@@ -186,7 +184,6 @@ class LateWork(dist.Work):
         return [delivery.output for delivery in self._deliveries]
 
     def source_rank(self) -> int:
-        """As the backend says."""
         return int(self._work.source_rank())
 
     def get_future(self) -> Any:

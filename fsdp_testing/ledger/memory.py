@@ -51,12 +51,10 @@ ANYBODY = 0xFFFF
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One collective in a ring: 64-bit `signature`, `number` in its group from 1, string ids, monotonic moment."""
+    """One collective in a ring: 64-bit `signature`, monotonic moment, string ids."""
 
     signature: int
     moment_ns: int
-    number: int
-    epoch: int
     description: int
     call_site: int
 
@@ -183,7 +181,7 @@ class Area:
         # The first stamp is read again: a writer that had begun a later entry would have changed it by now.
         if fields[5] != wanted or self.words[at // _WORD] != wanted:
             return None
-        return Entry(fields[1], fields[2], number, self.epoch() & 0xFFFFFFFF, fields[3], fields[4])
+        return Entry(*fields[1:5])
 
     def waiting(self) -> Waiting | None:
         """Return the blocking collective issued last in this job."""

@@ -9,10 +9,12 @@ from fsdp_testing.ledger.records import group_facts
 
 
 @dataclass(frozen=True, slots=True)
-class LedgerEntry:
-    """One collective: `number` in its group from 1, what, where, when (ns, monotonic).
+class CollectiveRecord:
+    """One collective as a rank's ledger holds it.
 
-    `group` is readable, `group_key` its identity; equal `signature` means that ranks may issue these together.
+    `number` counts the collectives of its group in this job, from 1. `group` is the readable name of the group and
+    `group_key` its identity on all ranks. `moment_ns` is the system-wide monotonic clock. Ranks that issue records of
+    equal `signature` together are in order, though shapes in `what` may differ.
     """
 
     number: int
@@ -20,8 +22,13 @@ class LedgerEntry:
     group_key: int
     what: str
     call_site: str
-    moment_ns: int
-    signature: int
+    moment_ns: int = 0
+    signature: int = 0
+
+    def __str__(self) -> str:
+        where = "" if self.group == "default group" else f" on {self.group}"
+        head, space, shape = self.what.partition(" ")
+        return f"{head} #{self.number}{space}{shape}{where}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +45,7 @@ class RankLedger:
     """
 
     begun: bool
-    entries: tuple[LedgerEntry, ...]
+    entries: tuple[CollectiveRecord, ...]
     issued: dict[int, int]
     digests: dict[int, int]
     members: dict[int, tuple[int, ...]]
@@ -51,16 +58,15 @@ def read_rank(area: Area, epoch: int, last: int = 8) -> RankLedger:
         return RankLedger(False, (), {}, {}, {})
     strings = area.strings()
     groups = area.groups()
-    entries: list[LedgerEntry] = []
+    entries: list[CollectiveRecord] = []
     facts = group_facts(strings)
     for slot, (key, count, _) in enumerate(groups):
-        label, _ = facts.get(key, ("", ()))
+        label = facts[key][0] if key in facts else ""
         for number in range(max(1, count - last + 1), count + 1):
             entry = area.entry(slot, number)
             if entry is not None:
                 what, site = (strings[i] if i < len(strings) else "?" for i in (entry.description, entry.call_site))
-                moment, signature = entry.moment_ns, entry.signature
-                entries.append(LedgerEntry(number, label, key, what, site, moment, signature))
+                entries.append(CollectiveRecord(number, label, key, what, site, entry.moment_ns, entry.signature))
     entries.sort(key=lambda entry: entry.moment_ns)
     members = {key: facts[key][1] for key, _, _ in groups if key in facts}
     issued = {key: count for key, count, _ in groups}

@@ -97,11 +97,6 @@ class Recorder:
             self._sites.clear()
             self._named.clear()
 
-    def listen(self, listener: Listener | None) -> Listener | None:
-        """Call `listener` with every collective from now on; return the one called so far."""
-        before, self.listener = self.listener, listener
-        return before
-
     def issued(self) -> dict[int, int]:
         """Return how many collectives of each group were issued in this job, by group key."""
         return {key: line.number for key, line in self._lines.items()}
@@ -139,10 +134,7 @@ class Recorder:
         slot = line.slot
         if slot is None:
             return False
-        known = self._known.get(call)
-        if known is None:
-            known = self._learn(call)
-        signature, description = known
+        signature, description = self._known.get(call) or self._learn(call)
         mark = number << 32 | self._epoch
         line.digest_before = line.digest
         digest = line.digest = hash((line.digest, signature)) & _MASK
@@ -151,14 +143,15 @@ class Recorder:
             self.listener(line.group, call, place)
         self._words[self._inside] = mark
         self._area.put_entry(slot, (mark, signature, time.monotonic_ns(), description, site, mark), digest)
-        words = self._words
-        if line.peers:
-            # Between writing and reading: of two ranks that come at the same moment, one sees the other.
-            self._cross()
+        if not line.peers:
+            return False
+        # Between writing and reading: of two ranks that come at the same moment, one sees the other.
+        self._cross()
+        words, key = self._words, line.group.key
         for peer in line.peers:
             theirs = peer[1]
             if theirs is None:
-                theirs = self._find_peer(peer, line.group.key)
+                theirs = self._find_peer(peer, key)
                 if theirs is None:
                     continue
             at = peer[0].entry_word(theirs, number)
@@ -168,7 +161,7 @@ class Recorder:
                     self.withdraw(line, number)
                     return True
                 self._confirm_difference(line, peer, mark, signature)
-        if blocking and line.peers and line.group.blocking_host and call.waits_for != WAITS_FOR_NOBODY:
+        if blocking and line.group.blocking_host and call.waits_for != WAITS_FOR_NOBODY:
             self._before_blocking(line, call)
         return False
 
@@ -209,8 +202,7 @@ class Recorder:
         area: Area = peer[0]
         if area.epoch() & 0xFFFFFFFF != self._epoch:
             return None
-        peer[1] = area.slot_of(key)
-        slot: int | None = peer[1]
+        slot = peer[1] = area.slot_of(key)
         return slot
 
     def _learn(self, call: Call) -> tuple[int, int]:

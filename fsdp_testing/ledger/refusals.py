@@ -15,35 +15,23 @@ def torch_refuses(name: str, group: Any, args: tuple[Any, ...]) -> bool:
     """Return whether method `name` of a `ProcessGroup` certainly raises for these arguments; False when in doubt."""
     check = _CHECKS.get(name)
     try:
-        return check is not None and check(group, args)
+        return check is not None and check(group.size(), args[0], args[1])
     except (AttributeError, IndexError, TypeError):
         return False
 
 
-def _allgather(group: Any, args: tuple[Any, ...]) -> bool:
-    outputs, inputs = args[0][0], args[1]
-    return len(outputs) != group.size() or any(out.dtype != inputs[0].dtype for out in outputs)
+def _not_gathered(size: int, whole: Any, part: Any) -> bool:
+    return whole.numel() != part.numel() * size or whole.dtype != part.dtype
 
 
-def _reduce_scatter(group: Any, args: tuple[Any, ...]) -> bool:
-    return len(args[1][0]) != group.size()
-
-
-def _gather_single(group: Any, args: tuple[Any, ...]) -> bool:
-    output, tensor = args[0], args[1]
-    return output.numel() != tensor.numel() * group.size() or output.dtype != tensor.dtype
-
-
-def _scatter_single(group: Any, args: tuple[Any, ...]) -> bool:
-    output, tensor = args[0], args[1]
-    return tensor.numel() != output.numel() * group.size() or output.dtype != tensor.dtype
-
-
-_CHECKS: dict[str, Callable[[Any, tuple[Any, ...]], bool]] = {
-    "allgather": _allgather,
-    "reduce_scatter": _reduce_scatter,
-    "_allgather_base": _gather_single,
-    "all_gather_single": _gather_single,
-    "_reduce_scatter_base": _scatter_single,
-    "reduce_scatter_single": _scatter_single,
+# From the size of the group, the outputs and the inputs.
+_CHECKS: dict[str, Callable[[int, Any, Any], bool]] = {
+    "allgather": lambda size, outs, inputs: (
+        len(outs[0]) != size or any(out.dtype != inputs[0].dtype for out in outs[0])
+    ),
+    "reduce_scatter": lambda size, outs, inputs: len(inputs[0]) != size,
+    "_allgather_base": _not_gathered,
+    "all_gather_single": _not_gathered,
+    "_reduce_scatter_base": lambda size, part, whole: _not_gathered(size, whole, part),
+    "reduce_scatter_single": lambda size, part, whole: _not_gathered(size, whole, part),
 }

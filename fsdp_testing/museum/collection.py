@@ -33,7 +33,7 @@ def exhibits() -> dict[str, Exhibit]:
     found: dict[str, Exhibit] = {}
     for module in pkgutil.iter_modules(halls.__path__):
         hall = importlib.import_module(f"{halls.__name__}.{module.name}")
-        for exhibit in hall.EXHIBITS:
+        for exhibit in hall.HALL:
             if exhibit.id in found:
                 raise HarnessError(f"museum: expected one exhibit {exhibit.id}, got two. Give one another id.")
             found[exhibit.id] = exhibit

@@ -6,7 +6,7 @@ import random
 import tempfile
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fsdp_testing.campaign.batch import Watch
@@ -34,7 +34,6 @@ class Hunt:
     """What became of one hunt.
 
     Attributes:
-        exhibit: What was hunted.
         cases: Random cases run until it was met, its batch included; None if it was not.
         run: Random cases run in all.
         seconds: Wall time, confirming and shrinking included.
@@ -42,7 +41,6 @@ class Hunt:
         case: The simplest case that shows it; None if it was not met.
     """
 
-    exhibit: Exhibit
     cases: int | None
     run: int
     seconds: float
@@ -78,14 +76,18 @@ def hunt(
     """
     worlds = pool or default_pool()
     started = time.monotonic()
-    known = joined([shipped_known(registry.adapter_of(exhibit.target).built_on), _NO_LEAKS])
+    planted = registry.adapter_of(exhibit.target)
+    scope = Scope(planted.capabilities, tuple(dict.fromkeys((*exhibit.world_sizes, 2))))
+    known = joined([shipped_known(planted.built_on), _NO_LEAKS])
     run, text = 0, ""
     own: list[Discovery] = []
     with tempfile.TemporaryDirectory(prefix="fsdp-hunt-") as folder:
+        plan = Plan(planted, scope, Path(folder), seed=seed, shrink_seconds=_SHRINK_SECONDS, stop_at_first=True)
         while not own and run < limit and (seconds is None or time.monotonic() - started < seconds):
             left = None if seconds is None else seconds - (time.monotonic() - started)
-            plan = _plan(exhibit, seed, Path(folder), known, limit - run, left)
-            tally = Campaign(plan, worlds, lambda _: None, lambda *_: None).run()
+            # It ends with its first finding; the next one in the same folder goes on where it ended.
+            asked = replace(plan, seconds=left, examples=limit - run, known=known)
+            tally = Campaign(asked, worlds, lambda _: None, lambda *_: None).run()
             run += tally.run
             met = [found for found in tally.discovered if found.confirmed]
             own = own_bugs(met, PATHS[exhibit.path], worlds)
@@ -96,31 +98,11 @@ def hunt(
             for found in met:
                 known = known.with_rule(found.rule())
     return Hunt(
-        exhibit,
         min(run, limit) if own else None,
         run,
         time.monotonic() - started,
         own[0].sentence() if own else text,
         own[0].case if own else None,
-    )
-
-
-def _plan(
-    exhibit: Exhibit, seed: int, folder: Path, known: KnownFailures, examples: int, seconds: float | None
-) -> Plan:
-    """Return the plan of a campaign that ends with the first finding; a later one in the same folder goes on where it ended."""
-    sizes = dict.fromkeys((*exhibit.world_sizes, 2))
-    planted = registry.adapter_of(exhibit.target)
-    return Plan(
-        planted,
-        Scope(planted.capabilities, tuple(sizes)),
-        folder,
-        seconds=seconds,
-        examples=examples,
-        seed=seed,
-        shrink_seconds=_SHRINK_SECONDS,
-        known=known,
-        stop_at_first=True,
     )
 
 

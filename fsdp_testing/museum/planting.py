@@ -34,7 +34,11 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
         setattr(owner, name, original)
 
 
-def planting(*changes: tuple[Any, str, Callable[[Any], Any]]) -> Callable[[], Any]:
+Change = tuple[Any, str, Callable[[Any], Any]]
+"""A module or class, the name of a function of it, and what makes another one of that function."""
+
+
+def planting(*changes: Change) -> Callable[[], Any]:
     """Return a plant that makes all `changes` (owner, name, make) together."""
 
     @contextmanager
@@ -62,8 +66,3 @@ def instead(function: Callable[..., Any]) -> Callable[[Any], Any]:
         return classmethod(call) if isinstance(original, classmethod) else call
 
     return make
-
-
-def skipped(result: Any = None) -> Callable[[Any], Any]:
-    """Replace by a function that does nothing and returns `result`."""
-    return instead(lambda original, *args, **kwargs: result)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 
 from fsdp_testing.conformance import run_conformance, shared_runner
@@ -11,11 +11,8 @@ from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.judging.case_runner import CaseRunner
 from fsdp_testing.museum.collection import PATHS, exhibits
 from fsdp_testing.museum.exhibit import Exhibit
-from fsdp_testing.museum.hunt import RANDOM_CASES, Hunt
+from fsdp_testing.museum.hunt import Hunt, hunt
 from fsdp_testing.records import CheckResult, Verdict
-
-#: `(exhibit, seed, limit of random cases) -> what became of the hunt`.
-Hunter = Callable[[Exhibit, int, int], Hunt]
 
 #: Results of the sound reference, by path, check and world sizes.
 Sound = MutableMapping[tuple[str, str, tuple[int, ...]], CheckResult]
@@ -41,12 +38,12 @@ class Visit:
 
     @property
     def missed(self) -> tuple[str, ...]:
-        """Checks that had to fail on the bug and did not."""
+        """Check that had to fail on the bug and did not."""
         return tuple(result.check for result in self.results if result.verdict is not Verdict.FAIL)
 
     @property
     def false_alarms(self) -> tuple[str, ...]:
-        """Checks that do not pass without the bug, so that their failure with it proves nothing."""
+        """Check that do not pass without the bug, so that their failure with it proves nothing."""
         return tuple(result.check for result in self.sound if result.verdict is not Verdict.PASS)
 
     @property
@@ -73,7 +70,7 @@ def tour(
     selection: Iterable[Exhibit],
     *,
     runner: CaseRunner | None = None,
-    hunter: Hunter | None = None,
+    hunted: bool = False,
     seed: int = 0,
     sound: Sound | None = None,
 ) -> Iterator[Visit]:
@@ -82,7 +79,7 @@ def tour(
     Args:
         selection: The exhibits.
         runner: Where cases run; by default the process's shared one.
-        hunter: Hunts each exhibit with random cases too.
+        hunted: Hunt each exhibit with random cases too.
         seed: Of the random cases.
         sound: Results of the sound reference that are known already; it is judged once for each path, check and world
             size, and the result is added here.
@@ -96,7 +93,7 @@ def tour(
         unknown = tuple(check for check, key in keys.items() if key not in known)
         for result in _judge(judge, PATHS[exhibit.path], exhibit, unknown) if unknown else ():
             known[keys[result.check]] = result
-        met = hunter(exhibit, seed, RANDOM_CASES) if hunter is not None and exhibit.fuzzed else None
+        met = hunt(exhibit, seed) if hunted and exhibit.fuzzed else None
         yield Visit(exhibit, results, tuple(known[key] for key in keys.values()), met, time.monotonic() - started)
 
 

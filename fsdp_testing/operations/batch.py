@@ -18,12 +18,14 @@ class Batch:
         usage: Which optional branches of the model run, one mask for all ranks or one per rank (cycled); an empty tuple
             uses all. Models without branches ignore it.
         scale: Factor on the inputs, so that micro-batches can be told apart by magnitude.
+        alike: Every rank has the inputs of rank 0, so that gradients that nobody reduces are the mean as well.
     """
 
     seed: int
     rows: tuple[int, ...] = (4,)
     usage: tuple[tuple[bool, ...], ...] = ()
     scale: float = 1.0
+    alike: bool = False
 
     def __post_init__(self) -> None:
         if not self.rows or any(rows < 0 for rows in self.rows):

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from fsdp_testing.operations.operation import Operation, matching
+from fsdp_testing.operations.operation import OfPatterns, matching
 
 if TYPE_CHECKING:
     from fsdp_testing.programs.execute import RankProgram
     from fsdp_testing.programs.replay import Replay
-    from fsdp_testing.strategies.normal_form import ProgramContext
     from fsdp_testing.strategies.operation_drawer import OperationDrawer
 
 
 @dataclass(frozen=True, slots=True)
-class Freeze(Operation):
+class Freeze(OfPatterns):
     """Sets `requires_grad=False` on the parameters whose name matches one of the patterns (fnmatch)."""
 
     kind: ClassVar[str] = "freeze"
     needs: ClassVar[frozenset[str]] = frozenset({"frozen_parameters", "thawed_parameters"})
     passes: ClassVar[int | None] = 0
     features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.freeze": ("frozen_parameters", "thawed_parameters")}
-    waits_for_reduction: ClassVar[bool] = True
     flag: ClassVar[bool] = False
-    patterns: tuple[str, ...]
 
     def requires_grad_change(self) -> tuple[tuple[str, ...], bool] | None:
         return self.patterns, self.flag
@@ -33,13 +30,6 @@ class Freeze(Operation):
     @classmethod
     def draw(cls, drawer: OperationDrawer) -> Self:
         return cls(drawer.patterns())
-
-    def normalise(self, context: ProgramContext) -> Operation | None:
-        patterns = context.used_patterns(self.patterns)
-        return replace(self, patterns=patterns) if patterns else None
-
-    def simpler(self) -> Iterator[Operation]:
-        yield replace(self, patterns=("*",))
 
     def script_lines(self, name: str) -> list[str] | None:
         return [f"for p in matching(one.named(), {self.patterns!r}):", f"    p.requires_grad_({self.flag})"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from fsdp_testing.operations import user_code
 from fsdp_testing.operations.batch import Batch
 from fsdp_testing.operations.micro_batches import Forward, ForwardBackward, ForwardPass, TrainingPass
-from fsdp_testing.operations.operation import Operation, matching
+from fsdp_testing.operations.operation import OfPatterns, Operation, matching
 
 if TYPE_CHECKING:
     from fsdp_testing.programs.execute import RankProgram, Values
@@ -21,16 +21,14 @@ _FACTORS = (0.5, -1.0, 1.25)
 
 
 @dataclass(frozen=True, slots=True)
-class EditFullParameters(Operation):
+class EditFullParameters(OfPatterns):
     """Gathers the full parameters, multiplies those matching a pattern in place, and releases them."""
 
     kind: ClassVar[str] = "edit_full_parameters"
     needs: ClassVar[frozenset[str]] = frozenset({"summon_writeback"})
     passes: ClassVar[int | None] = 1
     features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.edit": ("summon_writeback",)}
-    waits_for_reduction: ClassVar[bool] = True
     writes_parameters: ClassVar[bool] = True
-    patterns: tuple[str, ...]
     factor: float
     writeback: bool = True
 
@@ -39,15 +37,8 @@ class EditFullParameters(Operation):
         writeback = not drawer.choices.chance(4)
         return cls(drawer.patterns(), drawer.choices.pick(_FACTORS), writeback)
 
-    def normalise(self, context: ProgramContext) -> Operation | None:
-        patterns = context.used_patterns(self.patterns)
-        return replace(self, patterns=patterns) if patterns else None
-
     def changes_ignored(self) -> tuple[str, ...]:
         return () if self.writeback else self.patterns
-
-    def simpler(self) -> Iterator[Operation]:
-        yield replace(self, patterns=("*",))
 
     def token(self) -> str:
         return self.kind if self.writeback else f"{self.kind}[read_only]"
@@ -65,7 +56,7 @@ class EditFullParameters(Operation):
 
 
 @dataclass(frozen=True, slots=True)
-class ReplaceParameters(Operation):
+class ReplaceParameters(OfPatterns):
     """Gathers the full parameters, puts other ones with values multiplied by a factor in their place, and releases them.
 
     Shared parameters are left out: replaced in one of their places only they would be two.
@@ -75,9 +66,7 @@ class ReplaceParameters(Operation):
     needs: ClassVar[frozenset[str]] = frozenset({"summon_writeback", "parameter_replacement"})
     passes: ClassVar[int | None] = 1
     features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.replace": ("summon_writeback", "parameter_replacement")}
-    waits_for_reduction: ClassVar[bool] = True
     writes_parameters: ClassVar[bool] = True
-    patterns: tuple[str, ...]
     factor: float
 
     @classmethod
@@ -118,12 +107,6 @@ class UnshardFirst(TrainingPass):
     batch: Batch
     units: tuple[str, ...] = ("",)
     reshard: bool = False
-
-    def batches(self) -> tuple[Batch, ...]:
-        return (self.batch,)
-
-    def without_rank(self, rank: int, size: int) -> Operation:
-        return replace(self, batch=self.batch.without_rank(rank, size))
 
     @classmethod
     def draw(cls, drawer: OperationDrawer) -> UnshardFirst:
@@ -169,14 +152,10 @@ class AssignData(ForwardPass):
     kind: ClassVar[str] = "assign_data"
     needs: ClassVar[frozenset[str]] = frozenset({"data_assignment", "forward_only"})
     features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.assign_data": ("data_assignment",)}
-    waits_for_reduction: ClassVar[bool] = True
     writes_parameters: ClassVar[bool] = True
     patterns: tuple[str, ...]
     factor: float
     batch: Batch
-
-    def batches(self) -> tuple[Batch, ...]:
-        return (self.batch,)
 
     @classmethod
     def draw(cls, drawer: OperationDrawer) -> AssignData:

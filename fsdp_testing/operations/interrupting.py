@@ -41,7 +41,6 @@ class Interrupt(Operation):
     needs: ClassVar[frozenset[str]] = frozenset({"exception_recovery"})
     passes: ClassVar[int | None] = None
     features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.interrupt": ("exception_recovery",)}
-    waits_for_reduction: ClassVar[bool] = True
     batch: Batch
     place: int = 0
     backward: bool = False
@@ -51,12 +50,12 @@ class Interrupt(Operation):
         if self.where not in PLACES:
             raise InvalidRecord(f"Interrupt.where: expected one of {PLACES}, got {self.where!r}. Choose one of them.")
 
-    def batches(self) -> tuple[Batch, ...]:
-        return (self.batch,)
-
     def required(self) -> frozenset[str]:
         inside = {"no_sync": {"no_sync"}, "summon": {"summon_writeback"}}.get(self.where, set())
         return Interrupt.needs | self.batch.required() | inside
+
+    def pending_after(self, pending: bool) -> bool:
+        return False
 
     @classmethod
     def draw(cls, drawer: OperationDrawer) -> Interrupt:

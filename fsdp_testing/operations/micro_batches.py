@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.operations.batch import Batch
@@ -42,6 +42,9 @@ class TrainingPass(ForwardPass):
     __slots__ = ()
     runs_backward: ClassVar[bool] = True
 
+    def without_rank(self, rank: int, size: int) -> Operation:
+        return self.with_batches(lambda batch: batch.without_rank(rank, size))
+
     def pending_after(self, pending: bool) -> bool:
         return False
 
@@ -65,12 +68,6 @@ class ForwardBackward(TrainingPass):
     features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.no_sync": ("no_sync",)}
     batch: Batch
     no_sync: bool = False
-
-    def batches(self) -> tuple[Batch, ...]:
-        return (self.batch,)
-
-    def without_rank(self, rank: int, size: int) -> Operation:
-        return replace(self, batch=self.batch.without_rank(rank, size))
 
     def required(self) -> frozenset[str]:
         return self.batch.required() | ({"no_sync"} if self.no_sync else frozenset())
@@ -153,9 +150,6 @@ class Forward(ForwardPass):
                 f"Forward.mode: expected one of {FORWARD_MODES}, got {self.mode!r}. Choose one of them."
             )
 
-    def batches(self) -> tuple[Batch, ...]:
-        return (self.batch,)
-
     def required(self) -> frozenset[str]:
         inference = {"inference_mode"} if self.mode == "inference" else frozenset()
         return Forward.needs | self.batch.required() | inference
@@ -207,7 +201,26 @@ class Forward(ForwardPass):
 
 
 @dataclass(frozen=True, slots=True)
-class SeveralForwards(TrainingPass):
+class SeveralMicroBatches(TrainingPass):
+    """An operation of several micro-batches."""
+
+    micro_batches: tuple[Batch, ...]
+
+    def __post_init__(self) -> None:
+        if not self.micro_batches:
+            name = type(self).__name__
+            raise InvalidRecord(f"{name}.micro_batches: expected at least one, got none. Give a batch.")
+
+    def batches(self) -> tuple[Batch, ...]:
+        return self.micro_batches
+
+
+def _several(drawer: OperationDrawer) -> tuple[Batch, ...]:
+    return tuple(drawer.batch() for _ in range(drawer.choices.integer(2, 3)))
+
+
+@dataclass(frozen=True, slots=True)
+class SeveralForwards(SeveralMicroBatches):
     """Several forwards, then as many backwards, in the order of the forwards or in the reverse one."""
 
     kind: ClassVar[str] = "several_forwards"
@@ -215,23 +228,11 @@ class SeveralForwards(TrainingPass):
     features: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "op.several_forwards": ("several_forwards", "accumulate_without_no_sync")
     }
-    micro_batches: tuple[Batch, ...]
     reverse: bool = False
 
-    def __post_init__(self) -> None:
-        if not self.micro_batches:
-            raise InvalidRecord("SeveralForwards.micro_batches: expected at least one, got none. Give a batch.")
-
-    def batches(self) -> tuple[Batch, ...]:
-        return self.micro_batches
-
-    def without_rank(self, rank: int, size: int) -> Operation:
-        return replace(self, micro_batches=tuple(batch.without_rank(rank, size) for batch in self.micro_batches))
-
     @classmethod
-    def draw(cls, drawer: OperationDrawer) -> SeveralForwards:
-        batches = tuple(drawer.batch() for _ in range(drawer.choices.integer(2, 3)))
-        return cls(batches, drawer.choices.chance(2))
+    def draw(cls, drawer: OperationDrawer) -> Self:
+        return cls(_several(drawer), drawer.choices.chance(2))
 
     def simpler(self) -> Iterator[Operation]:
         yield ForwardBackward(self.micro_batches[0])
@@ -272,30 +273,19 @@ class SeveralForwards(TrainingPass):
 
 
 @dataclass(frozen=True, slots=True)
-class LocalMicroBatches(TrainingPass):
+class LocalMicroBatches(SeveralMicroBatches):
     """Several micro-batches inside one `no_sync`, as accumulation is written by hand; their gradients stay local."""
 
     kind: ClassVar[str] = "local_micro_batches"
     needs: ClassVar[frozenset[str]] = frozenset({"no_sync"})
     features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.local_micro_batches": ("no_sync",)}
-    micro_batches: tuple[Batch, ...]
-
-    def __post_init__(self) -> None:
-        if not self.micro_batches:
-            raise InvalidRecord("LocalMicroBatches.micro_batches: expected at least one, got none. Give a batch.")
-
-    def batches(self) -> tuple[Batch, ...]:
-        return self.micro_batches
-
-    def without_rank(self, rank: int, size: int) -> Operation:
-        return replace(self, micro_batches=tuple(batch.without_rank(rank, size) for batch in self.micro_batches))
 
     def pending_after(self, pending: bool) -> bool:
         return True
 
     @classmethod
-    def draw(cls, drawer: OperationDrawer) -> LocalMicroBatches:
-        return cls(tuple(drawer.batch() for _ in range(drawer.choices.integer(2, 3))))
+    def draw(cls, drawer: OperationDrawer) -> Self:
+        return cls(_several(drawer))
 
     def simpler(self) -> Iterator[Operation]:
         yield ForwardBackward(self.micro_batches[0], no_sync=True)

@@ -27,7 +27,6 @@ class Move(Operation):
     passes: ClassVar[int | None] = None
     features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.move": (), "op.cast": ("dtype_cast", "late_optimizer")}
     drawn_with: ClassVar[tuple[str, ...]] = ("op.move",)
-    waits_for_reduction: ClassVar[bool] = True
     dtype: str | None = None
 
     def required(self) -> frozenset[str]:

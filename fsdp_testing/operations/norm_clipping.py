@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from fsdp_testing.operations.operation import Operation
+from fsdp_testing.operations.operation import GRADIENTS_ALIKE, Operation
 
 if TYPE_CHECKING:
     from fsdp_testing.programs.execute import RankProgram, Values
@@ -27,7 +27,7 @@ class Clip(Operation):
     passes: ClassVar[int | None] = None
     features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.clip": ("clip_grad_norm",)}
     share: ClassVar[int] = 2
-    waits_for_reduction: ClassVar[bool] = True
+    forbidden_while_pending: ClassVar[str] = GRADIENTS_ALIKE
     max_norm: float
     norm_type: float = 2.0
 

@@ -11,7 +11,7 @@ Whoever runs, draws or judges hands itself in: this package imports none of them
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     from fsdp_testing.strategies.operation_drawer import OperationDrawer
 
 T = TypeVar("T")
+
+GRADIENTS_ALIKE = (
+    '"assumes that [gradients] will be modified by the optimizer in all processes in the same way": '
+    "https://pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html"
+)
+"""Why nobody may step by gradients that no reduction has made alike, nor scale them by a norm of each rank's own."""
 
 FACETS = ("draw", "weight", "simpler", "passes", "run", "replay")
 """What every operation says for itself: for these there is no answer that is right for an operation that is silent."""
@@ -42,7 +48,8 @@ class Operation:
         drawn_with: Features of which one must be on for the operation to be drawn at all; empty for its own.
         share: Its chances in one draw then.
         passes: How often it gathers each unit, beside forwards and backwards; None if that is not known.
-        waits_for_reduction: It has no meaning while gradients of a `no_sync` micro-batch await reduction.
+        forbidden_while_pending: Which documentation forbids it while gradients of a `no_sync` micro-batch await reduction;
+            empty if none does.
         needs_optimizer: It has no meaning before the optimizer is built.
         builds_optimizer: It builds the optimizer, which is then not built right after wrapping.
         steps: It lets the optimizer change the parameters.
@@ -58,7 +65,7 @@ class Operation:
     drawn_with: ClassVar[tuple[str, ...]] = ()
     share: ClassVar[int] = 1
     passes: ClassVar[int | None] = None
-    waits_for_reduction: ClassVar[bool] = False
+    forbidden_while_pending: ClassVar[str] = ""
     needs_optimizer: ClassVar[bool] = False
     builds_optimizer: ClassVar[bool] = False
     steps: ClassVar[bool] = False
@@ -70,24 +77,28 @@ class Operation:
     # ------------------------------------------------------------------------------------------- what it is
 
     def batches(self) -> tuple[Batch, ...]:
-        """Return the micro-batches that this operation runs."""
-        return ()
+        """Return the micro-batches that this operation runs: that of a field `batch`, if it has one."""
+        batch: Batch | None = getattr(self, "batch", None)
+        return () if batch is None else (batch,)
 
     def without_rank(self, rank: int, size: int) -> Operation:
         """Return the operation whose gradients, among `size` ranks, lack the inputs of `rank`."""
         return self
 
+    def with_batches(self, change: Callable[[Batch], Batch]) -> Self:
+        """Return the operation with every batch in its fields changed."""
+
+        def changed(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(map(changed, value))
+            return change(value) if isinstance(value, Batch) else value
+
+        fields = {item.name: changed(getattr(self, item.name)) for item in dataclasses.fields(self)}
+        return dataclasses.replace(self, **fields)
+
     def used_alike(self) -> Self:
         """Return the operation with the branches of rank 0 on every rank."""
-
-        def alike(value: Any) -> Any:
-            if isinstance(value, tuple):
-                return tuple(map(alike, value))
-            return dataclasses.replace(value, usage=value.usage[:1]) if isinstance(value, Batch) else value
-
-        return dataclasses.replace(
-            self, **{item.name: alike(getattr(self, item.name)) for item in dataclasses.fields(self)}
-        )
+        return self.with_batches(lambda batch: dataclasses.replace(batch, usage=batch.usage[:1]))
 
     def required(self) -> frozenset[str]:
         """Return the capabilities that this very operation needs."""
@@ -220,6 +231,20 @@ class Silent(Operation):
 
     def simpler(self) -> Iterator[Operation]:
         return iter(())
+
+
+@dataclass(frozen=True, slots=True)
+class OfPatterns(Operation):
+    """An operation on the parameters whose name matches one of its patterns (fnmatch)."""
+
+    patterns: tuple[str, ...]
+
+    def normalise(self, context: ProgramContext) -> Operation | None:
+        patterns = context.used_patterns(self.patterns)
+        return dataclasses.replace(self, patterns=patterns) if patterns else None
+
+    def simpler(self) -> Iterator[Operation]:
+        yield dataclasses.replace(self, patterns=("*",))
 
 
 def missing_facets(operation: type[Operation]) -> list[str]:

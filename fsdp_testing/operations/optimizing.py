@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from fsdp_testing.operations.operation import Operation, Silent
+from fsdp_testing.operations.operation import GRADIENTS_ALIKE, Operation, Silent
 
 if TYPE_CHECKING:
     import torch
@@ -26,12 +26,15 @@ class ZeroGrad(Silent):
     kind: ClassVar[str] = "zero_grad"
     features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.zero_grad": (), "op.zero_grad_zeros": ()}
     share: ClassVar[int] = 2
-    waits_for_reduction: ClassVar[bool] = True
     set_to_none: bool = True
 
     @classmethod
     def draw(cls, drawer: OperationDrawer) -> ZeroGrad:
         return cls(drawer.pick_by_feature({"op.zero_grad": True, "op.zero_grad_zeros": False}))
+
+    def pending_after(self, pending: bool) -> bool:
+        # Whether zeros in place of what awaits reduction are a gradient of zeros or none is each implementation's own.
+        return pending and not self.set_to_none
 
     def token(self) -> str:
         return self.kind if self.set_to_none else f"{self.kind}[zeros]"
@@ -43,13 +46,13 @@ class ZeroGrad(Silent):
         program.zero_grad(set_to_none=self.set_to_none)
 
     def replay(self, replay: Replay) -> None:
-        import torch
-
-        for parameter in replay.parameters.values():
-            if self.set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad = torch.zeros_like(parameter.grad)
+        if self.set_to_none:
+            replay.clear_gradients()
+            return
+        for gradient in (p.grad for p in replay.parameters.values() if p.grad is not None):
+            gradient.zero_()
+        for pending in replay.pending:
+            pending.scale(0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,7 @@ class Step(Silent):
 
     kind: ClassVar[str] = "step"
     features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.step": ()}
-    waits_for_reduction: ClassVar[bool] = True
+    forbidden_while_pending: ClassVar[str] = GRADIENTS_ALIKE
     needs_optimizer: ClassVar[bool] = True
     steps: ClassVar[bool] = True
     writes_parameters: ClassVar[bool] = True
@@ -101,7 +104,6 @@ class BuildOptimizer(Operation):
     needs: ClassVar[frozenset[str]] = frozenset({"late_optimizer"})
     passes: ClassVar[int | None] = None
     features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.late_optimizer": ("late_optimizer",)}
-    waits_for_reduction: ClassVar[bool] = True
     builds_optimizer: ClassVar[bool] = True
 
     def simpler(self) -> Iterator[Operation]:

@@ -20,6 +20,54 @@ FORMS = ("full", "sharded", "local")
 
 
 @dataclass(frozen=True, slots=True)
+class Save(Operation):
+    """Saves the model's state and goes on with the same model; what the full form holds is compared."""
+
+    kind: ClassVar[str] = "save"
+    passes: ClassVar[int | None] = None
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.save": ("full_state_dict",)}
+    form: str = "full"
+
+    def __post_init__(self) -> None:
+        if self.form not in FORMS:
+            raise InvalidRecord(f"Save.form: expected one of {FORMS}, got {self.form!r}. Choose one of them.")
+
+    def required(self) -> frozenset[str]:
+        return frozenset({f"{self.form}_state_dict"})
+
+    def normalise(self, context: ProgramContext) -> Operation | None:
+        return None if context.low_precision or context.has_buffers_of_ranks else self
+
+    def simpler(self) -> Iterator[Operation]:
+        yield Save()
+
+    def run(self, program: RankProgram) -> Values:
+        return _saved(program, self.form)[1]
+
+    def replay(self, replay: Replay) -> Results:
+        return _state_of_each_rank(replay, self.form)
+
+
+def _saved(program: RankProgram, form: str) -> tuple[Any, Values]:
+    """Return the state, and the tensors of its full form by name: a rank that loads its own sees no other's."""
+    import torch
+
+    state: Any = getattr(program.adapter, f"{form}_state_dict")(program.model)
+    whole = state if form == "full" else {}
+    return state, {
+        f"state.{fqn}": tensor.detach().clone() for fqn, tensor in whole.items() if isinstance(tensor, torch.Tensor)
+    }
+
+
+def _state_of_each_rank(replay: Replay, form: str) -> Results:
+    values: Results = {}
+    for rank in range(replay.size if form == "full" else 0):
+        for fqn, parameter in replay.parameters.items():
+            values |= replay.result(rank, f"state.{fqn}", parameter)
+    return values
+
+
+@dataclass(frozen=True, slots=True)
 class Reload(Operation):
     """Saves model and optimizer, builds everything anew from other values, loads, and goes on with the new ones.
 
@@ -43,7 +91,6 @@ class Reload(Operation):
         "op.reload_world": ("full_state_dict",),
     }
     drawn_with: ClassVar[tuple[str, ...]] = ("op.reload", "op.reload_sharded")
-    waits_for_reduction: ClassVar[bool] = True
     renews_model: ClassVar[bool] = True
     form: str = "full"
     optimizer: bool = True
@@ -66,6 +113,9 @@ class Reload(Operation):
     def required(self) -> frozenset[str]:
         tags = {f"{self.form}_state_dict"} | ({"optim_state"} if self.optimizer else set())
         return frozenset(tags | ({"nested_wrapping"} if self.units else set()))
+
+    def pending_after(self, pending: bool) -> bool:
+        return False
 
     def new_units(self) -> tuple[str, ...] | None:
         return self.units
@@ -111,17 +161,9 @@ class Reload(Operation):
         return [f"one.reload({self.form == 'full'}, {self.optimizer})"]
 
     def run(self, program: RankProgram) -> Values:
-        import torch
-
         adapter, model, optimizer = program.adapter, program.model, program.optimizer
-        save: Any = getattr(adapter, f"{self.form}_state_dict")
         load: Any = getattr(adapter, f"load_{self.form}_state_dict")
-        state: Any = save(model)
-        # Compared as well: a rank that loads only what it saved itself does not see that the rest of it is wrong.
-        whole = state if self.form == "full" else {}
-        values = {
-            f"state.{fqn}": tensor.detach().clone() for fqn, tensor in whole.items() if isinstance(tensor, torch.Tensor)
-        }
+        state, values = _saved(program, self.form)
         saved = adapter.full_optimizer_state(model, optimizer) if self.optimizer and optimizer is not None else None
         flags = {name: parameter.requires_grad for name, parameter in adapter.named_parameters(model)}
         if self.through is not None:
@@ -140,7 +182,7 @@ class Reload(Operation):
 
     def replay(self, replay: Replay) -> Results:
         replay.clear_gradients()
-        before = {fqn: parameter.detach().clone() for fqn, parameter in replay.parameters.items()}
+        values = _state_of_each_rank(replay, self.form)
         renews = replay.optimizer is not None and not self.optimizer
         if renews:
             replay.build_optimizer()
@@ -151,8 +193,4 @@ class Reload(Operation):
         if self.units is not None:
             for replica in replay.replicas:
                 replay.disturbance.divided(replica, replace(replay.case.wrapping, units=self.units))
-        values: Results = {}
-        for rank in range(replay.size if self.form == "full" else 0):
-            for fqn, tensor in before.items():
-                values |= replay.result(rank, f"state.{fqn}", tensor)
         return values

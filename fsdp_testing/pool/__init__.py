@@ -2,8 +2,7 @@
 
 from fsdp_testing.pool.controller import Pool, default_pool
 from fsdp_testing.pool.jobs import Failed
-from fsdp_testing.pool.outcome import WorldOutcome
-from fsdp_testing.pool.rank_outcome import CollectiveRecord, ErrorRecord, Fate, RankOutcome
+from fsdp_testing.pool.outcome import CollectiveRecord, ErrorRecord, Fate, RankOutcome, WorldOutcome
 from fsdp_testing.pool.world_on_loan import PooledWorld
 
 __all__ = [

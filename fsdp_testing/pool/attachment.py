@@ -50,10 +50,10 @@ def run_attached(
             f"run_ranks: expected size={launch.world_size}, the number of torchrun's processes, got {size}. "
             "Under torchrun its processes are the world; pass their number, or run without torchrun."
         )
-    join(launch, backend)
+    world = join(launch, backend)
     args, kwargs = call
     value = (resolve(target_of(function)) if isinstance(function, str) else function)(*args, **kwargs)
-    return gather(launch, value)
+    return world.all_gather_object(value)
 
 
 def join(launch: Launch, backend: str) -> world_place.World:
@@ -72,15 +72,6 @@ def join(launch: Launch, backend: str) -> world_place.World:
             "Run the tests of each backend under a torchrun of their own."
         )
     return world
-
-
-def gather(launch: Launch, value: Any) -> list[Any]:
-    """Picklable `value` of every process, by rank. Collectives: one all_gather_object; every process must come here."""
-    import torch.distributed as dist
-
-    values: list[Any] = [None] * launch.world_size
-    dist.all_gather_object(values, value)
-    return values
 
 
 def compare_plans(launch: Launch, plan: list[str], patience: timedelta) -> list[list[str]]:

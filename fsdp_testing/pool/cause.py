@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdp_testing.pool.rank_outcome import CollectiveRecord, ErrorRecord, Fate, RankOutcome, rank_names
+from fsdp_testing.pool.outcome import CollectiveRecord, ErrorRecord, Fate, RankOutcome, rank_names
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import select
 import socket
 import struct
 import sys
@@ -82,6 +83,13 @@ def dumps(value: object) -> bytes:
 def loads(data: bytes | bytearray) -> Any:
     """Inverse of `dumps`."""
     return pickle.loads(data)
+
+
+def readable(descriptor: int, seconds: float = 0.0) -> bool:
+    """Wait until there is something to read, or nothing can come any more; False when `seconds` are over."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN | select.POLLHUP)
+    return bool(poll.poll(max(0.0, seconds) * 1000))
 
 
 class Channel:

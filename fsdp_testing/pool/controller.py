@@ -27,7 +27,10 @@ _NEEDED = ((os, "fork"), (os, "register_at_fork"), (os, "memfd_create"), (socket
 
 
 class Pool:
-    """Worlds by size and backend, all forked from one fork server. Thread-safe; one per process is enough."""
+    """Worlds by size and backend, all forked from one fork server. Thread-safe; one per process is enough.
+
+    `owner` is the process that made it; `coverage` says how ranks measure it, if they do.
+    """
 
     def __init__(self, preload_modules: Sequence[str] = ()) -> None:
         self.coverage: dict[str, Any] | None = None
@@ -37,9 +40,8 @@ class Pool:
         self._server: ForkServer | None = None
         # Most recently used last.
         self._worlds: list[PooledWorld] = []
-        self._noted: dict[str, None] = {}
         self._unavailable: dict[WorldKey, str] = {}
-        self._owner = os.getpid()
+        self.owner = os.getpid()
 
     def add_preload(self, *modules: str) -> None:
         """Import `modules` in the fork server too; only before it has started."""
@@ -142,13 +144,11 @@ class Pool:
     def note(self, key: WorldKey, outcome: WorldOutcome, modules: Iterable[str]) -> None:
         """Learn from an outcome: what ranks had to import themselves, and which backend cannot run."""
         with self._lock:
-            self._noted.update(dict.fromkeys(modules))
             reason = unavailable_reason(outcome)
             if reason:
                 self._unavailable[key] = reason
             if self._server is not None and outcome.ok:
-                # Only now: until the first call is over, nothing is to compete with it.
-                self._server.enrich()
+                self._server.import_ahead(modules)
 
     def worlds(self) -> tuple[PooledWorld, ...]:
         """Return the worlds that are open now."""
@@ -157,7 +157,7 @@ class Pool:
 
     def close(self) -> None:
         """End every rank and the fork server; the pool can be used again and starts anew."""
-        if os.getpid() != self._owner:
+        if os.getpid() != self.owner:
             return
         with self._lock:
             try:
@@ -170,14 +170,7 @@ class Pool:
                 if self._server is not None:
                     self._server.close()
                     self._server = None
-                preload.record(self._noted)
-                self._noted.clear()
                 self._unavailable.clear()
-
-    @property
-    def owner(self) -> int:
-        """The process that made this pool."""
-        return self._owner
 
 
 def missing_system_calls() -> tuple[str, ...]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fsdp_testing.pool.cause import Cause, Diverged, EndedBadly, GaveUp, Hung, Refused, Stuck, Uneven, Unfinished
-from fsdp_testing.pool.rank_outcome import CollectiveRecord, Fate, RankOutcome
+from fsdp_testing.pool.outcome import CollectiveRecord, Fate, RankOutcome
 
-# What gloo and the store say when a peer has gone, or has not come in time.
+# What gloo and the store say when a peer has gone, or has not come in time. Both raise a bare RuntimeError or DistError, so that
+# their text is all there is to go by. It decides which error leads a report, never a verdict.
 _PEER_GONE = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -39,14 +40,18 @@ def cause_of(ranks: Sequence[RankOutcome], members: Members, deadline: float | N
         if rank.error is not None and rank.error.type_name == "CollectiveMismatch":
             return Refused(rank.rank, rank.error)
     if died and not own:
-        return _died_cause(died, ranks, members)
+        alike = [rank for rank in died if rank.ending() == died[0].ending()]
+        return _ended_badly(alike, ranks, members)
     if raised:
-        return _late_peer(raised[0], ranks, members) or _raised_cause(raised, ranks, members)
+        alike = [rank for rank in raised if rank.ending() == raised[0].ending()]
+        late = _late_peer(raised[0], ranks, members)
+        return late or _ended_badly(alike, ranks, members, everyone=len(alike) == len(ranks) > 1)
+    failed = [rank for rank in ranks if rank.failed and rank.fate is Fate.RETURNED]
     return (
         first_difference(ranks, members)
         or find_stuck(ranks, members)
         or _hung_cause(ranks, deadline)
-        or _failed_cause(ranks, members)
+        or (_ended_badly(failed, ranks, members) if failed else None)
         or _uneven_cause(ranks, members)
     )
 
@@ -60,22 +65,8 @@ def _is_consequence(rank: RankOutcome) -> bool:
     return rank.error is not None and reports_lost_peer(rank.error.message)
 
 
-def _died_cause(died: list[RankOutcome], ranks: Sequence[RankOutcome], members: Members) -> Cause:
-    first = died[0]
-    how = first.signal_name, first.exit_code, first.began
-    alike = [rank for rank in died if (rank.signal_name, rank.exit_code, rank.began) == how]
-    return EndedBadly(_numbers(alike), first, _unfinished(ranks, alike, members))
-
-
-def _raised_cause(raised: list[RankOutcome], ranks: Sequence[RankOutcome], members: Members) -> Cause:
-    alike = [rank for rank in raised if rank.ending() == raised[0].ending()]
-    everyone = len(alike) == len(ranks) > 1
-    return EndedBadly(_numbers(alike), raised[0], _unfinished(ranks, alike, members), everyone)
-
-
-def _failed_cause(ranks: Sequence[RankOutcome], members: Members) -> Cause | None:
-    failed = [r for r in ranks if r.failed and r.fate is Fate.RETURNED]
-    return EndedBadly(_numbers(failed), failed[0], _unfinished(ranks, failed, members)) if failed else None
+def _ended_badly(alike: list[RankOutcome], ranks: Sequence[RankOutcome], members: Members, **more: bool) -> EndedBadly:
+    return EndedBadly(_numbers(alike), alike[0], _unfinished(ranks, alike, members), **more)
 
 
 def _numbers(ranks: Sequence[RankOutcome]) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 A process that has run one parallel operation holds threads which do not survive a fork, so pytest's own process is
 never forked. This one imports torch and forks. It is single-threaded by rule.
 
-Modules that torch was seen to import lazily are imported by a successor: a fork of this process that nobody waits for.
+Modules that ranks had to import themselves are imported by a successor: a fork of this process that nobody waits for.
 When it is through, and still single-threaded, the controller asks it for ranks instead; when an import started threads, it
 is dropped and names the module. So no request ever waits for such an import.
 
@@ -79,26 +79,21 @@ def watch_process(pid: int) -> int | None:
 
 def die_with_parent(parent_pid: int) -> None:
     """Ask the kernel to kill this process when its parent ends, a single-threaded one (Linux)."""
-    prctl = _prctl()
-    if prctl is not None:
-        prctl(1, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent_pid:
-            os._exit(1)
+    _prctl(1, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
 
 
 def adopt_orphans() -> None:
     """Become the parent of grandchildren whose parent ends, so that what a test left behind can be found."""
-    prctl = _prctl()
-    if prctl is not None:
-        prctl(36, 1, 0, 0, 0)
+    _prctl(36, 1)
 
 
-def _prctl() -> Any:
-    if not sys.platform.startswith("linux"):
-        return None
-    import ctypes
+def _prctl(option: int, value: int) -> None:
+    if sys.platform.startswith("linux"):
+        import ctypes
 
-    return ctypes.CDLL(None, use_errno=True).prctl
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def thread_count() -> int:
@@ -123,7 +118,11 @@ class _ForkServer:
     def serve(self, more: dict[str, Any] | None = None) -> NoReturn:
         """Say that imports are done, then answer requests for ever."""
         adopt_orphans()
-        _install_ledger()
+        # A page that this writes to is written once here, not once in every rank. A rank does it itself when it failed here.
+        with contextlib.suppress(Exception):
+            from fsdp_testing.ledger import interception
+
+            interception.install()
         self._modules = frozenset(sys.modules)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -311,14 +310,6 @@ def _unheard() -> Iterator[None]:
         sys.stderr.flush()
         os.dup2(kept, 2)
         os.close(kept)
-
-
-def _install_ledger() -> None:
-    # A page that this writes to is written once here, not once in every rank. A rank does it itself when it failed here.
-    with contextlib.suppress(Exception):
-        from fsdp_testing.ledger import interception
-
-        interception.install()
 
 
 def _own_children() -> list[int]:

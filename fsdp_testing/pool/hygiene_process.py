@@ -9,10 +9,9 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-from fsdp_testing.pool.hygiene_probe import Probe
+from fsdp_testing.pool.hygiene_probe import Probe, leftovers_probe
 
 # A thread that was asked to stop gets this long to do so before it counts as left behind.
 _THREAD_GRACE_SECONDS = 0.2
@@ -39,41 +38,34 @@ class PrivateTemporaryDirectory:
 TEMPORARY = PrivateTemporaryDirectory()
 
 
-def _threads() -> set[threading.Thread]:
-    return set(threading.enumerate())
-
-
-def _tell_threads(before: set[threading.Thread], now: set[threading.Thread]) -> Iterator[str]:
-    for thread in sorted(now - before, key=lambda thread: thread.name):
-        thread.join(_THREAD_GRACE_SECONDS)
-        if thread.is_alive():
-            daemon = " (daemon)" if thread.daemon else ""
-            yield f"thread {thread.name!r}{daemon} still runs {_what_runs(thread)}"
-
-
-def _what_runs(thread: threading.Thread) -> str:
+def _running(thread: threading.Thread) -> str:
+    thread.join(_THREAD_GRACE_SECONDS)
+    if not thread.is_alive():
+        return ""
     target = getattr(thread, "_target", None) or type(thread).run
-    return str(getattr(target, "__qualname__", repr(target)))
+    daemon = " (daemon)" if thread.daemon else ""
+    return f"thread {thread.name!r}{daemon} still runs {getattr(target, '__qualname__', repr(target))}"
 
 
-def _has_children() -> bool:
+def _children() -> list[int]:
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
-        return False
-    return True
-
-
-def _children() -> tuple[int, ...]:
-    if not _has_children():
-        return ()
+        return []
     found: list[int] = []
     for task in Path("/proc/self/task").iterdir():
         try:
             found.extend(int(pid) for pid in (task / "children").read_text(encoding="ascii").split())
         except OSError:
             continue  # the thread ended between the listing and the reading
-    return tuple(sorted(pid for pid in found if not _lasting(pid)))
+    return sorted(found)
+
+
+def _child(pid: int) -> str:
+    command = _command(pid)
+    if any(name in command for name in _LASTING_CHILDREN):
+        return ""
+    return f"child process {pid} ({command or 'ended, but nobody waited for it'})"
 
 
 def _command(pid: int) -> str:
@@ -89,23 +81,6 @@ def _command(pid: int) -> str:
         if raw or state.split()[0] == "Z" or time.monotonic() > limit:
             return raw.replace(b"\0", b" ").decode("utf-8", "replace").strip()
         os.sched_yield()
-
-
-def _lasting(pid: int) -> bool:
-    command = _command(pid)
-    return any(name in command for name in _LASTING_CHILDREN)
-
-
-def _tell_children(before: tuple[int, ...], now: tuple[int, ...]) -> Iterator[str]:
-    for pid in now:
-        if pid not in before:
-            yield f"child process {pid} ({_command(pid) or 'ended, but nobody waited for it'})"
-
-
-def _end_children(before: tuple[int, ...], now: tuple[int, ...]) -> None:
-    for pid in now:
-        if pid not in before:
-            _end(pid)
 
 
 def _end(pid: int) -> None:
@@ -125,57 +100,46 @@ def _descriptors() -> list[str]:
     return [number for number in numbers if number != own]
 
 
-def _tell_descriptors(before: list[str], now: list[str]) -> Iterator[str]:
-    for number in sorted(set(now) - set(before), key=int):
-        name = _descriptor(int(number))
-        if name:
-            yield f"descriptor {number} is open on {name}"
-
-
-def _descriptor(number: int) -> str:
+def _descriptor(number: str) -> str:
     """Return what an open descriptor leads to; empty for one that is gone or that libraries keep for good."""
     try:
-        kind = os.fstat(number).st_mode
+        kind = os.fstat(int(number)).st_mode
         name = str(Path(f"/proc/self/fd/{number}").readlink())
     except OSError:
         return ""
     kept = name.startswith(("/dev/", "/proc/", "/sys/", "anon_inode:", "/memfd:"))
-    return "" if kept or stat.S_ISCHR(kind) else name
+    return "" if kept or stat.S_ISCHR(kind) else f"descriptor {number} is open on {name}"
 
 
 def _temporary_files() -> list[str]:
     if TEMPORARY.path is None:
         return []
     try:
-        return os.listdir(TEMPORARY.path)
+        return sorted(os.listdir(TEMPORARY.path))
     except FileNotFoundError:
         return ["(the directory itself was removed)"]
 
 
-def _new_files(before: list[str], now: list[str]) -> list[str]:
-    return sorted(name for name in set(now) - set(before) if not name.startswith(_LASTING_FILES))
-
-
-def _tell_files(before: list[str], now: list[str]) -> Iterator[str]:
-    for name in _new_files(before, now):
-        yield f"{TEMPORARY.path}/{name}"
-
-
-def _remove_files(before: list[str], now: list[str]) -> None:
+def _remove_file(name: str) -> None:
     if TEMPORARY.path is None:
         return
-    TEMPORARY.path.mkdir(parents=True, exist_ok=True)
-    for name in _new_files(before, now):
-        path = TEMPORARY.path / name
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+    path = TEMPORARY.path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 PROBES: tuple[Probe, ...] = (
-    Probe("thread", _threads, None, _tell_threads, collect_first=True),
-    Probe("child process", _children, _end_children, _tell_children),
-    Probe("open file", _descriptors, None, _tell_descriptors, collect_first=True),
-    Probe("temporary file", _temporary_files, _remove_files, _tell_files, collect_first=True),
+    leftovers_probe("thread", threading.enumerate, _running, collect_first=True),
+    leftovers_probe("child process", _children, _child, _end),
+    leftovers_probe("open file", _descriptors, _descriptor, collect_first=True),
+    leftovers_probe(
+        "temporary file",
+        _temporary_files,
+        lambda name: "" if name.startswith(_LASTING_FILES) else f"{TEMPORARY.path}/{name}",
+        _remove_file,
+        collect_first=True,
+    ),
 )

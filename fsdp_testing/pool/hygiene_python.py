@@ -12,10 +12,11 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from fsdp_testing import env
-from fsdp_testing.pool.hygiene_probe import Probe, Setting, settings_probe
+from fsdp_testing.pool.hygiene_probe import Probe, Setting, attribute, list_attribute, settings_probe
 
 _SIGNALS = (
     signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE,
@@ -63,38 +64,10 @@ def _working_directory() -> str:
         return "(a directory that was removed)"
 
 
-def _handlers() -> list[Any]:
-    return list(map(signal.getsignal, _SIGNALS))
-
-
-def _tell_handlers(before: list[Any], now: list[Any]) -> Iterator[str]:
-    for number, old, new in zip(_SIGNALS, before, now, strict=True):
-        if old != new:
-            yield f"{signal.Signals(number).name}: {old!r} -> {new!r}"
-
-
-def _put_handlers(before: list[Any], now: list[Any]) -> None:
-    for number, old, new in zip(_SIGNALS, before, now, strict=True):
-        # None stands for a handler that was not installed from Python, which nobody can install again.
-        if old != new and old is not None:
-            signal.signal(number, old)
-
-
-def _tell_lists(before: tuple[list[Any], ...], now: tuple[list[Any], ...]) -> Iterator[str]:
-    for name, old, new in zip(("sys.path", "sys.meta_path", "sys.path_hooks", "sys.argv"), before, now, strict=True):
-        added = [entry for entry in new if entry not in old]
-        removed = [entry for entry in old if entry not in new]
-        if old != new:
-            yield f"{name}: " + (f"added {added}, removed {removed}" if added or removed else "reordered")
-
-
-def _put_lists(before: tuple[list[Any], ...], now: tuple[list[Any], ...]) -> None:
-    del now
-    sys.path[:], sys.meta_path[:], sys.path_hooks[:], sys.argv[:] = before
-
-
-def _filters() -> list[Any]:
-    return list(warnings.filters)
+def _install(number: int, handler: Any) -> None:
+    # None stands for a handler that was not installed from Python, which nobody can install again.
+    if handler is not None:
+        signal.signal(number, handler)
 
 
 def _tell_filters(before: list[Any], now: list[Any]) -> Iterator[str]:
@@ -118,18 +91,6 @@ def _umask() -> int:
     value = os.umask(0o077)
     os.umask(value)
     return value
-
-
-def _put_faulthandler(enabled: bool) -> None:
-    if enabled:
-        faulthandler.enable(file=2)
-    else:
-        faulthandler.disable()
-
-
-def _setter(owner: Any, name: str) -> Setting:
-    label = f"{getattr(owner, '__name__', type(owner).__name__)}.{name}"
-    return Setting(label, lambda: getattr(owner, name), lambda value: setattr(owner, name, value))
 
 
 class _Hook:
@@ -161,10 +122,10 @@ INTERPRETER = settings_probe(
     [
         Setting("working directory", _working_directory, os.chdir),
         Setting("umask", _umask, os.umask),
-        *(_setter(sys, name) for name in ("stdin", "stdout", "stderr", "excepthook", "displayhook")),
+        *(attribute(sys, name) for name in ("stdin", "stdout", "stderr", "excepthook", "displayhook")),
         _hook(sys, "unraisablehook"),
         _hook(threading, "excepthook"),
-        *(_setter(builtins, name) for name in ("__import__", "print", "open", "input", "breakpoint")),
+        *(attribute(builtins, name) for name in ("__import__", "print", "open", "input", "breakpoint")),
         Setting("sys.settrace", sys.gettrace, sys.settrace),
         Setting("sys.setprofile", sys.getprofile, sys.setprofile),
         Setting("recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
@@ -172,7 +133,11 @@ INTERPRETER = settings_probe(
         Setting("gc enabled", gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
         Setting("gc threshold", gc.get_threshold, lambda value: gc.set_threshold(*value)),
         Setting("gc debug flags", gc.get_debug, gc.set_debug),
-        Setting("faulthandler enabled", faulthandler.is_enabled, _put_faulthandler),
+        Setting(
+            "faulthandler enabled",
+            faulthandler.is_enabled,
+            lambda on: faulthandler.enable(file=2) if on else faulthandler.disable(),
+        ),
         Setting(
             "blocked signals",
             lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()),
@@ -192,12 +157,8 @@ LOGGING = settings_probe(
     [
         Setting("level of the root logger", lambda: logging.root.level, logging.root.setLevel),
         Setting("logging.disable", lambda: logging.root.manager.disable, logging.disable),
-        Setting(
-            "handlers of the root logger",
-            lambda: list(logging.root.handlers),
-            lambda value: logging.root.handlers.__setitem__(slice(None), value),
-        ),
-        Setting("logging.raiseExceptions", lambda: logging.raiseExceptions, _setter(logging, "raiseExceptions").set),
+        list_attribute(logging.root, "handlers", "handlers of the root logger"),
+        attribute(logging, "raiseExceptions"),
         Setting("logger class", logging.getLoggerClass, logging.setLoggerClass),
     ],
 )
@@ -206,12 +167,10 @@ PROBES: tuple[Probe, ...] = (
     Probe("environment", _environment, _put_environment, _tell_environment),
     INTERPRETER,
     LOGGING,
-    Probe("signal handler", _handlers, _put_handlers, _tell_handlers),
-    Probe(
-        "import path",
-        lambda: (list(sys.path), list(sys.meta_path), list(sys.path_hooks), list(sys.argv)),
-        _put_lists,
-        _tell_lists,
+    settings_probe(
+        "signal handler",
+        [Setting(number.name, partial(signal.getsignal, number), partial(_install, number)) for number in _SIGNALS],
     ),
-    Probe("warnings filters", _filters, _put_filters, _tell_filters),
+    settings_probe("import path", [list_attribute(sys, name) for name in ("path", "meta_path", "path_hooks", "argv")]),
+    Probe("warnings filters", lambda: list(warnings.filters), _put_filters, _tell_filters),
 )

@@ -10,27 +10,10 @@ import torch
 import torch.distributed as dist
 
 from fsdp_testing import compat
-from fsdp_testing.pool.hygiene_probe import Probe, Setting, settings_probe
+from fsdp_testing.pool.hygiene_probe import Probe, Setting, attribute, leftovers_probe, settings_probe
 
 _DEVICES = ("cpu", "cuda")
 _TINIEST = 5e-324
-
-
-def _attribute(label: str, owner: Any, name: str) -> Setting:
-    return Setting(label, lambda: getattr(owner, name), lambda value: setattr(owner, name, value))
-
-
-def _put_deterministic(value: tuple[bool, bool]) -> None:
-    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
-
-
-def _deterministic() -> tuple[bool, bool]:
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-def _put_device(before: torch.device) -> None:
-    # `None` removes the mode that any other value would leave on the stack.
-    torch.set_default_device(None if before.type == "cpu" else before)
 
 
 def _autocast(device: str) -> list[Setting]:
@@ -48,54 +31,46 @@ def _autocast(device: str) -> list[Setting]:
     ]
 
 
-def _anomaly() -> tuple[bool, bool]:
-    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-
-
 DEFAULTS = settings_probe(
     "torch default",
     [
         Setting("default dtype", torch.get_default_dtype, torch.set_default_dtype),
-        Setting("default device", torch.get_default_device, _put_device),
+        Setting(
+            "default device",
+            torch.get_default_device,
+            # `None` removes the mode that any other value would leave on the stack.
+            lambda device: torch.set_default_device(None if device.type == "cpu" else device),
+        ),
         Setting("intra-op threads", torch.get_num_threads, torch.set_num_threads),
         Setting("grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
         Setting("inference mode", torch.is_inference_mode_enabled),
-        Setting("anomaly mode", _anomaly, lambda value: torch.autograd.set_detect_anomaly(*value)),
+        Setting(
+            "anomaly mode",
+            lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+            lambda value: torch.autograd.set_detect_anomaly(*value),
+        ),
         *(setting for device in _DEVICES for setting in _autocast(device)),
         Setting("autocast cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
-        Setting("deterministic algorithms", _deterministic, _put_deterministic),
-        _attribute("fill_uninitialized_memory", torch.utils.deterministic, "fill_uninitialized_memory"),
-        Setting("float32 matmul precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-        _attribute("cudnn.enabled", torch.backends.cudnn, "enabled"),
-        _attribute("cudnn.benchmark", torch.backends.cudnn, "benchmark"),
-        _attribute("cudnn.deterministic", torch.backends.cudnn, "deterministic"),
         Setting(
-            "flush denormals",
-            lambda: _TINIEST + 0.0 == 0.0,
-            torch.set_flush_denormal,
+            "deterministic algorithms",
+            lambda: (
+                torch.are_deterministic_algorithms_enabled(),
+                torch.is_deterministic_algorithms_warn_only_enabled(),
+            ),
+            lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
         ),
+        attribute(torch.utils.deterministic, "fill_uninitialized_memory", "fill_uninitialized_memory"),
+        Setting("float32 matmul precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+        *(attribute(torch.backends.cudnn, name, f"cudnn.{name}") for name in ("enabled", "benchmark", "deterministic")),
+        Setting("flush denormals", lambda: _TINIEST + 0.0 == 0.0, torch.set_flush_denormal),
         Setting("tensor sharing strategy", torch.multiprocessing.get_sharing_strategy, None),
         Setting("warn_always", torch.is_warn_always_enabled, torch.set_warn_always),
     ],
 )
 
 
-def _hooks() -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(hooks) for hooks in compat.global_module_hooks())
-
-
-def _tell_hooks(before: tuple[tuple[int, ...], ...], now: tuple[tuple[int, ...], ...]) -> Iterator[str]:
-    for hooks, old, new in zip(compat.global_module_hooks(), before, now, strict=True):
-        for key in set(new) - set(old):
-            yield f"{hooks[key]!r} on every module was added"
-        if set(old) - set(new):
-            yield f"{len(set(old) - set(new))} hooks on every module were removed"
-
-
-def _put_hooks(before: tuple[tuple[int, ...], ...], now: tuple[tuple[int, ...], ...]) -> None:
-    for hooks, old, new in zip(compat.global_module_hooks(), before, now, strict=True):
-        for key in set(new) - set(old):
-            hooks.pop(key, None)
+def _hooks() -> list[tuple[int, int]]:
+    return [(i, key) for i, hooks in enumerate(compat.global_module_hooks()) for key in hooks]
 
 
 def _groups() -> tuple[Any, list[Any], int]:
@@ -119,22 +94,14 @@ def _tell_groups(before: tuple[Any, list[Any], int], now: tuple[Any, list[Any], 
             yield "a process group that the job did not make was destroyed"
 
 
-def _patchable() -> tuple[Any, ...]:
-    """Namespaces in which tests replace functions and forget them."""
-    return (
-        torch.nn.functional, dist, torch.nn.Module, torch.Tensor, torch.autograd, torch, torch.nn, torch.optim,
-        torch.nn.init, torch.nn.Linear, torch.optim.Optimizer, dist.ProcessGroup,
-    )  # fmt: skip
-
-
-_PLACES = _patchable()
+# Namespaces in which tests replace functions and forget them.
+_PLACES = (
+    torch.nn.functional, dist, torch.nn.Module, torch.Tensor, torch.autograd, torch, torch.nn, torch.optim,
+    torch.nn.init, torch.nn.Linear, torch.optim.Optimizer, dist.ProcessGroup,
+)  # fmt: skip
 _CALLABLE = (types.FunctionType, types.BuiltinFunctionType, type, property, staticmethod, classmethod)
 # torch.compile wraps functions of these namespaces on first use, for good.
 _COMPILER = ("/torch/_dynamo/", "/torch/_compile.py", "/torch/_inductor/", "/torch/_functorch/")
-
-
-def _contents() -> list[tuple[Any, ...]]:
-    return [tuple(vars(place).values()) for place in _PLACES]
 
 
 def _replaced(before: list[tuple[Any, ...]], now: list[tuple[Any, ...]]) -> Iterator[tuple[Any, str, Any]]:
@@ -145,15 +112,11 @@ def _replaced(before: list[tuple[Any, ...]], now: list[tuple[Any, ...]]) -> Iter
         kept = set(map(id, new))
         lost = [value for value in old if id(value) not in kept and isinstance(value, _CALLABLE)]
         for value in lost:
-            name = _name_of(value)
+            owner = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+            name = str(getattr(owner, "__name__", ""))
             current = vars(place).get(name)
             if current is not value and not _made_by_compiler(current):
                 yield place, name, value
-
-
-def _name_of(value: Any) -> str:
-    owner = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-    return str(getattr(owner, "__name__", ""))
 
 
 def _made_by_compiler(value: Any) -> bool:
@@ -178,16 +141,25 @@ def _cuda_memory() -> int:
     return torch.cuda.memory_allocated()
 
 
-def _tell_memory(before: int, now: int) -> Iterator[str]:
-    if now > before:
-        yield f"{now - before} bytes of CUDA memory are still allocated"
-
-
 PROBES: tuple[Probe, ...] = (
     DEFAULTS,
     Probe("torch mode", compat.mode_depths),
-    Probe("module hook", _hooks, _put_hooks, _tell_hooks),
+    leftovers_probe(
+        "module hook",
+        _hooks,
+        lambda hook: f"{compat.global_module_hooks()[hook[0]][hook[1]]!r} on every module was added",
+        lambda hook: compat.global_module_hooks()[hook[0]].pop(hook[1]),
+        lost="a hook on every module was removed",
+    ),
     Probe("process group", _groups, None, _tell_groups),
-    Probe("patched function", _contents, _put_contents, _tell_contents),
-    Probe("CUDA memory", _cuda_memory, None, _tell_memory, collect_first=True),
+    Probe(
+        "patched function", lambda: [tuple(vars(place).values()) for place in _PLACES], _put_contents, _tell_contents
+    ),
+    Probe(
+        "CUDA memory",
+        _cuda_memory,
+        None,
+        lambda before, now: iter([f"{now - before} bytes of CUDA memory are still allocated"] if now > before else []),
+        collect_first=True,
+    ),
 )

@@ -1,10 +1,11 @@
-"""What do controller and rank say to each other? The messages, as data."""
+"""What do controller and rank say to each other? The messages, as data: a bootstrap, jobs, and None to leave; reports."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
+from fsdp_testing.pool.outcome import ErrorRecord
 from fsdp_testing.pool.targets import Target
 from fsdp_testing.records.dirt import Dirt
 
@@ -58,33 +59,20 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
-    """A rank is in its world, or says why it is not; `unavailable` when its backend cannot run on this machine."""
-
-    problem: str = ""
-    unavailable: bool = False
-    traceback: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Report:
-    """The end of a job on one rank. `payload` is the serialised result, made in the rank so that its errors stay there."""
+    """The end of a job on one rank; number 0 is a new rank's: it is in its world, or `error` says why it is not.
 
-    number: int
-    payload: bytes
-    failed: bool
-    error_type: str = ""
-    error_message: str = ""
-    error_traceback: str = ""
+    `payload` is the serialised result, made in the rank so that its errors stay there.
+    """
+
+    number: int = 0
+    payload: bytes = b""
+    failed: bool = False
+    error: ErrorRecord | None = None
     dirt: tuple[Dirt, ...] = ()
     seconds: float = 0.0
     finished_at: float = 0.0
     new_modules: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    """Leave: run exit work (coverage) and end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,20 +5,23 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 from fsdp_testing import env
 from fsdp_testing.errors import PoolBroken
 from fsdp_testing.pool import preload
+from fsdp_testing.pool.channel import readable
 from fsdp_testing.pool.forkserver import COMMAND, FAILED, FORK, READY, SUCCEED
 
 _READY_SECONDS = 120.0
 _FORK_SECONDS = 60.0
+#: So many modules are worth a process more, and the tenth of a second that its memory takes to be put into large pages.
+WORTH_A_SUCCESSOR = 20
 _SINGLE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
@@ -31,7 +34,8 @@ class ForkServer:
         self._broken = False
         self._successor: socket.socket | None = None
         self._retired: list[socket.socket] = []
-        self.enriched = False
+        self._wanted: dict[str, None] = {}
+        self._refused: set[str] = set()
         self._owner = os.getpid()
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control = mine
@@ -95,7 +99,6 @@ class ForkServer:
                 # The successor ended by itself; its predecessor is still there.
                 self._control.close()
                 self._control = self._retired.pop()
-                self.enriched = False
 
     def _wait_ready(self) -> None:
         if self._ready:
@@ -117,16 +120,13 @@ class ForkServer:
         self._control.settimeout(_FORK_SECONDS)
         self._ready = True
 
-    def enrich(self) -> None:
-        """Begin to import, in a successor, what ranks of earlier runs had to import; nobody waits for it."""
+    def import_ahead(self, reported: Iterable[str]) -> None:
+        """Begin to import, in a successor, what ranks reported that they had to import; nobody waits for it."""
         with self._lock:
-            if not self._ready or self.enriched or self._successor is not None:
+            self._wanted.update(dict.fromkeys(preload.to_import_ahead(reported)))
+            if not self._ready or self._successor is not None or len(self._wanted) < WORTH_A_SUCCESSOR:
                 return
-            modules = preload.recorded_modules()
-            if not modules:
-                # Asked once per server: what this run records is for the next.
-                self.enriched = True
-                return
+            modules = [name for name in self._wanted if name not in self._refused]
             mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 try:
@@ -139,29 +139,30 @@ class ForkServer:
 
     def _welcome_successor(self) -> None:
         """Use the successor from now on, if it is through with its imports and fit to fork."""
-        if self._successor is None or not _readable(self._successor):
+        if self._successor is None or not readable(self._successor.fileno()):
             return
         successor, self._successor = self._successor, None
         answer: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
             message = successor.recv(4096)
             answer = json.loads(message[1:]) if message.startswith(READY) else {}
-        if answer.get("culprit"):
-            preload.refuse(answer["culprit"])
+        if "culprit" in answer:
+            self._refused.add(answer["culprit"])
+        else:
+            self._wanted.clear()
         if answer.get("threads") != 1:
             successor.close()
             return
         self._retired.append(self._control)
         self._control = successor
-        self.enriched = True
 
-    def wait_enriched(self, seconds: float) -> bool:
-        """Wait until the successor has taken over; for measurements."""
+    def wait_for_successor(self, seconds: float) -> bool:
+        """Wait until a successor has taken over, and return whether one has; for measurements."""
         with self._lock:
             if self._successor is not None:
-                select.select([self._successor], [], [], seconds)
+                readable(self._successor.fileno(), seconds)
                 self._welcome_successor()
-            return self.enriched
+            return bool(self._retired)
 
     def _lost(self, why: str) -> str:
         self._broken = True
@@ -198,9 +199,3 @@ def _memory_file(text: str) -> int:
         stream.write(text)
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
-
-
-def _readable(sock: socket.socket) -> bool:
-    poll = select.poll()
-    poll.register(sock, select.POLLIN | select.POLLHUP)
-    return bool(poll.poll(0))

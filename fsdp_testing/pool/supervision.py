@@ -19,10 +19,9 @@ from fsdp_testing.ledger.reading import RankLedger, counts, read_rank
 from fsdp_testing.pool.cause import NotJoined
 from fsdp_testing.pool.channel import loads
 from fsdp_testing.pool.diagnosis import cause_of
-from fsdp_testing.pool.jobs import Job, Joined, Report
-from fsdp_testing.pool.outcome import WorldOutcome
+from fsdp_testing.pool.jobs import Job, Report
+from fsdp_testing.pool.outcome import ErrorRecord, Fate, RankOutcome, WorldOutcome
 from fsdp_testing.pool.processes import Exit, RankProcess
-from fsdp_testing.pool.rank_outcome import CollectiveRecord, ErrorRecord, Fate, RankOutcome
 
 GRACE_SECONDS = 0.5
 _POLL_SECONDS = 0.1
@@ -39,7 +38,7 @@ class _Watch:
     report: Report | None = None
     exit: Exit | None = None
     joined: bool = False
-    join_problem: Joined | None = None
+    join_problem: ErrorRecord | None = None
     stack: str = ""
 
     @property
@@ -122,7 +121,10 @@ class Supervision:
                 if stop_at is None and (bad or self._peer_already_left(watches)):
                     stop_at = now + GRACE_SECONDS
                 if stop_at is not None and now >= stop_at:
-                    if _someone_is_ending(running) and now < stop_at + _EXIT_SECONDS:
+                    # A channel that closed without a report: its rank is dead or dying, and the exit status on its way. On a
+                    # loaded machine a peer's connection error comes long before; the death must lead the account all the same.
+                    ending = any(watch.process.channel.closed for watch in running)
+                    if ending and now < stop_at + _EXIT_SECONDS:
                         self._wait(selector, now, now + _POLL_SECONDS, deadline, some_ended=True)
                         continue
                     if bad or self._peer_already_left(watches):
@@ -155,10 +157,9 @@ class Supervision:
 
     def _take_messages(self, selector: selectors.BaseSelector, watch: _Watch) -> None:
         for message in watch.process.channel.take_ready():
-            if isinstance(message, Joined):
-                watch.joined = not message.problem
-                watch.join_problem = message if message.problem else None
-            elif isinstance(message, Report) and message.number == self.job.number:
+            if message.number == 0:
+                watch.joined, watch.join_problem = message.error is None, message.error
+            elif message.number == self.job.number:
                 watch.report = message
                 self.new_modules.update(dict.fromkeys(message.new_modules))
         if watch.process.channel.closed:
@@ -213,64 +214,42 @@ class Supervision:
 
     def _outcome(self, watch: _Watch, ledger: RankLedger, passed_deadline: bool) -> RankOutcome:
         process = watch.process
-        shared: dict[str, Any] = {
-            "rank": self.job.place.rank if self.job.place is not None else process.rank,
-            "stdout": process.take_output("stdout"),
-            "stderr": process.take_output("stderr"),
-            "collectives": tuple(
-                CollectiveRecord(e.number, e.group, e.group_key, e.what, e.call_site, e.moment_ns, e.signature)
-                for e in ledger.entries
-            ),
-            "issued": ledger.issued,
-            "digests": ledger.digests,
-            "uncompared": ledger.uncompared,
-            "began": ledger.begun,
-        }
-        if watch.join_problem is not None:
-            return RankOutcome(fate=Fate.RAISED, failed=True, error=_join_error(watch.join_problem), **shared)
-        if watch.report is not None:
-            return _reported(watch.report, shared)
-        if watch.exit is not None:
-            return RankOutcome(
-                fate=Fate.DIED,
-                failed=True,
-                exit_code=watch.exit.code,
-                signal_name=watch.exit.signal_name,
-                finished_at=watch.exit.moment,
-                **shared,
-            )
-        if process.channel.problem:
-            text = f"what the rank sent is no message ({process.channel.problem}): its code wrote to, or closed, a descriptor"
-            error = ErrorRecord("ChannelGarbled", text, text)
-            return RankOutcome(fate=Fate.RAISED, failed=True, error=error, stack=watch.stack, **shared)
-        fate = Fate.HUNG if passed_deadline else Fate.STOPPED
-        return RankOutcome(fate=fate, failed=True, stack=watch.stack, **shared)
-
-
-def _join_error(problem: Joined) -> ErrorRecord:
-    if problem.unavailable:
-        return ErrorRecord("BackendUnavailable", problem.problem, problem.problem)
-    return ErrorRecord("WorldNotJoined", f"the rank could not join its world: {problem.problem}", problem.traceback)
-
-
-def _reported(report: Report, shared: dict[str, Any]) -> RankOutcome:
-    times: dict[str, Any] = {"seconds": report.seconds, "finished_at": report.finished_at, "dirt": report.dirt}
-    if report.error_type:
-        error = ErrorRecord(report.error_type, report.error_message, report.error_traceback)
-        return RankOutcome(fate=Fate.RAISED, failed=True, error=error, **times, **shared)
-    try:
-        value = loads(report.payload)
-    except Exception as problem:
-        text = f"the result could not be read in the controller: {type(problem).__name__}: {problem}"
         return RankOutcome(
-            fate=Fate.RAISED, failed=True, error=ErrorRecord("ResultUnreadable", text, text), **times, **shared
+            rank=self.job.place.rank if self.job.place is not None else process.rank,
+            stdout=process.take_output("stdout"),
+            stderr=process.take_output("stderr"),
+            stack=watch.stack,
+            collectives=ledger.entries,
+            issued=ledger.issued,
+            digests=ledger.digests,
+            uncompared=ledger.uncompared,
+            began=ledger.begun,
+            **_ending(watch, passed_deadline),
         )
-    return RankOutcome(fate=Fate.RETURNED, value=value, failed=report.failed, **times, **shared)
 
 
-def _someone_is_ending(watches: Sequence[_Watch]) -> bool:
-    """Whether a rank has closed its channel without a report: it is dead or dying, and its exit status is on its way.
+def _ending(watch: _Watch, passed_deadline: bool) -> dict[str, Any]:
+    """Return the fate of a rank, with what it came with, as fields of `RankOutcome`."""
+    report, left, garbled = watch.report, watch.exit, watch.process.channel.problem
+    if watch.join_problem is not None:
+        return _raised(watch.join_problem)
+    if report is not None:
+        facts = {"seconds": report.seconds, "finished_at": report.finished_at, "dirt": report.dirt}
+        if report.error is not None:
+            return _raised(report.error) | facts
+        try:
+            return {"fate": Fate.RETURNED, "value": loads(report.payload), "failed": report.failed, **facts}
+        except Exception as problem:
+            text = f"the result could not be read in the controller: {type(problem).__name__}: {problem}"
+            return _raised(ErrorRecord("ResultUnreadable", text, text)) | facts
+    if left is not None:
+        how = {"exit_code": left.code, "signal_name": left.signal_name, "finished_at": left.moment}
+        return {"fate": Fate.DIED, "failed": True, **how}
+    if garbled:
+        text = f"what the rank sent is no message ({garbled}): its code wrote to, or closed, a descriptor"
+        return _raised(ErrorRecord("ChannelGarbled", text, text))
+    return {"fate": Fate.HUNG if passed_deadline else Fate.STOPPED, "failed": True}
 
-    On a loaded machine a peer's connection error arrives long before; the death must lead the account all the same.
-    """
-    return any(watch.process.channel.closed for watch in watches)
+
+def _raised(error: ErrorRecord) -> dict[str, Any]:
+    return {"fate": Fate.RAISED, "failed": True, "error": error}

@@ -7,6 +7,7 @@ with a live gloo thread can abort (pytorch #179291, #190489).
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import os
 import resource
@@ -22,9 +23,12 @@ from fsdp_testing.errors import BackendUnavailable
 from fsdp_testing.ledger.memory import LedgerMemory
 from fsdp_testing.pool import world as world_place
 from fsdp_testing.pool.channel import Channel, dumps, loads
-from fsdp_testing.pool.jobs import Bootstrap, Close, Failed, Job, Joined, Place, Report
+from fsdp_testing.pool.jobs import Bootstrap, Failed, Job, Place, Report
+from fsdp_testing.pool.outcome import ErrorRecord
 from fsdp_testing.pool.targets import resolve
 from fsdp_testing.records.dirt import Dirt
+
+_flush_c = ctypes.CDLL(None).fflush
 
 
 def main(fds: dict[str, int], modules: frozenset[str]) -> None:
@@ -45,17 +49,15 @@ def main(fds: dict[str, int], modules: frozenset[str]) -> None:
         try:
             rank.join()
         except BackendUnavailable as error:
-            channel.send(Joined(str(error), unavailable=True))
+            channel.send(Report(error=ErrorRecord("BackendUnavailable", str(error), str(error))))
             return
         except BaseException as error:  # whatever it is, the controller hears of it
-            channel.send(Joined(f"{type(error).__name__}: {_text_of(error)}", traceback=traceback.format_exc()))
+            text = f"the rank could not join its world: {type(error).__name__}: {_text_of(error)}"
+            channel.send(Report(error=ErrorRecord("WorldNotJoined", text, traceback.format_exc())))
             return
-        channel.send(Joined())
-        while True:
-            message = channel.receive()
-            if isinstance(message, Close):
-                return
-            channel.send(rank.run(message))
+        channel.send(Report())
+        while (job := channel.receive()) is not None:
+            channel.send(rank.run(job))
     except (EOFError, OSError):
         return
     finally:
@@ -114,23 +116,17 @@ class _Rank:
         self._ledger_fd = fds["ledger"]
         self._modules = modules
         self._recorder: Any = None
-        self._hygiene: Any = None
-        self._flush_c: Any = None
-        self._forget_groups: Any = None
         self._device = "cpu"
         self._pid = os.getpid()
 
     def join(self) -> None:
         """Make the process group, the world and the ledger of this rank."""
-        import ctypes
-
         import torch
 
         from fsdp_testing.backends import RankPlace, backend_named
         from fsdp_testing.backends.devices import Share, devices_for
         from fsdp_testing.ledger import interception
         from fsdp_testing.ledger.recorder import Recorder
-        from fsdp_testing.pool import hygiene
 
         boot = self._bootstrap
         torch.set_num_threads(1)
@@ -147,9 +143,6 @@ class _Rank:
         memory = LedgerMemory(self._ledger_fd, 1 if backend.single_process else boot.size)
         self._recorder = Recorder(memory, boot.rank, compare=not backend.single_process)
         interception.activate(self._recorder)
-        self._forget_groups = interception.forget_groups
-        self._hygiene = hygiene
-        self._flush_c = ctypes.CDLL(None).fflush
         device = backend.device_type if backend.device_type == "cpu" else f"{backend.device_type}:{index}"
         self._device = device
         world_place.enter(world_place.World(boot.rank, boot.size, boot.backend, device, pooled=True))
@@ -184,37 +177,44 @@ class _Rank:
             return
         import torch.distributed as dist
 
+        from fsdp_testing.ledger import interception
+
         dist.destroy_process_group()
         self._init_group(place.rank, place.size)
-        self._forget_groups()
+        interception.forget_groups()
         world_place.enter(world_place.World(place.rank, place.size, current.backend, self._device, pooled=True))
 
     def run(self, job: Job) -> Report:
         """Run one job: clean state before, call, put state back, report."""
+        from fsdp_testing.ledger import interception
+        from fsdp_testing.pool.hygiene import take_snapshot
+
         self._follow(job)
         if job.place is not None:
             self._move(job.place)
         self._recorder.start_job(job.number)
-        snapshot = None if job.lasting is None else self._hygiene.take_snapshot(ignore=job.lasting)
+        snapshot = None if job.lasting is None else take_snapshot(ignore=job.lasting)
         started = time.perf_counter()
-        report = _call(job)
+        payload, failed, problem = _call(job)
         if os.getpid() != self._pid:
             # A child that the call forked has come out of it; its report would be taken for the rank's.
             _flush()
             os._exit(0)
         seconds = time.perf_counter() - started
         finished = time.monotonic()
-        self._flush_c(None)
+        _flush_c(None)
         _flush()
         dirt = () if snapshot is None else _restored(snapshot)
-        self._forget_groups()
+        interception.forget_groups()
         return Report(
             number=job.number,
+            payload=payload,
+            failed=failed,
+            error=problem,
             dirt=dirt,
             seconds=seconds,
             finished_at=finished,
             new_modules=self._new_modules(),
-            **report,
         )
 
     def _follow(self, job: Job) -> None:
@@ -235,23 +235,23 @@ class _Rank:
         return new
 
 
-def _call(job: Job) -> dict[str, Any]:
-    """Result or error of the call, as fields of `Report`."""
+def _call(job: Job) -> tuple[bytes, bool, ErrorRecord | None]:
+    """Return payload, whether it failed, and the error of the call."""
     try:
         function = resolve(job.target)
         args, kwargs = loads(job.arguments)
         value = function(*args, **kwargs)
     except BaseException as error:  # also SystemExit and KeyboardInterrupt are the call's end, not the rank's
-        return _error_fields(error)
+        return b"", True, _record_of(error)
     failed = isinstance(value, Failed)
     try:
-        return {"payload": dumps(value.value if isinstance(value, Failed) else value), "failed": failed}
+        return dumps(value.value if isinstance(value, Failed) else value), failed, None
     except Exception as error:  # a value's own reduction may raise anything
         note = TypeError(
             f"{job.target} returned a {type(value).__name__} that cannot be sent to the controller "
             f"({type(error).__name__}: {_text_of(error)}). Return plain data and tensors."
         )
-        return _error_fields(note)
+        return b"", True, _record_of(note)
 
 
 def _restored(snapshot: Any) -> tuple[Dirt, ...]:
@@ -270,19 +270,9 @@ def _text_of(error: BaseException) -> str:
         return f"<str() of it raised {type(problem).__name__}>"
 
 
-def _error_fields(error: BaseException) -> dict[str, Any]:
-    lines = traceback.format_exception(type(error), error, _without_own_frames(error))
-    return {
-        "payload": b"",
-        "failed": True,
-        "error_type": type(error).__name__,
-        "error_message": _text_of(error),
-        "error_traceback": "".join(lines).encode("utf-8", "backslashreplace").decode(),
-    }
-
-
-def _without_own_frames(error: BaseException) -> Any:
+def _record_of(error: BaseException) -> ErrorRecord:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
-    return trace
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    return ErrorRecord(type(error).__name__, _text_of(error), text.encode("utf-8", "backslashreplace").decode())

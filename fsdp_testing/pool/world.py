@@ -105,12 +105,7 @@ def _first_difference(first: torch.Tensor, other: torch.Tensor, bits: list[torch
     )
 
 
-class _Place:
-    def __init__(self) -> None:
-        self.world: World | None = None
-
-
-_place = _Place()
+_world: World | None = None
 
 
 def current_world() -> World:
@@ -119,19 +114,20 @@ def current_world() -> World:
     Raises:
         HarnessError: When called outside a rank.
     """
-    if _place.world is None:
+    if _world is None:
         raise HarnessError(
             "current_world: expected to be called inside a rank, got the controlling process. "
             "Call it in a function given to run_ranks, worlds(...).run, or in a test marked with `world`."
         )
-    return _place.world
+    return _world
 
 
 def inside_rank() -> bool:
     """Return whether this process is a rank of a world."""
-    return _place.world is not None
+    return _world is not None
 
 
 def enter(world: World | None) -> None:
     """Make `world` the current one of this process."""
-    _place.world = world
+    global _world
+    _world = world

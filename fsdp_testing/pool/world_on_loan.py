@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-import select
 import sys
 import threading
 import time
@@ -18,11 +16,10 @@ from fsdp_testing.backends import backend_named
 from fsdp_testing.backends.devices import share_from
 from fsdp_testing.errors import InvalidArgument, PoolBroken
 from fsdp_testing.ledger import memory
-from fsdp_testing.pool.channel import dumps
-from fsdp_testing.pool.jobs import Bootstrap, Close, Job, Place
-from fsdp_testing.pool.outcome import WorldOutcome
+from fsdp_testing.pool.channel import dumps, readable
+from fsdp_testing.pool.jobs import Bootstrap, Job, Place
+from fsdp_testing.pool.outcome import Fate, WorldOutcome
 from fsdp_testing.pool.processes import RankProcess, directory, environment_for_ranks, listening_socket
-from fsdp_testing.pool.rank_outcome import Fate
 from fsdp_testing.pool.supervision import Supervision
 from fsdp_testing.pool.targets import Target, target_of
 
@@ -160,7 +157,9 @@ class PooledWorld:
             UnsendableFunction, InvalidArgument: Before anything is sent.
             PoolBroken: When the world has been closed, runs another call, or belongs to another process.
         """
-        _validate_timeout(timeout)
+        number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+        if timeout is not None and not (number and timeout > 0):
+            raise InvalidArgument(f"timeout: expected seconds above 0, or None for no limit, got {timeout!r}.")
         reference = target if isinstance(target, Target) else target_of(target)
         arguments = _serialise(args, kwargs or {}, reference)
         self._check_usable()
@@ -170,7 +169,16 @@ class PooledWorld:
                 "Ask the pool for a world in each thread."
             )
         try:
-            return self._execute(reference, name or str(reference), arguments, timeout, lasting)
+            call = reference, name or str(reference), arguments, timeout, lasting
+            outcome = self._supervise(*call)
+            unbegun = not any(rank.began for rank in outcome.ranks) and any(r.fate is Fate.DIED for r in outcome.ranks)
+            if unbegun and self._before and not self.before_leaving:
+                # The ranks had gone before any of them began: nothing of the call has happened, nor is anything lost.
+                self._replace_processes()
+                outcome = self._supervise(*call)
+            self._before = name or str(reference)
+            self._judge(outcome)
+            return outcome
         finally:
             self._running.release()
 
@@ -183,21 +191,12 @@ class PooledWorld:
         if not self._processes:
             raise PoolBroken("world.execute: expected an open world, got one that is closed. Ask the pool for another.")
 
-    def _execute(
-        self, target: Target, name: str, arguments: bytes, timeout: float | None, lasting: frozenset[str] | None
-    ) -> WorldOutcome:
-        outcome = self._supervise(target, name, arguments, timeout, lasting)
-        if self._ended_before(outcome):
-            # The ranks had gone before any of them began: nothing of the call has happened.
-            self._replace_processes()
-            outcome = self._supervise(target, name, arguments, timeout, lasting)
-        self._before = name
+    def _judge(self, outcome: WorldOutcome) -> None:
         if not outcome.ok or any(rank.dirt for rank in outcome.ranks):
             self.trusted = False
         garbled = any(rank.error is not None and rank.error.type_name == "ChannelGarbled" for rank in outcome.ranks)
         if garbled or any(rank.fate not in (Fate.RETURNED, Fate.RAISED) for rank in outcome.ranks):
             self.discard()
-        return outcome
 
     def _supervise(
         self, target: Target, name: str, arguments: bytes, timeout: float | None, lasting: frozenset[str] | None
@@ -225,11 +224,6 @@ class PooledWorld:
         if self._before and any(rank.fate is Fate.DIED and not rank.began for rank in outcome.ranks):
             outcome = replace(outcome, suspect=self._before)
         return outcome
-
-    def _ended_before(self, outcome: WorldOutcome) -> bool:
-        unbegun = not any(rank.began for rank in outcome.ranks)
-        stateless = bool(self._before) and not self.before_leaving
-        return stateless and unbegun and any(rank.fate is Fate.DIED for rank in outcome.ranks)
 
     def _replace_processes(self) -> None:
         for process in self._processes:
@@ -275,10 +269,6 @@ class PooledWorld:
         changed.difference_update(_NOT_FOLLOWED)
         return {os.fsdecode(name): os.fsdecode(now[name]) if name in now else None for name in changed} or None
 
-    def borrow(self) -> None:
-        """Take this very world again, between two tests that it may serve."""
-        self.busy = True
-
     def distrust(self) -> None:
         """Have this world replaced once it is given back: a user of it knows that it is no longer clean."""
         self.trusted = False
@@ -308,11 +298,11 @@ class PooledWorld:
     def _close_gracefully(self) -> None:
         for process in self._processes:
             with contextlib.suppress(OSError):
-                process.channel.send(Close())
+                process.channel.send(None)
         limit = time.monotonic() + _LEAVE_SECONDS
         for process in self._processes:
             while process.read_exit() is None and time.monotonic() < limit:
-                _wait_readable(process.status_fd, limit - time.monotonic())
+                readable(process.status_fd, limit - time.monotonic())
 
     def kill_ranks(self) -> None:
         """Kill the ranks of a world in which another thread waits for a call; that thread notices, and releases the rest.
@@ -339,13 +329,6 @@ class PooledWorld:
         self._pool.forget(self)
 
 
-def _validate_timeout(timeout: float | None) -> None:
-    if timeout is None:
-        return
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or math.isnan(timeout) or timeout <= 0:
-        raise InvalidArgument(f"timeout: expected seconds above 0, or None for no limit, got {timeout!r}.")
-
-
 def _serialise(args: Sequence[Any], kwargs: Mapping[str, Any], target: Target) -> bytes:
     try:
         return dumps((tuple(args), dict(kwargs)))
@@ -354,9 +337,3 @@ def _serialise(args: Sequence[Any], kwargs: Mapping[str, Any], target: Target) -
             f"{target}: expected arguments that can be sent to ranks, got {type(error).__name__}: {error}. "
             "Pass plain data and tensors, and build the rest inside the function."
         ) from error
-
-
-def _wait_readable(fd: int, seconds: float) -> None:
-    poll = select.poll()
-    poll.register(fd, select.POLLIN | select.POLLHUP)
-    poll.poll(max(0.0, seconds) * 1000)

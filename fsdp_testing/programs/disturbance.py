@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from fsdp_testing.programs import unit_borders
-from fsdp_testing.programs.models import dtype_name
-from fsdp_testing.programs.randomness import derive
+from fsdp_testing.programs.models import derive, dtype_name
 from fsdp_testing.records import UNIT_ROUNDOFF, WrappingPlan
 
 STEP_ROUNDINGS = 16
@@ -45,21 +44,21 @@ class Disturbance:
         self._borders: dict[int, list[unit_borders.Removable]] = {}
         self._generator = torch.Generator().manual_seed(derive(seed, "disturbance"))
 
-    def place(self, held: torch.Tensor) -> torch.Tensor:
-        """Returns the same numbers elsewhere in memory, if parameters are displaced."""
-        if not self.displaced or not held.is_contiguous():
-            return held
+    def place(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the same numbers elsewhere in memory, if parameters are displaced."""
+        if not self.displaced or not values.is_contiguous():
+            return values
         self._placed += 1
         offset = 1 + self._placed % 7
-        room = held.new_empty(held.numel() + offset)
-        return room[offset:].view(held.shape).copy_(held)
+        room = values.new_empty(values.numel() + offset)
+        return room[offset:].view(values.shape).copy_(values)
 
     def divided(self, replica: nn.Module, plan: WrappingPlan) -> nn.Module:
-        """Returns the replica; if parameters are displaced, its units are parts of the graph of their own.
+        """Return the replica; if parameters are displaced, its units are parts of the graph of their own.
 
         Args:
             replica: Unwrapped; what a plan before this one made of it is undone.
-            plan: Tells the units; with a policy every module may be one.
+            plan: Names the units; with a policy every module may be one.
         """
         for border in self._borders.pop(id(replica), ()):
             border.remove()
@@ -68,7 +67,7 @@ class Disturbance:
         return replica
 
     def gradient(self, mean: torch.Tensor, magnitude: torch.Tensor, largest: float) -> torch.Tensor:
-        """Returns a reduced gradient moved by `roundings` roundings of numbers as large as `largest`.
+        """Return a reduced gradient moved by `roundings` roundings of numbers as large as `largest`.
 
         Args:
             mean: The gradient.
@@ -82,7 +81,7 @@ class Disturbance:
         return mean + self._signs(mean) * reach * (magnitude != 0)
 
     def step(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Moves parameters by what the optimizer's own roundings may do."""
+        """Move parameters by what the optimizer's own roundings may do."""
         if not self.roundings:
             return
         with torch.no_grad():
@@ -92,7 +91,7 @@ class Disturbance:
                     parameter.mul_(1 + self._signs(parameter) * STEP_ROUNDINGS * unit)
 
     def clip(self, parameters: Iterable[nn.Parameter], count: int) -> None:
-        """Scales clipped gradients by what a norm of `count` elements, added in another order, may do."""
+        """Scale clipped gradients by what a norm of `count` elements, added in another order, may do."""
         if not self.roundings:
             return
         for parameter in parameters:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,8 @@ from fsdp_testing.operations.operation import matching
 from fsdp_testing.programs import models, one_process
 from fsdp_testing.programs.fresh_memory import filled_with_garbage
 from fsdp_testing.programs.observe import snapshot_of
+from fsdp_testing.programs.setup import setup_in_world
+from fsdp_testing.programs.starting import module_to_wrap
 from fsdp_testing.records import Case, OperationResult, RaisedError, RankObservation, Snapshot, plan
 from fsdp_testing.records.schedule import builds_late
 
@@ -43,7 +45,7 @@ SetupMaker = Callable[[Case, nn.Module], Setup]
 class RankProgram:
     """One case on one rank, in the making."""
 
-    def __init__(self, case: Case, adapter: Adapter, rank: int, make_setup: SetupMaker) -> None:
+    def __init__(self, case: Case, adapter: Adapter, rank: int, make_setup: SetupMaker = setup_in_world) -> None:
         self.case = case
         self.adapter = adapter
         self.rank = rank
@@ -56,7 +58,7 @@ class RankProgram:
         self.in_implementation = False
 
     def run(self, *, observe_all: bool = False) -> RankObservation:
-        """Runs the whole case; never raises for what the case or the implementation does.
+        """Run the whole case; never raise for what the case or the implementation does.
 
         Args:
             observe_all: Take a snapshot after every operation instead of at marked points only.
@@ -70,7 +72,7 @@ class RankProgram:
             with deliver_late(), filled_with_garbage():
                 self._run(observe_all=observe_all)
         except Exception as raised:  # noqa: BLE001 - whatever a foreign implementation raises is a finding
-            error = self._record(raised)
+            error = self.record(raised)
         return RankObservation(
             rank=self.rank,
             results=tuple(self.results),
@@ -80,10 +82,7 @@ class RankProgram:
         )
 
     def _run(self, *, observe_all: bool) -> None:
-        module = models.build_model(self.case)
-        setup = self.make_setup(self.case, module)
-        with self._inside():
-            self.model = self.adapter.wrap(module, setup)
+        self.model = self._wrapped(self.case, {})
         if not builds_late(self.case):
             self.build_optimizer()
         for planned in plan(self.case):
@@ -94,37 +93,37 @@ class RankProgram:
             if values:
                 self.results.append(OperationResult(planned.index, values))
             if observe_all or planned.operation.observes:
-                self.look(getattr(planned.operation, "label", ""))
+                self.observe(getattr(planned.operation, "label", ""))
         self.index = len(self.case.program)
-        self.look("end")
+        self.observe("end")
 
-    def look(self, label: str) -> None:
-        """Takes a snapshot. Collectives: none, if the adapter observes locally."""
+    def observe(self, label: str) -> None:
+        """Take a snapshot. Collectives: none, if the adapter observes locally."""
         self.snapshots.append(snapshot_of(self.adapter, self.model, self.optimizer, self.index, label))
 
     def build_optimizer(self) -> None:
-        """Builds the case's optimizer over the parameters that the implementation shows."""
+        """Build the case's optimizer over the parameters that the implementation shows."""
         # Of torch's own optimizer over what the adapter shows, a failure before the program says nothing.
         with self._inside() if "build_optimizer" not in self.adapter.missing else nullcontext():
             self.optimizer = self.adapter.build_optimizer(self.model, partial(models.build_optimizer, self.case))
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Runs backward as the implementation does; a loss that nothing trainable went into has none."""
+        """Run backward as the implementation does; a loss that nothing trainable went into has none."""
         if loss.requires_grad:
             self.adapter.backward(self.model, loss)
 
     def zero_grad(self, *, set_to_none: bool) -> None:
-        """Clears gradients as the implementation does."""
+        """Clear gradients as the implementation does."""
         self.adapter.zero_grad(self.model, self.optimizer, set_to_none)
 
     def call(self, batch: Any) -> models.Forwarded:
-        """Runs the wrapped model forward on this rank's inputs."""
+        """Run the wrapped model forward on this rank's inputs."""
         inputs = models.make_inputs(self.case, batch, self.rank)
         with self._inside():
             return models.forward(self.model, self.case, batch, self.rank, inputs)
 
     def set_requires_grad(self, patterns: tuple[str, ...], flag: bool) -> None:
-        """Sets the flag on the parameters that match."""
+        """Set the flag on the parameters that match."""
         found = matching(self.adapter.named_parameters(self.model), patterns)
         if not found:
             raise InvalidImplementation(
@@ -144,11 +143,13 @@ class RankProgram:
         Args:
             flags: `requires_grad` by name, where it is not that of a new model.
         """
-        case = replace(self.case, seed=self.case.seed + 1)
-        module = models.build_model(case)
-        for name, parameter in module.named_parameters():
-            parameter.requires_grad_(flags.get(name, parameter.requires_grad))
-        self.model = self.adapter.wrap(module, self.make_setup(case, module))
+        self.model = self._wrapped(replace(self.case, seed=self.case.seed + 1), flags)
+
+    def _wrapped(self, case: Case, flags: Mapping[str, bool]) -> nn.Module:
+        module, init_module = module_to_wrap(case, self.rank, flags)
+        setup = replace(self.make_setup(case, module), init_module=init_module)
+        with self._inside():
+            return self.adapter.wrap(module, setup)
 
     def train_in_one_process(self, batch: Batch, state: Any, saved: Any, flags: Mapping[str, bool]) -> tuple[Any, Any]:
         """Return what one process makes of a saved state of model and optimizer (None: not saved) in one step.
@@ -163,26 +164,28 @@ class RankProgram:
         carried = one_process.train_on(self.case, batch, one_process.Saved(state, saved), flags, steps=steps)
         return carried.model, carried.optimizer
 
-    def _inside(self) -> _Inside:
-        return _Inside(self)
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Mark that foreign code runs; the mark stays if it raises, so that the exception is put to its account."""
+        self.in_implementation = True
+        yield
+        self.in_implementation = False
 
-    def _record(self, raised: Exception) -> RaisedError:
-        lines = traceback.format_exception(raised)
+    def record(self, raised: Exception) -> RaisedError:
+        """Return what was raised in the present operation, and whether it is the implementation's fault."""
+        # Collectives that do not match are the implementation's; the ledger only says so first.
+        if isinstance(raised, HarnessError):
+            ours = not isinstance(raised, CollectiveMismatch)
+        else:
+            ours = _raised_by_harness(raised) or (self.index < 0 and not self.in_implementation)
         return RaisedError(
             index=self.index,
             type_name=f"{type(raised).__module__}.{type(raised).__qualname__}".removeprefix("builtins."),
             message=str(raised),
-            traceback="".join(lines),
-            not_implementation_fault=self._is_not_implementation_fault(raised),
+            traceback="".join(traceback.format_exception(raised)),
+            not_implementation_fault=ours,
             not_supported=isinstance(raised, NotImplementedError),
         )
-
-    def _is_not_implementation_fault(self, raised: Exception) -> bool:
-        """Whether the adapter or the harness is at fault, so that nothing is known of the implementation."""
-        if isinstance(raised, HarnessError):
-            # Collectives that do not match are the implementation's; the ledger only says so first.
-            return not isinstance(raised, CollectiveMismatch)
-        return _raised_by_harness(raised) or (self.index < 0 and not self.in_implementation)
 
 
 def _raised_by_harness(raised: Exception) -> bool:
@@ -200,17 +203,3 @@ def _raised_by_harness(raised: Exception) -> bool:
     user_code_files = {_HOME / "operations" / "user_code.py", _HOME / "programs" / "one_process.py"}
     foreign = {_HOME / "zoo", _HOME / "museum", *user_code_files}
     return _HOME in innermost.parents and not foreign & {innermost, *innermost.parents}
-
-
-class _Inside:
-    """Marks that foreign code runs; the mark stays if it raises, so that the exception is put to its account."""
-
-    def __init__(self, program: RankProgram) -> None:
-        self._program = program
-
-    def __enter__(self) -> None:
-        self._program.in_implementation = True
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._program.in_implementation = False

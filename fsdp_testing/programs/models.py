@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,6 @@ from torch import nn
 
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.operations.operation import matching
-from fsdp_testing.programs.randomness import derive
 from fsdp_testing.records import Batch, Case
 from fsdp_testing.zoo import MODELS, Inputs, ZooModel, loss_of, tensors_in
 from fsdp_testing.zoo.tree import tree_model
@@ -26,13 +26,19 @@ class Forwarded:
     outputs: tuple[torch.Tensor, ...]
 
     def values(self) -> dict[str, torch.Tensor]:
-        """Returns detached copies by name, for reports."""
+        """Return detached copies by name, for reports."""
         shown = {f"output.{place}": tensor.detach().clone() for place, tensor in enumerate(self.outputs)}
         return {**shown, "loss": self.loss.detach().clone()}
 
 
+def derive(*parts: int | str) -> int:
+    """Return a seed (63 bits) that is a function of `parts` alone, on every machine: the case's seed, and what it is for."""
+    text = "/".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
 def dtype_of(name: str) -> torch.dtype:
-    """Returns the torch dtype called `name`."""
+    """Return the torch dtype called `name`."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise InvalidRecord(f"dtype: expected the name of a torch dtype, got {name!r}. Mend the case.")
@@ -40,12 +46,12 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Returns `float32` for `torch.float32`."""
+    """Return `float32` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def zoo_model(case: Case) -> ZooModel:
-    """Returns the zoo's entry for the case's model.
+    """Return the zoo's entry for the case's model.
 
     Raises:
         InvalidRecord: No such model.
@@ -61,7 +67,7 @@ def zoo_model(case: Case) -> ZooModel:
 
 
 def build_model(case: Case) -> nn.Module:
-    """Builds the case's unwrapped model: equal values wherever it is built."""
+    """Build the case's unwrapped model: equal values wherever it is built."""
     model = zoo_model(case)
     module = model.build(derive(case.seed, "model"), dtype_of(case.model.dtype), **case.model.arguments)
     for _, parameter in matching(module.named_parameters(), case.model.freeze):
@@ -70,7 +76,7 @@ def build_model(case: Case) -> nn.Module:
 
 
 def most_uses(case: Case) -> int:
-    """Returns how often a forward pass may use one part: by repeated calls and under several names."""
+    """Return how often a forward pass may use one part: by repeated calls and under several names."""
     if case.model.tree is None:
         return 2 if zoo_model(case).needs & {"reused_modules", "shared_parameters"} else 1
     return _most_uses(case.model.tree["nodes"])
@@ -87,7 +93,8 @@ def _most_uses(nodes: Iterable[Mapping[str, Any]]) -> int:
 
 
 def make_inputs(case: Case, batch: Batch, rank: int, dtype: torch.dtype | None = None) -> Inputs:
-    """Makes the inputs of `rank`, in the model's own dtype unless told otherwise."""
+    """Make the inputs of `rank`, in the model's own dtype unless another one is given."""
+    rank = 0 if batch.alike else rank
     usage = batch.usage_of(rank)
     options = {} if usage is None else {"use": usage}
     wanted = dtype or dtype_of(case.model.dtype)
@@ -101,21 +108,21 @@ def make_inputs(case: Case, batch: Batch, rank: int, dtype: torch.dtype | None =
 
 
 def forward(model: Callable[..., Any], case: Case, batch: Batch, rank: int, inputs: Inputs) -> Forwarded:
-    """Calls the model. The global generator is seeded first, so that dropout is a function of case, batch and rank."""
-    _seed(derive(case.seed, "forward", batch.seed, rank))
+    """Call the model. The global generator is seeded first, so that dropout is a function of case, batch and rank."""
+    _seed(derive(case.seed, "forward", batch.seed, 0 if batch.alike else rank))
     output = model(*inputs.args, **inputs.kwargs)
     return Forwarded(loss_of(output), tuple(tensors_in(output)))
 
 
 def _seed(seed: int) -> None:
-    """Seeds torch's global generators; `torch.manual_seed` on a machine without CUDA notes a traceback at every call."""
+    """Seed torch's global generators; `torch.manual_seed` on a machine without CUDA notes a traceback at every call."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Applies `function` to every tensor in tuples, lists and dicts."""
+    """Apply `function` to every tensor in tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, dict):
@@ -127,8 +134,13 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     return value
 
 
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """Cast every floating-point tensor in tuples, lists and dicts."""
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
+
+
 def build_optimizer(case: Case, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Builds the case's optimizer over `parameters`."""
+    """Build the case's optimizer over `parameters`."""
     makers: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "sgd": torch.optim.SGD,
         "adam": torch.optim.Adam,

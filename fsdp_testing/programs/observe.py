@@ -22,7 +22,7 @@ from fsdp_testing.records import (
 def snapshot_of(
     adapter: Adapter, model: nn.Module, optimizer: torch.optim.Optimizer | None, index: int, label: str
 ) -> Snapshot:
-    """Report everything this rank holds.
+    """Report what this rank has of parameters, gradients, optimizer state and buffers.
 
     Collectives: none if `adapter.observes_locally`; else those of its gathering, and every rank must call.
     """
@@ -38,14 +38,14 @@ def snapshot_of(
 
 
 def _parameter(fqn: str, pieces: Iterable[protocol.Piece]) -> ParameterObservation:
-    held = tuple(pieces)
-    values = [(piece.start, piece.stop, piece.value) for piece in held if piece.value is not None]
-    grads = [(piece.start, piece.stop, piece.grad) for piece in held if piece.grad is not None]
+    own = tuple(pieces)
+    values = [(piece.start, piece.stop, piece.value) for piece in own if piece.value is not None]
+    grads = [(piece.start, piece.stop, piece.grad) for piece in own if piece.grad is not None]
     return ParameterObservation(
         fqn=fqn,
-        shape=tuple(held[0].shape),
+        shape=tuple(own[0].shape),
         dtype=dtype_name(values[0][2].dtype) if values else "",
-        requires_grad=held[0].requires_grad,
+        requires_grad=own[0].requires_grad,
         pieces=tuple(_copied(*entry) for entry in values),
         grad_pieces=tuple(_copied(*entry) for entry in grads) if grads else None,
         grad_dtype=dtype_name(grads[0][2].dtype) if grads else None,

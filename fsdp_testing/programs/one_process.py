@@ -32,10 +32,10 @@ class Saved:
 
 
 def train_on(case: Case, batch: Batch, saved: Saved, trainable: Mapping[str, bool], *, steps: bool) -> Saved:
-    """Loads `saved` into a fresh model of one process, trains one step there, and saves that.
+    """Load `saved` into a fresh model of one process, train one step there, and save that.
 
     Args:
-        case: Tells model and optimizer.
+        case: Says which model and optimizer.
         batch: Inputs; those of rank 0 are taken.
         saved: What ranks saved.
         trainable: `requires_grad` by name.
@@ -57,22 +57,19 @@ def train_on(case: Case, batch: Batch, saved: Saved, trainable: Mapping[str, boo
     if optimizer is not None:
         optimizer.step()
     state = module.state_dict()
-    held = {name: state[name].detach().clone() for name in saved.model}
-    kept = _saved(optimizer, module, saved.optimizer) if optimizer is not None and saved.optimizer is not None else None
-    return Saved(held, kept)
+    model = {name: state[name].detach().clone() for name in saved.model}
+    if optimizer is None or saved.optimizer is None:
+        return Saved(model, None)
+    own = {name: dict(optimizer.state[p]) for name, p in module.named_parameters() if p in optimizer.state}
+    groups = copy.deepcopy(saved.optimizer["param_groups"])
+    return Saved(model, {"state": {**saved.optimizer["state"], **copy.deepcopy(own)}, "param_groups": groups})
 
 
 def _load(optimizer: torch.optim.Optimizer, module: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Loads by place what was saved by name: the optimizer's own way of loading."""
+    """Load by place what was saved by name: the optimizer's own way of loading."""
     names = [name for name, _ in module.named_parameters()]
     asked = optimizer.state_dict()
     for group, kept in zip(asked["param_groups"], saved["param_groups"]):
         group["lr"] = kept["lr"]
     entries = {place: saved["state"][name] for place, name in enumerate(names) if saved["state"].get(name)}
     optimizer.load_state_dict({**asked, "state": copy.deepcopy(entries)})
-
-
-def _saved(optimizer: torch.optim.Optimizer, module: nn.Module, earlier: Mapping[str, Any]) -> Mapping[str, Any]:
-    held = {name: dict(optimizer.state[p]) for name, p in module.named_parameters() if p in optimizer.state}
-    state = {**earlier["state"], **copy.deepcopy(held)}
-    return {"state": state, "param_groups": copy.deepcopy(earlier["param_groups"])}

@@ -14,8 +14,7 @@ from fsdp_testing.checkers.quantities import Expectation, Expected, ExpectedPoin
 from fsdp_testing.implementations.protocol import Division
 from fsdp_testing.programs.disturbance import NO_DISTURBANCE, Disturbance
 from fsdp_testing.programs.models import build_model, dtype_name
-from fsdp_testing.programs.replay import Replay
-from fsdp_testing.programs.replay_point import ReplayPoint, Slack
+from fsdp_testing.programs.replay import Replay, ReplayPoint, Slack
 from fsdp_testing.records import UNIT_ROUNDOFF, Case
 
 BITWISE: Slack = (0.0, "bitwise: the same operations in the same order")
@@ -26,7 +25,7 @@ DIRECTIONS = 4
 def expect_free(
     case: Case, *, observe_all: bool = False, make: Callable[[Disturbance], Replay] | None = None
 ) -> Expectation:
-    """Replays `case` twice, undisturbed and disturbed, and bounds every quantity by what the two are apart.
+    """Replay `case` twice, undisturbed and disturbed, and bound every quantity by what the two are apart.
 
     Args:
         case: The case.
@@ -41,13 +40,13 @@ def expect_free(
     disturbed = make(disturbance).run(observe_all=observe_all)
     numel = sum(parameter.numel() for parameter in replay.parameters.values())
     points = tuple(_free_point(a, b, roundings, numel) for a, b in zip(plain, disturbed))
-    return Expectation(points, _shapes(replay), {"roundings": roundings, "mode": "free"})
+    return Expectation(points, replay.shapes, {"roundings": roundings, "mode": "free"})
 
 
 def expect_lockstep(
     case: Case, division: Division | None, adopted: Mapping[int, GatheredState], *, displaced: bool = True
 ) -> Expectation:
-    """Replays `case` from the implementation's own state before each operation.
+    """Replay `case` from the implementation's own state before each operation.
 
     Args:
         case: The case.
@@ -63,11 +62,11 @@ def expect_lockstep(
         elsewhere = Disturbance(case.seed, 0, displaced=True)
         moved = Replay(case, division, elsewhere, adopted).run(observe_all=True)
     points = tuple(_lockstep_point(a, b) for a, b in zip(plain, moved))
-    return Expectation(points, _shapes(replay), {"mode": "lockstep"})
+    return Expectation(points, replay.shapes, {"mode": "lockstep"})
 
 
 def roundings_of(case: Case) -> int:
-    """Returns how many roundings of one gradient element may fall otherwise in another correct implementation.
+    """Return how many roundings of one gradient element may fall otherwise in another correct implementation.
 
     The sums over ranks and over micro-batches in any order, and the inner products of each layer in any order (a matrix
     product may be blocked otherwise for a tensor that lies elsewhere in memory).
@@ -128,7 +127,7 @@ def _lockstep_point(point: ReplayPoint, displaced: ReplayPoint) -> ExpectedPoint
 
 
 def _wider(one: Slack, other: Slack) -> Slack:
-    """The displaced replay knows what each call of a unit contributed, and so how large summands may have been."""
+    """Return the wider one: the displaced replay knows what each call of a unit contributed, so how large summands may be."""
     bounds = torch.as_tensor(one[0]), torch.as_tensor(other[0])
     if bool((bounds[1] <= bounds[0]).all()):
         return one
@@ -143,7 +142,3 @@ def _apart(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
 
 def _point(point: ReplayPoint, quantities: dict[Quantity, Expected]) -> ExpectedPoint:
     return ExpectedPoint(point.index, quantities, point.requires_grad, point.dtypes, point.snapshot, point.pending)
-
-
-def _shapes(replay: Replay) -> dict[str, tuple[int, ...]]:
-    return {fqn: tuple(parameter.shape) for fqn, parameter in replay.parameters.items()}

@@ -30,8 +30,15 @@ class LocalGradients:
 
 @dataclass(slots=True)
 class PendingGradients:
-    """The sums of one rank."""
+    """The sums of one rank.
 
+    Attributes:
+        wire: Dtype of the reduction: what awaits it adds up in no narrower one. None if it is that of the gradients.
+        values: By FQN.
+        sizes: By FQN, as those of `LocalGradients`, added up.
+    """
+
+    wire: torch.dtype | None = None
     values: Tensors = field(default_factory=dict)
     sizes: Tensors = field(default_factory=dict)
 
@@ -39,15 +46,20 @@ class PendingGradients:
         return bool(self.values)
 
     def add(self, one: LocalGradients) -> None:
-        """Adds the gradients of one more micro-batch to those that are there."""
+        """Add the gradients of one more micro-batch to those that are there."""
         for fqn, gradient in one.values.items():
-            held = fqn in self.values
-            self.values[fqn] = self.values[fqn] + gradient if held else gradient.clone()
-            self.sizes[fqn] = self.sizes[fqn] + one.sizes[fqn] if held else one.sizes[fqn]
+            known = fqn in self.values
+            wider = gradient.dtype if self.wire is None else torch.promote_types(gradient.dtype, self.wire)
+            self.values[fqn] = self.values[fqn] + gradient if known else gradient.to(wider, copy=True)
+            self.sizes[fqn] = self.sizes[fqn] + one.sizes[fqn] if known else one.sizes[fqn]
+
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients that are there."""
+        self.values = {fqn: gradient * factor for fqn, gradient in self.values.items()}
 
 
 def mean_size(ranks: Sequence[PendingGradients], fqn: str, like: torch.Tensor) -> torch.Tensor:
-    """Returns the sizes of all that is added up for one parameter, divided by the number of ranks, in the dtype of `like`."""
+    """Return the sizes of all that is added up for one parameter, divided by the number of ranks, in the dtype of `like`."""
     known = [rank.sizes[fqn].to(like.dtype) for rank in ranks if fqn in rank.sizes]
     return sum(known, torch.zeros_like(like)) / len(ranks)
 
@@ -55,7 +67,7 @@ def mean_size(ranks: Sequence[PendingGradients], fqn: str, like: torch.Tensor) -
 def gradients_of(
     parameters: Mapping[str, torch.nn.Parameter], contributions: Mapping[int, torch.Tensor]
 ) -> LocalGradients:
-    """Takes what a backward left in `parameters`.
+    """Take what a backward left in `parameters`.
 
     Args:
         parameters: By FQN.

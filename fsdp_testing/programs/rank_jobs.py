@@ -10,35 +10,50 @@ from fsdp_testing.checkers.gathered_state import GatheredState
 from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
+from fsdp_testing.ledger.interception import listen
 from fsdp_testing.pool import Failed
 from fsdp_testing.pool.world import current_world
 from fsdp_testing.programs import oracle
+from fsdp_testing.programs.accounts import AccountedObservation, AccountedProgram, program_for
 from fsdp_testing.programs.execute import RankProgram
-from fsdp_testing.programs.setup import division_of, setup_in_world
+from fsdp_testing.programs.gradient_terms import GradientTerm
+from fsdp_testing.programs.gradient_terms import gradient_terms as terms_of
+from fsdp_testing.programs.setup import division_of
 from fsdp_testing.records import Case, RankObservation
 
 
 def run_case(implementation: Adapter | str, case: Case, observe_all: bool) -> RankObservation | Failed:
-    """Run `case` through an implementation on this rank of the current world.
+    """Run `case` through an implementation on this rank of the current world, with accounts where it reports its units.
 
     Collectives: those of the implementation; every rank of the world runs the same call.
     """
-    adapter = registry.adapter_of(implementation)
-    program = RankProgram(case, adapter, current_world().rank, setup_in_world)
-    with _no_warnings():
+    program = program_for(case, registry.adapter_of(implementation), current_world().rank)
+    if not isinstance(program, AccountedProgram):
+        return run_program(program, observe_all)
+    with listen(lambda _group, call, _site: program.collective(call)):
+        seen = run_program(program, observe_all)
+    return seen if isinstance(seen, Failed) else seen.extended(AccountedObservation, accounts=tuple(program.accounts))
+
+
+def run_program(program: RankProgram, observe_all: bool) -> RankObservation | Failed:
+    """Run a program to its end on this rank, and let its adapter finish.
+
+    Collectives: those of the implementation; every rank of the world runs the same call.
+    """
+    with no_warnings():
         observation = program.run(observe_all=observe_all)
         if observation.error is None:
-            adapter.finish(program.model)
+            program.adapter.finish(program.model)
             return observation
         # The world is replaced after an exception; what the adapter cannot finish now goes with it.
         with suppress(Exception):
-            adapter.finish(program.model)
+            program.adapter.finish(program.model)
     return Failed(observation)
 
 
 @contextmanager
-def _no_warnings() -> Iterator[None]:
-    """Warnings decide nothing here: ranks may have inherited filters of a test session that make errors of them."""
+def no_warnings() -> Iterator[None]:
+    """Let warnings decide nothing: ranks may have inherited filters of a test session that make errors of them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -46,11 +61,17 @@ def _no_warnings() -> Iterator[None]:
 
 def expect_free(case: Case, observe_all: bool) -> Expectation:
     """Run the oracle freely, in this process alone."""
-    with _no_warnings():
+    with no_warnings():
         return oracle.expect_free(case, observe_all=observe_all)
 
 
 def expect_lockstep(case: Case, implementation: Adapter | str, adopted: Mapping[int, GatheredState]) -> Expectation:
     """Run the oracle in lockstep with what an implementation did, in this process alone."""
-    with _no_warnings():
+    with no_warnings():
         return oracle.expect_lockstep(case, division_of(case, registry.adapter_of(implementation)), adopted)
+
+
+def gradient_terms(case: Case, last: int) -> tuple[GradientTerm, ...]:
+    """Return what each backward added to gradients, up to operation `last`, in this process alone."""
+    with no_warnings():
+        return terms_of(case, last)

@@ -34,13 +34,13 @@ class Reduced:
 def reduce(
     contributions: Sequence[torch.Tensor], wire: torch.dtype, stored: torch.dtype, division: Division | None
 ) -> Reduced:
-    """Casts each rank's gradient to `wire`, divides, adds in rank order, divides, casts to `stored`.
+    """Cast each rank's gradient to `wire`, divide, add in rank order, divide, cast to `stored`.
 
     Args:
         contributions: One gradient per rank, in the dtype in which it was computed.
         wire: Dtype of the reduction.
         stored: Dtype of the parameter that gets the gradient.
-        division: How the implementation divides; None if it does not tell.
+        division: How the implementation divides; None if it does not say.
     """
     size = len(contributions)
     before, after = (1.0, float(size)) if division is None else (division.before, division.after)
@@ -55,16 +55,19 @@ def reduce(
     magnitude = sum((c.abs().to(stored) for c in contributions), torch.zeros_like(total, dtype=stored)) / size
     roundings, why = _roundings(size, division)
     unit = UNIT_ROUNDOFF[dtype_name(wire)]
+    # Dividing by a power of two is exact but for numbers that have no half, where it matters who divides when.
+    halved = (magnitude != 0) & (magnitude < 2 * size * torch.finfo(wire).tiny)
+    smallest = 2 * UNDERFLOW[dtype_name(wire)] * halved if division is None and size > 1 else 0.0
     return Reduced(
         mean=total.to(stored),
         magnitude=magnitude,
-        error=magnitude * (roundings * unit),
+        error=magnitude * (roundings * unit) + smallest,
         derivation=f"{roundings} x u({dtype_name(wire)}) x sum|g_r|/N ({why})" if roundings else why,
     )
 
 
 def _roundings(size: int, division: Division | None) -> tuple[int, str]:
-    """How many roundings may fall otherwise: additions in another order, and divisions that are not exact."""
+    """Return how many roundings may fall otherwise: additions in another order, and divisions that are not exact."""
     additions = size - 1 if size > 2 else 0
     exact = math.log2(size).is_integer()
     divisions = 0 if division is not None or exact else 2
@@ -77,7 +80,7 @@ def _roundings(size: int, division: Division | None) -> tuple[int, str]:
 
 
 def roundings(count: int, dtypes: Sequence[torch.dtype], size: torch.Tensor) -> torch.Tensor:
-    """Returns what `count` roundings of numbers up to `size` may do, each in the coarsest of `dtypes`.
+    """Return what `count` roundings of numbers up to `size` may do, each in the coarsest of `dtypes`.
 
     Each is off by a share of the number, and by half the smallest number that there is where that is more: a sum of small
     numbers is exact, but their cast is not, nor is half of one.
@@ -87,7 +90,7 @@ def roundings(count: int, dtypes: Sequence[torch.dtype], size: torch.Tensor) -> 
 
 
 def require_backward(*, unreduced: bool) -> None:
-    """Demands that there is a backward in which gradients of `no_sync` can be reduced.
+    """Demand that there is a backward in which gradients of `no_sync` can be reduced.
 
     Raises:
         HarnessError: They are left from earlier micro-batches, and no rank's loss trains anything now: no implementation

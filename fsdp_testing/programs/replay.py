@@ -12,7 +12,7 @@ that the implementation is in, so that each operation is judged by itself and bo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,13 +27,26 @@ from fsdp_testing.programs import models
 from fsdp_testing.programs.disturbance import NO_DISTURBANCE, Disturbance
 from fsdp_testing.programs.pending import LocalGradients, PendingGradients, gradients_of, mean_size
 from fsdp_testing.programs.reduction import Reduced, reduce, require_backward, roundings
-from fsdp_testing.programs.replay_point import ReplayPoint, Slack
 from fsdp_testing.programs.replicas import replica_of
 from fsdp_testing.programs.setup import precision_of
 from fsdp_testing.records import UNIT_ROUNDOFF, Case, plan
 from fsdp_testing.records.schedule import builds_late
 
 Results = dict[Quantity, torch.Tensor | None]
+Slack = tuple[torch.Tensor | float, str]
+
+
+@dataclass(slots=True)
+class ReplayPoint:
+    """What the replay holds at one point: values of quantities, and for each the slack of that one operation."""
+
+    index: int
+    values: Results
+    slack: dict[Quantity, Slack] = field(default_factory=dict)
+    requires_grad: dict[str, bool] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
+    snapshot: bool = False
+    pending: bool = False
 
 
 class Replay:
@@ -55,47 +68,48 @@ class Replay:
         self.master = models.build_model(case)
         self.parameters = dict(self.master.named_parameters())
         self.compute = {fqn: self._compute_parameter(p) for fqn, p in self.parameters.items()}
-        self.replicas = self._make_replicas()
-        self.pending = [PendingGradients() for _ in range(self.size)]
-        self.pending_roundings = 0
+        # One for each rank; ranks without buffers of their own share one.
+        own = next(self.master.buffers(), None) is not None
+        self.replicas = [self._replica() for _ in range(self.size)] if own else [self._replica()] * self.size
+        self._nothing_pending()
         self.unreduced = False
         self.optimizer: torch.optim.Optimizer | None = None
         self.slack: dict[Quantity, Slack] = {}
         self.points: list[ReplayPoint] = []
+        self.index = -1
 
     def run(self, *, observe_all: bool = False) -> list[ReplayPoint]:
-        """Runs the program and returns what it holds at every point that is compared."""
+        """Run the program, and return what it holds at every point that is compared."""
         if not builds_late(self.case):
             self.build_optimizer()
         for planned in plan(self.case):
             if planned.void:
                 continue
             self.slack = {}
+            self.index = planned.index
             values = planned.operation.replay(self)
             if values:
                 self.points.append(ReplayPoint(planned.index, dict(values), dict(self.slack)))
             if observe_all or planned.operation.observes:
-                self.points.append(self.look(planned.index, pending=planned.pending))
+                self.points.append(self._observed(planned.index, pending=planned.pending))
             if self.adopted is not None and not self._adopt(planned.index, pending=planned.pending):
                 return self.points
         self.slack = {}
-        self.points.append(self.look(len(self.case.program), pending=any(self.pending)))
+        self.points.append(self._observed(len(self.case.program), pending=any(self.pending)))
         return self.points
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every parameter."""
+        return {fqn: tuple(parameter.shape) for fqn, parameter in self.parameters.items()}
 
     # ------------------------------------------------------------------------------------------- construction
 
     def _compute_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        """A parameter that the replicas compute with: the stored numbers themselves, or a copy in `param_dtype`."""
-        dtype = self.precision.param_dtype
-        held = parameter.detach()
-        held = held if dtype is None or not held.is_floating_point() else held.to(dtype)
-        return nn.Parameter(self.disturbance.place(held), requires_grad=parameter.requires_grad)
-
-    def _make_replicas(self) -> list[nn.Module]:
-        """One for each rank; ranks without buffers of their own have nothing to tell apart and share one."""
-        if next(self.master.buffers(), None) is None:
-            return [self._replica()] * self.size
-        return [self._replica() for _ in range(self.size)]
+        """Return what the replicas compute with: the stored numbers themselves, or a copy in `param_dtype`."""
+        stored, dtype = parameter.detach(), self.precision.param_dtype
+        values = stored if dtype is None else models.cast_floats(stored, dtype)
+        return nn.Parameter(self.disturbance.place(values), requires_grad=parameter.requires_grad)
 
     def _replica(self) -> nn.Module:
         replica = replica_of(self.master, {id(p): self.compute[fqn] for fqn, p in self.parameters.items()})
@@ -109,30 +123,27 @@ class Replay:
         return self.disturbance.divided(replica, self.case.wrapping)
 
     def build_optimizer(self) -> None:
-        """Builds the case's optimizer over the stored parameters."""
+        """Build the case's optimizer over the stored parameters."""
         self.optimizer = models.build_optimizer(self.case, self.parameters.values())
 
     # ------------------------------------------------------------------------------------------- computation
 
     def forward(self, rank: int, batch: Any) -> models.Forwarded:
-        """Runs the replica of `rank` on that rank's inputs."""
+        """Run the replica of `rank` on that rank's inputs."""
         inputs = models.make_inputs(self.case, batch, rank)
         if self.precision.param_dtype is not None:
-            inputs = models.Inputs(*models.map_tensors(self._to_param_dtype, (inputs.args, dict(inputs.kwargs))))
+            inputs = models.Inputs(*models.cast_floats((inputs.args, dict(inputs.kwargs)), self.precision.param_dtype))
         return models.forward(self.replicas[rank], self.case, batch, rank, inputs)
 
-    def _to_param_dtype(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.precision.param_dtype) if tensor.is_floating_point() else tensor
-
     def refresh(self) -> None:
-        """Casts the stored parameters into the compute parameters; nothing to do where they share their numbers."""
+        """Cast the stored parameters into the compute parameters; nothing to do where they share their numbers."""
         with torch.no_grad():
             for fqn, parameter in self.parameters.items():
                 if self.compute[fqn].data_ptr() != parameter.data_ptr():
                     self.compute[fqn].copy_(parameter)
 
     def local_gradients(self, rank: int, batch: Any) -> tuple[models.Forwarded, LocalGradients]:
-        """Runs forward and backward of one rank and returns its own gradients."""
+        """Run forward and backward of one rank, and return its own gradients."""
         for parameter in self.compute.values():
             parameter.grad = None
         self.disturbance.contributions.clear()
@@ -142,39 +153,46 @@ class Replay:
         return forwarded, gradients_of(self.compute, self.disturbance.contributions)
 
     def begin_micro_batch(self) -> None:
-        """Counts the local additions to gradients that await reduction: one for each use of a part."""
+        """Count the local additions to gradients that await reduction: one for each use of a part."""
         self.unreduced = any(self.pending)
         self.pending_roundings += models.most_uses(self.case) if self.unreduced else 0
 
     def accumulate(self, rank: int, gradients: LocalGradients) -> None:
-        """Adds gradients of `rank` to those that await reduction."""
+        """Add gradients of `rank` to those that await reduction."""
         self.unreduced = self.unreduced and not gradients.values
         self.pending[rank].add(gradients)
 
     def reduce_pending(self) -> None:
-        """Turns the ranks' pending gradients into the stored gradient: the mean, added to what is there."""
+        """Turn the ranks' pending gradients into the stored gradient: the mean, added to what is there."""
         require_backward(unreduced=self.unreduced)
         reduced: dict[str, tuple[Reduced, torch.dtype]] = {}
         for fqn, parameter in self.parameters.items():
             held = [pending.values.get(fqn) for pending in self.pending]
             if any(gradient is not None for gradient in held):
                 parts = [torch.zeros_like(self.compute[fqn]) if gradient is None else gradient for gradient in held]
-                wire = self.precision.on_the_wire or parts[0].dtype
-                reduced[fqn] = reduce(parts, wire, parameter.dtype, self.division), parts[0].dtype
+                summed = next(gradient.dtype for gradient in held if gradient is not None)
+                wire = self.precision.on_the_wire or summed
+                reduced[fqn] = reduce(parts, wire, parameter.dtype, self.division), summed
         largest = max((float(r.magnitude.max()) for r, _ in reduced.values() if r.magnitude.numel()), default=0.0)
-        for fqn, (one, computed) in reduced.items():
+        for fqn, (one, summed) in reduced.items():
             one = replace(one, mean=self.disturbance.gradient(one.mean, one.magnitude, largest))
-            self._add_mean(fqn, self.parameters[fqn], one, computed)
-        self.pending = [PendingGradients() for _ in range(self.size)]
+            self._add_mean(fqn, self.parameters[fqn], one, summed)
+        self._nothing_pending()
+
+    def _nothing_pending(self) -> None:
+        self.pending = [PendingGradients(self.precision.on_the_wire) for _ in range(self.size)]
         self.pending_roundings = 0
 
-    def _add_mean(self, fqn: str, parameter: nn.Parameter, reduced: Reduced, computed: torch.dtype) -> None:
+    def _add_mean(self, fqn: str, parameter: nn.Parameter, reduced: Reduced, summed: torch.dtype) -> None:
         error, why, size = reduced.error, reduced.derivation, reduced.magnitude
-        wire, later = self.precision.on_the_wire or computed, self.pending_roundings
+        wire, later = self.precision.on_the_wire or summed, self.pending_roundings
         if later:
             # Each rank's sum may be reduced as a whole, or part by part and added up where it is stored.
             size = mean_size(self.pending, fqn, size)
-            error = error + roundings(2 * (later + self.size - 1), (computed, wire), size)
+            error = error + roundings(2 * (later + self.size - 1), (summed, wire), size)
+            if models.most_uses(self.case) > 1 and summed != self.compute[fqn].dtype:
+                # Autograd adds up the uses of one backward, in the dtype of computation, and in which order is its own.
+                error = error + roundings(2 * later, (self.compute[fqn].dtype,), size)
             why += f"; {later} additions before or after those of {self.size} ranks"
         if parameter.grad is None:
             parameter.grad = reduced.mean.clone()
@@ -219,7 +237,8 @@ class Replay:
                 parameter.mul_(factor)
 
     def clear_gradients(self) -> None:
-        """Leave no parameter with a gradient."""
+        """Leave no parameter with a gradient, and none that awaits reduction."""
+        self._nothing_pending()
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -254,8 +273,8 @@ class Replay:
 
     # ------------------------------------------------------------------------------------------- observation
 
-    def look(self, index: int, *, pending: bool) -> ReplayPoint:
-        """Returns copies of everything held."""
+    def _observed(self, index: int, *, pending: bool) -> ReplayPoint:
+        """Return copies of parameters, gradients, optimizer state and buffers."""
         values: dict[Quantity, torch.Tensor | None] = {}
         for fqn, parameter in self.parameters.items():
             if not pending:
@@ -283,7 +302,7 @@ class Replay:
     # ------------------------------------------------------------------------------------------- lockstep
 
     def _adopt(self, index: int, *, pending: bool) -> bool:
-        """Takes over the implementation's state after operation `index`; False if it never got there."""
+        """Take over the implementation's state after operation `index`; False if it never got there."""
         state = (self.adopted or {}).get(index)
         if state is None:
             return False
@@ -294,15 +313,12 @@ class Replay:
                 if not pending and fqn in state.gradients:
                     gradient = state.gradients[fqn]
                     parameter.grad = None if gradient is None else gradient.to(parameter.dtype).clone()
+                own = self.optimizer_state(parameter)
                 for name, entry in (state.optimizer or {}).get(fqn, {}).items():
-                    self._adopt_entry(parameter, name, entry)
+                    if isinstance(own.get(name), torch.Tensor):
+                        own[name].copy_(torch.as_tensor(entry))
             for replica, buffers in zip(self.replicas, state.buffers):
                 for fqn, buffer in replica.named_buffers():
                     if fqn in buffers:
                         buffer.copy_(buffers[fqn])
         return True
-
-    def _adopt_entry(self, parameter: nn.Parameter, name: str, entry: torch.Tensor | float) -> None:
-        state = self.optimizer.state.get(parameter) if self.optimizer is not None else None
-        if state and isinstance(state.get(name), torch.Tensor):
-            state[name].copy_(entry if isinstance(entry, torch.Tensor) else torch.tensor(entry))

@@ -8,7 +8,8 @@ copied deeply.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ _PLAIN = frozenset({Tree, TreeGroup, *LEAVES.values()})
 
 
 def replica_of(module: nn.Module, parameters: Mapping[int, nn.Parameter]) -> nn.Module:
-    """Returns a copy of `module` with buffers of its own.
+    """Return a copy of `module` with buffers of its own.
 
     Args:
         module: Unwrapped, as built.
@@ -40,14 +41,13 @@ def _copied(
     if made is not None:
         return made
     made = modules[id(module)] = type(module).__new__(type(module))
-    held = vars(module)
-    kept = {name: value.copy() if isinstance(value, (dict, set)) else value for name, value in held.items()}
-    kept["_parameters"] = {n: None if p is None else parameters[id(p)] for n, p in held["_parameters"].items()}
-    kept["_buffers"] = {
-        n: None if b is None else buffers.setdefault(id(b), b.clone()) for n, b in held["_buffers"].items()
+    copies: dict[str, Callable[[Any], Any]] = {
+        "_parameters": lambda parameter: parameters[id(parameter)],
+        "_buffers": lambda buffer: buffers.setdefault(id(buffer), buffer.clone()),
+        "_modules": lambda inner: _copied(inner, parameters, modules, buffers),
     }
-    kept["_modules"] = {
-        n: None if m is None else _copied(m, parameters, modules, buffers) for n, m in held["_modules"].items()
-    }
-    vars(made).update(kept)
+    for name, value in vars(module).items():
+        vars(made)[name] = value.copy() if isinstance(value, (dict, set)) else value
+    for name, copied in copies.items():
+        vars(made)[name] = {key: None if item is None else copied(item) for key, item in vars(module)[name].items()}
     return made

@@ -15,6 +15,7 @@ from fsdp_testing.implementations.protocol import Division, Precision, Setup, Wr
 from fsdp_testing.pool.world import current_world
 from fsdp_testing.programs.models import dtype_of
 from fsdp_testing.records import Case, MixedPrecisionSpec, PolicySpec, WrappingPlan
+from fsdp_testing.strategies.normal_form import leaves_unused
 
 
 def setup_of(
@@ -45,6 +46,8 @@ def setup_of(
         checkpoint_outside=case.wrapping.checkpoint_outside,
         forward_prefetch=case.wrapping.forward_prefetch,
         backward_prefetch=case.wrapping.backward_prefetch,
+        sync_module_states=case.wrapping.sync_module_states,
+        leaves_unused=leaves_unused(case),
     )
 
 

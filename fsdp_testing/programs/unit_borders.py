@@ -26,15 +26,15 @@ class Removable(Protocol):
     """A registered hook."""
 
     def remove(self) -> None:
-        """Takes the hook off again."""
+        """Take the hook off again."""
 
 
 def draw(replica: nn.Module, plan: WrappingPlan, contributions: Contributions | None = None) -> list[Removable]:
-    """Parts the graph of `replica` at the units of `plan` and returns the hooks that do it.
+    """Part the graph of `replica` at the units of `plan`, and return the hooks that do it.
 
     Args:
         replica: Unwrapped.
-        plan: Tells the units; with a policy every module may be one.
+        plan: Names the units; with a policy every module may be one.
         contributions: Gets the absolute gradient that each call of a unit gives to each of its parameters added.
     """
     noted = {} if contributions is None else contributions
@@ -61,7 +61,7 @@ def _part(unit: nn.Module, others: set[int], noted: Contributions) -> Iterator[R
 
 
 def _modules_of(unit: nn.Module, others: set[int]) -> Iterator[nn.Module]:
-    """The modules of a unit, without those of the units inside it."""
+    """Yield the modules of a unit, without those of the units inside it."""
     yield unit
     for child in unit.children():
         if id(child) not in others:
@@ -69,21 +69,17 @@ def _modules_of(unit: nn.Module, others: set[int]) -> Iterator[nn.Module]:
 
 
 def _give_views(modules: list[nn.Module], noted: Contributions) -> None:
-    """Puts views before the parameters: an attribute in the module's own dictionary is found first."""
+    """Put views before the parameters: an attribute in the module's own dictionary is found first."""
     views: dict[int, torch.Tensor] = {}
     for module in modules:
         for name, parameter in module._parameters.items():
-            if parameter is not None:
-                if id(parameter) not in views:
-                    views[id(parameter)] = _view(parameter, noted)
-                vars(module)[name] = views[id(parameter)]
-
-
-def _view(parameter: nn.Parameter, noted: Contributions) -> torch.Tensor:
-    view = parameter.view_as(parameter)
-    if view.requires_grad:
-        view.register_hook(partial(_note, noted, id(parameter)))
-    return view
+            if parameter is None:
+                continue
+            if id(parameter) not in views:
+                view = views[id(parameter)] = parameter.view_as(parameter)
+                if view.requires_grad:
+                    view.register_hook(partial(_note, noted, id(parameter)))
+            vars(module)[name] = views[id(parameter)]
 
 
 def _note(noted: Contributions, key: int, gradient: torch.Tensor) -> None:

@@ -26,6 +26,7 @@ import pytest
 from fsdp_testing.env import Launch
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.pool import attachment
+from fsdp_testing.pool.world import current_world
 from fsdp_testing.pytest_plugin.hygiene_report import report_teardown_failure
 from fsdp_testing.pytest_plugin.marker import WorldRequest
 
@@ -60,8 +61,9 @@ class Attached:
         """Make sure that every process is about to run the same tests."""
         if not self._items or self.config.option.collectonly:
             return
+        digest = hashlib.blake2b("\n".join(item.nodeid for item in self._items).encode(), digest_size=16).hexdigest()
         try:
-            digests = attachment.compare_plans(self.launch, [_digest(self._items)], timedelta(seconds=_MEET_SECONDS))
+            digests = attachment.compare_plans(self.launch, [digest], timedelta(seconds=_MEET_SECONDS))
         except HarnessError as error:
             raise pytest.UsageError(str(error)) from None
         mine = digests[self.launch.rank]
@@ -120,12 +122,8 @@ class Attached:
                 "torchrun the first failure ends the run"
             )
             return
-        endings = attachment.gather(self.launch, mine)
+        endings = current_world().all_gather_object(mine)
         if len(set(endings)) > 1:
             how = ", ".join(f"rank {rank} {outcome}" for rank, outcome in enumerate(endings))
             item.session.shouldfail = f"ranks disagree about {item.nodeid}: {how}"
             report_teardown_failure(item, f"ranks disagree: {how}")
-
-
-def _digest(items: list[pytest.Item]) -> str:
-    return hashlib.blake2b("\n".join(item.nodeid for item in items).encode(), digest_size=16).hexdigest()

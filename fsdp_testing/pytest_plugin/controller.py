@@ -14,8 +14,8 @@ import pytest
 from fsdp_testing import env
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.pool.controller import missing_system_calls
+from fsdp_testing.pytest_plugin.rank_debugger import debugged_rank
 from fsdp_testing.pytest_plugin.selection import defaults_of, refusal_to_draw, world_request
-from fsdp_testing.pytest_plugin.terminal import debugged_rank
 
 if TYPE_CHECKING:
     from fsdp_testing.pytest_plugin.protocol import Protocol

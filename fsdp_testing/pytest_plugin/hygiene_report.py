@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from fsdp_testing.pool import WorldOutcome
-from fsdp_testing.pool.rank_outcome import rank_names
+from fsdp_testing.pool.outcome import rank_names
 from fsdp_testing.pytest_plugin.longrepr import build, text_element
-from fsdp_testing.pytest_plugin.merge import Merged
-from fsdp_testing.pytest_plugin.records import RankResult, WarningRecord
+from fsdp_testing.pytest_plugin.records import Phase, RankResult, WarningRecord
 from fsdp_testing.pytest_plugin.selection import location_of
 from fsdp_testing.records.dirt import Dirt
 
@@ -50,7 +49,7 @@ class HygieneReport:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
 
-    def add(self, item: pytest.Item, outcome: WorldOutcome, merged: list[Merged]) -> None:
+    def add(self, item: pytest.Item, outcome: WorldOutcome, merged: list[Phase]) -> None:
         """Add warnings, dirt, output and hints of one test."""
         self._warn(item, outcome)
         self._report_dirt(item, outcome, merged)
@@ -60,7 +59,7 @@ class HygieneReport:
             self._hint_at_rank_pdb(outcome, merged)
         self._stop_if_asked(item, outcome)
 
-    def _report_dirt(self, item: pytest.Item, outcome: WorldOutcome, merged: list[Merged]) -> None:
+    def _report_dirt(self, item: pytest.Item, outcome: WorldOutcome, merged: list[Phase]) -> None:
         lines = left_behind(
             (rank.rank, (*rank.dirt, *(rank.value.dirt if isinstance(rank.value, RankResult) else ())))
             for rank in outcome.ranks
@@ -103,7 +102,7 @@ class HygieneReport:
             for line in (rank.stdout + rank.stderr).splitlines():
                 reporter.write_line(f"[rank {rank.rank}] {line}")
 
-    def _hint_at_rank_pdb(self, outcome: WorldOutcome, merged: list[Merged]) -> None:
+    def _hint_at_rank_pdb(self, outcome: WorldOutcome, merged: list[Phase]) -> None:
         ranks = [r.rank for r in outcome.ranks if not (isinstance(r.value, RankResult) and not r.value.failed)] or [0]
         text = (
             "--pdb opens the debugger in the controlling process, and this test failed in ranks. "
@@ -122,7 +121,7 @@ class HygieneReport:
                 item.session.shouldstop = f"rank {rank.rank} called pytest.exit: {rank.error.message}"
 
 
-def _fail(item: pytest.Item, merged: list[Merged], lines: list[str]) -> None:
+def _fail(item: pytest.Item, merged: list[Phase], lines: list[str]) -> None:
     """Make a passed call a failure; next to another verdict, an error of teardown."""
     called = [report for report in merged if report.when == "call" and report.outcome == "passed"]
     target = called[0] if called and called[0].wasxfail is None else merged[-1]

@@ -24,7 +24,7 @@ from fsdp_testing.pool.targets import Target, resolve
 from fsdp_testing.pool.world import current_world
 from fsdp_testing.pytest_plugin import pytest_compat, rank_debugger, rank_side, rank_template
 from fsdp_testing.pytest_plugin.rank_side import RankPlugin, RankTemporaryPaths, group_count
-from fsdp_testing.pytest_plugin.records import Debugging, ItemTask, RankResult
+from fsdp_testing.pytest_plugin.records import ItemTask, RankResult
 from fsdp_testing.pytest_plugin.selection import shared_length
 from fsdp_testing.records.dirt import Dirt
 
@@ -91,8 +91,11 @@ class RankSession:
 
     def run(self, item: pytest.Item, task: ItemTask) -> None:
         """Run the item's setup, call and teardown."""
-        self._leave_what_is_not_shared(item)
         chain = item.listchain()
+        shared = shared_length(chain, self._chain)
+        if shared < len(self._chain):
+            # An earlier test kept fixtures for a next one that then was another (a rerun, another order).
+            self.tear_down(shared)
         self.plugin.begin(item)
         nextitem = self._stand_in(chain[: min(task.keep, len(chain) - 1)])
         self._last, self._chain = item, chain[:-1]
@@ -105,13 +108,6 @@ class RankSession:
         if parent not in self._kept:
             self._kept[parent] = _Kept.from_parent(parent, name="(the next test)")
         return self._kept[parent]
-
-    def _leave_what_is_not_shared(self, item: pytest.Item) -> None:
-        """Tear down what an earlier test kept for a next one that then was another (a rerun, another order)."""
-        chain = item.listchain()
-        shared = shared_length(chain, self._chain)
-        if shared < len(self._chain):
-            self.tear_down(shared)
 
     def tear_down(self, keep: int) -> str:
         """End fixtures of all but the `keep` first nodes of the last item's chain; returns what went wrong."""
@@ -143,26 +139,17 @@ class RankSession:
         return problem
 
 
-class _Here:
-    """The session of this process: how to start it, and itself once it has been needed."""
-
-    def __init__(self) -> None:
-        self.session: RankSession | None = None
-        self._spec: bytes | None = None
-        self._directory = ""
-
-    def started(self, spec: bytes | None, directory: str) -> RankSession:
-        """Return the session, started now if it was not; `spec` comes with the first job of a world."""
-        if spec is not None:
-            self._spec, self._directory = spec, directory
-        if self.session is None:
-            if self._spec is None:
-                raise PoolBroken("in_rank: expected the session's description with the first item, got none.")
-            self.session = RankSession(self._spec, self._directory)
-        return self.session
+_session: RankSession | None = None
 
 
-_here = _Here()
+def _started(spec: bytes | None, directory: str) -> RankSession:
+    """Return the session of this process, started with the first job of a world, which brings `spec`."""
+    global _session
+    if _session is None:
+        if spec is None:
+            raise PoolBroken("in_rank: expected the session's description with the first item, got none.")
+        _session = RankSession(spec, directory)
+    return _session
 
 
 def run_item(spec: bytes | None, directory: str, task: ItemTask) -> RankResult | Failed:
@@ -176,7 +163,7 @@ def run_item(spec: bytes | None, directory: str, task: ItemTask) -> RankResult |
     Returns:
         This rank's result, marked as failed when it is one so that ranks that wait for this one are stopped soon.
     """
-    session = _here.started(spec, directory)
+    session = _started(spec, directory)
     item, problem = session.item(task)
     if item is None:
         session.plugin.take_reports()
@@ -196,34 +183,29 @@ def run_item(spec: bytes | None, directory: str, task: ItemTask) -> RankResult |
         str(stop or ""),
         f"the session's end failed in this rank:\n{finish}" if finish else "",
     )
-    _wait_for_debugger(task.debugging)
+    if task.debugging is not None:
+        # Under `--rank-pdb`, a rank that is done waits for the one that a person debugs.
+        done = Path(task.debugging.done)
+        if current_world().rank == task.debugging.rank:
+            done.touch()
+        while not done.exists():
+            time.sleep(_POLL_SECONDS)
     return Failed(result) if result.failed else result
-
-
-def _wait_for_debugger(debugging: Debugging | None) -> None:
-    """Under `--rank-pdb`, a rank that is done waits for the one that a person debugs."""
-    if debugging is None:
-        return
-    done = Path(debugging.done)
-    if current_world().rank == debugging.rank:
-        done.touch()
-    while not done.exists():
-        time.sleep(_POLL_SECONDS)
 
 
 def tear_down(keep: int) -> RankResult:
     """End fixtures that the next item does not share; called when another world runs that item."""
-    session = _here.session
-    if session is None:
+    if _session is None:
         return RankResult()
-    problem = session.tear_down(keep)
-    _, warnings, dirt = session.plugin.take_reports()
-    return RankResult((), (), warnings, dirt, session.kept(), group_count(), "", problem)
+    problem = _session.tear_down(keep)
+    _, warnings, dirt = _session.plugin.take_reports()
+    return RankResult((), (), warnings, dirt, _session.kept(), group_count(), "", problem)
 
 
 def finish() -> str:
     """End the session; called before the rank leaves."""
-    session, _here.session = _here.session, None
+    global _session
+    session, _session = _session, None
     return "" if session is None else session.finish()
 
 
@@ -242,7 +224,7 @@ def call_function(
     Returns:
         The serialised result (to be read in the test, where its classes are known) and what the call left behind.
     """
-    session = _here.started(spec, directory)
+    session = _started(spec, directory)
     if test_file and target.module not in sys.modules:
         session.item(ItemTask("", test_file, 0))
     with session.filters():

@@ -72,10 +72,11 @@ class Leases:
         """Make a directory in pytest's base for temporary files."""
         return pytest_compat.new_directory(self._config, prefix)
 
-    def note(self, world: PooledWorld, chain: list[Any]) -> None:
-        """Remember which nodes' fixtures live in `world`."""
-        if chain and world.trusted:
-            self._kept[world] = chain
+    def note(self, world: PooledWorld, chain: list[Any], outcome: WorldOutcome) -> None:
+        """Remember which nodes of `chain` have fixtures that live in `world` after a job."""
+        kept = chain[: max((value.kept for value in outcome.values if isinstance(value, RankResult)), default=0)]
+        if kept and world.trusted:
+            self._kept[world] = kept
         else:
             self._kept.pop(world, None)
 
@@ -92,7 +93,7 @@ class Leases:
                 self._tear_down(world, chain, keep)
 
     def _tear_down(self, world: PooledWorld, chain: list[Any], keep: int) -> None:
-        world.borrow()
+        world.lend()
         try:
             outcome = world.execute(f"{IN_RANK}:tear_down", (keep,), lasting=None, timeout=_END_SECONDS)
         except HarnessError as error:
@@ -102,7 +103,7 @@ class Leases:
             self._problems.extend(_problems(outcome))
             if any(rank.value.dirt for rank in outcome.ranks if isinstance(rank.value, RankResult)):
                 world.distrust()
-            self.note(world, chain[: _kept_by(outcome)])
+            self.note(world, chain, outcome)
         finally:
             world.release()
 
@@ -135,10 +136,6 @@ class Leases:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
-
-
-def _kept_by(outcome: WorldOutcome) -> int:
-    return max((value.kept for value in outcome.values if isinstance(value, RankResult)), default=0)
 
 
 def _problems(outcome: WorldOutcome) -> list[str]:

@@ -10,8 +10,8 @@ from typing import Any
 
 from fsdp_testing.errors import InvalidArgument
 
-_UNSET: Any = object()
 _ISOLATIONS = ("warm", "fresh")
+_ARGUMENTS = inspect.signature(lambda size=None, backend=None, timeout=None, isolation=None, *, rank=None: None)
 _EXAMPLE = "Write @pytest.mark.world(2), or world([2, 4], backend='gloo', timeout=60, isolation='fresh')"
 
 
@@ -52,18 +52,6 @@ class WorldRequest:
     rank: int | None
 
 
-def _signature(
-    size: Any = _UNSET,
-    backend: Any = _UNSET,
-    timeout: Any = _UNSET,
-    isolation: Any = _UNSET,
-    *,
-    rank: Any = _UNSET,
-) -> None:
-    """The marker's arguments."""
-    del size, backend, timeout, isolation, rank
-
-
 def read_marker(
     args: Sequence[Any], kwargs: Mapping[str, Any], *, where: str, defaults: Defaults, backends: Sequence[str]
 ) -> Request:
@@ -80,28 +68,24 @@ def read_marker(
         InvalidArgument: Lists every offence.
     """
     try:
-        given = dict(inspect.signature(_signature).bind(*args, **kwargs).arguments)
+        given = _ARGUMENTS.bind(*args, **kwargs).arguments
     except TypeError as error:
+        shown = ", ".join([*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())])
         raise InvalidArgument(
-            f"{where}: expected world(size, backend, timeout, isolation, rank=None), got {_shown(args, kwargs)} "
-            f"({error}). {_EXAMPLE}."
+            f"{where}: expected world(size, backend, timeout, isolation, rank=None), got world({shown}) ({error}). "
+            f"{_EXAMPLE}."
         ) from None
     problems: list[str] = []
     sizes, listed = _sizes(given.get("size", defaults.sizes), problems)
     if "size" not in given:
         listed = len(sizes) > 1
-    backend = _member("backend", given.get("backend", defaults.backend), backends, problems)
+    backend = _member("expected backend to be", given.get("backend", defaults.backend), backends, problems)
     timeout = _timeout(given["timeout"], problems) if "timeout" in given else defaults.timeout
-    isolation = _member("isolation", given.get("isolation", "warm"), _ISOLATIONS, problems)
+    isolation = _member("expected isolation to be", given.get("isolation", "warm"), _ISOLATIONS, problems)
     rank = _rank(given.get("rank"), sizes, backend, problems)
     if problems:
         raise InvalidArgument(f"{where}: {'; '.join(problems)}. {_EXAMPLE}.")
     return Request(sizes, listed, backend, timeout, defaults.fresh or isolation == "fresh", rank)
-
-
-def _shown(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    parts = [repr(value) for value in args] + [f"{name}={value!r}" for name, value in kwargs.items()]
-    return f"world({', '.join(parts)})"
 
 
 def _is_size(value: Any) -> bool:
@@ -120,11 +104,11 @@ def _sizes(value: Any, problems: list[str]) -> tuple[tuple[int, ...], bool]:
     return sizes, listed
 
 
-def _member(name: str, value: Any, allowed: Sequence[str], problems: list[str]) -> str:
-    if not isinstance(value, str) or value not in allowed:
-        problems.append(f"expected {name} to be one of {', '.join(allowed)}, got {value!r}")
-        return ""
-    return value
+def _member(expected: str, value: Any, allowed: Sequence[str], problems: list[str]) -> str:
+    if isinstance(value, str) and value in allowed:
+        return value
+    problems.append(f"{expected} one of {', '.join(allowed)}, got {value!r}")
+    return ""
 
 
 def _timeout(value: Any, problems: list[str]) -> float | None:
@@ -171,10 +155,10 @@ def read_defaults(
             seconds = -1.0
         if not 0 <= seconds < math.inf:
             problems.append(f"--rank-timeout: expected seconds >= 0, got {timeout!r}")
-    if backend is not None and backend not in backends:
-        problems.append(f"--dist-backend: expected one of {', '.join(backends)}, got {backend!r}")
-    if isolation is not None and isolation not in _ISOLATIONS:
-        problems.append(f"--isolation: expected one of {', '.join(_ISOLATIONS)}, got {isolation!r}")
+    if backend is not None:
+        _member("--dist-backend: expected", backend, backends, problems)
+    if isolation is not None:
+        _member("--isolation: expected", isolation, _ISOLATIONS, problems)
     if problems:
         raise InvalidArgument("command line: " + "; ".join(problems) + ". Correct the options.")
     return Defaults(sizes, backend or "gloo", seconds or None, isolation == "fresh")

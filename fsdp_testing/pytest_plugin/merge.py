@@ -7,12 +7,9 @@ rank that failed, died, hung or disagrees makes it failed; the text says which r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, replace
 
-from fsdp_testing.pool.cause import Cause
-from fsdp_testing.pool.outcome import WorldOutcome
-from fsdp_testing.pool.rank_outcome import Fate, RankOutcome, rank_names
+from fsdp_testing.pool.outcome import Fate, RankOutcome, WorldOutcome, account_lines, rank_names
 from fsdp_testing.pytest_plugin.longrepr import (
     Element,
     abbreviated,
@@ -28,26 +25,6 @@ from fsdp_testing.pytest_plugin.longrepr import (
 from fsdp_testing.pytest_plugin.records import Phase, RankResult
 
 _PHASES = ("setup", "call", "teardown")
-
-
-@dataclass(slots=True)
-class Merged:
-    """One report of the merged item; the item's own facts are added by the protocol."""
-
-    when: str
-    outcome: str
-    duration: float
-    longrepr: Any = None
-    sections: list[tuple[str, str]] = field(default_factory=list)
-    wasxfail: str | None = None
-
-    def fail(self, longrepr: dict[str, Any]) -> None:
-        """Become a failure."""
-        self.outcome, self.longrepr = "failed", longrepr
-
-    def lengthen(self, seconds: float) -> None:
-        """Count time that is nobody else's."""
-        self.duration += max(0.0, seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +95,7 @@ def accounts_of(outcome: WorldOutcome) -> tuple[Account, ...]:
     )
 
 
-def merge(outcome: WorldOutcome, location: tuple[str, int]) -> list[Merged]:
+def merge(outcome: WorldOutcome, location: tuple[str, int]) -> list[Phase]:
     """Return the merged reports, in order.
 
     Args:
@@ -158,13 +135,13 @@ def _whens(accounts: Sequence[Account]) -> list[str]:
     return [when for when in _PHASES if when in seen or when != "call"]
 
 
-def _plain(accounts: Sequence[Account]) -> list[Merged]:
+def _plain(accounts: Sequence[Account]) -> list[Phase]:
     durations = _durations(accounts)
-    merged = [Merged(when, "passed", durations[when]) for when in _whens(accounts)]
+    merged = [Phase(when, "passed", durations[when]) for when in _whens(accounts)]
     return _with_sections(merged, accounts)
 
 
-def _alike(accounts: Sequence[Account]) -> list[Merged]:
+def _alike(accounts: Sequence[Account]) -> list[Phase]:
     """Every rank skipped, or every rank xfailed or xpassed: the first rank's reports, with every reason."""
     merged = _plain(accounts)
     by_when = {report.when: report for report in merged}
@@ -181,7 +158,7 @@ def _alike(accounts: Sequence[Account]) -> list[Merged]:
     return merged
 
 
-def _partly_expected(accounts: Sequence[Account]) -> list[Merged]:
+def _partly_expected(accounts: Sequence[Account]) -> list[Phase]:
     failed = [account for account in accounts if account.verdict == "xfailed"]
     passed = rank_names(account.rank for account in accounts if account.verdict == "xpassed")
     merged = _alike(failed)
@@ -192,40 +169,31 @@ def _partly_expected(accounts: Sequence[Account]) -> list[Merged]:
     return merged
 
 
-def _failure(outcome: WorldOutcome, accounts: Sequence[Account], location: tuple[str, int]) -> list[Merged]:
+def _failure(outcome: WorldOutcome, accounts: Sequence[Account], location: tuple[str, int]) -> list[Phase]:
     """A failed setup or call that names every rank, and failed teardowns as pytest has them: on their own."""
     durations = _durations(accounts)
     teardown = [account for account in accounts if any(p.when == "teardown" for p in account.failing())]
     others = [
         a for a in accounts if a.result is None or a.result.problem or any(p.when != "teardown" for p in a.failing())
     ]
-    reports: list[Merged] = []
+    reports: list[Phase] = []
     only_teardown = outcome.diagnosis is None or all(a.outcome.fate is Fate.RETURNED for a in accounts)
-    if others or not teardown or not only_teardown or _disagreement(accounts):
-        when = _first_failing(accounts)
+    reported = {account.verdict for account in accounts if account.result is not None}
+    quiet = reported - {"failed"}
+    # Ranks that did report ended differently, in a way that is no plain failure.
+    disagree = len(quiet) > 1 or bool(quiet - {"passed"} and "failed" in reported)
+    if others or not teardown or not only_teardown or disagree:
+        early = [p for a in accounts for p in a.failing() if p.when == "setup"]
+        when = "setup" if early or any(a.result and a.result.problem for a in accounts) else "call"
         if when == "call":
-            reports.append(Merged("setup", "passed", durations["setup"]))
-        reports.append(Merged(when, "failed", durations[when], _account_of_all(outcome, accounts, location)))
+            reports.append(Phase("setup", "passed", durations["setup"]))
+        reports.append(Phase(when, "failed", durations[when], _account_of_all(outcome, accounts, location)))
     else:
-        reports.extend(Merged(when, "passed", durations[when]) for when in _whens(accounts) if when != "teardown")
-    last = Merged("teardown", "passed", durations["teardown"])
+        reports.extend(Phase(when, "passed", durations[when]) for when in _whens(accounts) if when != "teardown")
+    last = Phase("teardown", "passed", durations["teardown"])
     if teardown:
         last.fail(_teardown_text(teardown, accounts, location))
     return _with_sections([*reports, last], accounts)
-
-
-def _first_failing(accounts: Sequence[Account]) -> str:
-    for account in accounts:
-        if any(phase.when == "setup" for phase in account.failing()) or (account.result and account.result.problem):
-            return "setup"
-    return "call"
-
-
-def _disagreement(accounts: Sequence[Account]) -> bool:
-    """Whether ranks that did report ended differently in a way that is no plain failure."""
-    verdicts = {account.verdict for account in accounts if account.result is not None}
-    quiet = verdicts - {"failed"}
-    return len(quiet) > 1 or bool(quiet - {"passed"} and "failed" in verdicts)
 
 
 def _account_of_all(outcome: WorldOutcome, accounts: Sequence[Account], location: tuple[str, int]) -> dict[str, object]:
@@ -293,51 +261,25 @@ def _failed_lead(outcome: WorldOutcome, accounts: Sequence[Account], failed: Seq
     lead = "; ".join(f"{rank_names(ranks)}: {message}" for message, ranks in messages.items())
     waiting = [account for account in accounts if account.result is None]
     if waiting:
-        lead += "; " + _waiting_clause(outcome.diagnosis, waiting)
+        # What ranks without a report waited for, or else how each of them ended.
+        diagnosis = outcome.diagnosis
+        clause = diagnosis.clause_of([account.rank for account in waiting]) if diagnosis is not None else ""
+        lead += "; " + (clause or "; ".join(account.outcome.headline() for account in waiting))
     others = [a for a in accounts if a.result is not None and not a.result.failed and a.verdict != "passed"]
     return "; ".join([lead, *(account.clause() for account in others)])
-
-
-def _waiting_clause(diagnosis: Cause | None, waiting: Sequence[Account]) -> str:
-    """Say what ranks without a report waited for, or else how each of them ended."""
-    clause = diagnosis.clause_of([account.rank for account in waiting]) if diagnosis is not None else ""
-    return clause or "; ".join(account.outcome.headline() for account in waiting)
 
 
 _MACHINERY = ("/_pytest/", "/pluggy/", "/fsdp_testing/pool/", "/fsdp_testing/pytest_plugin/", '"<string>"')
 
 
-def _without_machinery(traceback: Sequence[str]) -> list[str]:
-    """A traceback without the frames of pytest and of this harness, their lines of source included."""
-    kept: list[str] = []
-    dropping = False
-    for line in traceback:
-        if line.startswith('  File "'):
-            dropping = any(part in line for part in _MACHINERY)
-        elif not line.startswith("    "):
-            dropping = False
-        if not dropping:
-            kept.append(line)
-    return kept
-
-
 def _fate_lines(rank: RankOutcome) -> list[str]:
-    lines: list[str] = []
-    if rank.error is not None:
-        lines.extend(_without_machinery(rank.error.traceback.rstrip().splitlines()))
-    if rank.collectives:
-        lines.append("last collectives:")
-        lines.extend(f"  {record}  ({record.call_site})" for record in rank.collectives[-5:])
     # Python's own account of a fatal signal, written to descriptor 2 as the process went down.
     fatal = rank.stderr.find("Fatal Python error") if rank.fate is Fate.DIED else -1
-    stack = rank.stack if fatal < 0 else rank.stderr[fatal:]
-    if stack:
-        lines.append("stack:")
-        lines.extend(line for line in stack.rstrip().splitlines() if not any(part in line for part in _MACHINERY))
-    return lines or ["it left no traceback and issued no collective"]
+    shown = rank if fatal < 0 else replace(rank, stack=rank.stderr[fatal:])
+    return account_lines(shown, _MACHINERY) or ["it left no traceback and issued no collective"]
 
 
-def _with_sections(merged: list[Merged], accounts: Sequence[Account]) -> list[Merged]:
+def _with_sections(merged: list[Phase], accounts: Sequence[Account]) -> list[Phase]:
     """Attach what ranks wrote and logged, named by rank, to the report that readers see."""
     shown = next((r for r in merged if r.outcome == "failed"), None)
     shown = shown or next((r for r in merged if r.when == "call"), merged[0])

@@ -17,10 +17,10 @@ from fsdp_testing.pytest_plugin.hygiene_report import HygieneReport, WorldHygien
 from fsdp_testing.pytest_plugin.leases import IN_RANK, Leases
 from fsdp_testing.pytest_plugin.longrepr import build, text_element
 from fsdp_testing.pytest_plugin.marker import WorldRequest
-from fsdp_testing.pytest_plugin.merge import Merged, merge
-from fsdp_testing.pytest_plugin.records import Debugging, ItemTask, RankResult
+from fsdp_testing.pytest_plugin.merge import merge
+from fsdp_testing.pytest_plugin.rank_debugger import debugged_rank
+from fsdp_testing.pytest_plugin.records import Debugging, ItemTask, Phase, RankResult
 from fsdp_testing.pytest_plugin.selection import collected_id, location_of, shared_length
-from fsdp_testing.pytest_plugin.terminal import debugged_rank
 
 _REQUEST = pytest.StashKey[WorldRequest]()
 
@@ -93,7 +93,7 @@ class Protocol:
                 properties = _properties(outcome)
         self._tear_down_here(item, nextitem, merged)
         # Lending a world, sending and merging belong to setup, so that durations add up to the time spent.
-        merged[0].lengthen(time.perf_counter() - clock - sum(report.duration for report in merged))
+        merged[0].duration += max(0.0, time.perf_counter() - clock - sum(report.duration for report in merged))
         return [self._report(item, part, began, properties) for part in merged]
 
     def _execute(self, item: pytest.Item, request: WorldRequest, nextitem: pytest.Item | None) -> WorldOutcome:
@@ -114,7 +114,7 @@ class Protocol:
             results = [value for value in outcome.values if isinstance(value, RankResult)]
             if any(result.dirt for result in results) or len({result.groups for result in results}) > 1:
                 world.distrust()
-            self.leases.note(world, chain[: max((result.kept for result in results), default=0)])
+            self.leases.note(world, chain, outcome)
             return outcome
         finally:
             self.leases.give_back(world)
@@ -138,17 +138,17 @@ class Protocol:
                 self._unavailable[key] = str(error)
         return self._unavailable[key]
 
-    def _not_run(self, item: pytest.Item, request: WorldRequest, reason: str) -> list[Merged]:
+    def _not_run(self, item: pytest.Item, request: WorldRequest, reason: str) -> list[Phase]:
         text = f"backend {request.backend} cannot run here: {reason}"
         if self.config.option.require_backend:
             return _failed_setup(item, f"{text} (--require-backend)")
         path, line = location_of(item)
-        skipped = Merged("setup", "skipped", 0.0, (path, line, f"Skipped: {text}"))
-        return [skipped, Merged("teardown", "passed", 0.0)]
+        skipped = Phase("setup", "skipped", 0.0, (path, line, f"Skipped: {text}"))
+        return [skipped, Phase("teardown", "passed", 0.0)]
 
     # ------------------------------------------------------------------ this process's own fixtures
 
-    def _tear_down_here(self, item: pytest.Item, nextitem: pytest.Item | None, merged: list[Merged]) -> None:
+    def _tear_down_here(self, item: pytest.Item, nextitem: pytest.Item | None, merged: list[Phase]) -> None:
         """End fixtures that ordinary tests before this one left alive in this process for ordinary tests after it."""
         wanted = nextitem.listchain() if nextitem is not None else []
         shared = shared_length(self._plain_chain, wanted)
@@ -163,7 +163,7 @@ class Protocol:
             merged[-1].fail(build([text_element([text])], text, None, location_of(item)))
 
     def _report(
-        self, item: pytest.Item, part: Merged, began: float, properties: tuple[tuple[str, Any], ...]
+        self, item: pytest.Item, part: Phase, began: float, properties: tuple[tuple[str, Any], ...]
     ) -> pytest.TestReport:
         facts: dict[str, Any] = {
             "nodeid": item.nodeid,
@@ -216,10 +216,10 @@ class Sweep:
         return result
 
 
-def _failed_setup(item: pytest.Item, text: str) -> list[Merged]:
+def _failed_setup(item: pytest.Item, text: str) -> list[Phase]:
     lines = text.splitlines() or ["failed without a message"]
-    failed = Merged("setup", "failed", 0.0, build([text_element(lines)], lines[0], None, location_of(item)))
-    return [failed, Merged("teardown", "passed", 0.0)]
+    failed = Phase("setup", "failed", 0.0, build([text_element(lines)], lines[0], None, location_of(item)))
+    return [failed, Phase("teardown", "passed", 0.0)]
 
 
 def _properties(outcome: WorldOutcome) -> tuple[tuple[str, Any], ...]:

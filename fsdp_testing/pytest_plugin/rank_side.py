@@ -26,11 +26,6 @@ NAME = "fsdp_testing.rank"
 _SET_PER_TEST = frozenset({"warnings filters", "logging"})
 
 
-def _harmless(fixturedef: Any) -> bool:
-    """Return whether a fixture is of pytest or of this plugin: it changes no state, and nothing need be kept for it."""
-    return str(fixturedef.func.__module__).startswith(("_pytest.", "fsdp_testing."))
-
-
 def _plain(value: object) -> Any:
     """Return a property as reports show it: anything that is no plain value as its text."""
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
@@ -91,7 +86,7 @@ class RankPlugin:
             self._user_properties = tuple((str(name), _plain(value)) for name, value in report.user_properties)
         wasxfail = getattr(report, "wasxfail", None)
         self._phases.append(
-            Phase(report.when, report.outcome, report.duration, longrepr, tuple(report.sections), wasxfail)
+            Phase(report.when, report.outcome, report.duration, longrepr, list(report.sections), wasxfail)
         )
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -139,12 +134,16 @@ class RankPlugin:
     def pytest_fixture_setup(self, fixturedef: Any, request: pytest.FixtureRequest) -> Generator[None, Any, Any]:
         """Guard the node that a fixture belongs to before its first fixture."""
         __tracebackhide__ = True
-        if fixturedef.scope != "function" and _harmless(fixturedef):
+        own = str(fixturedef.func.__module__).startswith(("_pytest.", "fsdp_testing."))
+        if fixturedef.scope != "function" and own:
+            # A fixture of pytest or of this plugin changes no state, and nothing need be kept for it.
             return (yield)
         node = request.node
         if node not in self._guards:
             self._guard(node)
-        inside = [] if fixturedef.scope == "function" else self._guards_inside(node)
+        inside: list[Snapshot] = []
+        if fixturedef.scope != "function":
+            inside = [guard for other, guard in self._guards.items() if other is not node and node in other.listchain()]
         before = Snapshot() if inside else None
         result = yield
         if before is not None:
@@ -176,9 +175,6 @@ class RankPlugin:
             owner = node.nodeid or "the session"
             dirt = tuple(Dirt(d.kind, f"{d.what} (by a fixture of {owner})", d.restored) for d in dirt)
         self._dirt.extend(dirt)
-
-    def _guards_inside(self, node: Any) -> list[Snapshot]:
-        return [guard for other, guard in self._guards.items() if other is not node and node in other.listchain()]
 
     def item_directory(self) -> Path:
         """Return the temporary directory of the running item, the same one on every rank."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_testing.records.dirt import Dirt
@@ -64,9 +64,9 @@ class ItemTask:
     debugging: Debugging | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Phase:
-    """One report of one rank: setup, call, teardown, or a subtest of the call.
+    """One report: setup, call, teardown, or a subtest of the call; of one rank, or what ranks' reports are merged into.
 
     `longrepr` is the serialised form that `pytest_report_to_serializable` makes.
     """
@@ -75,8 +75,12 @@ class Phase:
     outcome: str
     duration: float
     longrepr: Any = None
-    sections: tuple[tuple[str, str], ...] = ()
+    sections: list[tuple[str, str]] = field(default_factory=list)
     wasxfail: str | None = None
+
+    def fail(self, longrepr: dict[str, Any]) -> None:
+        """Become a failure."""
+        self.outcome, self.longrepr = "failed", longrepr
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,36 +7,23 @@ from typing import Any
 
 import pytest
 
+from fsdp_testing.backends import registered_backends
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.pytest_plugin import pytest_compat
 from fsdp_testing.pytest_plugin.marker import Defaults, Request, WorldRequest, read_defaults, read_marker
 
 SIZE_FIXTURE = "fsdp_world_size"
-_BACKENDS = pytest.StashKey[tuple[str, ...]]()
-_DEFAULTS = pytest.StashKey[Defaults]()
-
-
-def backends_of(config: pytest.Config) -> tuple[str, ...]:
-    """Return the names of backends; finding a vendor's takes milliseconds, so it is asked once per session."""
-    if _BACKENDS not in config.stash:
-        from fsdp_testing.backends import registered_backends
-
-        config.stash[_BACKENDS] = registered_backends()
-    return config.stash[_BACKENDS]
 
 
 def defaults_of(config: pytest.Config) -> Defaults:
-    """Return what the command line says, validated once.
+    """Return what the command line says.
 
     Raises:
         InvalidArgument: Lists every wrong option.
     """
-    if _DEFAULTS not in config.stash:
-        option = config.option
-        given = (option.world_size, option.dist_backend, option.rank_timeout, option.isolation)
-        backends = backends_of(config) if option.dist_backend is not None else ()
-        config.stash[_DEFAULTS] = read_defaults(*given, backends)
-    return config.stash[_DEFAULTS]
+    option = config.option
+    given = (option.world_size, option.dist_backend, option.rank_timeout, option.isolation)
+    return read_defaults(*given, registered_backends())
 
 
 def request_of(node: Any) -> Request | None:
@@ -49,9 +36,8 @@ def request_of(node: Any) -> Request | None:
     if mark is None:
         return None
     where = f"{node.nodeid}: marker world"
-    return read_marker(
-        mark.args, mark.kwargs, where=where, defaults=defaults_of(node.config), backends=backends_of(node.config)
-    )
+    defaults = defaults_of(node.config)
+    return read_marker(mark.args, mark.kwargs, where=where, defaults=defaults, backends=registered_backends())
 
 
 def parametrize_sizes(metafunc: pytest.Metafunc) -> None:

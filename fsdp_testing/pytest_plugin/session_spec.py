@@ -73,23 +73,18 @@ def session_spec(config: pytest.Config, empty: str) -> SessionSpec:
     # argparse warns about positional arguments that are there before it parses.
     options.pop("file_or_dir", None)
     plugins, blocked = _plugins(config, off)
+    given = [config.invocation_params.dir / arg.partition("::")[0].partition("[")[0] for arg in config.args]
     return SessionSpec(
         root=str(config.rootpath),
         inifile=None if config.inipath is None else str(config.inipath),
         directory=str(config.invocation_params.dir),
-        paths=tuple(_absolute(argument, config) for argument in config.args),
+        paths=tuple(str(path) if path.exists() else str(config.rootpath) for path in given),
         options=options,
         plugins=plugins,
         blocked=blocked,
         markers=tuple(config.getini("markers")),
         empty=empty,
     )
-
-
-def _absolute(argument: str, config: pytest.Config) -> str:
-    path = argument.partition("::")[0].partition("[")[0]
-    whole = config.invocation_params.dir / path
-    return str(whole) if whole.exists() else str(config.rootpath)
 
 
 def _plugins(config: pytest.Config, off: set[str]) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:

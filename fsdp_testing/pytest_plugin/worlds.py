@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fsdp_testing.backends import registered_backends
 from fsdp_testing.errors import InvalidArgument, WorldFailed
 from fsdp_testing.pool import WorldOutcome
 from fsdp_testing.pool.attachment import run_attached
@@ -16,7 +17,7 @@ from fsdp_testing.pytest_plugin.attached import NAME as ATTACHED
 from fsdp_testing.pytest_plugin.hygiene_report import WorldHygieneWarning, left_behind
 from fsdp_testing.pytest_plugin.leases import IN_RANK, Leases
 from fsdp_testing.pytest_plugin.marker import WorldRequest, read_marker
-from fsdp_testing.pytest_plugin.selection import backends_of, defaults_of
+from fsdp_testing.pytest_plugin.selection import defaults_of
 
 
 class RanksFailed(AssertionError, WorldFailed):
@@ -42,9 +43,8 @@ class Worlds:
             InvalidArgument: An argument is wrong; one call takes one size.
         """
         config, where = self.session.config, "fixture worlds"
-        asked = read_marker(
-            (size, *args), kwargs, where=where, defaults=defaults_of(config), backends=backends_of(config)
-        )
+        defaults = defaults_of(config)
+        asked = read_marker((size, *args), kwargs, where=where, defaults=defaults, backends=registered_backends())
         if len(asked.sizes) != 1:
             raise InvalidArgument(f"{where}: expected one size, got {list(asked.sizes)}. Call worlds once per size.")
         return BoundWorld(self, asked.at(asked.sizes[0]))

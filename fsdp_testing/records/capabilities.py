@@ -55,6 +55,7 @@ CAPABILITIES: dict[str, str] = {
     "reduce_dtype": "gradients are reduced in a dtype of their own",
     "buffer_dtype": "floating buffers are held in a dtype of their own",
     "clip_grad_norm": "gradients are clipped by their total norm over all ranks",
+    "error_if_nonfinite": "clipping raises on every rank where the norm is not finite, if it is asked to",
     "cpu_offload": "sharded parameters and gradients live on the CPU",
     # access and state
     "dtype_cast": "`module.to(dtype)` between wrapping and the first forward",
@@ -68,6 +69,8 @@ CAPABILITIES: dict[str, str] = {
     "optimizer_pieces": "each rank's optimizer state can be read without communication",
     # around
     "comm_hook": "a user's function reduces the gradients",
+    "tensor_hooks": "a hook on a parameter is given the rank's own gradient before it is reduced, and may replace it",
+    "accumulation_hooks": "a hook that runs after accumulation finds a parameter's reduced gradient",
     "activation_checkpointing": "units recompute their forward in backward",
     "reentrant_checkpointing": "the recomputation may be reentrant: a backward inside the backward",
     "meta_init": "modules on the meta device are materialized while wrapping",
@@ -89,7 +92,7 @@ STRATEGIES: dict[str, str] = {
 
 
 def check_capabilities(claimed: Iterable[str], where: str) -> frozenset[str]:
-    """Returns the claimed tags as a set.
+    """Return the claimed tags as a set.
 
     Raises:
         InvalidImplementation: A tag is not one of `CAPABILITIES`; every offender is listed.

@@ -7,6 +7,7 @@ any of them may be asked to run it.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,15 +15,16 @@ from typing import Any
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.operations import OPERATIONS, Operation
 from fsdp_testing.records.capabilities import STRATEGIES
-from fsdp_testing.records.document import check_format, decode, encode, load_json, register_union, to_json
+from fsdp_testing.records.document import Format, decode, register_union
 
-CASE_FORMAT = "fsdp_testing/case"
-CASE_VERSION = 1
+FORMAT = Format("fsdp_testing/case", 1)
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 OPTIMIZERS = ("sgd", "adamw", "adam")
 POLICIES = ("module_class", "size", "always")
 PREFETCH = ("pre", "post", "none")
+STARTS = ("sync_module_states", "meta_init")
+"""What wrapping may be asked to bring: fields of `WrappingPlan`, each of which needs the capability of its name."""
 
 register_union(Operation, OPERATIONS.get)
 
@@ -77,6 +79,8 @@ class WrappingPlan:
         checkpoint_outside: Around what wrapping made of the module, instead of inside it.
         forward_prefetch: Asks for units to be gathered ahead in forward.
         backward_prefetch: `pre`, `post` or `none`: when the next unit of a backward is gathered.
+        sync_module_states: Ranks begin with different values, and wrapping gives all of them those of rank 0.
+        meta_init: Modules are on the meta device, and wrapping has them initialised.
     """
 
     units: tuple[str, ...] = ()
@@ -87,16 +91,21 @@ class WrappingPlan:
     checkpoint_outside: bool = False
     forward_prefetch: bool = False
     backward_prefetch: str = "pre"
+    sync_module_states: bool = False
+    meta_init: bool = False
 
     def required(self) -> frozenset[str]:
-        """Returns the capabilities that wrapping so needs."""
-        prefetch = self.forward_prefetch or self.backward_prefetch != "pre"
-        tags = {"nested_wrapping"} if self.units else set()
-        tags |= {"policy_wrapping"} if self.policy else set()
-        tags |= {"ignored_parameters"} if self.ignored else set()
-        tags |= {"activation_checkpointing"} if self.checkpointed else set()
-        tags |= {"reentrant_checkpointing"} if self.checkpointed and self.checkpoint_reentrant else set()
-        return frozenset(tags | ({"prefetch"} if prefetch else set()))
+        """Return the capabilities that wrapping so needs."""
+        asked = {
+            "nested_wrapping": self.units,
+            "policy_wrapping": self.policy,
+            "ignored_parameters": self.ignored,
+            "activation_checkpointing": self.checkpointed,
+            "reentrant_checkpointing": self.checkpointed and self.checkpoint_reentrant,
+            "prefetch": self.forward_prefetch or self.backward_prefetch != "pre",
+        }
+        asked |= {name: getattr(self, name) for name in STARTS}
+        return frozenset(tag for tag, value in asked.items() if value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +118,7 @@ class WorldSpec:
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
-        """The mesh shape, one-dimensional unless told otherwise."""
+        """The mesh shape, one-dimensional unless one is given."""
         return self.mesh or (self.size,)
 
 
@@ -144,24 +153,23 @@ class Case:
     cpu_offload: bool = False
     optimizer: OptimizerSpec = OptimizerSpec()
 
-    def with_program(self, *operations: Operation) -> Case:
-        """Returns this case with another program."""
-        return replace(self, program=tuple(operations))
-
     def without_operation(self, index: int) -> Case:
-        """Returns this case with operation `index` left out; always a legal case again."""
+        """Return this case with operation `index` left out; always a legal case again."""
         return replace(self, program=self.program[:index] + self.program[index + 1 :])
 
     def required(self) -> frozenset[str]:
-        """Returns the capabilities an implementation must claim to be asked this case."""
-        tags = {STRATEGIES[self.strategy]}
-        tags |= {"cpu_offload"} if self.cpu_offload else set()
-        tags |= {"frozen_parameters"} if self.model.freeze else set()
-        if self.mixed_precision is not None:
-            tags |= {"mixed_precision"} if self.mixed_precision.param_dtype else set()
-            tags |= {"reduce_dtype"} if self.mixed_precision.reduce_dtype else set()
-            tags |= {"buffer_dtype"} if self.mixed_precision.buffer_dtype else set()
-        return frozenset(tags).union(self.wrapping.required(), *(operation.required() for operation in self.program))
+        """Return the capabilities an implementation must claim to be asked this case."""
+        precision = self.mixed_precision or MixedPrecisionSpec()
+        asked = {
+            STRATEGIES[self.strategy]: True,
+            "cpu_offload": self.cpu_offload,
+            "frozen_parameters": self.model.freeze,
+            "mixed_precision": precision.param_dtype,
+            "reduce_dtype": precision.reduce_dtype,
+            "buffer_dtype": precision.buffer_dtype,
+        }
+        own = frozenset(tag for tag, value in asked.items() if value)
+        return own.union(self.wrapping.required(), *(operation.required() for operation in self.program))
 
     @property
     def identity(self) -> str:
@@ -169,30 +177,23 @@ class Case:
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:12]
 
     def to_json(self, *, indent: int | None = None) -> str:
-        """Returns the case as a JSON document; `Case.from_json` gives back an equal case."""
-        return to_json({"format": CASE_FORMAT, "version": CASE_VERSION, **encode(self)}, indent=indent)
+        """Return the case as a JSON document; `Case.from_json` gives back an equal case."""
+        return FORMAT.write(self, indent=indent)
 
     @classmethod
-    def from_json(cls, text: str, where: str = "case") -> Case:
-        """Reads a case.
+    def from_json(cls, document: str | Mapping[str, Any], where: str = "case") -> Case:
+        """Read a case from text, or from what it was parsed to.
 
         Raises:
             InvalidRecord: The document is damaged, newer than this version, or describes no legal case.
         """
-        return cls.from_document(load_json(text, where), where)
-
-    @classmethod
-    def from_document(cls, data: Mapping[str, Any], where: str = "case") -> Case:
-        """Reads a case from parsed JSON data; raises like `from_json`."""
-        check_format(data, CASE_FORMAT, CASE_VERSION, where)
-        body = {key: item for key, item in data.items() if key not in ("format", "version")}
-        case = decode(cls, body, where)
+        case = decode(cls, FORMAT.read(document, where), where)
         check_case(case, where)
         return case
 
 
 def check_case(case: Case, where: str = "case") -> None:
-    """Checks what must hold of a case as a whole, whatever its program.
+    """Check what must hold of a case as a whole, whatever its program.
 
     Raises:
         InvalidRecord: Every offender is listed.
@@ -214,10 +215,7 @@ def check_case(case: Case, where: str = "case") -> None:
             demand(f"mixed_precision.{name}", getattr(case.mixed_precision, name), DTYPES)
     if case.world.size < 1:
         problems.append(f"world.size: expected at least 1, got {case.world.size}")
-    product = 1
-    for extent in case.world.mesh_shape:
-        product *= extent
-    if product != case.world.size:
+    if math.prod(case.world.mesh_shape) != case.world.size:
         problems.append(f"world.mesh: expected {case.world.size} ranks in all, got shape {case.world.mesh_shape}")
     if problems:
         raise InvalidRecord(f"{where}.{'; '.join(problems)}. Mend the document.")

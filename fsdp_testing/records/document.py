@@ -2,7 +2,8 @@
 
 One codec for all records: frozen dataclasses whose fields are scalars, enums, tuples, string-keyed mappings, other
 records, or tagged unions (records that share a base with a `kind` class attribute). Decoding checks every field against
-its annotation and names the path of the first offender; it never executes anything found in a document.
+its annotation and names the path of the first offender; it never executes anything found in a document. A document says
+in its header what it is (`Format`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import math
 import types
 import typing
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from fsdp_testing.errors import InvalidRecord
 
@@ -26,7 +27,7 @@ _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 def register_union(base: type[Any], find: Callable[[str], type[Any] | None]) -> None:
-    """Lets fields annotated with `base` hold any of its registered kinds.
+    """Let fields annotated with `base` hold any of its registered kinds.
 
     Args:
         base: The common base; its instances carry a class attribute `kind`, written into the document.
@@ -36,7 +37,7 @@ def register_union(base: type[Any], find: Callable[[str], type[Any] | None]) -> 
 
 
 def encode(value: Any) -> Any:
-    """Returns `value` as plain JSON data: records become objects, tuples become arrays, non-finite floats strings."""
+    """Return `value` as plain JSON data: records become objects, tuples become arrays, non-finite floats strings."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         data = {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
         kind = getattr(type(value), "kind", None)
@@ -59,7 +60,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(cls: type[R], data: Any, where: str | None = None) -> R:
-    """Builds a `cls` from plain JSON data.
+    """Build a `cls` from plain JSON data.
 
     Raises:
         InvalidRecord: A field is missing, unknown, or of the wrong type; the message names its path.
@@ -68,12 +69,12 @@ def decode(cls: type[R], data: Any, where: str | None = None) -> R:
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
-    """Returns `value` as JSON text; the same value always gives the same text."""
+    """Return `value` as JSON text; the same value always gives the same text."""
     return json.dumps(encode(value), indent=indent, allow_nan=False)
 
 
 def load_json(text: str, where: str) -> dict[str, Any]:
-    """Parses the JSON object in `text`.
+    """Parse the JSON object in `text`.
 
     Raises:
         InvalidRecord: The text is not JSON, or not an object.
@@ -87,21 +88,40 @@ def load_json(text: str, where: str) -> dict[str, Any]:
     return data
 
 
-def check_format(data: Mapping[str, Any], name: str, version: int, where: str) -> None:
-    """Checks the header that every document carries: what it is, and that this version can read it.
+class Format(NamedTuple):
+    """A kind of document: the header that says what it is, and the newest version of it that can be read."""
 
-    Raises:
-        InvalidRecord: Another kind of document, or one written by a newer version.
-    """
-    if data.get("format") != name:
-        raise InvalidRecord(f"{where}: expected format {name!r}, got {data.get('format')!r}. Is this the right file?")
-    found = data.get("version")
-    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-        raise InvalidRecord(f"{where}.version: expected a positive integer, got {_shown(found)}. The file is damaged.")
-    if found > version:
-        raise InvalidRecord(
-            f"{where}.version: expected at most {version}, got {found}. It was written by a newer fsdp-testing; update."
-        )
+    name: str
+    version: int
+
+    def write(self, body: Any, *, indent: int | None = None) -> str:
+        """Return a record, or plain data, as a document."""
+        return to_json({"format": self.name, "version": self.version, **encode(body)}, indent=indent)
+
+    def read(self, document: str | Mapping[str, Any], where: str) -> dict[str, Any]:
+        """Return what a document says besides its header.
+
+        Args:
+            document: Its text, or what it was parsed to.
+            where: Where it comes from, for messages.
+
+        Raises:
+            InvalidRecord: No JSON object, another kind of document, or one written by a newer version.
+        """
+        data = load_json(document, where) if isinstance(document, str) else document
+        if not isinstance(data, Mapping):
+            raise _wrong(where, "an object", data)
+        if data.get("format") != self.name:
+            got = f"got {data.get('format')!r}. Is this the right file?"
+            raise InvalidRecord(f"{where}: expected format {self.name!r}, {got}")
+        found = data.get("version")
+        if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+            got = f"got {_shown(found)}. The file is damaged."
+            raise InvalidRecord(f"{where}.version: expected a positive integer, {got}")
+        if found > self.version:
+            got = f"got {found}. It was written by a newer fsdp-testing; update."
+            raise InvalidRecord(f"{where}.version: expected at most {self.version}, {got}")
+        return {key: item for key, item in data.items() if key not in ("format", "version")}
 
 
 def _decode(hint: Any, data: Any, where: str) -> Any:
@@ -113,7 +133,10 @@ def _decode(hint: Any, data: Any, where: str) -> Any:
     if origin is tuple:
         return _decode_tuple(typing.get_args(hint), data, where)
     if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
-        return _decode_mapping(typing.get_args(hint)[1], data, where)
+        if not isinstance(data, dict):
+            raise _wrong(where, "an object", data)
+        inner = typing.get_args(hint)[1]
+        return {key: _decode(inner, item, f"{where}.{key}") for key, item in data.items()}
     if isinstance(hint, type):
         return _decode_type(hint, data, where)
     raise InvalidRecord(f"{where}: expected a field that a document can hold, got annotation {hint!r}.")
@@ -130,6 +153,8 @@ def _decode_type(hint: type[Any], data: Any, where: str) -> Any:
         return _decode_tagged(hint, data, where)
     if dataclasses.is_dataclass(hint):
         return _decode_record(hint, data, where)
+    if issubclass(hint, tuple) and hasattr(hint, "_fields"):
+        return hint(*_decode_tuple(tuple(_hints(cast("Hashable", hint)).values()), data, where))
     return _decode_scalar(hint, data, where)
 
 
@@ -206,12 +231,6 @@ def _decode_tuple(args: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ..
     if len(args) != len(data):
         raise _wrong(where, f"an array of {len(args)}", data)
     return tuple(_decode(arg, item, f"{where}[{index}]") for index, (arg, item) in enumerate(zip(args, data)))
-
-
-def _decode_mapping(hint: Any, data: Any, where: str) -> dict[str, Any]:
-    if not isinstance(data, dict):
-        raise _wrong(where, "an object", data)
-    return {key: _decode(hint, item, f"{where}.{key}") for key, item in data.items()}
 
 
 @functools.cache

@@ -1,18 +1,15 @@
-"""What happened on a rank, one event at a time: collectives, unit transitions, autograd."""
+"""What happened on the ranks, one event at a time: collectives, unit transitions, autograd."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-from fsdp_testing.records.document import register_union
+from typing import TypeVar
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
     """Base of all events. `sequence` counts events of one rank; `time` is seconds of a clock shared by the ranks."""
 
-    kind: ClassVar[str] = "event"
     sequence: int
     time: float
     operation: int
@@ -23,7 +20,6 @@ class Event:
 class CollectiveEvent(Event):
     """One collective as issued."""
 
-    kind: ClassVar[str] = "collective"
     name: str
     group: tuple[int, ...]
     dtype: str
@@ -37,7 +33,6 @@ class CollectiveEvent(Event):
 class UnitEvent(Event):
     """A unit changes its state: `unshard`, `reshard`, `free`, `prefetch`."""
 
-    kind: ClassVar[str] = "unit"
     unit: str
     transition: str
     parameters: tuple[str, ...] = ()
@@ -47,7 +42,6 @@ class UnitEvent(Event):
 class AutogradEvent(Event):
     """`pre_forward`, `post_forward`, `pre_backward`, `post_backward` of a module."""
 
-    kind: ClassVar[str] = "autograd"
     module: str
     moment: str
 
@@ -56,19 +50,30 @@ class AutogradEvent(Event):
 class OperationEvent(Event):
     """An operation of the program begins."""
 
-    kind: ClassVar[str] = "operation"
-
 
 @dataclass(frozen=True, slots=True)
 class WaitEvent(Event):
     """The rank has waited for a collective; `time` is when it began to, `seconds` how long it took."""
 
-    kind: ClassVar[str] = "wait"
     seconds: float
 
 
-EVENTS: dict[str, type[Event]] = {
-    cls.kind: cls for cls in (CollectiveEvent, UnitEvent, AutogradEvent, OperationEvent, WaitEvent)
-}
+E = TypeVar("E", bound=Event)
 
-register_union(Event, EVENTS.get)
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The events of all ranks of one run: `ranks[r]` holds those of rank r in the order they happened there."""
+
+    ranks: tuple[tuple[Event, ...], ...]
+
+    def collectives(self, rank: int) -> tuple[CollectiveEvent, ...]:
+        """Return the collectives of `rank` in order."""
+        return self._only(rank, CollectiveEvent)
+
+    def units(self, rank: int) -> tuple[UnitEvent, ...]:
+        """Return the unit transitions of `rank` in order."""
+        return self._only(rank, UnitEvent)
+
+    def _only(self, rank: int, kind: type[E]) -> tuple[E, ...]:
+        return tuple(event for event in self.ranks[rank] if isinstance(event, kind))

@@ -8,8 +8,10 @@ stale state. Tensors are typed `Any`: records depend on the standard library alo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+from fsdp_testing.records.account import OperationAccount
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,3 +138,30 @@ class RankObservation:
     snapshots: tuple[Snapshot, ...] = ()
     error: RaisedError | None = None
     seconds: float = 0.0
+
+    def extended(self, kind: type[Extended], **more: Any) -> Extended:
+        """Return it as an observation of a class that has `more` to report."""
+        return kind(**{item.name: getattr(self, item.name) for item in fields(RankObservation)}, **more)
+
+
+Extended = TypeVar("Extended", bound=RankObservation)
+
+
+@dataclass(frozen=True, slots=True)
+class CaseRecord:
+    """All that a judge reads of one case on one rank, whoever ran it; what is None was not observed, and is not judged.
+
+    Attributes:
+        index: Place of the case in its batch.
+        observation: What the engine observed.
+        collectives: Per group key, number of collectives issued and a digest of what they were, up to the end of the
+            case, counted from the start of the batch.
+        leaks: What the case left behind in the process.
+        accounts: What operations put on the wire and left in memory, where the implementation reports its units.
+    """
+
+    index: int
+    observation: RankObservation
+    collectives: Mapping[int, tuple[int, int]] | None = None
+    leaks: tuple[str, ...] = ()
+    accounts: tuple[OperationAccount, ...] | None = None

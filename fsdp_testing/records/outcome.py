@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from fsdp_testing.records import verdict as verdicts
-from fsdp_testing.records.document import check_format, decode, encode, load_json, to_json
+from fsdp_testing.records.document import Format, decode
 from fsdp_testing.records.finding import Finding
 from fsdp_testing.records.portrait import Portrait
 from fsdp_testing.records.verdict import Verdict
 
-REPORT_FORMAT = "fsdp_testing/report"
-REPORT_VERSION = 3
+FORMAT = Format("fsdp_testing/report", 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +61,9 @@ class CheckResult:
     not_run: Mapping[str, int] = field(default_factory=dict)
 
     def expecting(self, reason: str) -> CheckResult:
-        """Returns the result seen by a user who expected this check to fail, for `reason`."""
-        return replace(self, verdict=verdicts.with_expectation(self.verdict), expected=reason)
+        """Return the result seen by a user who expected this check to fail, for `reason`."""
+        verdict = verdicts.IF_EXPECTED_TO_FAIL.get(self.verdict, self.verdict)
+        return replace(self, verdict=verdict, expected=reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,20 +94,18 @@ class RunReport:
         return verdicts.exit_code(result.verdict for result in self.results)
 
     def count(self, verdict: Verdict) -> int:
-        """Returns how many results have this verdict."""
+        """Return how many results have this verdict."""
         return sum(result.verdict is verdict for result in self.results)
 
     def to_json(self, *, indent: int | None = None) -> str:
-        """Returns the report as a JSON document."""
-        return to_json({"format": REPORT_FORMAT, "version": REPORT_VERSION, **encode(self)}, indent=indent)
+        """Return the report as a JSON document."""
+        return FORMAT.write(self, indent=indent)
 
     @classmethod
     def from_json(cls, text: str, where: str = "report") -> RunReport:
-        """Reads a report.
+        """Read a report.
 
         Raises:
             InvalidRecord: The document is damaged or newer than this version.
         """
-        data = load_json(text, where)
-        check_format(data, REPORT_FORMAT, REPORT_VERSION, where)
-        return decode(cls, {key: item for key, item in data.items() if key not in ("format", "version")}, where)
+        return decode(cls, FORMAT.read(text, where), where)

@@ -78,9 +78,14 @@ class UnitPortrait:
         """Elements that `rank` holds."""
         return sum(span.stop - span.start for span in self.held[rank])
 
+    @property
+    def longest(self) -> int:
+        """Elements of the longest shard."""
+        return max(map(self.shard, range(len(self.held))), default=0)
+
     def padding(self, rank: int) -> int:
         """Elements by which the shard of `rank` is shorter than the longest: what equal shards are padded with."""
-        return max(map(self.shard, range(len(self.held))), default=0) - self.shard(rank)
+        return self.longest - self.shard(rank)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,13 @@
 """Which operations of a program take part, and which are void? One function decides for everyone.
 
-A case is legal whatever its program: an operation that has no meaning where it stands is *void*, and nobody runs it. So
-deleting any operation leaves a legal case, which is what shrinking needs.
+A case is legal whatever its program: an operation that documentation forbids where it stands, or whose object is not
+there, is *void*, and nobody runs it. So deleting any operation leaves a legal case, which is what shrinking needs. Whatever
+nobody forbids is asked.
 
-Void operations:
-
-- While gradients of a `no_sync` micro-batch await reduction there is no gradient to speak of (each implementation
-  keeps the parts where it likes), so operations that say so (`Operation.waits_for_reduction`) wait for a reduced
-  micro-batch, and none of the pending gradients is compared.
-- Before the optimizer is built there is nothing to step or to change the learning rate of (`needs_optimizer`).
+- While gradients of a `no_sync` micro-batch await reduction, what says so (`Operation.forbidden_while_pending`, with the
+  link) is void. Everything else runs, clearing, freezing, editing, saving and moving included; each implementation keeps
+  the parts of a pending gradient where it likes, so none of them is compared until they are reduced.
+- Before the program has built the optimizer there is none to step or to change the learning rate of (`needs_optimizer`).
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ def builds_late(case: Case) -> bool:
 
 
 def plan(case: Case) -> Iterator[PlannedOperation]:
-    """Yields the operations of `case` in order, each with its standing."""
+    """Yield the operations of `case` in order, each with its standing."""
     pending = False
     built = not builds_late(case)
     for index, operation in enumerate(case.program):
         void = ""
-        if pending and operation.waits_for_reduction:
-            void = "gradients of a no_sync micro-batch await reduction"
+        if pending and operation.forbidden_while_pending:
+            void = f"gradients of a no_sync micro-batch await reduction ({operation.forbidden_while_pending})"
         elif not built and operation.needs_optimizer:
             void = "the optimizer is not built yet"
         else:
@@ -59,5 +58,5 @@ def plan(case: Case) -> Iterator[PlannedOperation]:
 
 
 def void_operations(case: Case) -> dict[int, str]:
-    """Returns the index of every void operation with the reason."""
+    """Return the index of every void operation with the reason."""
     return {planned.index: planned.void for planned in plan(case) if planned.void}

@@ -33,17 +33,10 @@ EXACT = Bound(0.0, "bitwise: both sides do the same roundings in the same order"
 
 
 def rounding_bound(dtype: str, roundings: float, magnitude: float, what: str = "") -> Bound:
-    """Returns the bound for `roundings` roundings in `dtype` of terms as large as `magnitude`."""
+    """Return the bound for `roundings` roundings in `dtype` of terms as large as `magnitude`."""
     unit = UNIT_ROUNDOFF[dtype]
     note = f" ({what})" if what else ""
     return Bound(
         roundings * unit * magnitude,
         f"{roundings:.6g} roundings x u({dtype})={unit:.3g} x magnitude {magnitude:.3g}{note}",
     )
-
-
-def reduction_bound(dtype: str, world_size: int, sum_of_magnitudes: float) -> Bound:
-    """Returns the bound for a sum over ranks in any order: (N-1) * u * sum |g_r|; at N <= 2 the sum commutes."""
-    if world_size <= 2:
-        return EXACT
-    return rounding_bound(dtype, world_size - 1, sum_of_magnitudes, f"sum over {world_size} ranks in any order")

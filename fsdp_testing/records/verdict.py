@@ -39,30 +39,22 @@ _MERGE_ORDER = (
     Verdict.NOT_CLAIMED,
 )
 
-# What an expectation of failure makes of each verdict. A lost verdict stays lost. An expectation that can never be met,
-# because the check passes or is not even asked, is stale.
-_EXPECTED = {
+# What an expectation of failure makes of a verdict; the others stay, a lost one too. An expectation that can never be
+# met, because the check passes or is not even asked, is stale.
+IF_EXPECTED_TO_FAIL = {
     Verdict.PASS: Verdict.STALE,
     Verdict.FAIL: Verdict.EXPECTED_FAILURE,
-    Verdict.UNKNOWN: Verdict.UNKNOWN,
     Verdict.NOT_CLAIMED: Verdict.STALE,
-    Verdict.EXPECTED_FAILURE: Verdict.EXPECTED_FAILURE,
-    Verdict.STALE: Verdict.STALE,
 }
 
 
 def merge(verdicts: Iterable[Verdict]) -> Verdict:
-    """Returns the one verdict of several cases; of none at all it is `UNKNOWN`, for nothing was shown."""
+    """Return the one verdict of several cases; of none at all it is `UNKNOWN`, for nothing was shown."""
     found = set(verdicts)
     return next((verdict for verdict in _MERGE_ORDER if verdict in found), Verdict.UNKNOWN)
 
 
-def with_expectation(verdict: Verdict) -> Verdict:
-    """Returns what `verdict` becomes when the user expected this check to fail."""
-    return _EXPECTED[verdict]
-
-
 def exit_code(verdicts: Iterable[Verdict]) -> int:
-    """Returns the documented exit code: 0 all hold, 1 one failed, 3 one is unknown (and none failed)."""
+    """Return the documented exit code: 0 all hold, 1 one failed, 3 one is unknown (and none failed)."""
     merged = merge([*verdicts, Verdict.NOT_CLAIMED])
     return {Verdict.FAIL: 1, Verdict.UNKNOWN: 3}.get(merged, 0)

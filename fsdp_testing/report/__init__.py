@@ -1,18 +1,18 @@
 """How do people and machines read what a run found? Everything here is drawn from `fsdp_testing.records` alone."""
 
+from collections.abc import Callable, Mapping
+
+from fsdp_testing.records import RunReport
 from fsdp_testing.report.files import check_writable, write_atomically
-from fsdp_testing.report.html import write_html
-from fsdp_testing.report.json_file import read_json, write_json
-from fsdp_testing.report.junit import write_junit
+from fsdp_testing.report.html import html_text
+from fsdp_testing.report.junit import junit_text
 from fsdp_testing.report.summary import conclusion, report_exit_code
 
-__all__ = [
-    "check_writable",
-    "conclusion",
-    "read_json",
-    "report_exit_code",
-    "write_atomically",
-    "write_html",
-    "write_json",
-    "write_junit",
-]
+__all__ = ["TEXTS", "check_writable", "conclusion", "report_exit_code", "write_atomically"]
+
+TEXTS: Mapping[str, Callable[[RunReport], str]] = {
+    "--html": html_text,
+    "--json": lambda report: report.to_json(indent=1) + "\n",
+    "--junit": junit_text,
+}
+"""Forms of a report as a file, by the option that asks for one."""

@@ -6,10 +6,9 @@ copying of replay lines. Everything that comes from a run is escaped by the temp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from importlib import resources
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
@@ -18,44 +17,25 @@ from fsdp_testing.records import CheckResult, Portrait, RunReport, Verdict
 from fsdp_testing.report import summary
 from fsdp_testing.report.causes import Cause, causes, explanation_line
 from fsdp_testing.report.drawings import layout, live_bytes, timeline
-from fsdp_testing.report.files import write_atomically
+
+Item = TypeVar("Item")
 
 SLOWEST_SHOWN = 10
 FINDINGS_SHOWN = 20
-
-
-def write_html(report: RunReport, directory: Path) -> Path:
-    """Write `index.html` into `directory`, which is made if it is missing, and return its path.
-
-    Raises:
-        InvalidArgument: The directory cannot be written to.
-    """
-    path = directory / "index.html"
-    write_atomically(path, html_text(report), option="--html")
-    return path
 
 
 def html_text(report: RunReport) -> str:
     """Return the page."""
     environment = new_environment()
     environment.globals.update(
-        word=summary.WORDS.__getitem__,
-        meaning_of=summary.MEANINGS.__getitem__,
-        sentence=summary.sentence,
-        accounts=summary.accounts,
-        place=summary.place_text,
-        size=summary.size_text,
-        world=summary.world_text,
+        summary=summary,
         replay=lambda result: summary.replay_line(result, report),
-        case_json=lambda finding: finding.case.to_json(indent=1),
         explanation_line=explanation_line,
         begun=lambda text: text[:1].upper() + text[1:],
         drawing_patterns=Markup(resource("patterns.html")),
-        timeline=timeline.timeline,
-        timeline_account=timeline.account,
-        live_bytes=live_bytes.live_bytes,
-        bytes_account=live_bytes.account,
-        layout=layout.layout,
+        timeline=timeline,
+        live_bytes=live_bytes,
+        layout=layout,
         findings_shown=FINDINGS_SHOWN,
         Verdict=Verdict,
     )
@@ -86,12 +66,12 @@ def _page(report: RunReport) -> dict[str, Any]:
         "matrix": summary.matrix(report),
         "tallies": summary.tallies(report),
         "troubles": [(verdict, results) for verdict, results in troubles if results],
-        "causes": _by_implementation(found),
+        "causes": _grouped(((f"c{index}", cause) for index, cause in enumerate(found)), lambda item: item[1]),
         "causes_of": lambda result: [
             (f"c{index}", cause) for index, cause in enumerate(found) if any(r is result for r in cause.results)
         ],
-        "portraits": _portraits(report.portraits),
-        "not_claimed": _not_claimed(report),
+        "portraits": _grouped(report.portraits, lambda portrait: portrait),
+        "not_claimed": _grouped(summary.attention(report, Verdict.NOT_CLAIMED), lambda result: result),
         "anchor": lambda result: anchors[id(result)],
         "nearest": summary.nearest(report),
         "slowest": sorted(report.results, key=lambda result: -result.seconds)[:SLOWEST_SHOWN],
@@ -112,20 +92,11 @@ def _facts(report: RunReport) -> dict[str, str]:
     }
 
 
-def _not_claimed(report: RunReport) -> list[tuple[str, list[CheckResult]]]:
-    found = summary.attention(report, Verdict.NOT_CLAIMED)
-    names = summary.implementations(report)
-    grouped = [(name, [result for result in found if result.implementation == name]) for name in names]
-    return [(name, results) for name, results in grouped if results]
-
-
-def _by_implementation(found: Sequence[Cause]) -> list[tuple[str, list[tuple[str, Cause]]]]:
-    """Causes by implementation, each with the name of its place in the page."""
-    named = [(f"c{index}", cause) for index, cause in enumerate(found)]
-    names = dict.fromkeys(cause.implementation for cause in found)
-    return [(name, [item for item in named if item[1].implementation == name]) for name in names]
-
-
-def _portraits(found: Sequence[Portrait]) -> list[tuple[str, list[Portrait]]]:
-    names = dict.fromkeys(portrait.implementation for portrait in found)
-    return [(name, [portrait for portrait in found if portrait.implementation == name]) for name in names]
+def _grouped(
+    items: Iterable[Item], of: Callable[[Item], CheckResult | Cause | Portrait]
+) -> list[tuple[str, list[Item]]]:
+    """Items by implementation, in the order of the run."""
+    found: dict[str, list[Item]] = {}
+    for item in items:
+        found.setdefault(of(item).implementation, []).append(item)
+    return list(found.items())

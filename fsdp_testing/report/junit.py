@@ -7,11 +7,9 @@ the reason; a stale expectation passes and says so in its output.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from xml.etree import ElementTree as ET
 
 from fsdp_testing.records import CheckResult, RunReport, Verdict
-from fsdp_testing.report.files import write_atomically
 from fsdp_testing.report.summary import (
     accounts,
     implementations,
@@ -22,17 +20,16 @@ from fsdp_testing.report.summary import (
     suite_of,
 )
 
+_OUTCOMES = {
+    Verdict.FAIL: ("failure", "fail"),
+    Verdict.UNKNOWN: ("error", "unknown"),
+    Verdict.NOT_CLAIMED: ("skipped", "not_claimed"),
+    Verdict.EXPECTED_FAILURE: ("skipped", "expected_failure"),
+}
+"""Element and type of a verdict that is no passed test."""
+
 # What XML 1.0 cannot hold, not even escaped: control characters of captured output, lone surrogates.
 UNPRINTABLE = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-
-
-def write_junit(report: RunReport, path: Path) -> None:
-    """Write the report as JUnit XML.
-
-    Raises:
-        InvalidArgument: The file cannot be written.
-    """
-    write_atomically(path, junit_text(report), option="--junit")
 
 
 def junit_text(report: RunReport) -> str:
@@ -68,15 +65,12 @@ def _test_case(result: CheckResult, report: RunReport) -> ET.Element:
         name=_clean(result.check),
         time=f"{result.seconds:.3f}",
     )
-    message = _clean(sentence(result))
-    if result.verdict is Verdict.FAIL:
-        ET.SubElement(case, "failure", message=message, type="fail").text = _account(result, report)
-    elif result.verdict is Verdict.UNKNOWN:
-        ET.SubElement(case, "error", message=message, type="unknown").text = _account(result, report)
-    elif result.verdict is Verdict.NOT_CLAIMED:
-        ET.SubElement(case, "skipped", message=message, type="not_claimed")
-    elif result.verdict is Verdict.EXPECTED_FAILURE:
-        ET.SubElement(case, "skipped", message=_clean(result.expected), type="expected_failure")
+    if result.verdict in _OUTCOMES:
+        tag, kind = _OUTCOMES[result.verdict]
+        message = result.expected if result.verdict is Verdict.EXPECTED_FAILURE else sentence(result)
+        outcome = ET.SubElement(case, tag, message=_clean(message), type=kind)
+        if tag != "skipped":
+            outcome.text = _account(result, report)
     elif result.verdict is Verdict.STALE:
         ET.SubElement(case, "system-out").text = _clean(f"stale expected failure: {result.expected}")
     return case

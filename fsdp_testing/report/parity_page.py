@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
-from fsdp_testing.checkers.event_order import OrderComparison, OrderRow
 from fsdp_testing.report.drawings.order import account, order_picture
 from fsdp_testing.report.files import write_atomically
 from fsdp_testing.report.html import new_environment, resource
+from fsdp_testing.report.side_by_side import by_rows
 from fsdp_testing.report.summary import world_text
 
 if TYPE_CHECKING:
-    from fsdp_testing.trace.parity import CaseParity
+    from fsdp_testing.trace.order_parity import CaseParity
 
 
 def write_parity_page(cases: Sequence[CaseParity], names: tuple[str, str], directory: Path, *, full: bool) -> Path:
@@ -63,12 +63,3 @@ def conclusion(different: int, count: int) -> str:
 def differing_aspects(found: CaseParity) -> list[str]:
     """Aspects in which a case differs on any rank."""
     return list(dict.fromkeys(comparison.aspect for comparison in found.comparisons if not comparison.equal))
-
-
-def by_rows(comparisons: Sequence[OrderComparison]) -> list[tuple[OrderComparison, tuple[int, ...]]]:
-    """Comparisons, those of ranks that show the same rows shown once, with these ranks; those that differ first."""
-    found: dict[tuple[str, tuple[OrderRow, ...]], list[OrderComparison]] = {}
-    for comparison in comparisons:
-        found.setdefault((comparison.aspect, comparison.rows), []).append(comparison)
-    grouped = [(same[0], tuple(comparison.rank for comparison in same)) for same in found.values()]
-    return sorted(grouped, key=lambda item: item[0].equal)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
@@ -38,14 +36,13 @@ class ProgressListener:
         )
         self._task: TaskID = self._progress.add_task("starting ranks", total=None)
         self._current = ""
+        self.results: list[CheckResult] = []
 
     def __enter__(self) -> ProgressListener:
         self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._print_counts(self._current)
         self._progress.stop()
 
@@ -58,10 +55,13 @@ class ProgressListener:
         if implementation != self._current:
             self._print_counts(self._current)
             self._current = implementation
-        self._progress.update(self._task, description=f"{implementation} {check}{self._found_so_far()}")
+        totals = {v: sum(counts[v] for counts in self._counts.values()) for v in AT_ONCE}
+        found = f" ({_words(totals)})" if any(totals.values()) else ""
+        self._progress.update(self._task, description=f"{implementation} {check}{found}")
 
     def finished(self, result: CheckResult) -> None:
-        """Count it, and print trouble at once."""
+        """Keep it, count it, and print trouble at once."""
+        self.results.append(result)
         counts = self._counts.setdefault(result.implementation, dict.fromkeys(Verdict, 0))
         counts[result.verdict] += 1
         self._progress.advance(self._task)
@@ -70,14 +70,11 @@ class ProgressListener:
             line = Text.assemble(word, plain(f" {result.implementation} {result.check}: {summary.sentence(result)}"))
             self._console.print(line, soft_wrap=not self._moving)
 
-    def _found_so_far(self) -> str:
-        totals = {v: sum(counts[v] for counts in self._counts.values()) for v in AT_ONCE}
-        found = ", ".join(f"{count} {summary.WORDS[v]}" for v, count in totals.items() if count)
-        return f" ({found})" if found else ""
-
     def _print_counts(self, implementation: str) -> None:
         counts = self._counts.get(implementation)
-        if counts is None or self._moving:
-            return
-        found = ", ".join(f"{count} {summary.WORDS[v]}" for v, count in counts.items() if count)
-        self._console.print(f"{implementation}: {found}", soft_wrap=True)
+        if counts is not None and not self._moving:
+            self._console.print(f"{implementation}: {_words(counts)}", soft_wrap=True)
+
+
+def _words(counts: dict[Verdict, int]) -> str:
+    return ", ".join(f"{count} {summary.WORDS[verdict]}" for verdict, count in counts.items() if count)

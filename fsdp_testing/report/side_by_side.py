@@ -44,29 +44,23 @@ def shown_rows(rows: Sequence[OrderRow], *, full: bool) -> Iterator[tuple[str, s
             gap += 1
             continue
         if gap:
-            yield _left_out(gap)
+            yield "", LEFT_OUT, f"{gap} equal rows"
             gap = 0
-        yield _mark(row), row.left, row.right
+        one_sided = "<" if not row.right else ">" if not row.left else "≠"
+        yield "" if row.same else one_sided, row.left, row.right
     if gap:
-        yield _left_out(gap)
+        yield "", LEFT_OUT, f"{gap} equal rows"
 
 
-def _left_out(count: int) -> tuple[str, str, str]:
-    return "", LEFT_OUT, f"{count} equal rows"
-
-
-def _mark(row: OrderRow) -> str:
-    if row.same:
-        return ""
-    if not row.right:
-        return "<"
-    return ">" if not row.left else "≠"
+def by_rows(comparisons: Sequence[OrderComparison]) -> list[tuple[OrderComparison, tuple[int, ...]]]:
+    """Comparisons, those of ranks that show the same rows shown once, with these ranks; those that differ first."""
+    found: dict[tuple[str, tuple[OrderRow, ...]], list[OrderComparison]] = {}
+    for comparison in comparisons:
+        found.setdefault((comparison.aspect, comparison.rows), []).append(comparison)
+    grouped = [(same[0], tuple(comparison.rank for comparison in same)) for same in found.values()]
+    return sorted(grouped, key=lambda item: item[0].equal)
 
 
 def by_difference(comparisons: Sequence[OrderComparison]) -> list[tuple[OrderComparison, tuple[int, ...]]]:
-    """Comparisons that differ, those of ranks that show the same rows shown once, with these ranks."""
-    found: dict[tuple[str, tuple[OrderRow, ...]], list[OrderComparison]] = {}
-    for comparison in comparisons:
-        if not comparison.equal:
-            found.setdefault((comparison.aspect, comparison.rows), []).append(comparison)
-    return [(same[0], tuple(comparison.rank for comparison in same)) for same in found.values()]
+    """Of the same those that differ."""
+    return [item for item in by_rows(comparisons) if not item[0].equal]

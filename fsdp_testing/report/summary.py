@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import astuple, dataclass
 
 from fsdp_testing.records import Case, CheckResult, Finding, RunReport, Verdict, merge
 
@@ -82,15 +80,14 @@ class Tally:
         """The tally in one line."""
         kept = self.counts[Verdict.PASS] + self.counts[Verdict.STALE]
         parts = [f"{kept} of {self.asked} claims hold" if self.asked else "nothing was asked"]
-        for verdict, word in ((Verdict.FAIL, "refuted"), (Verdict.UNKNOWN, "unknown")):
-            if self.counts[verdict]:
-                parts.append(f"{self.counts[verdict]} {word}")
-        if self.counts[Verdict.EXPECTED_FAILURE]:
-            parts.append(f"{self.counts[Verdict.EXPECTED_FAILURE]} expected to fail")
-        if self.counts[Verdict.STALE]:
-            parts.append(f"{self.counts[Verdict.STALE]} stale")
-        if self.counts[Verdict.NOT_CLAIMED]:
-            parts.append(f"{self.counts[Verdict.NOT_CLAIMED]} not claimed")
+        words = {
+            Verdict.FAIL: "refuted",
+            Verdict.UNKNOWN: "unknown",
+            Verdict.EXPECTED_FAILURE: "expected to fail",
+            Verdict.STALE: "stale",
+            Verdict.NOT_CLAIMED: "not claimed",
+        }
+        parts += [f"{self.counts[verdict]} {word}" for verdict, word in words.items() if self.counts[verdict]]
         return ", ".join(parts)
 
 
@@ -100,14 +97,18 @@ def implementations(report: RunReport) -> tuple[str, ...]:
 
 
 def matrix(report: RunReport) -> Matrix:
-    """Checks by implementations."""
+    """Check by implementations."""
     names = implementations(report)
     cells: dict[str, dict[str, list[CheckResult]]] = {}
     for result in report.results:
         cells.setdefault(result.check, {}).setdefault(result.implementation, []).append(result)
     rows = []
     for check, found in cells.items():
-        results = tuple(strongest(found[name]) if name in found else None for name in names)
+        # Of several results of one check on one implementation the one that decides: no verdict hides a worse one.
+        decisive = {name: merge(result.verdict for result in several) for name, several in found.items()}
+        results = tuple(
+            next((result for result in found.get(name, ()) if result.verdict is decisive[name]), None) for name in names
+        )
         meaning = next(result.meaning for result in results if result is not None)
         rows.append(Row(suite_of(check), check, meaning, results))
     return Matrix(names, tuple(rows))
@@ -116,13 +117,6 @@ def matrix(report: RunReport) -> Matrix:
 def suite_of(check: str) -> str:
     """Return the part of a check's name before the first dot."""
     return check.partition(".")[0]
-
-
-def strongest(results: Iterable[CheckResult]) -> CheckResult:
-    """Of several results of one check on one implementation the one that decides: no verdict hides a worse one."""
-    found = list(results)
-    decisive = merge(result.verdict for result in found)
-    return next(result for result in found if result.verdict is decisive)
 
 
 def tallies(report: RunReport) -> tuple[Tally, ...]:
@@ -150,16 +144,18 @@ def attention(report: RunReport, verdict: Verdict) -> tuple[CheckResult, ...]:
 
 def report_exit_code(report: RunReport) -> int:
     """Return the documented exit code, and 3 where an implementation was asked for but no claim of it was checked at all."""
-    if report.exit_code:
-        return report.exit_code
-    idle = [tally for tally in tallies(report) if tally.asked == 0]
-    return 3 if idle or not report.results else 0
+    return report.exit_code or (3 if _idle(report) or not report.results else 0)
+
+
+def _idle(report: RunReport) -> list[str]:
+    """Implementations of which no claim was checked."""
+    return [tally.implementation for tally in tallies(report) if tally.asked == 0]
 
 
 def conclusion(report: RunReport) -> str:
     """Return the last line a reader sees: what the exit code means, and for whom."""
     code = report_exit_code(report)
-    idle = [tally.implementation for tally in tallies(report) if tally.asked == 0]
+    idle = _idle(report)
     if code == 3 and (idle or not report.results) and not report.count(Verdict.UNKNOWN):
         whose = f" of {', '.join(idle)}" if idle else ""
         return f"exit code 3: no claim{whose} was checked, so nothing is known"
@@ -171,18 +167,14 @@ def size_text(finding: Finding) -> str:
     """By how much against which bound; empty where the difference has no size."""
     if finding.max_error is None:
         return ""
-    text = f"max error {_number(finding.max_error)}"
+    text = f"max error {finding.max_error:.3g}"
     if finding.bound is None:
         return text
     if finding.bound == 0:
         return f"{text}, equal bits were due"
-    text += f", bound {_number(finding.bound)}"
+    text += f", bound {finding.bound:.3g}"
     ratio = finding.max_error / finding.bound
-    return f"{text} ({_number(ratio)} times the bound)" if math.isfinite(ratio) else text
-
-
-def _number(value: float) -> str:
-    return f"{value:.3g}"
+    return f"{text} ({ratio:.3g} times the bound)" if math.isfinite(ratio) else text
 
 
 def place_text(finding: Finding) -> str:
@@ -193,23 +185,11 @@ def place_text(finding: Finding) -> str:
     return f"{place}, rank{'s' if len(finding.ranks) > 1 else ''} {', '.join(map(str, finding.ranks))}"
 
 
-class HasCase(Protocol):
-    """Anything that was made by running a case."""
-
-    @property
-    def case(self) -> Case: ...
-
-
-def world_text(about: HasCase) -> str:
-    """Return the case in a few words: model, world, strategy, dtypes."""
-    case = about.case
+def world_text(case: Case) -> str:
+    """Return a case in a few words: model, world, strategy, dtypes."""
     parts = [case.model.name, f"{case.world.size} ranks", case.strategy, case.model.dtype]
     if case.mixed_precision is not None:
-        dtypes = (
-            case.mixed_precision.param_dtype,
-            case.mixed_precision.reduce_dtype,
-            case.mixed_precision.buffer_dtype,
-        )
+        dtypes = astuple(case.mixed_precision)
         parts.append("mixed precision " + "/".join(dtype or "-" for dtype in dtypes))
     if case.cpu_offload:
         parts.append("CPU offload")

@@ -43,11 +43,19 @@ SHORT_FINDINGS = 4
 LOG_WIDTH = 120
 
 
-def open_console() -> Console:
+class Output(Console):
+    """A console that shows names and messages as they are."""
+
+    def say(self, *parts: str | tuple[str, str], style: str = "") -> None:
+        """Print a line of parts, each a text or a text with its style: no markup, and not broken where the width ends."""
+        self.print(Text.assemble(*parts, style=style), soft_wrap=True)
+
+
+def open_console() -> Output:
     """Return a console on standard output; a log file, which has no width, gets a usual one unless `COLUMNS` sets it."""
-    console = Console(highlight=False)
+    console = Output(highlight=False)
     if not console.is_terminal and not env.get("COLUMNS"):
-        return Console(highlight=False, width=LOG_WIDTH)
+        return Output(highlight=False, width=LOG_WIDTH)
     return console
 
 
@@ -59,30 +67,27 @@ def print_report(report: RunReport, console: Console, *, full: bool = False) -> 
         console: Where to; its width decides the layout.
         full: Show complete tracebacks and all findings instead of their beginning.
     """
-    for part in verdict_table(report, console.width):
+    table, troubles = verdict_table(report, console.width), _troubles(report, full=full)
+    for part in (*table, *troubles, *cause_lines(report), Text(), *closing_lines(report)):
+        # Tables fit the width; text keeps its own lines, so that replay lines and paths can be copied.
         console.print(part, soft_wrap=isinstance(part, Text))
+
+
+def _troubles(report: RunReport, *, full: bool) -> Iterator[RenderableType]:
     for verdict in summary.ATTENTION:
         results = summary.attention(report, verdict)
         if results:
-            console.print()
             noun = "check" if len(results) == 1 else "checks"
             title = Text(f"{summary.WORDS[verdict]}: {len(results)} {noun}", style=STYLES[verdict])
-            console.print(Rule(title, style=STYLES[verdict], align="left"))
-            console.print(Text(summary.MEANINGS[verdict], style="dim"), soft_wrap=True)
+            yield from (Text(), Rule(title, style=STYLES[verdict], align="left"))
+            yield Text(summary.MEANINGS[verdict], style="dim")
             for result in results:
-                console.print()
-                for part in result_account(result, report, full=full):
-                    # Tables fit the width; text keeps its own lines, so that replay lines and paths can be copied.
-                    console.print(part, soft_wrap=isinstance(part, Text))
-    for line in cause_lines(report):
-        console.print(line, soft_wrap=True)
-    console.print()
-    for line in closing_lines(report):
-        console.print(line, soft_wrap=True)
+                yield Text()
+                yield from result_account(result, report, full=full)
 
 
 def verdict_table(report: RunReport, width: int) -> Iterator[RenderableType]:
-    """Checks by implementations; where the names do not fit, columns are numbered and words are short, with a key."""
+    """Check by implementations; where the names do not fit, columns are numbered and words are short, with a key."""
     found = summary.matrix(report)
     labels = [len(row.check.removeprefix(f"{suite}.")) + 2 for suite, rows in found.suites for row in rows]
     columns = [max(len(name), LONGEST_WORD) + 1 for name in found.implementations]
@@ -125,7 +130,7 @@ def result_account(result: CheckResult, report: RunReport, *, full: bool) -> Ite
             yield _account(finding.detail, full=full)
     in_short = result.findings[len(at_length) :]
     for finding in in_short[:SHORT_FINDINGS]:
-        yield plain(f"  also: {summary.world_text(finding)}: {finding.explanation}")
+        yield plain(f"  also: {summary.world_text(finding.case)}: {finding.explanation}")
     if len(in_short) > SHORT_FINDINGS:
         yield Text(f"  and {len(in_short) - SHORT_FINDINGS} more failing cases (--full shows them)")
     for account in summary.accounts(result)[: None if full else SHORT_FINDINGS]:
@@ -168,7 +173,7 @@ def _finding_table(finding: Finding, result: CheckResult) -> Table:
         table.add_row("size", Text(summary.size_text(finding)))
     if finding.bound_derivation:
         table.add_row("bound", plain(finding.bound_derivation))
-    table.add_row("case", Text(f"{finding.case.identity}: {summary.world_text(finding)}"))
+    table.add_row("case", Text(f"{finding.case.identity}: {summary.world_text(finding.case)}"))
     return table
 
 

@@ -8,6 +8,7 @@ together, or half of them, and so on. A failure that needs a fixed set of parts 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -38,31 +39,27 @@ class Reduction(NamedTuple):
 Kind = Callable[[Case], Iterator[Reduction]]
 
 
+@dataclass(slots=True)
 class Search:
     """One search for a simpler case that fails in the same way, with what it has found so far.
 
-    Args:
-        case: Where to start.
+    Attributes:
+        case: Where to start, and then the simplest so far.
         keeping: Runs candidates.
         at_once: How many candidates are run together.
         shape: Gives the legal case nearest to a candidate.
         fair: Whether a candidate may be run at all.
     """
 
-    def __init__(
-        self,
-        case: Case,
-        keeping: Keeping,
-        at_once: int = 1,
-        shape: Callable[[Case], Case] = lambda case: case,
-        fair: Callable[[Case], bool] = lambda _: True,
-    ) -> None:
-        self.case = case
-        self._keeping = keeping
-        self._at_once = at_once
-        self._shape = shape
-        self._fair = fair
-        self._seen = {case.to_json()}
+    case: Case
+    keeping: Keeping
+    at_once: int = 1
+    shape: Callable[[Case], Case] = lambda case: case
+    fair: Callable[[Case], bool] = lambda _: True
+    _seen: set[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._seen = {self.case.to_json()}
 
     def run(self, search: Callable[[], object]) -> bool:
         """Call `search`, which takes candidates; return False if the budget was spent before it ended."""
@@ -75,8 +72,8 @@ class Search:
     def take_first(self, candidates: Iterable[Case]) -> bool:
         """Take the first candidate that fails in the same way; return whether there was one."""
         fresh = self._fresh(candidates)
-        while batch := list(islice(fresh, self._at_once)):
-            kept = self._keeping(batch)
+        while batch := list(islice(fresh, self.at_once)):
+            kept = self.keeping(batch)
             if kept:
                 self.case = kept[0]
                 return True
@@ -92,12 +89,12 @@ class Search:
         parts = list(kind(self.case))
         if boldly:
             return self.take_first(joined(kind, self.case, [part.key for part in some]) for some in stretches(parts))
-        chunks = (parts[place : place + self._at_once] for place in range(0, len(parts), self._at_once))
+        chunks = (parts[place : place + self.at_once] for place in range(0, len(parts), self.at_once))
         return any(self._take_of_chunk(kind, chunk) for chunk in chunks)
 
     def _take_of_chunk(self, kind: Kind, parts: list[Reduction]) -> bool:
-        shaped = {part.key: self._shape(part.case) for part in parts}
-        kept = self._keeping(list(self._fresh(shaped.values())))
+        shaped = {part.key: self.shape(part.case) for part in parts}
+        kept = self.keeping(list(self._fresh(shaped.values())))
         if not kept:
             return False
         taken = [part for part in parts if shaped[part.key] in kept]
@@ -109,9 +106,9 @@ class Search:
     def _fresh(self, candidates: Iterable[Case]) -> Iterator[Case]:
         """The candidates as legal cases, without those that were tried, are empty, or may not be asked."""
         for candidate in candidates:
-            shaped = self._shape(candidate)
+            shaped = self.shape(candidate)
             document = shaped.to_json()
-            if document not in self._seen and shaped.program and self._fair(shaped):
+            if document not in self._seen and shaped.program and self.fair(shaped):
                 self._seen.add(document)
                 yield shaped
 

@@ -50,17 +50,12 @@ def _plain_settings(case: Case) -> Case:
     )
 
 
-def beginnings(case: Case, signature: Signature) -> Iterator[Case]:
-    """Yield the case up to one of the operations after which it may be that the failure shows; the shortest first."""
-    for end in _ends(case, signature):
-        if end < len(case.program):
-            yield replace(case, program=case.program[:end])
-
-
-def _ends(case: Case, signature: Signature) -> list[int]:
+def beginnings(case: Case, signature: Signature) -> list[Case]:
+    """Return the case up to each operation after which it may be that the failure shows; the shortest first."""
     length = len(case.program)
     ends = [place + 1 for place, one in enumerate(case.program) if one.kind == signature.operation]
-    return ends or sorted({length // 4, length // 2, 3 * length // 4, length} - {0})
+    ends = ends or sorted({length // 4, length // 2, 3 * length // 4, length} - {0})
+    return [replace(case, program=case.program[:end]) for end in ends]
 
 
 def minimal_programs(case: Case) -> Iterator[Case]:
@@ -74,8 +69,7 @@ def minimal_programs(case: Case) -> Iterator[Case]:
 
 def minimal_programs_of_beginnings(case: Case, signature: Signature) -> Iterator[Case]:
     """Yield the minimal programs of all beginnings, the smallest first."""
-    shorter = [replace(case, program=case.program[:end]) for end in _ends(case, signature)]
-    found = [candidate for one in shorter for candidate in minimal_programs(one)]
+    found = [candidate for one in beginnings(case, signature) for candidate in minimal_programs(one)]
     yield from sorted(found, key=lambda candidate: len(candidate.program))
 
 

@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from fsdp_testing.records import Case, OptimizerSpec, WorldSpec, WrappingPlan
+from fsdp_testing.records.case import STARTS
 from fsdp_testing.shrinking.ddmin import Reduction
 from fsdp_testing.zoo.tree_schema import SCHEMA, get
 
@@ -71,6 +72,10 @@ def _plans(case: Case) -> Iterator[Reduction]:
             yield Reduction(("wrapping", name), replace(case, wrapping=replace(plan, units=units)))
         if plan.ignored:
             yield Reduction(("wrapping", ".ignored"), replace(case, wrapping=replace(plan, ignored=())))
+        for name in STARTS:
+            off: dict[str, Any] = {name: False}
+            if getattr(plan, name):
+                yield Reduction(("wrapping", f".{name}"), replace(case, wrapping=replace(plan, **off)))
 
 
 def operations(case: Case) -> Iterator[Reduction]:
@@ -86,8 +91,7 @@ def cuts(case: Case) -> Iterator[Reduction]:
     """Yield the case with one part of its module tree left out."""
     tree = case.model.tree
     for path in _paths(tree["nodes"]) if tree is not None else ():
-        smaller = _edited(tree, path, lambda nodes, i: nodes[:i] + nodes[i + 1 :])
-        yield Reduction(path, replace(case, model=replace(case.model, tree=smaller)))
+        yield Reduction(path, replace(case, model=replace(case.model, tree=_with_nodes(tree, path, []))))
 
 
 def trees(case: Case) -> Iterator[Reduction]:
@@ -114,20 +118,17 @@ def _smaller_trees(tree: dict[str, Any]) -> Iterator[_Smaller]:
 
 
 def _simpler_nodes(tree: dict[str, Any], path: tuple[int, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
-    node = _at(tree["nodes"], path)
+    siblings: list[Node] = tree["nodes"]
+    for place in path[:-1]:
+        siblings = siblings[place]["nodes"]
+    node = siblings[path[-1]]
     if node["kind"] == "group":
-        yield "inline", _edited(tree, path, lambda nodes, i: nodes[:i] + _renamed(nodes, i) + nodes[i + 1 :])
+        yield "inline", _with_nodes(tree, path, _renamed(siblings, path[-1]))
     elif node["kind"] != "linear":
-        yield (
-            "linear",
-            _edited(
-                tree, path, lambda nodes, i: [*nodes[:i], {"kind": "linear", "name": nodes[i]["name"]}, *nodes[i + 1 :]]
-            ),
-        )
+        yield "linear", _with_nodes(tree, path, [{"kind": "linear", "name": node["name"]}])
     for name, default in SCHEMA[node["kind"]].items():
         if name in node and name != "nodes" and node[name] != default:
-            without = {key: value for key, value in node.items() if key != name}
-            yield name, _edited(tree, path, lambda nodes, i, new=without: [*nodes[:i], new, *nodes[i + 1 :]])
+            yield name, _with_nodes(tree, path, [{key: value for key, value in node.items() if key != name}])
 
 
 def _renamed(nodes: list[Node], place: int) -> list[Node]:
@@ -165,17 +166,9 @@ def _paths(nodes: list[Node], prefix: tuple[int, ...] = ()) -> Iterator[tuple[in
         yield from _paths(node.get("nodes", []), (*prefix, place))
 
 
-def _at(nodes: list[Node], path: tuple[int, ...]) -> Node:
-    node = nodes[path[0]]
-    return node if len(path) == 1 else _at(node["nodes"], path[1:])
-
-
-def _edited(tree: dict[str, Any], path: tuple[int, ...], edit: Any) -> dict[str, Any]:
-    def inside(nodes: list[Node], rest: tuple[int, ...]) -> list[Node]:
-        if len(rest) == 1:
-            edited: list[Node] = edit(nodes, rest[0])
-            return edited
-        place = rest[0]
-        return [*nodes[:place], {**nodes[place], "nodes": inside(nodes[place]["nodes"], rest[1:])}, *nodes[place + 1 :]]
-
-    return {**tree, "nodes": inside(tree["nodes"], path)}
+def _with_nodes(tree: dict[str, Any], path: tuple[int, ...], others: list[Node]) -> dict[str, Any]:
+    """The tree with other nodes in the place of one of its own."""
+    place, *rest = path
+    nodes = tree["nodes"]
+    made = [_with_nodes(nodes[place], tuple(rest), others)] if rest else others
+    return {**tree, "nodes": [*nodes[:place], *made, *nodes[place + 1 :]]}

@@ -40,56 +40,52 @@ class Shrunk:
 
     Attributes:
         case: The simplest case found.
-        signature: Its signature, equal to the one that was kept.
         attempts: Number of cases run.
         seconds: Time taken.
         complete: No reduction is left that keeps the signature; else the time was up.
     """
 
     case: Case
-    signature: Signature
     attempts: int
     seconds: float
     complete: bool
 
 
-class Shrinker:
-    """Shrinks cases.
+def shrink(
+    case: Case,
+    signature: Signature,
+    attempt: Attempt,
+    shape: Callable[[Case], Case],
+    fair: Callable[[Case], bool],
+    seconds: float = SECONDS,
+) -> Shrunk:
+    """Return the simplest case found that fails with `signature`, as `case` does.
 
     Args:
+        case: Where to start.
+        signature: What it looks like.
         attempt: Runs candidates.
         shape: Gives the legal case nearest to a reduced one.
         fair: Whether an implementation may be asked a case at all.
         seconds: When to be content with what was found.
     """
+    start = time.monotonic()
+    attempts = 0
 
-    def __init__(
-        self, attempt: Attempt, shape: Callable[[Case], Case], fair: Callable[[Case], bool], seconds: float = SECONDS
-    ) -> None:
-        self._attempt = attempt
-        self._shape = shape
-        self._fair = fair
-        self._seconds = seconds
+    def keeping(batch: list[Case]) -> list[Case]:
+        nonlocal attempts
+        if batch and time.monotonic() > start + seconds:
+            raise BudgetSpent
+        kept: list[Case] = []
+        for size in sorted({one.world.size for one in batch}):
+            results = attempt([one for one in batch if one.world.size == size], signature)
+            attempts += len(results)
+            kept += [one for one, found in results if found == signature]
+        return [one for one in batch if one in kept]
 
-    def shrink(self, case: Case, signature: Signature) -> Shrunk:
-        """Return the simplest case found that fails with `signature`, as `case` does."""
-        start = time.monotonic()
-        attempts = 0
-
-        def keeping(batch: list[Case]) -> list[Case]:
-            nonlocal attempts
-            if batch and time.monotonic() > start + self._seconds:
-                raise BudgetSpent
-            kept: list[Case] = []
-            for size in sorted({one.world.size for one in batch}):
-                results = self._attempt([one for one in batch if one.world.size == size], signature)
-                attempts += len(results)
-                kept += [one for one, found in results if found == signature]
-            return [one for one in batch if one in kept]
-
-        search = Search(case, keeping, _AT_ONCE, self._shape, self._fair)
-        complete = search.run(lambda: _simplify(search, signature))
-        return Shrunk(search.case, signature, attempts, time.monotonic() - start, complete)
+    search = Search(case, keeping, _AT_ONCE, shape, fair)
+    complete = search.run(lambda: _simplify(search, signature))
+    return Shrunk(search.case, attempts, time.monotonic() - start, complete)
 
 
 def _simplify(search: Search, signature: Signature) -> None:

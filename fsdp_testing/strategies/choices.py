@@ -17,23 +17,23 @@ class Choices(Protocol):
     """A source of choices."""
 
     def integer(self, low: int, high: int) -> int:
-        """Returns an integer from `low` to `high`, both included."""
+        """Return an integer from `low` to `high`, both included."""
         ...
 
     def chance(self, one_in: int) -> bool:
-        """Returns True about once in `one_in` times."""
+        """Return True about once in `one_in` times."""
         ...
 
     def more(self, one_in: int) -> bool:
-        """Returns whether a list goes on: False about once in `one_in` times. The simplest list ends at once."""
+        """Return whether a list goes on: False about once in `one_in` times. The simplest list ends at once."""
         ...
 
     def pick(self, options: Sequence[T]) -> T:
-        """Returns one of `options`."""
+        """Return one of `options`."""
         ...
 
     def subset(self, count: int, *, sparse: bool) -> int:
-        """Returns a bit mask over `count` items, each in it about every second time, or every fourth if `sparse`."""
+        """Return a bit mask over `count` items, each in it about every second time, or every fourth if `sparse`."""
         ...
 
 

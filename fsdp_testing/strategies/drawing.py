@@ -16,6 +16,7 @@ from fsdp_testing.records import (
     WorldSpec,
     WrappingPlan,
 )
+from fsdp_testing.records.case import STARTS
 from fsdp_testing.strategies.choices import Choices
 from fsdp_testing.strategies.features import Scope, Swarm, SwarmDrawer
 from fsdp_testing.strategies.normal_form import legal_case, needs_of_case
@@ -51,7 +52,7 @@ class CaseDrawer:
         self._strategies = [name for name, tag in STRATEGIES.items() if tag in scope.capabilities]
 
     def draw(self, choices: Choices) -> Case:
-        """Draws a legal case that asks for claimed capabilities only."""
+        """Draw a legal case that asks for claimed capabilities only."""
         for _ in range(_ATTEMPTS):
             case = self.shape(self.draw_raw(choices))
             if needs_of_case(case) <= self.scope.capabilities:
@@ -59,27 +60,28 @@ class CaseDrawer:
         return self._plain(choices)
 
     def shape(self, case: Case) -> Case:
-        """Returns the legal case nearest to `case` that a fair comparison exists for."""
+        """Return the legal case nearest to `case` that a fair comparison exists for."""
         return legal_case(case, self.scope.capabilities)
 
     def swarm(self, choices: Choices) -> Swarm:
-        """Draws the features of one case."""
+        """Draw the features of one case."""
         return self._swarms.draw(choices)
 
     def draw_raw(self, choices: Choices) -> Case:
-        """Draws a case that may still ask for too much."""
+        """Draw a case that may still ask for too much."""
         swarm = self.swarm(choices)
         size = choices.pick(self.scope.world_sizes) if choices.chance(4) else self.scope.world_sizes[0]
         precision = _precision(choices, swarm)
         model = self._model(choices, swarm, low=precision is not None)
         operations = OperationDrawer(choices, swarm, size, model.patterns, model.branches, model.units)
         strategy = self._strategy(choices, swarm)
+        starts: dict[str, Any] = {name: f"wrap.{name}" in swarm for name in STARTS}
         return Case(
             model=model.spec,
             world=WorldSpec(size, mesh=_mesh(choices, size) if strategy.startswith("hybrid") else ()),
             program=operations.program(self.scope.max_operations),
             seed=choices.integer(0, 2**16 - 1),
-            wrapping=_wrapping(choices, swarm, model),
+            wrapping=replace(_wrapping(choices, swarm, model), **starts),
             strategy=strategy,
             mixed_precision=precision,
             cpu_offload="offload" in swarm,
@@ -114,7 +116,7 @@ class CaseDrawer:
 
 
 def drawn_tree(tree: Mapping[str, Any], dtype: str) -> DrawnModel:
-    """Returns what the rest of a case must know of a tree."""
+    """Return what the rest of a case must know of a tree."""
     names = unit_names(tree)
     specs = parameters(tree)
     frozen = {s.module for s in specs if s.frozen and not s.tie} - {s.module for s in specs if not s.frozen or s.tie}

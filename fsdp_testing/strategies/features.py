@@ -24,6 +24,8 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
     "wrap.nested": ("nested_wrapping",),
     "wrap.policy": ("policy_wrapping",),
     "wrap.ignored": ("ignored_parameters", "frozen_parameters"),
+    "wrap.sync_module_states": ("sync_module_states",),
+    "wrap.meta_init": ("meta_init",),
     # module trees
     "tree.group": (),
     "tree.residual": (),
@@ -112,8 +114,9 @@ _THEME_ONE_IN = 3
 
 # Features that make most of the others unreachable or slow, and that are therefore switched on less often.
 _RARE = frozenset(
-    {"model.zoo", "tree.large", "precision.param", "precision.reduce", "precision.buffer", "offload", "op.cast"}
-)
+    {"model.zoo", "tree.large", "precision.param", "precision.reduce", "precision.buffer", "offload", "op.cast",
+     "wrap.sync_module_states", "wrap.meta_init"}
+)  # fmt: skip
 _RARELY = 12
 
 
@@ -146,13 +149,13 @@ class Scope:
             )
 
     def available(self) -> tuple[str, ...]:
-        """Returns the features that may be switched on."""
+        """Return the features that may be switched on."""
         return tuple(
             name for name, needs in FEATURES.items() if needs <= self.capabilities and name not in self.excluded
         )
 
     def not_claimed(self) -> dict[str, frozenset[str]]:
-        """Returns the features that cannot be drawn, each with the capabilities that are not claimed."""
+        """Return the features that cannot be drawn, each with the capabilities that are not claimed."""
         return {name: needs - self.capabilities for name, needs in FEATURES.items() if not needs <= self.capabilities}
 
 
@@ -167,7 +170,7 @@ class Swarm:
         return name in self.on
 
     def among(self, names: Iterable[str]) -> list[str]:
-        """Returns those of `names` that are on."""
+        """Return those of `names` that are on."""
         return [name for name in names if name in self.on]
 
 
@@ -184,7 +187,7 @@ class SwarmDrawer:
         self._themes = [kept for theme in _THEMES if len(kept := [n for n in theme if n in self._available]) > 1]
 
     def draw(self, choices: Choices) -> Swarm:
-        """Draws a subset: about a quarter or a half of the usual features, each rare one once in twelve times."""
+        """Draw a subset: about a quarter or a half of the usual features, each rare one once in twelve times."""
         mask = choices.subset(len(self._usual), sparse=not choices.chance(2))
         on = [name for place, name in enumerate(self._usual) if mask >> place & 1]
         on += [name for name in self._base if not choices.chance(4)]

@@ -14,7 +14,7 @@ from typing import Any
 
 from fsdp_testing.operations import Operation
 from fsdp_testing.operations.operation import matching
-from fsdp_testing.records import Case, OptimizerSpec, WorldSpec, WrappingPlan, void_operations
+from fsdp_testing.records import Case, OptimizerSpec, WorldSpec, WrappingPlan
 from fsdp_testing.zoo import MODELS
 from fsdp_testing.zoo.tree import has_alias, needs_of, unit_names, unit_of
 from fsdp_testing.zoo.tree_schema import Walk, every, get, legal_tree, parameters, walk
@@ -24,7 +24,7 @@ _WIDE = ("float32", "float64")
 
 
 def legal_case(case: Case, capabilities: frozenset[str] | None = None) -> Case:
-    """Returns the case with everything dropped that has no meaning; a legal case comes back equal.
+    """Return the case with everything dropped that has no meaning; a legal case comes back equal.
 
     Args:
         case: Of the right form (`Case.from_json` checks that).
@@ -49,7 +49,7 @@ def legal_case(case: Case, capabilities: frozenset[str] | None = None) -> Case:
         # Buffers may be cast while wrapping or in the first forward: what is seen between is each one's own affair.
         first = next((place for place, o in enumerate(case.program) if o.batches()), len(case.program))
         case = replace(case, program=case.program[first:])
-    if capabilities is not None and "unused_gradient_is_none" not in capabilities and _leaves_unused(case):
+    if capabilities is not None and "unused_gradient_is_none" not in capabilities and leaves_unused(case):
         case = replace(case, optimizer=_stateless(case.optimizer))
     return case
 
@@ -72,20 +72,15 @@ class ProgramContext:
 
     def normalised(self) -> Iterator[Operation]:
         """Yield the operations of the program that have a meaning in the case, as they are legal."""
-        for index, operation in enumerate(self.case.program):
+        for operation in self.case.program:
             legal = operation.normalise(self)
             if legal is None:
                 continue
             units = legal.new_units()
-            if units is not None and index not in self._void:
+            if units is not None:
                 self.units = {"", *units}
             yield legal
             self.begins = False
-
-    @cached_property
-    def _void(self) -> Mapping[int, str]:
-        # What is left out leaves no gradients pending and builds no optimizer: the same places are void afterwards.
-        return void_operations(self.case)
 
     @property
     def low_precision(self) -> bool:
@@ -180,8 +175,7 @@ def _without_strides(node: Mapping[str, Any]) -> dict[str, Any]:
 
 def _legal_wrapping(plan: WrappingPlan, tree: Mapping[str, Any]) -> WrappingPlan:
     names = set(unit_names(tree))
-    frozen_only = {name for name in plan.ignored if name in names and _all_frozen(tree, name)}
-    ignored = tuple(dict.fromkeys(name for name in plan.ignored if name in frozen_only))
+    ignored = tuple(dict.fromkeys(name for name in plan.ignored if name in names and _all_frozen(tree, name)))
     inside = tuple(f"{name}." for name in ignored)
     units = tuple(
         dict.fromkeys(n for n in plan.units if n in names and n not in ignored and not n.startswith(inside or (" ",)))
@@ -193,7 +187,7 @@ def _legal_wrapping(plan: WrappingPlan, tree: Mapping[str, Any]) -> WrappingPlan
             kinds = {place.node["kind"] for place in every(walk(tree))}
             classes = tuple(name for name in policy.classes if _KINDS.get(name) in kinds)
             policy = replace(policy, classes=classes) if classes else None
-    return WrappingPlan(units, policy, ignored)
+    return WrappingPlan(units, policy, ignored, sync_module_states=plan.sync_module_states, meta_init=plan.meta_init)
 
 
 def _all_frozen(tree: Mapping[str, Any], module: str) -> bool:
@@ -222,11 +216,15 @@ def _trained_alike(case: Case) -> Iterator[Operation]:
     flags = {spec.fqn: not spec.frozen for spec in specs}
     flags |= {name: False for name, _ in matching(flags.items(), case.model.freeze)}
     places = walk(case.model.tree)
-    void = void_operations(case)
-    for index, operation in enumerate(case.program):
-        change = None if index in void else operation.requires_grad_change()
+    pending = False
+    for operation in case.program:
+        change = operation.requires_grad_change()
         if change is not None:
-            flags |= {name: change[1] for name, _ in matching(flags.items(), change[0])}
+            changed = flags | {name: change[1] for name, _ in matching(flags.items(), change[0])}
+            if pending and not any(changed.values()):
+                continue  # no backward would ever reduce what awaits it
+            flags = changed
+        pending = operation.pending_after(pending)
         trainable = {spec.module for spec in specs if flags[first.get(spec.tie, spec.fqn)]}
 
         def trains(mask: tuple[bool, ...], trainable: set[str] = trainable) -> bool:
@@ -256,18 +254,18 @@ def _legal_world(case: Case) -> WorldSpec:
     return world if hybrid or not world.mesh else replace(world, mesh=())
 
 
-def _leaves_unused(case: Case) -> bool:
-    """Whether some parameter may get no gradient on any rank while another of its unit does."""
+def leaves_unused(case: Case) -> bool:
+    """Whether some parameter may get no gradient while another of its unit does."""
+    # A loss that goes past a unit's output leaves the unit's last part without a gradient.
+    leaving = {"unused_parameters", "loss_bypasses_output"}
     if case.model.tree is None:
         model = MODELS.get(case.model.name)
-        # A loss that goes past a unit's output leaves the unit's last part without a gradient.
-        leaving = {"unused_parameters", "loss_bypasses_output"}
         return model is None or bool(leaving & model.needs) or bool(model.traits & {"frozen", "unused"})
     if any("unused_parameters" in operation.required() for operation in case.program):
         return True
     if any(operation.requires_grad_change() for operation in case.program):
         return True
-    return "unused_parameters" in needs_of(case.model.tree, ())
+    return bool(leaving & needs_of(case.model.tree, ()))
 
 
 def _stateless(optimizer: OptimizerSpec) -> OptimizerSpec:
@@ -281,7 +279,7 @@ def _stateless(optimizer: OptimizerSpec) -> OptimizerSpec:
 
 
 def needs_of_case(case: Case) -> frozenset[str]:
-    """Returns every capability that a legal case needs: its operations', its model's and its plan's."""
+    """Return every capability that a legal case needs: its operations', its model's and its plan's."""
     needs = set(case.required())
     if case.model.tree is None:
         return frozenset(needs | _needs_of_zoo(case))
@@ -290,7 +288,7 @@ def needs_of_case(case: Case) -> frozenset[str]:
         # Which modules a policy takes is the implementation's affair: whatever could be needed is.
         needs |= needs_of(case.model.tree, unit_names(case.model.tree))
     needs |= needs_of(case.model.tree, units)
-    for later in _later_plans(case):
+    for later in plans_of(case)[1:]:
         needs |= needs_of(case.model.tree, later)
     if _mixes_frozen(case, units):
         needs.add("frozen_mixed_unit")
@@ -302,19 +300,16 @@ def _needs_of_zoo(case: Case) -> set[str]:
     if model is None:
         return set()
     needs = set(model.needs)
-    plans = [case.wrapping.units, *_later_plans(case)]
-    if all(set(model.units) <= set(units) for units in plans):
+    if all(set(model.units) <= set(units) for units in plans_of(case)):
         return needs
     # Parts that are units of their own in the plan that the zoo suggests may meet in one unit.
     needs |= {"mixed_dtype_units"} if "mixed_dtypes" in model.traits else set()
     return needs | ({"frozen_mixed_unit"} if "frozen" in model.traits else set())
 
 
-def _later_plans(case: Case) -> Iterator[tuple[str, ...]]:
-    for operation in case.program:
-        units = operation.new_units()
-        if units is not None:
-            yield units
+def plans_of(case: Case) -> list[tuple[str, ...]]:
+    """Return the inner units of the case's plan, and of every later one."""
+    return [case.wrapping.units, *(units for o in case.program if (units := o.new_units()) is not None)]
 
 
 def _mixes_frozen(case: Case, units: tuple[str, ...]) -> bool:

@@ -20,7 +20,7 @@ Node = dict[str, Any]
 
 
 def draw_tree(choices: Choices, swarm: Swarm) -> dict[str, Any]:
-    """Draws a legal tree of one to about ten nodes."""
+    """Draw a legal tree of one to about ten nodes."""
     drawer = _TreeDrawer(choices, swarm)
     tree: dict[str, Any] = {"width": drawer.entering, "nodes": drawer.nodes(1, 4, 0)}
     if "tree.container" in swarm and choices.chance(2):
@@ -54,7 +54,7 @@ class _TreeDrawer:
         return self._usual
 
     def nodes(self, least: int, most: int, depth: int) -> list[Node]:
-        """Draws a list that goes on or ends after each node, so that what shrinks can leave any of them out."""
+        """Draw a list that goes on or ends after each node, so that what shrinks can leave any of them out."""
         made: list[Node] = []
         while len(made) < least or (len(made) < most and self._choices.more(3)):
             node = self._node(made, depth)
@@ -125,7 +125,7 @@ class _TreeDrawer:
         return node
 
     def _fill(self, node: Node, depth: int) -> None:
-        """Draws what is inside a group; where its output must fit its input, every width inside is that of the input."""
+        """Draw what is inside a group; where its output must fit its input, every width inside is that of the input."""
         entering, before = self._current, self._forced
         fits = len(node) > 1
         self._forced = entering if fits else before
@@ -134,7 +134,7 @@ class _TreeDrawer:
         self._current = entering if fits else self._current
 
     def container(self) -> str:
-        """Returns a kind of container."""
+        """Return a kind of container."""
         if "tree.opaque" in self._swarm and self._choices.chance(3):
             return "opaque"
         return self._choices.pick(_CONTAINERS)

@@ -7,24 +7,12 @@ from collections.abc import Iterable
 from fsdp_testing.operations import SeveralForwards
 from fsdp_testing.records import Batch, Case, Clip, Observe, Step, ZeroGrad
 from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Place, Suite
-from fsdp_testing.suites.schedules import (
-    accumulated,
-    forward,
-    iteration,
-    iterations,
-    micro_batch,
-    micro_batches,
-    no_sync_batch,
-)
-
-_NO_SYNC = frozenset({"no_sync"})
-_REDUCED = frozenset({"accumulate_without_no_sync"})
-
+from fsdp_testing.suites.schedules import accumulated, forward, iteration, micro_batch, micro_batches, no_sync_batch
 
 SUITE = Suite()
 
 
-@SUITE.check("accumulation.no_sync_then_reduced", source="pytorch PR 90546", needs=_NO_SYNC)
+@SUITE.check("accumulation.no_sync_then_reduced", source="pytorch PR 90546")
 def _then_reduced(place: Place) -> Iterable[Case]:
     """Local micro-batches and a reduced one give the gradient of all of them."""
     for model in ("mlp", "deep_nest", "uneven"):
@@ -32,7 +20,9 @@ def _then_reduced(place: Place) -> Iterable[Case]:
         yield place.case(model, *cycle, *accumulated(3, 4), Observe(), Step(), optimizer=ADAMW)
 
 
-@SUITE.check("accumulation.without_no_sync", source="pytorch issue 73784, PR 73535", needs=_REDUCED)
+@SUITE.check(
+    "accumulation.without_no_sync", source="pytorch issue 73784, PR 73535", needs={"accumulate_without_no_sync"}
+)
 def _without(place: Place) -> Iterable[Case]:
     """Reduced micro-batches add up."""
     for model in ("mlp", "deep_nest", "uneven"):
@@ -40,56 +30,41 @@ def _without(place: Place) -> Iterable[Case]:
         yield place.case(model, *cycle, *micro_batches(3, 4), Observe(), Step(), optimizer=ADAMW)
 
 
-@SUITE.check("accumulation.alternating", source="pytorch PR 91193", needs=_NO_SYNC | _REDUCED)
+@SUITE.check("accumulation.alternating", source="pytorch PR 91193", needs={"accumulate_without_no_sync"})
 def _alternating(place: Place) -> Iterable[Case]:
     """Local and reduced micro-batches in any order add up."""
     yield place.case(
         "mlp", micro_batch(0), *accumulated(1, 2), Step(), ZeroGrad(), micro_batch(3), *accumulated(4, 5, 6), Step()
     )
-    yield place.case("deep_nest", *accumulated(0, 1), *accumulated(2, 3), Step(), ZeroGrad(), *iterations(1, first=4))
+    yield place.case("deep_nest", *accumulated(0, 1), *accumulated(2, 3), Step(), ZeroGrad(), *iteration(4))
 
 
-@SUITE.check("accumulation.ends_on_local", source="pytorch PR 124193", needs=_NO_SYNC | {"forward_only"})
+@SUITE.check("accumulation.ends_on_local", source="pytorch PR 124193")
 def _ends_local(place: Place) -> Iterable[Case]:
     """A local micro-batch that nothing reduces yet changes neither parameters nor what follows."""
-    yield place.case("mlp", *iterations(1), no_sync_batch(1))
+    yield place.case("mlp", *iteration(0), no_sync_batch(1))
     yield place.case("mlp", *iteration(0), no_sync_batch(1), forward(2), micro_batch(3), Step(), optimizer=PLAIN_SGD)
     yield place.case("deep_nest", no_sync_batch(0))
 
 
-@SUITE.check("accumulation.forward_between", source="pytorch PR 110139", needs=_NO_SYNC | {"forward_only"})
+@SUITE.check("accumulation.forward_between", source="pytorch PR 110139")
 def _looks_between(place: Place) -> Iterable[Case]:
     """Forward passes between micro-batches disturb no gradient."""
     for mode in ("eval", "no_grad"):
-        program = (
-            no_sync_batch(0),
-            forward(1, mode),
-            no_sync_batch(2),
-            forward(3, mode),
-            micro_batch(4),
-            forward(5, mode),
-            Step(),
-            forward(6, mode),
-        )
-        yield place.case("mlp", *program)
+        local = (no_sync_batch(0), forward(1, mode), no_sync_batch(2), forward(3, mode))
+        yield place.case("mlp", *local, micro_batch(4), forward(5, mode), Step(), forward(6, mode))
 
 
-@SUITE.check("accumulation.magnitudes", source="Megatron-LM PR 3023, 7186", needs=_NO_SYNC | _REDUCED)
+@SUITE.check("accumulation.magnitudes", source="Megatron-LM PR 3023, 7186", needs={"accumulate_without_no_sync"})
 def _magnitudes(place: Place) -> Iterable[Case]:
     """No micro-batch is rescaled or lost, whatever its size."""
     program = (no_sync_batch(0, scale=1.0), no_sync_batch(1, scale=10.0), micro_batch(2, scale=0.1), Observe(), Step())
     yield place.case("mlp", *program, optimizer=PLAIN_SGD)
-    yield place.case(
-        "mlp",
-        no_sync_batch(0, scale=0.1),
-        micro_batch(1, scale=1.0),
-        micro_batch(2, scale=10.0),
-        Step(),
-        optimizer=PLAIN_SGD,
-    )
+    other = (no_sync_batch(0, scale=0.1), micro_batch(1, scale=1.0), micro_batch(2, scale=10.0), Step())
+    yield place.case("mlp", *other, optimizer=PLAIN_SGD)
 
 
-@SUITE.check("accumulation.clipped", source="torch.nn.utils.clip_grad_norm_", needs=_NO_SYNC | {"clip_grad_norm"})
+@SUITE.check("accumulation.clipped", source="torch.nn.utils.clip_grad_norm_")
 def _clipped(place: Place) -> Iterable[Case]:
     """Accumulated gradients are clipped by the norm of their sum."""
     yield place.case("mlp", *accumulated(0, 1), Clip(0.5), Step(), ZeroGrad(), *accumulated(2, 3), dtype="float32")
@@ -98,7 +73,6 @@ def _clipped(place: Place) -> Iterable[Case]:
 @SUITE.check(
     "accumulation.fresh_weights",
     source="Zhao et al., PyTorch FSDP, section 3.3: communication and accumulation",
-    needs=_NO_SYNC | {"forward_only"},
 )
 def _stale_weights(place: Place) -> Iterable[Case]:
     """After a step no unit computes with weights gathered before it."""
@@ -106,12 +80,10 @@ def _stale_weights(place: Place) -> Iterable[Case]:
     yield place.case(
         "mlp", *accumulated(0, 1), Step(), ZeroGrad(), forward(2), *accumulated(3, 4), Step(), ZeroGrad(), forward(5)
     )
-    yield place.case("deep_nest", *iterations(1), no_sync_batch(1), forward(2, "train"), *iteration(3), forward(4))
+    yield place.case("deep_nest", *iteration(0), no_sync_batch(1), forward(2, "train"), *iteration(3), forward(4))
 
 
-@SUITE.check(
-    "accumulation.several_forwards", source="pytorch issue 47260, 106637, 136861", needs=_REDUCED | {"several_forwards"}
-)
+@SUITE.check("accumulation.several_forwards", source="pytorch issue 47260, 106637, 136861")
 def _several_forwards(place: Place) -> Iterable[Case]:
     """Each of several forwards may have its backward later, in either order, and every gradient is reduced."""
     for reverse in (False, True):

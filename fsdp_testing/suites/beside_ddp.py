@@ -6,7 +6,6 @@ its own communication hook: the plain recipe, without FSDP's.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -23,15 +22,11 @@ from fsdp_testing.implementations.protocol import Precision, Setup
 from fsdp_testing.implementations.torch import ddp as torch_ddp
 from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.pool import Failed
-from fsdp_testing.pool.world import current_world
-from fsdp_testing.programs import models
+from fsdp_testing.programs import models, rank_jobs
 from fsdp_testing.programs.execute import RankProgram
-from fsdp_testing.programs.setup import setup_in_world
 from fsdp_testing.records import Case, MixedPrecisionSpec, Observe, RankObservation, Step, WrappingPlan, ZeroGrad
 from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Place, Suite
-from fsdp_testing.suites.schedules import accumulated, iterations, micro_batch
-
-_SOURCE = "torch.nn.parallel.DistributedDataParallel on the same ranks"
+from fsdp_testing.suites.schedules import accumulated, iteration, iterations, micro_batch
 
 
 class LowPrecision(nn.Module):
@@ -44,12 +39,8 @@ class LowPrecision(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Cast parameters and inputs, then run the module."""
-        cast = {fqn: self._low(parameter) for fqn, parameter in self.inner.named_parameters()}
-        inputs = models.map_tensors(self._low, (args, kwargs))
-        return torch.func.functional_call(self.inner, cast, inputs[0], inputs[1])
-
-    def _low(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+        cast, inputs, options = models.cast_floats((dict(self.inner.named_parameters()), args, kwargs), self.dtype)
+        return torch.func.functional_call(self.inner, cast, inputs, options)
 
 
 def _reduce_in(wire: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -88,16 +79,12 @@ def run_beside_ddp(adapter: Adapter, case: Case, observe_all: bool) -> RankObser
     Collectives: those of both; every rank of the world runs the same call.
     """
     plain = replace(case, strategy="no_shard", wrapping=WrappingPlan(), cpu_offload=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        program = RankProgram(case, adapter, current_world().rank, setup_in_world)
-        seen = program.run(observe_all=observe_all)
-        if seen.error is not None:
-            return Failed(seen)
-        adapter.finish(program.model)
-        other = RankProgram(plain, SECOND, current_world().rank, setup_in_world).run(observe_all=observe_all)
-    shown = adapter.observes_gradients
-    return PairedObservation(seen.rank, seen.results, seen.snapshots, None, seen.seconds, other, shown)
+    seen = rank_jobs.run_case(adapter, case, observe_all)
+    if isinstance(seen, Failed):
+        return seen
+    with rank_jobs.no_warnings():
+        other = RankProgram(plain, SECOND, seen.rank).run(observe_all=observe_all)
+    return seen.extended(PairedObservation, other=other, gradients=adapter.observes_gradients)
 
 
 _PRECISIONS = (
@@ -108,24 +95,17 @@ _PRECISIONS = (
 )
 _PAIR = RunMode(run_beside_ddp, review=review_pair)
 
+SUITE = Suite(source="torch.nn.parallel.DistributedDataParallel on the same ranks", mode=_PAIR)
 
-SUITE = Suite()
 
-
-@SUITE.check("beside_ddp.no_sync", source=_SOURCE, needs=frozenset({"no_sync"}), mode=_PAIR)
+@SUITE.check("beside_ddp.no_sync")
 def _accumulated(place: Place) -> Iterable[Case]:
     """Local micro-batches and a reduced one give what DDP gives."""
     program = (*accumulated(0, 1, 2), Observe(), Step(), ZeroGrad(), *accumulated(3, 4), Step())
     yield place.case("uneven", *program, optimizer=ADAMW)
 
 
-@SUITE.check(
-    "beside_ddp.mixed_precision",
-    source=_SOURCE,
-    needs=frozenset({"mixed_precision", "reduce_dtype"}),
-    comparison=Comparison(lockstep=True),
-    mode=_PAIR,
-)
+@SUITE.check("beside_ddp.mixed_precision", comparison=Comparison(lockstep=True))
 def _lowered(place: Place) -> Iterable[Case]:
     """A gradient computed and reduced in low precision is DDP's, cast for cast."""
     # One reduction, from equal values: what two low precisions make of a difference in the last bit is bounded by nothing.
@@ -133,14 +113,14 @@ def _lowered(place: Place) -> Iterable[Case]:
         yield place.case("mlp", micro_batch(0), Observe(), dtype="float32", optimizer=PLAIN_SGD, precision=precision)
 
 
-@SUITE.check("beside_ddp.offload", source=_SOURCE, needs=frozenset({"cpu_offload"}), mode=_PAIR)
+@SUITE.check("beside_ddp.offload")
 def _offloaded(place: Place) -> Iterable[Case]:
     """Offloaded parameters train as DDP's do."""
     yield replace(place.case("uneven", *iterations(3), optimizer=ADAMW), cpu_offload=True)
 
 
-@SUITE.check("beside_ddp.offload_no_sync", source=_SOURCE, needs=frozenset({"cpu_offload", "no_sync"}), mode=_PAIR)
+@SUITE.check("beside_ddp.offload_no_sync")
 def _offloaded_accumulation(place: Place) -> Iterable[Case]:
     """Offloaded gradients accumulate as DDP's do."""
-    program = (*accumulated(0, 1), Observe(), Step(), ZeroGrad(), *iterations(1, first=2))
+    program = (*accumulated(0, 1), Observe(), Step(), ZeroGrad(), *iteration(2))
     yield replace(place.case("mlp", *program), cpu_offload=True)

@@ -8,25 +8,22 @@ from fsdp_testing.records import Case, Observe
 from fsdp_testing.suites.check import Place, Suite
 from fsdp_testing.suites.schedules import accumulated, forward, iterations
 
-_NEEDS = frozenset({"buffers"})
-
-
 SUITE = Suite()
 
 
-@SUITE.check("buffers.kept", source="pytorch PR 87935", needs=_NEEDS | {"forward_only"})
+@SUITE.check("buffers.kept", source="pytorch PR 87935")
 def _kept(place: Place) -> Iterable[Case]:
     """Saved and unsaved, floating, integer and boolean buffers keep value and dtype and are updated."""
     yield place.case("buffers", Observe(), *iterations(3), forward(9, "eval"))
 
 
-@SUITE.check("buffers.statistics", source="torch.nn.BatchNorm1d", needs=_NEEDS)
+@SUITE.check("buffers.statistics", source="torch.nn.BatchNorm1d")
 def _statistics(place: Place) -> Iterable[Case]:
     """Batch statistics are those of each rank's own inputs."""
     yield place.case("batch_norm", *iterations(3), Observe())
 
 
-@SUITE.check("buffers.in_no_sync", source="pytorch PR 87935", needs=_NEEDS | {"no_sync"})
+@SUITE.check("buffers.in_no_sync", source="pytorch PR 87935")
 def _accumulated(place: Place) -> Iterable[Case]:
     """Buffers are updated inside no_sync too."""
     for model in ("buffers", "batch_norm"):

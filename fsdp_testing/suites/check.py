@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -140,29 +140,40 @@ class Check:
 
 
 class Suite:
-    """The checks of one file, in the order in which a report lists them."""
+    """The checks of one file, in the order in which a report lists them.
 
-    def __init__(self) -> None:
+    Args:
+        needs: Capabilities that every check of the file needs, whatever its cases ask for.
+        **defaults: Fields of `Check` for those that do not say otherwise.
+    """
+
+    def __init__(self, *, needs: Collection[str] = (), **defaults: Any) -> None:
         self.checks: list[Check] = []
+        self._needs = frozenset(needs)
+        self._defaults = defaults
 
-    def add(self, check: Check) -> None:
-        """Add a check whose cases a function of another check builds, or one made for it."""
-        self.checks.append(check)
-
-    def check(
-        self, name: str, source: str, needs: frozenset[str] = frozenset(), **options: Any
-    ) -> Callable[[Builder], Builder]:
-        """Make a check of the function that builds its cases; the function's docstring is the claim.
+    def add(self, name: str, meaning: str, build: Builder, *, needs: Collection[str] = (), **options: Any) -> None:
+        """Add a check; several may share the function that builds their cases.
 
         Args:
             name: `suite.check`, unique.
-            source: Where the behaviour is described or was once broken.
-            needs: Capabilities without which the check is not asked.
+            meaning: The claim in one line.
+            build: Gives the cases at a place; which capabilities they ask for depends on no place.
+            needs: Capabilities without which the check is not asked, besides those that its cases ask for by themselves.
             **options: The other fields of `Check`.
         """
+        fields: dict[str, Any] = self._defaults | options
+        found = Check(name, meaning, build=build, **fields)
+        strategy = found.strategies[0]
+        cases = build(Place(4, strategy, mesh=(2, 2) if strategy in HYBRID else ()))
+        asked = frozenset[str]().union(*map(needs_of, cases)) - set(STRATEGIES.values())
+        self.checks.append(replace(found, needs=asked | self._needs | set(needs)))
+
+    def check(self, name: str, *, needs: Collection[str] = (), **options: Any) -> Callable[[Builder], Builder]:
+        """Make a check of the function that builds its cases; the function's docstring is the claim."""
 
         def make(build: Builder) -> Builder:
-            self.add(Check(name, inspect.getdoc(build) or "", source, build, needs, **options))
+            self.add(name, inspect.getdoc(build) or "", build, needs=needs, **options)
             return build
 
         return make

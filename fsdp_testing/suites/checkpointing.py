@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.records import Case, MixedPrecisionSpec, Observe, Step, WrappingPlan, ZeroGrad
-from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Builder, Check, Place, Suite
-from fsdp_testing.suites.schedules import accumulated, forward, iterations, micro_batch
+from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Place, Suite
+from fsdp_testing.suites.schedules import accumulated, forward, iteration, iterations, micro_batch
 from fsdp_testing.zoo import MODELS
 
-_NEEDS = frozenset({"activation_checkpointing"})
-_REENTRANT = _NEEDS | {"reentrant_checkpointing"}
 _FIRST = ("layers.0", "embed")
 _LOCKSTEP = Comparison(lockstep=True)
-_SOURCE = "torch.utils.checkpoint: the same results with less memory"
 
 
 def plan(model: str, *, reentrant: bool = False, outside: bool = False) -> WrappingPlan:
@@ -28,67 +26,43 @@ def plan(model: str, *, reentrant: bool = False, outside: bool = False) -> Wrapp
     return WrappingPlan(units, checkpointed=recomputed, checkpoint_reentrant=reentrant, checkpoint_outside=outside)
 
 
-def _trained(*, reentrant: bool = False, outside: bool = False) -> Builder:
-    def build(place: Place) -> Iterable[Case]:
-        for model in ("mlp",) if outside else ("mlp", "embedding"):
-            wrapping = plan(model, reentrant=reentrant, outside=outside)
-            yield place.case(model, *iterations(2), micro_batch(2), wrapping=wrapping, optimizer=ADAMW)
-
-    return build
+def _trained(place: Place, *, reentrant: bool = False, outside: bool = False) -> Iterable[Case]:
+    for model in ("mlp",) if outside else ("mlp", "embedding"):
+        wrapping = plan(model, reentrant=reentrant, outside=outside)
+        yield place.case(model, *iterations(2), micro_batch(2), wrapping=wrapping, optimizer=ADAMW)
 
 
-SUITE = Suite()
-
+SUITE = Suite(source="torch.utils.checkpoint: the same results with less memory")
 
 SUITE.add(
-    Check(
-        "activation_checkpointing.inside_units",
-        "Units whose modules recompute give the bits of a plain run.",
-        _SOURCE,
-        _trained(),
-        _NEEDS,
-        _LOCKSTEP,
-    )
+    "activation_checkpointing.inside_units",
+    "Units whose modules recompute give the bits of a plain run.",
+    _trained,
+    comparison=_LOCKSTEP,
+)
+SUITE.add(
+    "activation_checkpointing.around_units",
+    "Recomputing whole units, gathered again in backward, gives the bits of a plain run.",
+    partial(_trained, outside=True),
+    comparison=_LOCKSTEP,
+)
+SUITE.add(
+    "activation_checkpointing.reentrant_inside",
+    "The reentrant way inside units gives the bits of a plain run.",
+    partial(_trained, reentrant=True),
+    source="pytorch PR 89791",
+    comparison=_LOCKSTEP,
+)
+SUITE.add(
+    "activation_checkpointing.reentrant_around",
+    "The reentrant way around units gives the bits of a plain run.",
+    partial(_trained, reentrant=True, outside=True),
+    source="pytorch PR 89781, 87413; fairscale PR 780",
+    comparison=_LOCKSTEP,
 )
 
 
-SUITE.add(
-    Check(
-        "activation_checkpointing.around_units",
-        "Recomputing whole units, gathered again in backward, gives the bits of a plain run.",
-        _SOURCE,
-        _trained(outside=True),
-        _NEEDS,
-        _LOCKSTEP,
-    )
-)
-
-
-SUITE.add(
-    Check(
-        "activation_checkpointing.reentrant_inside",
-        "The reentrant way inside units gives the bits of a plain run.",
-        "pytorch PR 89791",
-        _trained(reentrant=True),
-        _REENTRANT,
-        _LOCKSTEP,
-    )
-)
-
-
-SUITE.add(
-    Check(
-        "activation_checkpointing.reentrant_around",
-        "The reentrant way around units gives the bits of a plain run.",
-        "pytorch PR 89781, 87413; fairscale PR 780",
-        _trained(reentrant=True, outside=True),
-        _REENTRANT,
-        _LOCKSTEP,
-    )
-)
-
-
-@SUITE.check("activation_checkpointing.nested", source=_SOURCE, needs=_NEEDS | {"nested_wrapping"})
+@SUITE.check("activation_checkpointing.nested", needs={"nested_wrapping"})
 def _nested(place: Place) -> Iterable[Case]:
     """Recomputation inside recomputation, or of a part of a unit, trains as in one process."""
     # Recomputation inside recomputation, and of a part of a unit only.
@@ -97,28 +71,23 @@ def _nested(place: Place) -> Iterable[Case]:
     yield place.case("deep_nest", *iterations(2), wrapping=part)
 
 
-@SUITE.check("activation_checkpointing.accumulated", source="pytorch PR 90546", needs=_NEEDS | {"no_sync"})
+@SUITE.check("activation_checkpointing.accumulated", source="pytorch PR 90546")
 def _accumulated(place: Place) -> Iterable[Case]:
     """Recomputed micro-batches inside and outside no_sync add up, each once."""
-    program = (*accumulated(0, 1, 2), Observe(), Step(), ZeroGrad(), *iterations(1, first=3))
+    program = (*accumulated(0, 1, 2), Observe(), Step(), ZeroGrad(), *iteration(3))
     for outside in (False, True):
         yield place.case("mlp", *program, wrapping=plan("mlp", outside=outside), optimizer=PLAIN_SGD)
 
 
-@SUITE.check("activation_checkpointing.after_no_grad", source="pytorch PR 110139", needs=_NEEDS | {"forward_only"})
+@SUITE.check("activation_checkpointing.after_no_grad", source="pytorch PR 110139")
 def _evaluated(place: Place) -> Iterable[Case]:
     """A forward without gradients between recomputed iterations changes nothing."""
     wrapping = plan("mlp")
     # A forward without gradients never runs again, and must leave nothing for a later backward.
-    yield place.case("mlp", *iterations(1), forward(5, "no_grad"), micro_batch(1), Step(), wrapping=wrapping)
+    yield place.case("mlp", *iteration(0), forward(5, "no_grad"), micro_batch(1), Step(), wrapping=wrapping)
 
 
-@SUITE.check(
-    "activation_checkpointing.mixed_precision",
-    source="pytorch PR 90660",
-    needs=_NEEDS | {"mixed_precision", "reduce_dtype"},
-    comparison=_LOCKSTEP,
-)
+@SUITE.check("activation_checkpointing.mixed_precision", source="pytorch PR 90660", comparison=_LOCKSTEP)
 def _mixed(place: Place) -> Iterable[Case]:
     """The second forward casts as the first did."""
     precision = MixedPrecisionSpec("bfloat16", "float32")

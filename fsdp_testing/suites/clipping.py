@@ -4,35 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import partial
 
-from fsdp_testing.records import Case, Clip, Observe, Step, ZeroGrad
-from fsdp_testing.suites.check import Builder, Check, Place, Suite
-from fsdp_testing.suites.schedules import iterations, micro_batch
+from fsdp_testing.records import Case, Clip, Observe, Step, WrappingPlan, ZeroGrad
+from fsdp_testing.suites.check import PLAIN_SGD, Place, Suite
+from fsdp_testing.suites.schedules import iteration, micro_batch
 
-_NEEDS = frozenset({"clip_grad_norm"})
 _SOURCE = "torch.nn.utils.clip_grad_norm_"
 
 
-def _clipped(norm_type: float, dtype: str = "float32") -> Builder:
-    def build(place: Place) -> Iterable[Case]:
-        for model in ("mlp", "uneven"):
-            program = (
-                micro_batch(0),
-                Clip(0.1, norm_type),
-                Observe(),
-                Step(),
-                ZeroGrad(),
-                micro_batch(1),
-                Clip(0.5, norm_type),
-                Step(),
-            )
-            yield place.case(model, *program, dtype=dtype)
-
-    return build
+def _clipped(norm_type: float, dtype: str, place: Place) -> Iterable[Case]:
+    for model in ("mlp", "uneven"):
+        first = iteration(0, Clip(0.1, norm_type), Observe())
+        yield place.case(model, *first, micro_batch(1), Clip(0.5, norm_type), Step(), dtype=dtype)
 
 
-SUITE = Suite()
-
+SUITE = Suite(source=_SOURCE)
 
 for name, value, source in (
     ("1", 1.0, _SOURCE),
@@ -41,45 +28,52 @@ for name, value, source in (
     ("inf", math.inf, "pytorch PR 73405; torchrec PR 3199"),
 ):
     SUITE.add(
-        Check(
-            f"clipping.norm_{name}",
-            f"The {name}-norm counts every element of every rank once, and gradients are scaled by it.",
-            source,
-            _clipped(value),
-            _NEEDS,
-        )
+        f"clipping.norm_{name}",
+        f"The {name}-norm counts every element of every rank once, and gradients are scaled by it.",
+        partial(_clipped, value, "float32"),
+        source=source,
     )
 
 
-@SUITE.check("clipping.not_needed", source=_SOURCE, needs=_NEEDS)
+@SUITE.check("clipping.not_needed")
 def _not_needed(place: Place) -> Iterable[Case]:
     """Gradients below the limit are left alone."""
     for norm_type in (1.0, 2.0, math.inf):
         yield place.case("mlp", micro_batch(0), Clip(1e6, norm_type), Observe(), Step(), dtype="float32")
 
 
-@SUITE.check("clipping.frozen_parameters", source="pytorch PR 88955", needs=_NEEDS | {"frozen_parameters"})
+@SUITE.check("clipping.frozen_parameters", source="pytorch PR 88955")
 def _frozen(place: Place) -> Iterable[Case]:
     """Frozen parameters count nothing, and units without gradient do not harm."""
     for norm_type in (2.0, math.inf):
         yield place.case("frozen_body", micro_batch(0), Clip(0.1, norm_type), Step(), dtype="float32")
 
 
-@SUITE.check("clipping.shared_parameters", source=_SOURCE, needs=_NEEDS | {"shared_parameters"})
+@SUITE.check("clipping.shared_parameters")
 def _shared(place: Place) -> Iterable[Case]:
     """A shared parameter counts once."""
     yield place.case("tied_within", micro_batch(0), Clip(0.1), Observe(), Step(), dtype="float32")
 
 
-@SUITE.check("clipping.repeated", source=_SOURCE, needs=_NEEDS)
+@SUITE.check("clipping.ignored_trained", source="https://pytorch.org/docs/stable/fsdp.html", needs={"nested_wrapping"})
+def _ignored(place: Place) -> Iterable[Case]:
+    """Parameters that stay outside count in the norm once, and are scaled with the others."""
+    plan = WrappingPlan(units=("layers.1", "layers.2"), ignored=("layers.0",))
+    for norm_type in (1.0, 2.0, math.inf):
+        # Nobody reduces what is ignored: with equal inputs it is equal on all ranks without that.
+        program = (micro_batch(0, alike=True), Clip(0.1, norm_type), Observe(), Step())
+        yield place.case("mlp", *program, dtype="float32", wrapping=plan, optimizer=PLAIN_SGD)
+
+
+@SUITE.check("clipping.repeated")
 def _repeated(place: Place) -> Iterable[Case]:
     """Clipping what is clipped already."""
     yield place.case(
-        "mlp", *iterations(1), micro_batch(1), Clip(0.5), Clip(0.1), Clip(0.1, 1.0), Step(), dtype="float32"
+        "mlp", *iteration(0), micro_batch(1), Clip(0.5), Clip(0.1), Clip(0.1, 1.0), Step(), dtype="float32"
     )
 
 
-@SUITE.check("clipping.ranks_without_elements", source="torchrec PR 3199", needs=_NEEDS | {"uneven_parameters"})
+@SUITE.check("clipping.ranks_without_elements", source="torchrec PR 3199", needs={"uneven_parameters"})
 def _some_ranks_empty(place: Place) -> Iterable[Case]:
     """Ranks that hold no element of a parameter take part."""
     for norm_type in (1.0, 2.0, math.inf):
@@ -87,17 +81,13 @@ def _some_ranks_empty(place: Place) -> Iterable[Case]:
 
 
 SUITE.add(
-    Check(
-        "clipping.double_precision",
-        "Gradients in float64 are clipped by a norm in float64.",
-        _SOURCE,
-        _clipped(2.0, "float64"),
-        _NEEDS,
-    )
+    "clipping.double_precision",
+    "Gradients in float64 are clipped by a norm in float64.",
+    partial(_clipped, 2.0, "float64"),
 )
 
 
-@SUITE.check("clipping.unit_dtypes", source="pytorch issue 171517, PR 173641", needs=_NEEDS | {"nested_wrapping"})
+@SUITE.check("clipping.unit_dtypes", source="pytorch issue 171517, PR 173641", needs={"nested_wrapping"})
 def _unit_dtypes(place: Place) -> Iterable[Case]:
     """Units of different dtypes share one norm."""
     for norm_type in (1.0, 2.0, math.inf):
@@ -107,7 +97,7 @@ def _unit_dtypes(place: Place) -> Iterable[Case]:
 @SUITE.check(
     "clipping.ranks_without_gradients",
     source="pytorch PR 88955; B060",
-    needs=_NEEDS | {"frozen_parameters", "frozen_mixed_unit", "uneven_parameters"},
+    needs={"frozen_mixed_unit", "uneven_parameters"},
 )
 def _no_gradient_on_some_rank(place: Place) -> Iterable[Case]:
     """A rank that holds no trainable element takes part in the norm and in every reduction."""
@@ -118,26 +108,19 @@ def _no_gradient_on_some_rank(place: Place) -> Iterable[Case]:
     )
     for model, patterns in frozen:
         for norm_type in (2.0, math.inf) if model == "mlp" else (2.0,):
-            program = (micro_batch(0), Clip(0.1, norm_type), Observe(), Step(), ZeroGrad(), *iterations(1, first=1))
+            program = (*iteration(0, Clip(0.1, norm_type), Observe()), *iteration(1))
             yield place.case(model, *program, dtype="float32", freeze=patterns)
 
 
 @SUITE.check(
     "clipping.earlier_norms",
     source="found by fuzzing FSDP1, which adds the first infinity norm to every later norm",
-    needs=_NEEDS | {"frozen_parameters", "frozen_mixed_unit"},
+    needs={"frozen_mixed_unit"},
 )
 def _earlier_norms(place: Place) -> Iterable[Case]:
     """A norm counts nothing of the norms before it, on ranks without gradients neither."""
     frozen = ("layers.0.*", "layers.1.*", "layers.2.weight")
     for norm_type in (2.0, math.inf):
-        program = (
-            micro_batch(0),
-            Clip(1e6, math.inf),
-            ZeroGrad(),
-            micro_batch(1),
-            Clip(0.1, norm_type),
-            Observe(),
-            Step(),
-        )
-        yield place.case("mlp", *program, dtype="float32", freeze=frozen)
+        first = (micro_batch(0), Clip(1e6, math.inf), ZeroGrad())
+        then = (micro_batch(1), Clip(0.1, norm_type), Observe(), Step())
+        yield place.case("mlp", *first, *then, dtype="float32", freeze=frozen)

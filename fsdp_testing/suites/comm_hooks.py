@@ -6,7 +6,6 @@ average like the built-in reduction, average after casting to 16 bits, or keep s
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,19 +24,16 @@ from fsdp_testing.implementations.protocol import Setup
 from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.pool import Failed
 from fsdp_testing.pool.world import current_world
-from fsdp_testing.programs import models, oracle
+from fsdp_testing.programs import models, oracle, rank_jobs
 from fsdp_testing.programs.disturbance import Disturbance
 from fsdp_testing.programs.execute import RankProgram
 from fsdp_testing.programs.reduction import Reduced
 from fsdp_testing.programs.replay import Replay
-from fsdp_testing.programs.setup import setup_in_world
 from fsdp_testing.records import Case, Finding, MixedPrecisionSpec, Observe, RankObservation, Step, ZeroGrad
-from fsdp_testing.suites.check import PLAIN_SGD, Check, Place, Suite
+from fsdp_testing.suites.check import PLAIN_SGD, Place, Suite
 from fsdp_testing.suites.schedules import accumulated, iterations, micro_batch
 
-_NEEDS = frozenset({"comm_hook"})
 _LOCKSTEP = Comparison(lockstep=True)
-_SOURCE = "torch.distributed.fsdp.FullyShardedDataParallel.register_comm_hook"
 # `reduce_scatter_tensor` before torch 2.13.
 _REDUCE_SCATTER: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -95,17 +91,13 @@ def run_hooked(adapter: Adapter, case: Case, observe_all: bool, way: Way) -> Ran
         adapter.register_comm_hook(model, state, reduce_gradient)
         return model
 
-    program = RankProgram(case, replace(adapter, wrap=wrap), world.rank, setup_in_world)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        seen = program.run(observe_all=observe_all)
-        if seen.error is not None:
-            return Failed(seen)
-        adapter.finish(program.model)
+    program = RankProgram(case, replace(adapter, wrap=wrap), world.rank)
+    seen = rank_jobs.run_program(program, observe_all)
+    if isinstance(seen, Failed):
+        return seen
+    with rank_jobs.no_warnings():
         expected, elements = _own_gradients(case, world.rank)
-    return HookedObservation(
-        seen.rank, seen.results, seen.snapshots, None, seen.seconds, tuple(calls), expected, elements
-    )
+    return seen.extended(HookedObservation, calls=tuple(calls), expected_squares=expected, elements=elements)
 
 
 def _own_gradients(case: Case, rank: int) -> tuple[dict[int, float], int]:
@@ -127,18 +119,12 @@ def _own_gradients(case: Case, rank: int) -> tuple[dict[int, float], int]:
 
 
 def review_calls(case: Case, ranks: Sequence[RankObservation], _expectation: Expectation) -> Finding | None:
-    """Review the calls of every rank."""
-    return hook_calls.check_calls(case, ranks, _units_with_parameters(case), case.model.dtype)
-
-
-def _units_with_parameters(case: Case) -> int:
-    """Return how many units have trainable parameters of their own, outside inner units."""
-    names = [name for name, p in models.build_model(case).named_parameters() if p.requires_grad]
+    """Review the calls of every rank: one for each unit that has trainable parameters of its own, outside inner units."""
     owners = set()
-    for name in names:
+    for name, parameter in models.build_model(case).named_parameters():
         inside = [unit for unit in case.wrapping.units if name.startswith(f"{unit}.")]
-        owners.add(max(inside, key=len, default=""))
-    return len(owners)
+        owners |= {max(inside, key=len, default="")} if parameter.requires_grad else set()
+    return hook_calls.check_calls(case, ranks, len(owners), case.model.dtype)
 
 
 def _as_reduced_in(wire: str, case: Case) -> Case:
@@ -164,8 +150,8 @@ class _Scaled(Replay):
 
     factor = 1.0
 
-    def _add_mean(self, fqn: str, parameter: nn.Parameter, reduced: Reduced, computed: torch.dtype) -> None:
-        super()._add_mean(fqn, parameter, replace(reduced, mean=reduced.mean * self.factor), computed)
+    def _add_mean(self, fqn: str, parameter: nn.Parameter, reduced: Reduced, summed: torch.dtype) -> None:
+        super()._add_mean(fqn, parameter, replace(reduced, mean=reduced.mean * self.factor), summed)
 
 
 def expect_scaled(case: Case, observe_all: bool, factor: float) -> Expectation:
@@ -176,8 +162,7 @@ def expect_scaled(case: Case, observe_all: bool, factor: float) -> Expectation:
         replay.factor = factor
         return replay
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with rank_jobs.no_warnings():
         return oracle.expect_free(case, observe_all=observe_all, make=make)
 
 
@@ -190,10 +175,10 @@ def _compressed_to(wire: str) -> RunMode:
     return RunMode(run_hooked, (Way(wire),), seen_as=partial(_as_reduced_in, wire))
 
 
-SUITE = Suite()
+SUITE = Suite(needs={"comm_hook"}, source="torch.distributed.fsdp.FullyShardedDataParallel.register_comm_hook")
 
 
-@SUITE.check("comm_hook.called_once_per_unit", source=_SOURCE, needs=_NEEDS, mode=_REVIEWED)
+@SUITE.check("comm_hook.called_once_per_unit", mode=_REVIEWED)
 def _never_stepping(place: Place) -> Iterable[Case]:
     """Each backward calls the hook once for every unit, with the unit's whole gradient on this rank."""
     # No step: gradients are a function of the initial values, so the rank's own are known without the other ranks.
@@ -201,7 +186,7 @@ def _never_stepping(place: Place) -> Iterable[Case]:
         yield place.case(model, micro_batch(0), ZeroGrad(), micro_batch(1), Observe(), optimizer=PLAIN_SGD)
 
 
-@SUITE.check("comm_hook.not_in_no_sync", source=_SOURCE, needs=_NEEDS | {"no_sync"}, mode=_REVIEWED)
+@SUITE.check("comm_hook.not_in_no_sync", mode=_REVIEWED)
 def _accumulating(place: Place) -> Iterable[Case]:
     """Inside no_sync the hook is not called; the next reduction is given the sum of all micro-batches."""
     yield place.case("mlp", *accumulated(0, 1, 2), Observe(), ZeroGrad(), micro_batch(3), optimizer=PLAIN_SGD)
@@ -209,50 +194,28 @@ def _accumulating(place: Place) -> Iterable[Case]:
 
 
 SUITE.add(
-    Check(
-        "comm_hook.averages",
-        "Training with a hook that averages is training without a hook.",
-        _SOURCE,
-        _trained,
-        _NEEDS,
-        mode=RunMode(run_hooked, (_MEAN,)),
-    )
+    "comm_hook.averages",
+    "Training with a hook that averages is training without a hook.",
+    _trained,
+    mode=RunMode(run_hooked, (_MEAN,)),
 )
-
-
 SUITE.add(
-    Check(
-        "comm_hook.result_is_kept",
-        "What the hook returns is the gradient: nothing else is reduced, divided or added.",
-        _SOURCE,
-        _trained,
-        _NEEDS,
-        mode=RunMode(run_hooked, (_QUARTER,), expect_scaled, (_QUARTER.factor,)),
-    )
+    "comm_hook.result_is_kept",
+    "What the hook returns is the gradient: nothing else is reduced, divided or added.",
+    _trained,
+    mode=RunMode(run_hooked, (_QUARTER,), expect_scaled, (_QUARTER.factor,)),
 )
-
-
 SUITE.add(
-    Check(
-        "comm_hook.bfloat16",
-        "A hook that reduces in bfloat16 gives what reduction in bfloat16 gives.",
-        _SOURCE,
-        _compressed,
-        _NEEDS,
-        _LOCKSTEP,
-        mode=_compressed_to("bfloat16"),
-    )
+    "comm_hook.bfloat16",
+    "A hook that reduces in bfloat16 gives what reduction in bfloat16 gives.",
+    _compressed,
+    comparison=_LOCKSTEP,
+    mode=_compressed_to("bfloat16"),
 )
-
-
 SUITE.add(
-    Check(
-        "comm_hook.float16",
-        "A hook that reduces in float16 gives what reduction in float16 gives.",
-        _SOURCE,
-        _compressed,
-        _NEEDS,
-        _LOCKSTEP,
-        mode=_compressed_to("float16"),
-    )
+    "comm_hook.float16",
+    "A hook that reduces in float16 gives what reduction in float16 gives.",
+    _compressed,
+    comparison=_LOCKSTEP,
+    mode=_compressed_to("float16"),
 )

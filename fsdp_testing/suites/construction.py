@@ -9,40 +9,37 @@ from fsdp_testing.records import Case, Observe, PolicySpec, WrappingPlan
 from fsdp_testing.suites.check import ADAMW, Place, Suite
 from fsdp_testing.suites.schedules import forward, iterations, micro_batch
 
-_WRAP_SOURCE = "https://pytorch.org/docs/stable/fsdp.html"
+SUITE = Suite(source="https://pytorch.org/docs/stable/fsdp.html")
 
 
-SUITE = Suite()
-
-
-@SUITE.check("construction.keeps_numbers", source=_WRAP_SOURCE)
+@SUITE.check("construction.keeps_numbers")
 def _unchanged(place: Place) -> Iterable[Case]:
     """Wrapping keeps every value, dtype and requires_grad flag."""
     for model in ("mlp", "deep_nest", "uneven", "embedding"):
         yield place.case(model)
 
 
-@SUITE.check("construction.keeps_buffers", source=_WRAP_SOURCE, needs=frozenset({"buffers"}))
+@SUITE.check("construction.keeps_buffers")
 def _buffers(place: Place) -> Iterable[Case]:
     """Wrapping keeps every buffer."""
     yield place.case("buffers")
 
 
-@SUITE.check("construction.first_forward", source=_WRAP_SOURCE, needs=frozenset({"forward_only"}))
+@SUITE.check("construction.first_forward")
 def _first_forward(place: Place) -> Iterable[Case]:
     """The first forward gives what the unwrapped module gives."""
     for model in ("mlp", "deep_nest", "keywords", "bare_root"):
         yield place.case(model, forward(0, "train"), forward(1, "no_grad"))
 
 
-@SUITE.check("wrapping.root_only", source=_WRAP_SOURCE)
+@SUITE.check("wrapping.root_only")
 def _root_only(place: Place) -> Iterable[Case]:
     """One unit that holds the whole model trains as one process does."""
     for model in ("mlp", "uneven"):
         yield place.case(model, *iterations(2), wrapping=WrappingPlan())
 
 
-@SUITE.check("wrapping.nested", source="pytorch PR 90874", needs=frozenset({"nested_wrapping"}))
+@SUITE.check("wrapping.nested", source="pytorch PR 90874", needs={"nested_wrapping"})
 def _nested(place: Place) -> Iterable[Case]:
     """Units inside units, chosen by hand, train as one process does."""
     yield place.case("deep_nest", *iterations(2))
@@ -51,7 +48,7 @@ def _nested(place: Place) -> Iterable[Case]:
     yield place.case("bare_root", *iterations(2))
 
 
-@SUITE.check("wrapping.class_policy", source="pytorch PR 91044", needs=frozenset({"policy_wrapping"}))
+@SUITE.check("wrapping.class_policy", source="pytorch PR 91044")
 def _class_policy(place: Place) -> Iterable[Case]:
     """Units chosen by module class train as one process does."""
     plan = WrappingPlan(policy=PolicySpec("module_class", classes=("Linear",)))
@@ -59,21 +56,13 @@ def _class_policy(place: Place) -> Iterable[Case]:
         yield place.case(model, *iterations(2), wrapping=plan)
 
 
-@SUITE.check(
-    "wrapping.size_policy",
-    source="torch.distributed.fsdp.wrap.size_based_auto_wrap_policy",
-    needs=frozenset({"policy_wrapping"}),
-)
+@SUITE.check("wrapping.size_policy", source="torch.distributed.fsdp.wrap.size_based_auto_wrap_policy")
 def _size_policy(place: Place) -> Iterable[Case]:
     """Units chosen by number of elements train as one process does."""
     yield place.case("deep_nest", *iterations(2), wrapping=WrappingPlan(policy=PolicySpec("size", min_numel=100)))
 
 
-@SUITE.check(
-    "wrapping.ignored_frozen",
-    source="pytorch issue 104258, PR 104418",
-    needs=frozenset({"ignored_parameters", "nested_wrapping", "frozen_parameters"}),
-)
+@SUITE.check("wrapping.ignored_frozen", source="pytorch issue 104258, PR 104418", needs={"nested_wrapping"})
 def _ignored(place: Place) -> Iterable[Case]:
     """Ignored frozen modules stay whole and unchanged while the rest trains."""
     plan = WrappingPlan(units=("layers.1", "layers.2"), ignored=("layers.0",))
@@ -83,7 +72,7 @@ def _ignored(place: Place) -> Iterable[Case]:
 @SUITE.check(
     "wrapping.ignored_trained",
     source="pytorch issue 98281",
-    needs=frozenset({"ignored_parameters", "nested_wrapping"}),
+    needs={"nested_wrapping"},
     comparison=Comparison(ignore=("layers.0.*",)),
 )
 def _ignored_trained(place: Place) -> Iterable[Case]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterable
 
 import torch
@@ -14,13 +13,12 @@ from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.pool import Failed
 from fsdp_testing.pool.world import current_world
-from fsdp_testing.programs import models
+from fsdp_testing.programs import models, rank_jobs
 from fsdp_testing.programs.execute import RankProgram
 from fsdp_testing.programs.observe import snapshot_of
-from fsdp_testing.programs.setup import setup_in_world
 from fsdp_testing.records import Batch, BuildOptimizer, Case, Move, Observe, RankObservation, Step
 from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Place, Suite
-from fsdp_testing.suites.schedules import forward, iterations, micro_batch
+from fsdp_testing.suites.schedules import forward, iteration, iterations, micro_batch
 
 _COPY = "deepcopy"
 """Label of the observation at which the model is copied."""
@@ -31,11 +29,11 @@ class CopyingProgram(RankProgram):
 
     copied: Copied | None = None
 
-    def look(self, label: str) -> None:
+    def observe(self, label: str) -> None:
         """Take a snapshot, after the copy has done the next micro-batch and one step."""
         if label == _COPY:
             self.copied = self._copy(next(batch for op in self.case.program[self.index :] for batch in op.batches()))
-        super().look(label)
+        super().observe(label)
 
     def _copy(self, batch: Batch) -> Copied:
         try:
@@ -57,26 +55,21 @@ def run_copying(adapter: Adapter, case: Case, observe_all: bool) -> RankObservat
 
     Collectives: those of the implementation; every rank of the world runs the same call.
     """
-    program = CopyingProgram(case, adapter, current_world().rank, setup_in_world)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        seen = program.run(observe_all=observe_all)
-        if seen.error is not None:
-            return Failed(seen)
-        adapter.finish(program.model)
-    return CopyingObservation(seen.rank, seen.results, seen.snapshots, None, seen.seconds, program.copied)
+    program = CopyingProgram(case, adapter, current_world().rank)
+    seen = rank_jobs.run_program(program, observe_all)
+    return seen if isinstance(seen, Failed) else seen.extended(CopyingObservation, copied=program.copied)
 
 
 SUITE = Suite()
 
 
-@SUITE.check("conversion.same_device", source="torch.nn.Module.to", needs=frozenset({"forward_only"}))
+@SUITE.check("conversion.same_device", source="torch.nn.Module.to")
 def _moved(place: Place) -> Iterable[Case]:
     """`module.to` the device where it is already changes nothing, before training and in the middle."""
-    yield place.case("uneven", Move(), *iterations(1), Move(), *iterations(1, first=1), forward(5), optimizer=ADAMW)
+    yield place.case("uneven", Move(), *iteration(0), Move(), *iteration(1), forward(5), optimizer=ADAMW)
 
 
-@SUITE.check("conversion.dtype", source="torch.nn.Module.to; B078", needs=frozenset({"dtype_cast", "late_optimizer"}))
+@SUITE.check("conversion.dtype", source="torch.nn.Module.to; B078")
 def _cast(place: Place) -> Iterable[Case]:
     """`module.to(dtype)` before the first forward: training happens in that dtype."""
     late = (BuildOptimizer(), *iterations(2))
@@ -84,11 +77,7 @@ def _cast(place: Place) -> Iterable[Case]:
     yield place.case("uneven", Move("float64"), *late, optimizer=ADAMW, dtype="float32")
 
 
-@SUITE.check(
-    "conversion.dtype_of_buffers",
-    source="torch.nn.Module.to",
-    needs=frozenset({"dtype_cast", "late_optimizer", "buffers"}),
-)
+@SUITE.check("conversion.dtype_of_buffers", source="torch.nn.Module.to")
 def _cast_buffers(place: Place) -> Iterable[Case]:
     """`module.to(dtype)` before the first forward casts floating buffers, and no others."""
     yield place.case("buffers", Move("float32"), BuildOptimizer(), *iterations(2))
@@ -98,5 +87,5 @@ def _cast_buffers(place: Place) -> Iterable[Case]:
 def _copied(place: Place) -> Iterable[Case]:
     """A deep copy trains by itself and leaves the original alone, or is refused on every rank."""
     after = (micro_batch(1), Observe(), Step())
-    yield place.case("mlp", *iterations(1), Observe(_COPY), *after, optimizer=PLAIN_SGD)
+    yield place.case("mlp", *iteration(0), Observe(_COPY), *after, optimizer=PLAIN_SGD)
     yield place.case("mlp", Observe(_COPY), *after, optimizer=PLAIN_SGD)

@@ -7,13 +7,11 @@ program on the inputs of its own ranks. The oracle does the same with one model.
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 import torch
-from torch import nn
 
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.quantities import Expectation
@@ -21,20 +19,12 @@ from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase, RunMode
 from fsdp_testing.pool import Failed
 from fsdp_testing.pool.world import current_world
-from fsdp_testing.programs import oracle
+from fsdp_testing.programs import oracle, rank_jobs
 from fsdp_testing.programs.disturbance import Disturbance
 from fsdp_testing.programs.execute import RankProgram
+from fsdp_testing.programs.one_process import Saved
 from fsdp_testing.programs.replay import Replay
-from fsdp_testing.programs.setup import setup_in_world
-from fsdp_testing.records import Case, RankObservation
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """What one world hands to the next: complete tensors."""
-
-    model: Mapping[str, Any]
-    optimizer: Mapping[str, Any] | None
+from fsdp_testing.records import Batch, Case, RankObservation
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +45,8 @@ def judge_moved(
     for place, ranks in enumerate((size, size + 1, size)):
         # Other inputs in each world: a state that was not loaded must not give the same numbers.
         world = replace(case.world, size=ranks)
-        cases.append(replace(case, world=world, program=_other_batches(case, 10 * place)))
+        moved = [operation.with_batches(partial(_reseeded, 10 * place)) for operation in case.program]
+        cases.append(replace(case, world=world, program=tuple(moved)))
         mode = RunMode(run_and_save, (saved, optimizer), expect_moved, (tuple(cases[:-1]), optimizer))
         judgements.append(runner.judge(adapter, cases[-1], comparison, mode=mode))
         observed = judgements[-1].ranks
@@ -63,6 +54,10 @@ def judge_moved(
         if judgements[-1].finding is not None or saved is None:
             break
     return _merged(judgements)
+
+
+def _reseeded(offset: int, batch: Batch) -> Batch:
+    return replace(batch, seed=batch.seed + offset)
 
 
 def _merged(judgements: Sequence[JudgedCase]) -> JudgedCase:
@@ -77,22 +72,28 @@ def _merged(judgements: Sequence[JudgedCase]) -> JudgedCase:
     return replace(last, outcome=outcome)
 
 
-def _other_batches(case: Case, offset: int) -> tuple[Any, ...]:
-    program = []
-    for operation in case.program:
-        batch = getattr(operation, "batch", None)
-        moved: Any = operation
-        program.append(replace(moved, batch=replace(batch, seed=batch.seed + offset)) if batch is not None else moved)
-    return tuple(program)
-
-
 # ----------------------------------------------------------------------------------------------- on the ranks
 
 
 class MovingProgram(RankProgram):
-    """A program that begins with loading, if there is something to load."""
+    """A program that begins with loading, if there is something to load, and ends with saving."""
 
     saved: Saved | None = None
+    saves_optimizer = True
+
+    def run(self, *, observe_all: bool = False) -> RankObservation:
+        """Save the model and, if asked, the optimizer, when all went well; only rank 0 sends what all ranks have."""
+        seen = super().run(observe_all=observe_all)
+        if seen.error is not None:
+            return seen
+        kept = self._save(self.optimizer if self.saves_optimizer else None)
+        return seen.extended(SavingObservation, saved=kept if self.rank == 0 else None)
+
+    def _save(self, optimizer: torch.optim.Optimizer | None) -> Saved:
+        state = self.adapter.full_state_dict(self.model)
+        kept = self.adapter.full_optimizer_state(self.model, optimizer) if optimizer is not None else None
+        # Copied: what was returned may be the model's own memory.
+        return Saved(copy.deepcopy(dict(state)), copy.deepcopy(kept))
 
     def build_optimizer(self) -> None:
         """Load the model first: an optimizer may look at what it is given."""
@@ -110,30 +111,9 @@ def run_and_save(
 
     Collectives: those of the implementation; every rank of the world runs the same call.
     """
-    world = current_world()
-    program = MovingProgram(case, adapter, world.rank, setup_in_world)
-    program.saved = saved
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        observation = program.run(observe_all=observe_all)
-        if observation.error is not None:
-            return Failed(observation)
-        kept = _save(adapter, program.model, program.optimizer if optimizer else None)
-        adapter.finish(program.model)
-    return SavingObservation(
-        observation.rank,
-        observation.results,
-        observation.snapshots,
-        seconds=observation.seconds,
-        saved=kept if world.rank == 0 else None,
-    )
-
-
-def _save(adapter: Adapter, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Saved:
-    state = adapter.full_state_dict(model)
-    kept = adapter.full_optimizer_state(model, optimizer) if optimizer is not None else None
-    # Copied: what was returned may be the model's own memory.
-    return Saved(copy.deepcopy(dict(state)), copy.deepcopy(kept))
+    program = MovingProgram(case, adapter, current_world().rank)
+    program.saved, program.saves_optimizer = saved, optimizer
+    return rank_jobs.run_program(program, observe_all)
 
 
 # ----------------------------------------------------------------------------------------------- in the oracle
@@ -170,6 +150,5 @@ def expect_moved(case: Case, observe_all: bool, earlier: tuple[Case, ...], optim
         last.before, last.with_optimizer = before, optimizer
         return last
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with rank_jobs.no_warnings():
         return oracle.expect_free(case, observe_all=observe_all, make=continued)

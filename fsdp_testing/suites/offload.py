@@ -7,9 +7,7 @@ from dataclasses import replace
 
 from fsdp_testing.records import Case, Clip, Observe, Step, ZeroGrad
 from fsdp_testing.suites.check import ADAMW, Place, Suite
-from fsdp_testing.suites.schedules import accumulated, iterations, micro_batch, micro_batches
-
-_NEEDS = frozenset({"cpu_offload"})
+from fsdp_testing.suites.schedules import accumulated, iteration, iterations, micro_batch, micro_batches
 
 
 def _offloaded(case: Case) -> Case:
@@ -19,28 +17,26 @@ def _offloaded(case: Case) -> Case:
 SUITE = Suite()
 
 
-@SUITE.check("offload.trained", source="torch CPUOffload, CPUOffloadPolicy", needs=_NEEDS)
+@SUITE.check("offload.trained", source="torch CPUOffload, CPUOffloadPolicy")
 def _trained(place: Place) -> Iterable[Case]:
     """Trains as without offload."""
     for model in ("mlp", "uneven"):
         yield _offloaded(place.case(model, *iterations(3), optimizer=ADAMW))
 
 
-@SUITE.check("offload.no_sync", source="pytorch issue 98494, PR 100180", needs=_NEEDS | {"no_sync"})
+@SUITE.check("offload.no_sync", source="pytorch issue 98494, PR 100180")
 def _accumulated(place: Place) -> Iterable[Case]:
     """Local micro-batches and a reduced one add up."""
-    yield _offloaded(place.case("mlp", *accumulated(0, 1), Observe(), Step(), ZeroGrad(), *iterations(1, first=2)))
+    yield _offloaded(place.case("mlp", *accumulated(0, 1), Observe(), Step(), ZeroGrad(), *iteration(2)))
 
 
-@SUITE.check(
-    "offload.without_no_sync", source="pytorch issue 73784, PR 73535", needs=_NEEDS | {"accumulate_without_no_sync"}
-)
+@SUITE.check("offload.without_no_sync", source="pytorch issue 73784, PR 73535", needs={"accumulate_without_no_sync"})
 def _reduced(place: Place) -> Iterable[Case]:
     """Reduced micro-batches add up; the later does not replace the earlier."""
     yield _offloaded(place.case("mlp", *micro_batches(0, 1), Observe(), Step()))
 
 
-@SUITE.check("offload.clipped", source="pytorch PR 86337", needs=_NEEDS | {"clip_grad_norm"})
+@SUITE.check("offload.clipped", source="pytorch PR 86337")
 def _clipped(place: Place) -> Iterable[Case]:
     """Gradients on the CPU are clipped."""
     yield _offloaded(place.case("mlp", micro_batch(0), Clip(0.1), Observe(), Step(), dtype="float32"))

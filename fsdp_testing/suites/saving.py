@@ -9,230 +9,175 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
+from fsdp_testing.operations import Save
 from fsdp_testing.records import Case, Observe, OptimizerSpec, Reload, SetLr, Step
-from fsdp_testing.suites.check import ADAMW, MOMENTUM, PLAIN_SGD, Builder, Check, Place, Suite
+from fsdp_testing.suites.check import ADAMW, MOMENTUM, PLAIN_SGD, Place, Suite
 from fsdp_testing.suites.moving import judge_moved
-from fsdp_testing.suites.schedules import forward, iterations, micro_batch
+from fsdp_testing.suites.schedules import forward, iteration, iterations, micro_batch
 
-_FULL = frozenset({"full_state_dict"})
-_SHARDED = frozenset({"sharded_state_dict"})
-_LOCAL = frozenset({"local_state_dict"})
-_OPTIMIZER = _FULL | {"optim_state"}
-_SOURCE = "torch.distributed.checkpoint.state_dict"
 _DECAYED = OptimizerSpec("sgd", {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1})
 
 
-def _model(form: str, *models: str) -> Builder:
+def _model(form: str, models: tuple[str, ...], place: Place) -> Iterable[Case]:
     """Trained, saved and loaded without the optimizer, trained on."""
-
-    def build(place: Place) -> Iterable[Case]:
-        for model in models:
-            reload = Reload(form, optimizer=False)
-            yield place.case(model, *iterations(1), reload, Observe(), *iterations(1, first=1), optimizer=PLAIN_SGD)
-
-    return build
+    for model in models:
+        reload = Reload(form, optimizer=False)
+        yield place.case(model, *iteration(0), reload, Observe(), *iteration(1), optimizer=PLAIN_SGD)
 
 
-def _before_training(form: str) -> Builder:
-    def build(place: Place) -> Iterable[Case]:
-        yield place.case("mlp", Reload(form, optimizer=False), Observe(), *iterations(1), optimizer=PLAIN_SGD)
-
-    return build
+def _before_training(form: str, place: Place) -> Iterable[Case]:
+    yield place.case("mlp", Reload(form, optimizer=False), Observe(), *iteration(0), optimizer=PLAIN_SGD)
 
 
-def _trained(form: str) -> Builder:
-    def build(place: Place) -> Iterable[Case]:
-        program = (*iterations(2), Reload(form), Observe(), *iterations(2, first=2))
-        for optimizer in (ADAMW, _DECAYED) if form == "full" else (ADAMW,):
-            yield place.case("uneven", *program, optimizer=optimizer)
-
-    return build
+def _trained(form: str, place: Place) -> Iterable[Case]:
+    program = (*iterations(2), Reload(form), Observe(), *iterations(2, first=2))
+    for optimizer in (ADAMW, _DECAYED) if form == "full" else (ADAMW,):
+        yield place.case("uneven", *program, optimizer=optimizer)
 
 
-SUITE = Suite()
-
+SUITE = Suite(source="torch.distributed.checkpoint.state_dict")
 
 SUITE.add(
-    Check(
-        "full_state_dict.fresh_instance",
-        "A saved model, loaded into a fresh instance, has its values and trains on.",
-        _SOURCE,
-        _model("full", "uneven", "embedding"),
-        _FULL,
-    )
+    "full_state_dict.fresh_instance",
+    "A saved model, loaded into a fresh instance, has its values and trains on.",
+    partial(_model, "full", ("uneven", "embedding")),
 )
 
 
-SUITE.add(
-    Check(
-        "full_state_dict.before_training",
-        "A model can be saved and loaded before its first forward.",
-        "pytorch PR 90862",
-        _before_training("full"),
-        _FULL,
-    )
-)
+@SUITE.check("full_state_dict.saved_again")
+def _saved_again(place: Place) -> Iterable[Case]:
+    """Every save holds the values of its own moment, whatever is frozen."""
+    for freeze in ((), ("layers.0.*",)):
+        program = (Save(), *iteration(0), Save(), Save(), *iteration(1), Save(), Reload(optimizer=False), Observe())
+        yield place.case("mlp", *program, optimizer=PLAIN_SGD, freeze=freeze)
+
+
+@SUITE.check("sharded_state_dict.saved_again")
+def _sharded_again(place: Place) -> Iterable[Case]:
+    """What shards hold at the second save is what is loaded."""
+    for freeze in ((), ("layers.0.*",)):
+        program = (Save("sharded"), *iteration(0), Reload("sharded", optimizer=False), Observe())
+        yield place.case("mlp", *program, optimizer=PLAIN_SGD, freeze=freeze)
 
 
 SUITE.add(
-    Check(
-        "full_state_dict.buffers",
-        "Buffers are saved and loaded with the parameters, in their dtypes.",
-        "pytorch issue 93391",
-        _model("full", "buffers"),
-        _FULL | {"buffers"},
-    )
+    "full_state_dict.before_training",
+    "A model can be saved and loaded before its first forward.",
+    partial(_before_training, "full"),
+    source="pytorch PR 90862",
 )
-
-
 SUITE.add(
-    Check(
-        "full_state_dict.shared_parameters",
-        "Parameters under two names, and units under two names, are saved and loaded as one.",
-        "pytorch PR 98912, 99448",
-        _model("full", "tied_within", "registered_twice"),
-        _FULL | {"shared_parameters", "reused_modules"},
-    )
+    "full_state_dict.buffers",
+    "Buffers are saved and loaded with the parameters, in their dtypes.",
+    partial(_model, "full", ("buffers",)),
+    source="pytorch issue 93391",
+)
+SUITE.add(
+    "full_state_dict.shared_parameters",
+    "Parameters under two names, and units under two names, are saved and loaded as one.",
+    partial(_model, "full", ("tied_within", "registered_twice")),
+    source="pytorch PR 98912, 99448",
 )
 
 
-@SUITE.check("full_state_dict.other_wrapping", source="pytorch PR 90933", needs=_FULL | {"nested_wrapping"})
+@SUITE.check("full_state_dict.other_wrapping", source="pytorch PR 90933", needs={"nested_wrapping"})
 def _other_wrapping(place: Place) -> Iterable[Case]:
     """What one wrapping saved another one loads."""
     # To the root alone, and from there to another unit.
     there, back = (Reload("full", optimizer=False, units=units) for units in ((), ("layers.1",)))
-    program = (*iterations(1), there, Observe(), *iterations(1, first=1), back, *iterations(1, first=2))
+    program = (*iteration(0), there, Observe(), *iteration(1), back, *iteration(2))
     yield place.case("mlp", *program, optimizer=PLAIN_SGD)
 
 
-@SUITE.check(
-    "full_state_dict.other_world_size", source=_SOURCE, needs=_FULL, judge=partial(judge_moved, optimizer=False)
-)
+@SUITE.check("full_state_dict.other_world_size", needs={"full_state_dict"}, judge=partial(judge_moved, optimizer=False))
 def _moved_model(place: Place) -> Iterable[Case]:
     """What N ranks saved N+1 ranks load and train, and N ranks again after them."""
-    yield place.case("uneven", *iterations(1), optimizer=PLAIN_SGD)
+    yield place.case("uneven", *iteration(0), optimizer=PLAIN_SGD)
 
 
 SUITE.add(
-    Check(
-        "sharded_state_dict.fresh_instance",
-        "A model saved in shards, loaded into a fresh instance, has its values and trains on.",
-        _SOURCE,
-        _model("sharded", "mlp", "uneven"),
-        _SHARDED,
-    )
+    "sharded_state_dict.fresh_instance",
+    "A model saved in shards, loaded into a fresh instance, has its values and trains on.",
+    partial(_model, "sharded", ("mlp", "uneven")),
 )
-
-
 SUITE.add(
-    Check(
-        "sharded_state_dict.before_training",
-        "A model can be saved and loaded in shards before its first forward.",
-        "pytorch PR 90862",
-        _before_training("sharded"),
-        _SHARDED,
-    )
+    "sharded_state_dict.before_training",
+    "A model can be saved and loaded in shards before its first forward.",
+    partial(_before_training, "sharded"),
+    source="pytorch PR 90862",
 )
-
-
 SUITE.add(
-    Check(
-        "sharded_state_dict.buffers",
-        "Buffers are saved and loaded with the shards.",
-        _SOURCE,
-        _model("sharded", "buffers"),
-        _SHARDED | {"buffers"},
-    )
+    "sharded_state_dict.buffers",
+    "Buffers are saved and loaded with the shards.",
+    partial(_model, "sharded", ("buffers",)),
 )
-
-
 SUITE.add(
-    Check(
-        "local_state_dict.fresh_instance",
-        "Raw shards, loaded on the rank that saved them, give the model back.",
-        "torch.distributed.fsdp.LocalStateDictConfig; pytorch PR 94109",
-        _model("local", "mlp", "uneven"),
-        _LOCAL,
-    )
+    "local_state_dict.fresh_instance",
+    "Raw shards, loaded on the rank that saved them, give the model back.",
+    partial(_model, "local", ("mlp", "uneven")),
+    source="torch.distributed.fsdp.LocalStateDictConfig; pytorch PR 94109",
 )
-
-
 SUITE.add(
-    Check(
-        "optim_state.fresh_instance",
-        "Model and optimizer, loaded into fresh instances, go on as if they had never been saved.",
-        _SOURCE,
-        _trained("full"),
-        _OPTIMIZER,
-    )
+    "optim_state.fresh_instance",
+    "Model and optimizer, loaded into fresh instances, go on as if they had never been saved.",
+    partial(_trained, "full"),
 )
-
-
 SUITE.add(
-    Check(
-        "optim_state.sharded_model",
-        "The same with the model saved in shards.",
-        _SOURCE,
-        _trained("sharded"),
-        _OPTIMIZER | _SHARDED,
-    )
+    "optim_state.sharded_model",
+    "The same with the model saved in shards.",
+    partial(_trained, "sharded"),
+    needs={"full_state_dict"},
 )
 
 
-@SUITE.check("optim_state.learning_rate", source="pytorch PR 128685", needs=_OPTIMIZER)
+@SUITE.check("optim_state.learning_rate", source="pytorch PR 128685")
 def _learning_rate(place: Place) -> Iterable[Case]:
     """The learning rate at the time of saving is restored, zero included."""
     changed = (SetLr(0.2), Reload(), *iterations(2, first=1))
-    yield place.case("mlp", *iterations(1), *changed, SetLr(0.0), Reload(), *iterations(1, 3), optimizer=MOMENTUM)
+    yield place.case("mlp", *iteration(0), *changed, SetLr(0.0), Reload(), *iterations(1, 3), optimizer=MOMENTUM)
 
 
-@SUITE.check("optim_state.other_wrapping", source=_SOURCE, needs=_OPTIMIZER | {"nested_wrapping"})
+@SUITE.check("optim_state.other_wrapping", needs={"nested_wrapping"})
 def _other_units(place: Place) -> Iterable[Case]:
     """Optimizer state that one wrapping saved another one loads."""
     there, back = Reload(units=()), Reload(units=("layers.2",))
-    program = (*iterations(2), there, Observe(), *iterations(1, first=2), back, *iterations(1, first=3))
+    program = (*iterations(2), there, Observe(), *iteration(2), back, *iteration(3))
     yield place.case("mlp", *program, optimizer=ADAMW)
 
 
-@SUITE.check("optim_state.other_world_size", source=_SOURCE, needs=_OPTIMIZER, judge=judge_moved)
+@SUITE.check("optim_state.other_world_size", needs={"full_state_dict", "optim_state"}, judge=judge_moved)
 def _moved_optimizer(place: Place) -> Iterable[Case]:
     """Optimizer state that N ranks saved N+1 ranks load and train, and N ranks again after them."""
-    yield place.case("uneven", *iterations(1), SetLr(0.02), *iterations(1, first=1), optimizer=ADAMW)
+    yield place.case("uneven", *iteration(0), SetLr(0.02), *iteration(1), optimizer=ADAMW)
 
 
-@SUITE.check(
-    "optim_state.before_first_step",
-    source="torch.distributed.checkpoint.state_dict.get_optimizer_state_dict",
-    needs=_OPTIMIZER,
-)
+@SUITE.check("optim_state.before_first_step", source="torch.distributed.checkpoint.state_dict.get_optimizer_state_dict")
 def _before_first_step(place: Place) -> Iterable[Case]:
     """An optimizer that never stepped can be saved and loaded, and its step counts start at zero."""
     yield place.case("mlp", Reload(), Observe(), *iterations(2), optimizer=ADAMW)
 
 
-@SUITE.check("optim_state.without_state", source="torch.optim.SGD without momentum", needs=_OPTIMIZER)
+@SUITE.check("optim_state.without_state", source="torch.optim.SGD without momentum")
 def _stateless(place: Place) -> Iterable[Case]:
     """An optimizer that keeps no state can be saved and loaded, with its learning rate."""
-    program = (*iterations(1), SetLr(0.02), Reload(), *iterations(1, first=1))
+    program = (*iteration(0), SetLr(0.02), Reload(), *iteration(1))
     yield place.case("mlp", *program, optimizer=PLAIN_SGD)
 
 
-@SUITE.check("optim_state.repeatedly", source=_SOURCE, needs=_OPTIMIZER | {"forward_only"})
+@SUITE.check("optim_state.repeatedly")
 def _twice(place: Place) -> Iterable[Case]:
     """Saved and loaded after every step, training is the same."""
-    program = (*iterations(1), Reload(), *iterations(1, first=1), Reload(), micro_batch(2), Step(), forward(3))
+    program = (*iteration(0), Reload(), *iteration(1), Reload(), micro_batch(2), Step(), forward(3))
     yield place.case("mlp", *program, optimizer=ADAMW)
 
 
-@SUITE.check("optim_state.frozen_parameters", source="pytorch PR 76671", needs=_OPTIMIZER | {"frozen_parameters"})
+@SUITE.check("optim_state.frozen_parameters", source="pytorch PR 76671")
 def _frozen(place: Place) -> Iterable[Case]:
     """Frozen parameters have no optimizer state, and loading gives them none."""
-    yield place.case("frozen_body", *iterations(2), Reload(), Observe(), *iterations(1, first=2), optimizer=ADAMW)
+    yield place.case("frozen_body", *iterations(2), Reload(), Observe(), *iteration(2), optimizer=ADAMW)
 
 
-@SUITE.check(
-    "optim_state.shared_parameters", source="pytorch issue 128011, PR 128685", needs=_OPTIMIZER | {"shared_parameters"}
-)
+@SUITE.check("optim_state.shared_parameters", source="pytorch issue 128011, PR 128685")
 def _shared(place: Place) -> Iterable[Case]:
     """A shared parameter has one optimizer state."""
-    yield place.case("tied_within", *iterations(2), Reload(), Observe(), *iterations(1, first=2), optimizer=ADAMW)
+    yield place.case("tied_within", *iterations(2), Reload(), Observe(), *iteration(2), optimizer=ADAMW)

@@ -32,9 +32,9 @@ def forward(seed: int, mode: str = "eval", **batch: Any) -> Forward:
     return Forward(Batch(seed, **batch), mode)
 
 
-def iteration(seed: int, **batch: Any) -> tuple[Operation, ...]:
-    """Return one training iteration: micro-batch, step, gradients cleared."""
-    return micro_batch(seed, **batch), Step(), ZeroGrad()
+def iteration(seed: int, *before_step: Operation, **batch: Any) -> tuple[Operation, ...]:
+    """Return one training iteration: micro-batch, whatever comes before the step, step, gradients cleared."""
+    return micro_batch(seed, **batch), *before_step, Step(), ZeroGrad()
 
 
 def iterations(count: int, first: int = 0, **batch: Any) -> tuple[Operation, ...]:

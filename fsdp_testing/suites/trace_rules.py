@@ -14,14 +14,12 @@ from fsdp_testing.pool import Failed
 from fsdp_testing.programs import rank_jobs
 from fsdp_testing.programs.models import build_model
 from fsdp_testing.records import Case, Finding, RankObservation, Step, WrappingPlan
-from fsdp_testing.suites.check import FLAT, Check, Place, Suite
+from fsdp_testing.suites.check import FLAT, Place, Suite
 from fsdp_testing.suites.checkpointing import plan
 from fsdp_testing.suites.schedules import accumulated, forward, iterations
-from fsdp_testing.trace.job import trace_case
+from fsdp_testing.trace.run import trace_case
 
-_NEEDS = frozenset({"unit_trace"})
 _SHARDED = ("full_shard", "shard_grad_op")
-_PAPER = "PyTorch FSDP, VLDB 2023, section 3"
 
 
 def run_traced(adapter: Adapter, case: Case, observe_all: bool) -> RankObservation | Failed:
@@ -35,10 +33,7 @@ def run_traced(adapter: Adapter, case: Case, observe_all: bool) -> RankObservati
     if isinstance(traced, Failed):
         return Failed(traced.value.observation)
     shapes = {fqn: tuple(p.shape) for fqn, p in build_model(case).named_parameters()}
-    seen = traced.observation
-    return TracedObservation(
-        seen.rank, seen.results, seen.snapshots, None, seen.seconds, traced.events, traced.units, shapes
-    )
+    return traced.observation.extended(TracedObservation, events=traced.events, units=traced.units, shapes=shapes)
 
 
 def _review(rules: Sequence[Rule], case: Case, ranks: Sequence[RankObservation], _seen: Expectation) -> Finding | None:
@@ -58,13 +53,12 @@ def _side_by_side(place: Place) -> Iterable[Case]:
     yield place.case("deep_nest", *iterations(2))
 
 
-SUITE = Suite()
+SUITE = Suite(needs={"unit_trace"}, source="PyTorch FSDP, VLDB 2023, section 3")
 
 
 @SUITE.check(
     "trace.same_collectives",
     source="torch.distributed: collectives of a group match in order",
-    needs=_NEEDS | {"no_sync", "forward_only"},
     mode=_by(event_rules.same_collectives),
 )
 def _scheduled(place: Place) -> Iterable[Case]:
@@ -73,58 +67,35 @@ def _scheduled(place: Place) -> Iterable[Case]:
 
 
 SUITE.add(
-    Check(
-        "trace.gathered_and_freed",
-        "Each unit is gathered and freed in turn, and after the last backward none is gathered.",
-        _PAPER,
-        _trained,
-        _NEEDS,
-        mode=_by(event_rules.gathered_once, event_rules.all_freed),
-        strategies=_SHARDED,
-    )
+    "trace.gathered_and_freed",
+    "Each unit is gathered and freed in turn, and after the last backward none is gathered.",
+    _trained,
+    mode=_by(event_rules.gathered_once, event_rules.all_freed),
+    strategies=_SHARDED,
 )
-
-
 SUITE.add(
-    Check(
-        "trace.held_while_used",
-        "No module runs while the full parameters of its unit are freed.",
-        _PAPER,
-        _trained,
-        _NEEDS,
-        mode=_by(event_rules.held_while_used),
-        strategies=_SHARDED,
-    )
+    "trace.held_while_used",
+    "No module runs while the full parameters of its unit are freed.",
+    _trained,
+    mode=_by(event_rules.held_while_used),
+    strategies=_SHARDED,
 )
-
-
 SUITE.add(
-    Check(
-        "trace.gathers_needed",
-        "No unit is gathered more often than the strategy needs, nor more bytes than parameters and padding.",
-        _PAPER,
-        _side_by_side,
-        _NEEDS,
-        mode=_by(event_rules.gathers_needed),
-        strategies=FLAT,
-    )
+    "trace.gathers_needed",
+    "No unit is gathered more often than the strategy needs, nor more bytes than parameters and padding.",
+    _side_by_side,
+    mode=_by(event_rules.gathers_needed),
+    strategies=FLAT,
 )
 
 
-@SUITE.check(
-    "trace.reductions_needed", source=_PAPER, needs=_NEEDS | {"no_sync"}, mode=_by(event_rules.reductions_needed)
-)
+@SUITE.check("trace.reductions_needed", mode=_by(event_rules.reductions_needed))
 def _accumulated(place: Place) -> Iterable[Case]:
     """Gradients are reduced once for every unit and synchronised backward, and not in no_sync."""
     yield place.case("mlp", *accumulated(0, 1, 2), Step())
 
 
-@SUITE.check(
-    "trace.recomputed",
-    source="pytorch PR 89781",
-    needs=_NEEDS | {"activation_checkpointing"},
-    mode=_by(event_rules.reductions_needed),
-)
+@SUITE.check("trace.recomputed", source="pytorch PR 89781", mode=_by(event_rules.reductions_needed))
 def _recomputed(place: Place) -> Iterable[Case]:
     """Recomputing activations reduces nothing twice."""
     for outside in (False, True):
@@ -132,22 +103,17 @@ def _recomputed(place: Place) -> Iterable[Case]:
 
 
 SUITE.add(
-    Check(
-        "trace.memory_bound",
-        "Never more full parameters are held than the unit that runs, those around it, and one ahead.",
-        _PAPER,
-        _side_by_side,
-        _NEEDS,
-        mode=_by(event_rules.within_memory),
-        strategies=_SHARDED,
-    )
+    "trace.memory_bound",
+    "Never more full parameters are held than the unit that runs, those around it, and one ahead.",
+    _side_by_side,
+    mode=_by(event_rules.within_memory),
+    strategies=_SHARDED,
 )
 
 
 @SUITE.check(
     "trace.order",
     source="PyTorch FSDP, VLDB 2023, section 3.3.2; B009",
-    needs=_NEEDS,
     mode=_by(event_rules.in_order),
     strategies=_SHARDED,
 )

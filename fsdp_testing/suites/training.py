@@ -7,15 +7,12 @@ from collections.abc import Iterable
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.records import BuildOptimizer, Case, Observe, OptimizerSpec, SetLr, Step, ZeroGrad
 from fsdp_testing.suites.check import ADAMW, MOMENTUM, PLAIN_SGD, Place, Suite
-from fsdp_testing.suites.schedules import iterations, micro_batch, micro_batches
+from fsdp_testing.suites.schedules import iteration, iterations, micro_batch, micro_batches
 
-_PAPER = "PyTorch FSDP, VLDB 2023, section 3.2"
-
-
-SUITE = Suite()
+SUITE = Suite(source="PyTorch FSDP, VLDB 2023, section 3.2")
 
 
-@SUITE.check("training.sgd_momentum", source=_PAPER)
+@SUITE.check("training.sgd_momentum")
 def _sgd(place: Place) -> Iterable[Case]:
     """SGD with momentum trains as in one process."""
     for model in ("mlp", "deep_nest", "embedding"):
@@ -24,7 +21,7 @@ def _sgd(place: Place) -> Iterable[Case]:
     yield place.case("mlp", *iterations(4), optimizer=nesterov)
 
 
-@SUITE.check("training.adamw_weight_decay", source=_PAPER)
+@SUITE.check("training.adamw_weight_decay")
 def _adamw(place: Place) -> Iterable[Case]:
     """AdamW with weight decay trains as in one process."""
     for model in ("mlp", "deep_nest", "embedding"):
@@ -48,18 +45,18 @@ def _bitwise(place: Place) -> Iterable[Case]:
             yield place.case(model, *iterations(2), micro_batch(9), optimizer=ADAMW, dtype=dtype)
 
 
-@SUITE.check("training.learning_rate_changes", source=_PAPER)
+@SUITE.check("training.learning_rate_changes")
 def _lr(place: Place) -> Iterable[Case]:
     """A learning rate set between iterations takes effect, zero included."""
-    program = (*iterations(2), SetLr(0.2), *iterations(2, first=2), SetLr(0.0), *iterations(1, first=4))
+    program = (*iterations(2), SetLr(0.2), *iterations(2, first=2), SetLr(0.0), *iteration(4))
     yield place.case("mlp", *program)
 
 
-@SUITE.check("training.late_optimizer", source=_PAPER, needs=frozenset({"late_optimizer"}))
+@SUITE.check("training.late_optimizer")
 def _late(place: Place) -> Iterable[Case]:
     """An optimizer built after some iterations, or built anew, trains as in one process."""
     yield place.case("mlp", micro_batch(0), ZeroGrad(), BuildOptimizer(), *iterations(2, first=1), optimizer=ADAMW)
-    yield place.case("mlp", micro_batch(0), BuildOptimizer(), Step(), ZeroGrad(), *iterations(1, first=1))
+    yield place.case("mlp", micro_batch(0), BuildOptimizer(), Step(), ZeroGrad(), *iteration(1))
     yield place.case("mlp", BuildOptimizer(), *iterations(2), BuildOptimizer(), *iterations(2, first=2))
 
 
@@ -70,36 +67,28 @@ def _magnitudes(place: Place) -> Iterable[Case]:
     yield place.case("mlp", *program, optimizer=PLAIN_SGD)
 
 
-@SUITE.check(
-    "training.uneven_batches",
-    source="torch.nn.parallel.DistributedDataParallel, note on uneven inputs",
-    needs=frozenset({"uneven_batches"}),
-)
+@SUITE.check("training.uneven_batches", source="torch.nn.parallel.DistributedDataParallel, note on uneven inputs")
 def _uneven_batches(place: Place) -> Iterable[Case]:
     """Ranks with different numbers of rows average their gradients with equal weight."""
     yield place.case("mlp", *iterations(2, rows=(5, 2, 3)))
     yield place.case("deep_nest", *iterations(2, rows=(1, 7)))
 
 
-@SUITE.check(
-    "training.empty_batches",
-    source="torch.distributed.algorithms.join: the case without joining",
-    needs=frozenset({"uneven_batches"}),
-)
+@SUITE.check("training.empty_batches", source="torch.distributed.algorithms.join: the case without joining")
 def _empty_batches(place: Place) -> Iterable[Case]:
     """A rank without rows takes part with a gradient of zeros."""
-    yield place.case("mlp", *iterations(1), *iterations(2, first=1, rows=(4, 0)))
-    yield place.case("mlp", *iterations(1, rows=(0, 3)), *iterations(1, first=1))
+    yield place.case("mlp", *iteration(0), *iterations(2, first=1, rows=(4, 0)))
+    yield place.case("mlp", *iterations(1, rows=(0, 3)), *iteration(1))
 
 
-@SUITE.check("training.float32", source=_PAPER)
+@SUITE.check("training.float32")
 def _float32(place: Place) -> Iterable[Case]:
     """Training in float32 stays within float32's roundings."""
     yield place.case("mlp", *iterations(3), optimizer=ADAMW, dtype="float32")
     yield place.case("deep_nest", *iterations(3), dtype="float32")
 
 
-@SUITE.check("training.same_batch_twice", source=_PAPER, needs=frozenset({"accumulate_without_no_sync"}))
+@SUITE.check("training.same_batch_twice", needs={"accumulate_without_no_sync"})
 def _repeated_backward(place: Place) -> Iterable[Case]:
     """The same micro-batch twice gives twice the gradient."""
     yield place.case("mlp", *micro_batches(0, 0), Step(), optimizer=PLAIN_SGD)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from fsdp_testing.records import Case, Observe, Step, ZeroGrad
 from fsdp_testing.suites.check import ADAMW, Place, Suite
-from fsdp_testing.suites.schedules import forward, iterations, micro_batch
+from fsdp_testing.suites.schedules import forward, iteration, micro_batch
 
 SUITE = Suite()
 
@@ -38,20 +38,12 @@ def _instead_of_step(place: Place) -> Iterable[Case]:
         )
 
 
-@SUITE.check("zero_grad.between_forwards", source="torch.optim", needs=frozenset({"forward_only"}))
+@SUITE.check("zero_grad.between_forwards", source="torch.optim")
 def _between(place: Place) -> Iterable[Case]:
     """Clearing between forward passes changes nothing else."""
     for to_none in (True, False):
-        program = (
-            micro_batch(0),
-            Step(),
-            forward(1),
-            ZeroGrad(to_none),
-            forward(2, "train"),
-            ZeroGrad(to_none),
-            *iterations(1, 3),
-        )
-        yield place.case("mlp", *program)
+        program = (micro_batch(0), Step(), forward(1), ZeroGrad(to_none), forward(2, "train"), ZeroGrad(to_none))
+        yield place.case("mlp", *program, *iteration(3))
 
 
 @SUITE.check("zero_grad.mixed_forms", source="torch.optim")
@@ -67,4 +59,4 @@ def _step_on_zeros(place: Place) -> Iterable[Case]:
     """A step on zeros decays and moves by momentum; a step on None does nothing."""
     # With momentum and weight decay a gradient of zeros moves parameters and None does not.
     for to_none in (True, False):
-        yield place.case("mlp", *iterations(1), micro_batch(1), ZeroGrad(to_none), Step(), Step(), optimizer=ADAMW)
+        yield place.case("mlp", *iteration(0), micro_batch(1), ZeroGrad(to_none), Step(), Step(), optimizer=ADAMW)

@@ -5,6 +5,7 @@ Pure but for `take`, which runs the one short program that is drawn.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from fsdp_testing.errors import HarnessError
@@ -33,7 +34,7 @@ from fsdp_testing.records import (
     WrappingPlan,
     ZeroGrad,
 )
-from fsdp_testing.trace.run import OnRanks, Trace, trace_on
+from fsdp_testing.trace.run import OnRanks, Trace, trace
 from fsdp_testing.zoo import MODELS
 
 MODEL = "mlp"
@@ -68,8 +69,8 @@ def take(name: str, case: Case, on_ranks: OnRanks) -> Portrait:
     The case runs twice: the first time allocates, connects and imports, which is not what a reader asks for.
     """
     try:
-        trace_on(on_ranks, name, case)
-        return portrait_of(trace_on(on_ranks, name, case))
+        trace(name, case, on_ranks)
+        return portrait_of(trace(name, case, on_ranks))
     except Exception as error:  # noqa: BLE001 - what cannot be drawn is said in the picture's place; no verdict hangs on it
         kind = "" if isinstance(error, HarnessError) else f"{type(error).__name__}: "
         return Portrait(name, case, remark=f"{kind}{next(iter(str(error).splitlines()), 'no picture')}")
@@ -80,7 +81,8 @@ def portrait_of(traced: Trace) -> Portrait:
     units = _units(traced)
     events = traced.history.ranks
     begin = min((event.time for rank in events for event in rank if event.operation >= 0), default=0.0)
-    end = max((_stop(event) for rank in events for event in rank), default=begin)
+    stops = (event.time + (event.seconds if isinstance(event, WaitEvent) else 0.0) for rank in events for event in rank)
+    end = max(stops, default=begin)
     names = {unit for unit, _ in traced.units[0]} if traced.units else set()
     sizes = {unit.unit: unit.elements * unit.element_bytes for unit in units}
     bound, text = _bound(traced.case.strategy, units)
@@ -91,7 +93,15 @@ def portrait_of(traced: Trace) -> Portrait:
         ranks=tuple(
             RankPortrait(
                 rank,
-                _shown([*_operations(own, traced.case, end), *_activity(own, names, end)], begin),
+                _shown(
+                    [
+                        *_operations(own, traced.case, end),
+                        *_gathered(own, end),
+                        *_computed(own, names, end),
+                        *_communicated(own),
+                    ],
+                    begin,
+                ),
                 tuple(_live(own, begin, sizes, _shard_bytes(units, rank))),
             )
             for rank, own in enumerate(events)
@@ -117,7 +127,7 @@ def _parameters(observation: RankObservation) -> Mapping[str, ParameterObservati
 def _unit(name: str, fqns: Sequence[str], ranks: Sequence[Mapping[str, ParameterObservation]]) -> UnitPortrait:
     seen = [next((rank[fqn] for rank in ranks if fqn in rank), None) for fqn in fqns]
     known = [parameter for parameter in seen if parameter is not None]
-    elements = sum(_numel(parameter.shape) for parameter in known)
+    elements = sum(math.prod(parameter.shape) for parameter in known)
     dtype = next((rank[fqn].dtype for fqn in fqns for rank in ranks if fqn in rank and rank[fqn].dtype), "float64")
     held = tuple(
         tuple(
@@ -130,13 +140,6 @@ def _unit(name: str, fqns: Sequence[str], ranks: Sequence[Mapping[str, Parameter
         for rank in ranks
     )
     return UnitPortrait(name, elements, ITEM_BYTES.get(dtype, 8), held)
-
-
-def _numel(shape: Sequence[int]) -> int:
-    product = 1
-    for extent in shape:
-        product *= extent
-    return product
 
 
 def _shard_bytes(units: Sequence[UnitPortrait], rank: int) -> int:
@@ -166,14 +169,6 @@ def _chain(unit: str, whole: Mapping[str, int]) -> int:
 
 
 # ------------------------------------------------------------------------------------------------ time
-def _stop(event: Event) -> float:
-    return event.time + event.seconds if isinstance(event, WaitEvent) else event.time
-
-
-def _activity(events: Sequence[Event], units: set[str], end: float) -> list[Stretch]:
-    return [*_gathered(events, end), *_computed(events, units, end), *_communicated(events)]
-
-
 def _shown(found: Sequence[Stretch], begin: float) -> tuple[Stretch, ...]:
     """Stretches since `begin`, in order of their start."""
     shown = sorted((s for s in found if s.stop > begin), key=lambda s: (s.start, s.lane))

@@ -39,13 +39,11 @@ class TraceRecorder:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """All events so far."""
         for sequence, (make, moment, operation, facts) in enumerate(self._told[len(self._made) :], len(self._made)):
             self._made.append(make(sequence, moment, operation, *facts))
         return tuple(self._made)
 
     def __len__(self) -> int:
-        """Return the number of events so far."""
         return len(self._told)
 
     def collective(self, group: GroupIdentity, call: Call, site: str) -> None:

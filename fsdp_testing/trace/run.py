@@ -1,18 +1,32 @@
-"""What is the history of a case on an implementation? Asked of a world, given back as one value."""
+"""What did each rank do in a case, in which order? The engine's own program, run on ranks while it is recorded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from fsdp_testing.errors import WorldFailed
 from fsdp_testing.implementations import registry
-from fsdp_testing.pool import Pool, WorldOutcome, default_pool
+from fsdp_testing.implementations.adapter import Adapter
+from fsdp_testing.implementations.shared import naming
+from fsdp_testing.judging.case_runner import CaseRunner
+from fsdp_testing.ledger import interception
+from fsdp_testing.pool import Failed, WorldOutcome
+from fsdp_testing.pool.world import current_world
+from fsdp_testing.programs.execute import RankProgram, SetupMaker
+from fsdp_testing.programs.setup import setup_in_world
 from fsdp_testing.records import Case, RankObservation
-from fsdp_testing.records.history import History
-from fsdp_testing.trace import job
+from fsdp_testing.records.event import Event, History
+from fsdp_testing.trace.recorder import TraceRecorder
+from fsdp_testing.trace.watching import watch_modules, watch_waits
 
+Units = list[tuple[str, tuple[str, ...]]]
 OnRanks = Callable[..., list[Any]]
 """Calls a function with arguments on `size` ranks and returns what each gave, as `CaseRunner.on_ranks` does."""
 
@@ -28,41 +42,100 @@ class Trace:
     observations: tuple[RankObservation, ...] = ()
 
 
-def trace(name: str, case: Case, *, pool: Pool | None = None, timeout: float = 60.0) -> Trace:
-    """Run `case` through implementation `name` on a pooled world and return what every rank did.
+def trace(name: str, case: Case, on_ranks: OnRanks | None = None) -> Trace:
+    """Run `case` through implementation `name` and return what every rank did.
+
+    Args:
+        name: Implementation.
+        case: The case.
+        on_ranks: Runs it; by default on the pool of this process.
 
     Raises:
-        WorldFailed: the case did not run to its end on every rank; the message is the account of every rank.
+        WorldFailed: The case did not run to its end on every rank; the message is the account of every rank.
     """
-    adapter = registry.adapter_of(name)
-    lender = pool or default_pool()
-    world = lender.world(case.world.size, case.world.backend)
+    on_ranks = on_ranks or CaseRunner().on_ranks
     try:
-        outcome = world.execute(job.trace_case, (adapter, case), timeout=timeout, name=f"trace {name} {case.identity}")
-    finally:
-        world.release()
-    if not outcome.ok:
-        raise _failed(name, case, outcome)
-    return _trace_of(name, case, [rank.value for rank in outcome.ranks])
-
-
-def trace_on(on_ranks: OnRanks, name: str, case: Case) -> Trace:
-    """Trace on ranks that somebody else lends; raises like `trace`."""
-    try:
-        return _trace_of(name, case, on_ranks(job.trace_case, registry.adapter_of(name), case, size=case.world.size))
+        traces = on_ranks(trace_case, registry.adapter_of(name), case, size=case.world.size)
     except WorldFailed as failed:
         if isinstance(failed.outcome, WorldOutcome):
             raise _failed(name, case, failed.outcome) from failed
         raise
-
-
-def _trace_of(name: str, case: Case, traces: Sequence[job.RankTrace]) -> Trace:
     history = History(tuple(traced.events for traced in traces))
     observations = tuple(traced.observation for traced in traces)
     return Trace(name, case, history, tuple(traced.units for traced in traces), observations)
 
 
 def _failed(name: str, case: Case, outcome: WorldOutcome) -> WorldFailed:
-    errors = [r.value.observation.error for r in outcome.ranks if isinstance(r.value, job.RankTrace)]
+    errors = [r.value.observation.error for r in outcome.ranks if isinstance(r.value, RankTrace)]
     text = "\n".join(f"{error.type_name}: {error.message}" for error in errors if error is not None)
     return WorldFailed(f"{name} did not run {case.identity} to its end: {text or outcome.describe()}", outcome)
+
+
+# ------------------------------------------------------------------------------------------------ on a rank
+
+
+@dataclass(frozen=True, slots=True)
+class RankTrace:
+    """What one rank did: its events, and the units in the implementation's own order, each with its parameters."""
+
+    events: tuple[Event, ...]
+    units: tuple[tuple[str, tuple[str, ...]], ...]
+    observation: RankObservation
+
+
+def trace_case(adapter: Adapter, case: Case) -> RankTrace | Failed:
+    """Run `case` through the implementation on this rank and record what happens.
+
+    Collectives: those of the implementation; every rank of the world runs the same call.
+    """
+    program = _TimedProgram(case, adapter, current_world().rank, setup_in_world)
+    recorder = program.recorder
+    with ExitStack() as stack, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as for programs that are judged: they decide nothing
+        units: Units = []
+        program.adapter = _watching_after_wrap(adapter, recorder, stack, units)
+        stack.enter_context(interception.listen(recorder.collective))
+        stack.enter_context(watch_waits(recorder))
+        observation = program.run()
+    adapter.finish(program.model)
+    traced = RankTrace(recorder.events, tuple(units), observation)
+    return traced if observation.error is None else Failed(traced)
+
+
+class _TimedProgram(RankProgram):
+    """A program that informs its recorder when each operation begins."""
+
+    def __init__(self, case: Case, adapter: Adapter, rank: int, make_setup: SetupMaker) -> None:
+        self._index = -1
+        self.recorder = TraceRecorder(lambda: self._index)
+        super().__init__(case, adapter, rank, make_setup)
+
+    @property
+    def index(self) -> int:
+        """Index of the operation that runs now."""
+        return self._index
+
+    @index.setter
+    def index(self, index: int) -> None:
+        self._index = index
+        self.recorder.operation()
+
+
+def _watching_after_wrap(adapter: Adapter, recorder: TraceRecorder, stack: ExitStack, units: Units) -> Adapter:
+    """Return the adapter, with a `wrap` that switches unit and module sources on as soon as there is a model.
+
+    It notes the units then: later some may show their full parameters, whose names an adapter need not know.
+    """
+    original: Callable[..., nn.Module] = adapter.wrap
+
+    def wrap(module: nn.Module, setup: Any) -> nn.Module:
+        # By identity where a module was there before: a wrapper's prefix may look like a name of the model.
+        before = {inner: fqn for fqn, inner in module.named_modules()}
+        model = original(module, setup)
+        units.extend((unit, tuple(fqns)) for unit, fqns in adapter.units(model))
+        stack.enter_context(adapter.trace_units(model, recorder.unit))
+        names = {inner: before.get(inner, naming.original(fqn)) for fqn, inner in model.named_modules()}
+        stack.enter_context(watch_modules(recorder, names))
+        return model
+
+    return dataclasses.replace(adapter, wrap=wrap)

@@ -22,13 +22,11 @@ class MetricFact:
 
     Attributes:
         name: Its name.
-        step: Where it differs first; -1 for a final quantity.
         mean_agrees: Its mean over ranks is what the reference world gives.
         sum_agrees: Its sum is.
     """
 
     name: str
-    step: int
     mean_agrees: bool
     sum_agrees: bool
 

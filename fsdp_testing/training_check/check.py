@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fsdp_testing.checkers.divergence import DECISIVE
+from fsdp_testing.checkers.tensors import difference
 from fsdp_testing.errors import InvalidArgument, WorldFailed
 from fsdp_testing.ledger.late_delivery import deliver_late
 from fsdp_testing.pool import Pool, default_pool
@@ -24,10 +26,6 @@ Quantities = dict[str, list["torch.Tensor"]]
 
 ROUNDINGS = 4096
 """Roundings by which two correct runs may differ: sums over ranks and batches in any order, over a short training."""
-
-
-DECISIVE = 1 / 16
-"""No more than this share of a quantity's largest number is taken for roundings, whatever its dtype."""
 
 
 class TrainingDiffers(AssertionError):
@@ -191,8 +189,7 @@ def _metric_fact(found: _Difference, run: _Run, reference: _Run) -> causes.Metri
             return False
         return torch.allclose(torch.stack(others).sum(dim=0) * scale, one, rtol=1e-6, atol=0.0)
 
-    step = found.step if found.steps > 1 else -1
-    return causes.MetricFact(found.quantity, step, agrees(1.0 / run.size), agrees(1.0))
+    return causes.MetricFact(found.quantity, agrees(1.0 / run.size), agrees(1.0))
 
 
 _RANKS_DIFFER = (
@@ -232,16 +229,10 @@ def _compare(
     unit = UNIT_ROUNDOFF.get(str(left.dtype).removeprefix("torch."), 0.0)
     largest = float(one[one.isfinite()].abs().max()) if bool(one.isfinite().any()) else 0.0
     # So many roundings of a low precision would admit anything.
-    bound = min(roundings * unit, DECISIVE) * largest
-    apart = (one - two).abs()
-    exceeded = ~(apart <= bound) & (one != two)  # equal infinities are equal
-    if not bool(exceeded.any()):
+    found = difference(two, one, min(roundings * unit, DECISIVE) * largest)
+    if not found.exceeded:
         return None
-    at = int(exceeded.nonzero()[0])
-    sentence = (
-        f"is off by {float(apart.nan_to_num(float('inf')).max()):.3g} (bound {bound:.3g}), "
-        f"first in element {at}: {float(two[at])!r} for {float(one[at])!r}"
-    )
+    sentence = f"is off by {found.error:.3g} (bound {found.bound:.3g}), most in element {found.position}: {found.text}"
     return _Difference(name, step, steps, sentence, _ratio(one, two), one.numel())
 
 

@@ -116,6 +116,7 @@ class Witness:
         parameters = [_local(p) for group in optimizer.param_groups for p in group["params"]]
         gradients = [_local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         events = self._events.events[self._first_event :]
+        collectives = [event for event in events if isinstance(event, CollectiveEvent)]
         reduced = tuple(_reduced_after_each_backward(events, sum(gradient.numel() for gradient in gradients)))
         self.steps.append(
             StepEvidence(
@@ -127,14 +128,10 @@ class Witness:
                 dropout=self._dropout,
                 weights=_digest(parameters),
                 gradient_norm=float(sum(float(g.double().square().sum()) for g in gradients) ** 0.5),
-                gathered=any(map(_gathers_weights, events)),
+                # Floating numbers: DDP gathers shapes when it is made.
+                gathered=any("gather" in event.name and "float" in event.dtype for event in collectives),
             )
         )
-
-
-def _gathers_weights(event: Event) -> bool:
-    """Whether floating numbers are gathered; DDP gathers shapes when it is made."""
-    return isinstance(event, CollectiveEvent) and "gather" in event.name and "float" in event.dtype
 
 
 def _reduced_after_each_backward(events: tuple[Event, ...], due: int) -> Iterator[bool]:

@@ -11,18 +11,9 @@ from types import MappingProxyType
 from fsdp_testing.zoo import outputs, partial, plain, sharing, stateful, transformers
 from fsdp_testing.zoo.model import Inputs, ZooModel, loss_of, tensors_in
 
-__all__ = ["MODELS", "Inputs", "ZooModel", "loss_of", "tensors_in", "with_trait"]
+__all__ = ["MODELS", "Inputs", "ZooModel", "loss_of", "tensors_in"]
 
 #: Every model by name.
 MODELS: Mapping[str, ZooModel] = MappingProxyType(
-    {
-        model.name: model
-        for family in (plain, sharing, stateful, partial, outputs, transformers)
-        for model in family.MODELS
-    }
+    {model.name: model for family in (plain, sharing, stateful, partial, outputs, transformers) for model in family.ZOO}
 )
-
-
-def with_trait(trait: str) -> tuple[ZooModel, ...]:
-    """Every model that has `trait`, in the registry's order."""
-    return tuple(model for model in MODELS.values() if trait in model.traits)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -79,6 +79,64 @@ class ZooModel:
     def loss(self, output: Any) -> torch.Tensor:
         """A scalar of every tensor in `output`: sums and no means, so that an empty batch gives zero and not NaN."""
         return loss_of(output)
+
+
+Construct = TypeVar("Construct", bound=Callable[..., nn.Module])
+
+
+class Family(list[ZooModel]):
+    """The models of one file, in the order in which they stand there."""
+
+    def model(
+        self,
+        name: str,
+        make_input: MakeInput,
+        units: tuple[str, ...],
+        traits: str = "",
+        needs: str = "",
+        **more: Any,
+    ) -> Callable[[Construct], Construct]:
+        """Decorate a class, or a function that makes a module, as a model of this family.
+
+        The first line of its docstring is the model's summary.
+
+        Args:
+            name: Key in the registry.
+            make_input: As in `ZooModel`.
+            units: As in `ZooModel`.
+            traits: Separated by blanks.
+            needs: Separated by blanks.
+            **more: Other fields of `ZooModel`.
+        """
+
+        def register(construct: Construct) -> Construct:
+            summary = (construct.__doc__ or "").splitlines()[0]
+            sets = frozenset(traits.split()), frozenset(needs.split())
+            self.append(ZooModel(name, summary, construct, make_input, units, *sets, **more))
+            return construct
+
+        return register
+
+
+class Chain(nn.Module):
+    """Parts that are called one after the other, with tanh between them.
+
+    Args:
+        calls: Names of the parts in the order of the calls, separated by blanks; the same one may come twice.
+        **parts: The parts by name.
+    """
+
+    def __init__(self, calls: str, **parts: nn.Module) -> None:
+        super().__init__()
+        self._calls = calls.split()
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for place, name in enumerate(self._calls):
+            # Looked up at each call: an implementation may have put another module in this one's place.
+            x = self.get_submodule(name)(torch.tanh(x) if place else x)
+        return x
 
 
 def generator(*key: int) -> torch.Generator:

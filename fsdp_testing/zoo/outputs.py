@@ -5,54 +5,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp_testing.zoo.model import ZooModel, float_input, tensors_in
+from fsdp_testing.zoo.model import Family, float_input, tensors_in
+from fsdp_testing.zoo.tree_layers import Named, Opaque, Record
+
+ZOO = Family()
+_CONTAINERS = ("tuple", "list", "dict", "nested", "named_tuple", "dataclass")
 
 
-@dataclass
-class Record:
-    """A dataclass output."""
-
-    mean: torch.Tensor
-    parts: tuple[torch.Tensor, str]
-
-
-class Named(NamedTuple):
-    """A named tuple output."""
-
-    mean: torch.Tensor
-    spread: torch.Tensor
-
-
-class Opaque:
-    """An object that no container traversal knows."""
-
-    def __init__(self, mean: torch.Tensor, spread: torch.Tensor) -> None:
-        self.mean = mean
-        self.spread = spread
-
-
-def _pack(container: str, mean: torch.Tensor, spread: torch.Tensor) -> Any:
-    packed: dict[str, Any] = {
-        "tuple": (mean, spread),
-        "list": [mean, None, spread],
-        "dict": {"mean": mean, "spread": spread, "kind": "dict"},
-        "nested": {"both": [(mean,), {"spread": spread}]},
-        "named_tuple": Named(mean, spread),
-        "dataclass": Record(mean, (spread, "text")),
-        "opaque": Opaque(mean, spread),
+def pack(container: str, one: torch.Tensor, other: torch.Tensor) -> Any:
+    """Put two tensors into a container."""
+    made: dict[str, Any] = {
+        "tensor": one,
+        "tuple": (one, other),
+        "list": [one, None, other],
+        "dict": {"one": one, "other": other, "kind": "dict"},
+        "nested": {"both": [(one,), {"other": other}]},
+        "named_tuple": Named(one, other),
+        "dataclass": Record(one, (other, "text")),
+        "opaque": Opaque(one, other),
     }
-    return packed[container]
-
-
-def _unpack(packed: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    mean, spread = tensors_in(packed)
-    return mean, spread
+    return made[container]
 
 
 class TwoHeads(nn.Module):
@@ -65,11 +42,19 @@ class TwoHeads(nn.Module):
         self.spread = nn.Linear(5, 5)
 
     def forward(self, x: torch.Tensor) -> Any:
-        return _pack(self.container, self.mean(x), torch.tanh(self.spread(x)))
+        return pack(self.container, self.mean(x), torch.tanh(self.spread(x)))
 
 
+@ZOO.model(
+    "containers",
+    float_input(5),
+    ("stem", "heads", "last"),
+    "containers uneven",
+    "container_outputs",
+    arguments={"container": _CONTAINERS},
+)
 class Containers(nn.Module):
-    """A unit that returns a container, a unit that uses it, and a container as the model's output."""
+    """Units and model return tensors in a container."""
 
     def __init__(self, container: str = "tuple") -> None:
         super().__init__()
@@ -80,8 +65,14 @@ class Containers(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         # What comes before a unit makes its weights take part in the backward pass.
-        mean, spread = _unpack(self.heads(torch.tanh(self.stem(x))))
-        return _pack(self.container, self.last(mean), spread * mean)
+        mean, spread = tensors_in(self.heads(torch.tanh(self.stem(x))))
+        return pack(self.container, self.last(mean), spread * mean)
+
+
+@ZOO.model("opaque_output", float_input(5), ("stem", "heads", "last"), "containers uneven", "opaque_outputs")
+def opaque_output() -> nn.Module:
+    """Units and model return tensors inside an object of a class of their own."""
+    return Containers("opaque")
 
 
 class Remembering(nn.Module):
@@ -100,13 +91,21 @@ class Remembering(nn.Module):
         return torch.tanh(self.outer(self.hidden))
 
     def take(self) -> torch.Tensor | None:
-        """What forward kept, once. A method: an attribute that is set through a wrapper may stay on the wrapper."""
+        """Return what forward kept, once. A method: an attribute that is set through a wrapper may stay on the wrapper."""
         kept, self.hidden = self.hidden, None  # else the graph of this step would live until the next
         return kept
 
 
+@ZOO.model(
+    "cached_intermediate",
+    float_input(6),
+    ("stem", "unit", "last"),
+    "bypass",
+    "loss_bypasses_output",
+    arguments={"bypass": (True, False)},
+)
 class CachedIntermediate(nn.Module):
-    """The loss sees what a unit kept, besides or instead of what it returned."""
+    """The loss reaches a unit through a tensor that it kept, not through its output."""
 
     def __init__(self, *, bypass: bool = True) -> None:
         super().__init__()
@@ -123,8 +122,9 @@ class CachedIntermediate(nn.Module):
         return self.last(kept if self.bypass else kept + returned)
 
 
+@ZOO.model("view_output", float_input(6), ("stem", "unit", "last"), "view_output", "inplace_on_output")
 class ViewThenInPlace(nn.Module):
-    """A unit returns a view, and the caller changes it in place."""
+    """A unit returns a view that its caller changes in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,47 +148,3 @@ class ReturnsView(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.outer(torch.tanh(self.inner(x)))[:, :6]
-
-
-CONTAINERS = ("tuple", "list", "dict", "nested", "named_tuple", "dataclass")
-
-MODELS = (
-    ZooModel(
-        "containers",
-        "Units and model return tensors in a container.",
-        Containers,
-        float_input(5),
-        ("stem", "heads", "last"),
-        frozenset({"containers", "uneven"}),
-        frozenset({"container_outputs"}),
-        arguments={"container": CONTAINERS},
-    ),
-    ZooModel(
-        "opaque_output",
-        "Units and model return tensors inside an object of a class of their own.",
-        lambda: Containers("opaque"),
-        float_input(5),
-        ("stem", "heads", "last"),
-        frozenset({"containers", "uneven"}),
-        frozenset({"opaque_outputs"}),
-    ),
-    ZooModel(
-        "cached_intermediate",
-        "The loss reaches a unit through a tensor that it kept, not through its output.",
-        CachedIntermediate,
-        float_input(6),
-        ("stem", "unit", "last"),
-        frozenset({"bypass"}),
-        frozenset({"loss_bypasses_output"}),
-        arguments={"bypass": (True, False)},
-    ),
-    ZooModel(
-        "view_output",
-        "A unit returns a view that its caller changes in place.",
-        ViewThenInPlace,
-        float_input(6),
-        ("stem", "unit", "last"),
-        frozenset({"view_output"}),
-        frozenset({"inplace_on_output"}),
-    ),
-)

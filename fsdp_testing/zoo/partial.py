@@ -10,17 +10,37 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_testing.zoo.model import Inputs, MakeInput, ZooModel, features, float_input
-from fsdp_testing.zoo.plain import Mlp
+from fsdp_testing.zoo.model import Family, Inputs, MakeInput, features, float_input
+from fsdp_testing.zoo.plain import Layers
+
+ZOO = Family()
 
 
+def _with_use(width: int, default: tuple[bool, ...]) -> MakeInput:
+    def make_input(
+        seed: int,
+        rank: int,
+        step: int,
+        batch: int,
+        dtype: torch.dtype,
+        *,
+        use: tuple[bool, ...] | None = None,
+        **_: Any,
+    ) -> Inputs:
+        x = features(seed, rank, step, (batch, width), dtype)
+        return Inputs((x,), {"use": tuple(default if use is None else use)})
+
+    return make_input
+
+
+@ZOO.model("frozen_body", float_input(6), ("stem", "body", "head"), "frozen", "frozen_parameters")
 class Adapted(nn.Module):
-    """A frozen body between trainable ends, as in fine-tuning."""
+    """A frozen unit behind a trainable one, so that gradients pass through it."""
 
     def __init__(self, *, frozen_first: bool = False) -> None:
         super().__init__()
         self.stem = nn.Linear(6, 6)
-        self.body = Mlp(6, 2)
+        self.body = Layers(6, 6, 6)
         self.head = nn.Linear(6, 6)
         self.body.requires_grad_(False)
         if frozen_first:
@@ -30,23 +50,37 @@ class Adapted(nn.Module):
         return self.head(self.body(torch.tanh(self.stem(x))))
 
 
-class FrozenBias(nn.Module):
-    """Every unit has a trainable weight and a frozen bias."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
-        for layer in self.layers:
-            layer.get_parameter("bias").requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
+@ZOO.model("frozen_stem", float_input(6), ("stem", "body", "head"), "frozen", "frozen_parameters")
+def frozen_stem() -> nn.Module:
+    """The first units are frozen: nothing that enters them needs a gradient."""
+    return Adapted(frozen_first=True)
 
 
+@ZOO.model(
+    "frozen_bias",
+    float_input(5),
+    ("layers.0", "layers.1", "layers.2"),
+    "frozen uneven",
+    "frozen_parameters frozen_mixed_unit",
+)
+def frozen_bias() -> nn.Module:
+    """Trainable and frozen parameters inside one unit."""
+    model = Layers(5, 5, 5, 5)
+    for layer in model.layers:
+        layer.get_parameter("bias").requires_grad_(False)
+    return model
+
+
+@ZOO.model(
+    "conditional",
+    _with_use(6, (True, False, True)),
+    ("trunk", "branches.0", "branches.1", "branches.2", "never"),
+    "unused conditional",
+    "unused_parameters",
+    input_options={"use": ((True, False, True), (True, True, True), (False, True, False), (False, False, False))},
+)
 class Conditional(nn.Module):
-    """A trunk, and branches of which the caller says which ones run; a layer that never runs."""
+    """Units that run or not, as each input says; one that never runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,8 +96,16 @@ class Conditional(nn.Module):
         return x
 
 
+@ZOO.model(
+    "partly_used",
+    _with_use(5, (True, False)),
+    ("first", "second"),
+    "unused conditional uneven",
+    "unused_parameters",
+    input_options={"use": ((True, False), (True, True), (False, True), (False, False))},
+)
 class PartlyUsed(nn.Module):
-    """Inside each unit there is a parameter that takes part or not; the unit itself always runs."""
+    """Units that always run, with parameters inside that are used or not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,8 +128,9 @@ class Gated(nn.Module):
         return self.always(x) + self.sometimes(x) if use else self.always(x)
 
 
+@ZOO.model("unused_output", float_input(6), ("kept", "dropped", "last"), "unused", "unused_parameters")
 class UnusedOutput(nn.Module):
-    """Every unit runs, but one result is dropped: its parameters get no gradient although it was called."""
+    """A unit whose output the loss does not see."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,80 +142,3 @@ class UnusedOutput(nn.Module):
         x = torch.tanh(self.kept(x))
         self.dropped(x)
         return self.last(x)
-
-
-def _with_use(width: int, default: tuple[bool, ...]) -> MakeInput:
-    def make_input(
-        seed: int,
-        rank: int,
-        step: int,
-        batch: int,
-        dtype: torch.dtype,
-        *,
-        use: tuple[bool, ...] | None = None,
-        **_: Any,
-    ) -> Inputs:
-        x = features(seed, rank, step, (batch, width), dtype)
-        return Inputs((x,), {"use": tuple(default if use is None else use)})
-
-    return make_input
-
-
-MODELS = (
-    ZooModel(
-        "frozen_body",
-        "A frozen unit behind a trainable one, so that gradients pass through it.",
-        Adapted,
-        float_input(6),
-        ("stem", "body", "head"),
-        frozenset({"frozen"}),
-        frozenset({"frozen_parameters"}),
-    ),
-    ZooModel(
-        "frozen_stem",
-        "The first units are frozen: nothing that enters them needs a gradient.",
-        lambda: Adapted(frozen_first=True),
-        float_input(6),
-        ("stem", "body", "head"),
-        frozenset({"frozen"}),
-        frozenset({"frozen_parameters"}),
-    ),
-    ZooModel(
-        "frozen_bias",
-        "Trainable and frozen parameters inside one unit.",
-        FrozenBias,
-        float_input(5),
-        ("layers.0", "layers.1", "layers.2"),
-        frozenset({"frozen", "uneven"}),
-        frozenset({"frozen_parameters", "frozen_mixed_unit"}),
-    ),
-    ZooModel(
-        "conditional",
-        "Units that run or not, as each input says; one that never runs.",
-        Conditional,
-        _with_use(6, (True, False, True)),
-        ("trunk", "branches.0", "branches.1", "branches.2", "never"),
-        frozenset({"unused", "conditional"}),
-        frozenset({"unused_parameters"}),
-        input_options={"use": ((True, False, True), (True, True, True), (False, True, False), (False, False, False))},
-    ),
-    ZooModel(
-        "partly_used",
-        "Units that always run, with parameters inside that are used or not.",
-        PartlyUsed,
-        _with_use(5, (True, False)),
-        ("first", "second"),
-        frozenset({"unused", "conditional", "uneven"}),
-        frozenset({"unused_parameters"}),
-        input_options={"use": ((True, False), (True, True), (False, True), (False, False))},
-    ),
-    ZooModel(
-        "unused_output",
-        "A unit whose output the loss does not see.",
-        UnusedOutput,
-        float_input(6),
-        ("kept", "dropped", "last"),
-        frozenset({"unused"}),
-        frozenset({"unused_parameters"}),
-    ),
-)

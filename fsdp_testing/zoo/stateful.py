@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fsdp_testing.zoo.model import ZooModel, float_input, generator
+from fsdp_testing.zoo.model import Family, float_input, generator
+
+ZOO = Family()
 
 
 class Shifted(nn.Module):
@@ -33,10 +35,9 @@ class Shifted(nn.Module):
         return self.linear(x + self.offset.to(x.dtype)) * torch.cos(own.to(x.dtype))
 
 
+@ZOO.model("buffers", float_input(5), ("first", "second", "plain"), "buffers uneven", "buffers")
 class Buffers(nn.Module):
-    """Two such layers: `offset` is a name that both have, `alpha` and `beta` are names of one each."""
-
-    table: torch.Tensor
+    """Saved and unsaved, floating-point, integer and boolean buffers, with equal and with distinct names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,8 +64,9 @@ class TableOnly(nn.Module):
         return torch.where(self.mask, x, x * self.table.to(x.dtype))
 
 
+@ZOO.model("batch_norm", float_input(5), ("first", "second"), "buffers rank_local_buffers uneven", "buffers")
 class Normalised(nn.Module):
-    """Batch norm between layers: its running statistics are those of each rank's own inputs."""
+    """Batch statistics: buffers that each rank computes from its own inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,25 +78,3 @@ class Normalised(nn.Module):
         # An empty batch has no statistics; torch refuses one, so the layer is passed by.
         hidden = self.first(x)
         return self.second(torch.tanh(self.norm(hidden) if len(x) > 1 or not self.training else hidden))
-
-
-MODELS = (
-    ZooModel(
-        "buffers",
-        "Saved and unsaved, floating-point, integer and boolean buffers, with equal and with distinct names.",
-        Buffers,
-        float_input(5),
-        ("first", "second", "plain"),
-        frozenset({"buffers", "uneven"}),
-        frozenset({"buffers"}),
-    ),
-    ZooModel(
-        "batch_norm",
-        "Batch statistics: buffers that each rank computes from its own inputs.",
-        Normalised,
-        float_input(5),
-        ("first", "second"),
-        frozenset({"buffers", "rank_local_buffers", "uneven"}),
-        frozenset({"buffers"}),
-    ),
-)

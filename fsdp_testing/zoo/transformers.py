@@ -11,10 +11,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_testing.zoo.model import Inputs, MakeInput, ZooModel, tokens
+from fsdp_testing.zoo.model import Family, Inputs, MakeInput, tokens
 
+ZOO = Family()
 VOCABULARY = 17
 CONTEXT = 6
+
+
+def _id_input(*, targets: bool) -> MakeInput:
+    def make_input(seed: int, rank: int, step: int, batch: int, dtype: torch.dtype, **_options: Any) -> Inputs:
+        del dtype  # ids have none
+        both = tokens(seed, rank, step, (batch, CONTEXT + 1), VOCABULARY)
+        return Inputs((both[:, :-1], both[:, 1:]) if targets else (both[:, :-1],), {})
+
+    return make_input
 
 
 class Attention(nn.Module):
@@ -53,8 +63,11 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+@ZOO.model(
+    "gpt", _id_input(targets=True), ("blocks.0", "blocks.1"), "real tied integer_input uneven", "shared_parameters"
+)
 class Gpt(nn.Module):
-    """Token and position embeddings, blocks, a final norm, and a head whose weight is the token embedding's."""
+    """A GPT block stack whose head shares the token embedding."""
 
     def __init__(self, depth: int = 2, width: int = 8, heads: int = 2) -> None:
         super().__init__()
@@ -109,8 +122,14 @@ class ExpertLayer(nn.Module):
         return result
 
 
+@ZOO.model(
+    "moe",
+    _id_input(targets=False),
+    ("layers.0", "layers.1", *(f"layers.{layer}.experts.{expert}" for layer in range(2) for expert in range(3))),
+    "real nested integer_input uneven",
+)
 class MixtureOfExperts(nn.Module):
-    """Embedding, two layers of experts on a residual stream, and a head."""
+    """A mixture of experts, each a unit inside a unit; an expert may get no token."""
 
     def __init__(self, depth: int = 2, width: int = 6, experts: int = 3) -> None:
         super().__init__()
@@ -125,33 +144,3 @@ class MixtureOfExperts(nn.Module):
         for norm, layer in zip(self.norms, self.layers):
             x = x + layer(norm(x), flat)
         return self.head(x).unflatten(0, ids.shape)
-
-
-def _id_input(*, targets: bool) -> MakeInput:
-    def make_input(seed: int, rank: int, step: int, batch: int, dtype: torch.dtype, **_options: Any) -> Inputs:
-        del dtype  # ids have none
-        both = tokens(seed, rank, step, (batch, CONTEXT + 1), VOCABULARY)
-        return Inputs((both[:, :-1], both[:, 1:]) if targets else (both[:, :-1],), {})
-
-    return make_input
-
-
-MODELS = (
-    ZooModel(
-        "gpt",
-        "A GPT block stack whose head shares the token embedding.",
-        Gpt,
-        _id_input(targets=True),
-        ("blocks.0", "blocks.1"),
-        frozenset({"real", "tied", "integer_input", "uneven"}),
-        frozenset({"shared_parameters"}),
-    ),
-    ZooModel(
-        "moe",
-        "A mixture of experts, each a unit inside a unit; an expert may get no token.",
-        MixtureOfExperts,
-        _id_input(targets=False),
-        ("layers.0", "layers.1", *(f"layers.{layer}.experts.{expert}" for layer in range(2) for expert in range(3))),
-        frozenset({"real", "nested", "integer_input", "uneven"}),
-    ),
-)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from fsdp_testing.zoo.model import Inputs, ZooModel, features, tokens
 from fsdp_testing.zoo.tree_modules import Tree
 from fsdp_testing.zoo.tree_schema import (
+    SCHEMA,
     ParameterSpec,
     check_tree,
     every,
@@ -32,7 +33,7 @@ _LATEST: dict[int, tuple[Any, ZooModel]] = {}
 
 
 def tree_model(tree: Any) -> ZooModel:
-    """Returns the zoo's entry for a drawn tree.
+    """Return the zoo's entry for a drawn tree.
 
     Raises:
         InvalidRecord: The data is no tree.
@@ -53,7 +54,7 @@ def _tree_model(text: str) -> ZooModel:
     check_tree(tree)
     tree = legal_tree(tree)
     specs = parameters(tree)
-    # Without `needs`: what a tree needs depends on the units that are wrapped, and `needs_of` tells it.
+    # Without `needs`: what a tree needs depends on the units that are wrapped: see `needs_of`.
     return ZooModel(
         name="tree",
         summary="A module tree drawn by the fuzzer.",
@@ -67,7 +68,12 @@ def _tree_model(text: str) -> ZooModel:
 
 def _construct(tree: Mapping[str, Any], specs: Sequence[ParameterSpec]) -> nn.Module:
     # In float64 and cast afterwards by `ZooModel.build`; dtypes of single nodes are set by `_finish`.
-    module = Tree(tree, torch.float64)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        module = Tree(tree)
+    finally:
+        torch.set_default_dtype(before)
     first: dict[tuple[Any, ...], nn.Parameter] = {}
     for spec in specs:
         holder = module.get_submodule(spec.module)
@@ -93,92 +99,69 @@ def _make_input(width: int, seed: int, rank: int, step: int, batch: int, dtype: 
 
 
 def unit_names(tree: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the FQN of every module of a legal tree that may be a unit, outermost first."""
+    """Return the FQN of every module of a legal tree that may be a unit, outermost first."""
     return tuple(place.fqn for place in every(walk(tree)) if place.node["kind"] not in ("buffer", "dropout"))
 
 
 def unit_of(module: str, units: tuple[str, ...]) -> str:
-    """Returns the innermost unit that holds `module`; the root is the empty string."""
-    holding = [unit for unit in units if module == unit or module.startswith(f"{unit}.")]
-    return max(holding, key=len, default="")
+    """Return the innermost unit that holds `module`; the root is the empty string."""
+    return max((unit for unit in units if f"{module}.".startswith(f"{unit}.")), key=len, default="")
+
+
+_NEEDS_OF_GROUP = {
+    "calls": "reused_modules",
+    "dropped": "unused_parameters",
+    "view": "inplace_on_output",
+    "keeps": "loss_bypasses_output",
+    "returns": "container_outputs",
+}
+"""Capability that a group needs where a field has not its default."""
 
 
 def needs_of(tree: Mapping[str, Any], units: tuple[str, ...]) -> frozenset[str]:
-    """Returns the capabilities that a legal tree needs when `units` are wrapped."""
-    tags: set[str] = set()
+    """Return the capabilities that a legal tree needs when `units` are wrapped."""
+    tags = {"uneven_parameters"}
+    returned = [tree.get("output", "tensor")]
     for place in every(walk(tree)):
-        tags |= _needs_of_node(place.node)
-    specs = parameters(tree)
-    tags |= _needs_of_ties(tree, specs, units)
+        node, kind = place.node, place.node["kind"]
+        tags |= {"buffers"} if kind == "buffer" else set()
+        if kind == "group":
+            tags |= {tag for name, tag in _NEEDS_OF_GROUP.items() if get(node, name) != SCHEMA[kind][name]}
+            returned.append(get(node, "returns"))
+    tags |= {"container_outputs"} if set(returned) != {"tensor"} else set()
+    tags |= {"opaque_outputs"} if "opaque" in returned else set()
+    tags |= {"reused_modules", "shared_parameters"} if has_alias(tree["nodes"]) else set()
+    return frozenset(tags | _needs_of_parameters(parameters(tree), units))
+
+
+def _needs_of_parameters(specs: Sequence[ParameterSpec], units: tuple[str, ...]) -> set[str]:
+    tags: set[str] = set()
+    tags |= {"frozen_parameters"} if any(spec.frozen for spec in specs) else set()
+    tags |= {"zero_dim_parameters"} if any(spec.shape == () for spec in specs) else set()
+    tags |= {"empty_parameters"} if any(not spec.numel for spec in specs) else set()
+    tags |= {"strided_parameters"} if any(spec.strided for spec in specs) else set()
+    places = [(unit_of(spec.module, units), spec) for spec in specs]
+    tied: dict[tuple[Any, ...], list[ParameterSpec]] = {}
+    for spec in specs:
+        if spec.tie:
+            tied.setdefault(spec.tie, []).append(spec)
+    for several in tied.values():
+        tags |= {"shared_parameters"} if len({spec.module for spec in several}) > 1 else set()
+        if len({unit_of(spec.module, units) for spec in several}) > 1:
+            tags.add("shared_across_units")
+            # Whose it is then, one of its units' or the lowest unit's around them, is the implementation's affair.
+            around = [u for u in units if all(f"{spec.module}.".startswith(f"{u}.") for spec in several)]
+            places.append((max(around, key=len, default=""), several[0]))
     dtypes: dict[str, set[str]] = {}
     flags: dict[str, set[bool]] = {}
-    for spec in specs:
-        unit = unit_of(spec.module, units)
+    for unit, spec in places:
         dtypes.setdefault(unit, set()).add(spec.dtype)
         flags.setdefault(unit, set()).add(spec.frozen)
-        if spec.frozen:
-            tags.add("frozen_parameters")
-        if spec.shape == ():
-            tags.add("zero_dim_parameters")
-        elif not spec.numel:
-            tags.add("empty_parameters")
-        if spec.strided:
-            tags.add("strided_parameters")
-    for unit, spec in _shared_above(specs, units):
-        # Whose parameter it is then, one of its units' or that of the unit around them, is the implementation's affair.
-        dtypes.setdefault(unit, set()).add(spec.dtype)
-        flags.setdefault(unit, set()).add(spec.frozen)
-    if any(len(held) > 1 for held in dtypes.values()):
-        tags.add("mixed_dtype_units")
-    if any(len(held) > 1 for held in flags.values()):
-        tags.add("frozen_mixed_unit")
-    tags |= {"container_outputs"} if tree.get("output", "tensor") != "tensor" else set()
-    tags |= {"opaque_outputs"} if tree.get("output") == "opaque" else set()
-    return frozenset(tags | {"uneven_parameters"})
-
-
-def _needs_of_node(node: Mapping[str, Any]) -> set[str]:
-    if node["kind"] == "buffer":
-        return {"buffers"}
-    if node["kind"] != "group":
-        return set()
-    tags: set[str] = set()
-    tags |= {"reused_modules"} if get(node, "calls") > 1 else set()
-    tags |= {"unused_parameters"} if get(node, "dropped") else set()
-    tags |= {"inplace_on_output"} if get(node, "view") else set()
-    tags |= {"loss_bypasses_output"} if get(node, "keeps") else set()
-    tags |= {"container_outputs"} if get(node, "returns") != "tensor" else set()
-    tags |= {"opaque_outputs"} if get(node, "returns") == "opaque" else set()
+    tags |= {"mixed_dtype_units"} if any(len(found) > 1 for found in dtypes.values()) else set()
+    tags |= {"frozen_mixed_unit"} if any(len(found) > 1 for found in flags.values()) else set()
     return tags
-
-
-def _needs_of_ties(tree: Mapping[str, Any], specs: list[ParameterSpec], units: tuple[str, ...]) -> set[str]:
-    tags: set[str] = set()
-    if has_alias(tree["nodes"]):
-        tags |= {"reused_modules", "shared_parameters"}
-    groups: dict[tuple[Any, ...], set[str]] = {}
-    for spec in specs:
-        if spec.tie:
-            groups.setdefault(spec.tie, set()).add(spec.module)
-    for modules in groups.values():
-        if len(modules) > 1:
-            tags |= {"shared_parameters"}
-            tags |= {"shared_across_units"} if len({unit_of(module, units) for module in modules}) > 1 else set()
-    return tags
-
-
-def _shared_above(specs: list[ParameterSpec], units: tuple[str, ...]) -> Iterator[tuple[str, ParameterSpec]]:
-    """Yields each parameter that several units share, with the lowest unit around all of its places."""
-    groups: dict[tuple[Any, ...], list[ParameterSpec]] = {}
-    for spec in specs:
-        if spec.tie:
-            groups.setdefault(spec.tie, []).append(spec)
-    for tied in groups.values():
-        if len({unit_of(spec.module, units) for spec in tied}) > 1:
-            around = [u for u in units if all(f"{spec.module}.".startswith(f"{u}.") for spec in tied)]
-            yield max(around, key=len, default=""), tied[0]
 
 
 def has_alias(nodes: list[dict[str, Any]]) -> bool:
-    """Returns whether some module of a tree is registered twice."""
+    """Return whether some module of a tree is registered twice."""
     return any(node["kind"] == "again" or has_alias(node.get("nodes", [])) for node in nodes)

@@ -1,4 +1,4 @@
-"""Of which modules is a drawn model made? One class for each kind of node; groups call their nodes in order."""
+"""How do the layers of a drawn model come together? Groups make them and call them in order."""
 
 from __future__ import annotations
 
@@ -7,20 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
-from fsdp_testing.zoo.model import generator, tensors_in
-from fsdp_testing.zoo.outputs import Named, Opaque, Record
-from fsdp_testing.zoo.tree_schema import Node, get
+from fsdp_testing.zoo import tree_layers
+from fsdp_testing.zoo.model import tensors_in
+from fsdp_testing.zoo.outputs import pack
+from fsdp_testing.zoo.tree_schema import SCHEMA, Node, get
 
 Use = tuple[bool, ...]
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """Returns the torch dtype called `name`."""
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 class Nodes(list[Node]):
@@ -30,172 +23,37 @@ class Nodes(list[Node]):
         return self
 
 
-class TreeLinear(nn.Module):
-    """A linear map, with tanh after it unless told otherwise."""
-
-    bias: nn.Parameter | None
-
-    def __init__(self, node: Node, width: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        own = get(node, "dtype")
-        self._cast = bool(own)
-        dtype = dtype_named(own) if own else dtype
-        out = get(node, "out")
-        strided = get(node, "strided")
-        weight = torch.empty(width, out, dtype=dtype).t() if strided else torch.empty(out, width, dtype=dtype)
-        self.weight = nn.Parameter(weight)
-        self.bias = nn.Parameter(torch.empty(out, dtype=dtype)) if get(node, "bias") else None
-        self._act = get(node, "act")
-
-    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
-        inner = x.to(self.weight.dtype) if self._cast else x
-        y = functional.linear(inner, self.weight, self.bias)
-        y = torch.tanh(y) if self._act else y
-        return y.to(x.dtype) if self._cast else y
-
-
-class TreeScale(nn.Module):
-    """Multiplies by one plus a parameter, whose shape may be (), (1,) or empty."""
-
-    def __init__(self, node: Node, width: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        own = get(node, "dtype")
-        shape = {"vector": (width,), "scalar": (), "one": (1,), "empty": (0,)}[get(node, "shape")]
-        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype_named(own) if own else dtype))
-
-    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
-        weight = self.weight.to(x.dtype)
-        # A parameter without elements takes part all the same: its sum is zero.
-        # Bounded, since the module may be called again and again on its own output.
-        return torch.tanh(x) * (1 + (weight if weight.numel() else weight.sum()))
-
-
-class TreeNorm(nn.Module):
-    """Layer normalization."""
-
-    def __init__(self, node: Node, width: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(width, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(width, dtype=dtype))
-
-    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
-        # One plus the weight keeps the size of activations; a large epsilon keeps the gradient of a constant row tame.
-        return functional.layer_norm(x, self.weight.shape, 1 + self.weight, self.bias, eps=0.1)
-
-
-class TreeConv(nn.Module):
-    """A one-dimensional convolution along the width; the mean over its channels."""
-
-    def __init__(self, node: Node, width: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        channels, kernel = get(node, "channels"), get(node, "kernel")
-        self.weight = nn.Parameter(torch.empty(channels, 1, kernel, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(channels, dtype=dtype))
-
-    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
-        y = functional.conv1d(x.unsqueeze(1), self.weight, self.bias, padding=self.weight.shape[-1] // 2)
-        return torch.tanh(y).mean(1)
-
-
-class TreeEmbed(nn.Module):
-    """Adds the embedding of each row's token; ids wrap around the number of rows."""
-
-    def __init__(self, node: Node, width: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(get(node, "rows"), width, dtype=dtype))
-
-    def forward(self, x: torch.Tensor, *, ids: torch.Tensor, **_: Any) -> torch.Tensor:
-        return x + functional.embedding(ids % self.weight.shape[0], self.weight)
-
-
-class TreeOffset(nn.Module):
-    """A module that is called without inputs; its caller adds what it returns."""
-
-    def __init__(self, node: Node, width: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(width, dtype=dtype))
-
-    def forward(self) -> torch.Tensor:
-        return torch.sin(self.weight)
-
-
-class TreeBuffer(nn.Module):
-    """Adds a buffer: a constant, a running sum of what this rank has seen in training, or a counter."""
-
-    def __init__(self, node: Node, width: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._style, self._name = get(node, "style"), get(node, "buffer")
-        if self._style == "counter":
-            value = torch.zeros((), dtype=torch.int64)
-        elif self._style == "running":
-            value = torch.zeros(width, dtype=dtype)
-        else:
-            value = torch.randn(width, generator=generator(width), dtype=torch.float64).to(dtype)
-        self.register_buffer(self._name, value, persistent=get(node, "persistent"))
-        self._twin = get(node, "twin")
-        if self._twin:
-            self.register_buffer("twin", torch.full((width,), 0.3, dtype=dtype))
-
-    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
-        held = self.get_buffer(self._name)
-        x = x - self.get_buffer("twin").to(x.dtype) if self._twin else x
-        if self.training and self._style == "running":
-            held.mul_(0.5).add_(x.detach().sum(0).to(held.dtype), alpha=0.125)
-        if self.training and self._style == "counter":
-            held.add_(1)
-        # Not the buffer itself: a later forward changes it in place, and autograd must not see that.
-        return x + 0.1 * held.clone().to(x.dtype).tanh()
-
-
-class TreeDropout(nn.Module):
-    """Drops a quarter in training."""
-
-    def __init__(self, node: Node, width: int, dtype: torch.dtype) -> None:
-        super().__init__()
-
-    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
-        return functional.dropout(x, 0.25, self.training)
-
-
 LEAVES: Mapping[str, type[nn.Module]] = {
-    "linear": TreeLinear,
-    "scale": TreeScale,
-    "norm": TreeNorm,
-    "conv": TreeConv,
-    "embed": TreeEmbed,
-    "offset": TreeOffset,
-    "buffer": TreeBuffer,
-    "dropout": TreeDropout,
+    "linear": tree_layers.TreeLinear,
+    "scale": tree_layers.TreeScale,
+    "norm": tree_layers.TreeNorm,
+    "conv": tree_layers.TreeConv,
+    "embed": tree_layers.TreeEmbed,
+    "offset": tree_layers.TreeOffset,
+    "buffer": tree_layers.TreeBuffer,
+    "dropout": tree_layers.TreeDropout,
 }
 
 
-def pack(container: str, one: torch.Tensor, other: torch.Tensor) -> Any:
-    """Puts two tensors into a container."""
-    made: dict[str, Any] = {
-        "tensor": one,
-        "tuple": (one, other),
-        "list": [one, None, other],
-        "dict": {"one": one, "other": other, "kind": "dict"},
-        "nested": {"both": [(one,), {"other": other}]},
-        "named_tuple": Named(one, other),
-        "dataclass": Record(one, (other, "text")),
-        "opaque": Opaque(one, other),
-    }
-    return made[container]
+def options_of(node: Node) -> dict[str, Any]:
+    """Return the options with which the layer of a node is made; flags that have their defaults are left out."""
+    fields = [name for name in SCHEMA[node["kind"]] if name not in ("tie", "frozen", "dtype")]
+    options = {name: get(node, name) for name in fields if name in node or not isinstance(get(node, name), bool)}
+    return options | ({"dtype": getattr(torch, node["dtype"])} if node.get("dtype") else {})
 
 
 class TreeGroup(nn.Module):
-    """Calls its nodes in order; how it is called itself is its caller's affair, as told by its node."""
+    """Calls its nodes in order; how it is called itself is its caller's affair, as its node says."""
 
     kept: torch.Tensor | None
 
-    def __init__(self, node: Node, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, node: Node, width: int) -> None:
         super().__init__()
         self._nodes = Nodes(get(node, "nodes"))
         self._returns, self._view = get(node, "returns"), get(node, "view")
         self._keeps = get(node, "keeps")
         self.kept = None
-        self.out = fill_with(self, self._nodes, width, dtype)
+        self.out = fill_with(self, self._nodes, width)
 
     def forward(self, x: torch.Tensor, *, ids: torch.Tensor, use: Use = ()) -> Any:
         x = run(self, self._nodes, x, ids, use)
@@ -212,19 +70,19 @@ class TreeGroup(nn.Module):
 class Tree(nn.Module):
     """The root: takes rows of numbers, one token per row, and which branches run."""
 
-    def __init__(self, tree: Mapping[str, Any], dtype: torch.dtype) -> None:
+    def __init__(self, tree: Mapping[str, Any]) -> None:
         super().__init__()
         self._nodes = Nodes(tree["nodes"])
         self._output = tree.get("output", "tensor")
-        self.out = fill_with(self, self._nodes, tree["width"], dtype)
+        self.out = fill_with(self, self._nodes, tree["width"])
 
     def forward(self, x: torch.Tensor, *, ids: torch.Tensor, use: Use = ()) -> Any:
         x = run(self, self._nodes, x, ids, use)
         return pack(self._output, x, torch.cos(x))
 
 
-def fill_with(parent: nn.Module, nodes: list[Node], width: int, dtype: torch.dtype) -> int:
-    """Makes the modules of `nodes` as attributes of `parent` and returns the width that comes out."""
+def fill_with(parent: nn.Module, nodes: list[Node], width: int) -> int:
+    """Make the modules of `nodes` as attributes of `parent` and return the width that comes out."""
     outs: dict[str, int] = {}
     for node in nodes:
         name, kind = node["name"], node["kind"]
@@ -233,18 +91,18 @@ def fill_with(parent: nn.Module, nodes: list[Node], width: int, dtype: torch.dty
             parent.add_module(name, parent.get_submodule(of))
             width = outs[of]
         elif kind == "group":
-            group = TreeGroup(node, width, dtype)
+            group = TreeGroup(node, width)
             parent.add_module(name, group)
             width = width if get(node, "dropped") else group.out
         else:
-            parent.add_module(name, LEAVES[kind](node, width, dtype))
+            parent.add_module(name, LEAVES[kind](width, **options_of(node)))
             width = get(node, "out") if kind == "linear" else width
         outs[name] = width
     return width
 
 
 def run(parent: nn.Module, nodes: list[Node], x: torch.Tensor, ids: torch.Tensor, use: Use) -> torch.Tensor:
-    """Calls the modules of `nodes` in order."""
+    """Call the modules of `nodes` in order."""
     known = {node["name"]: node for node in nodes}
     for node in nodes:
         # Looked up at each call: an implementation may have put another module in this one's place.

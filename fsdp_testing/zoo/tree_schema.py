@@ -59,12 +59,12 @@ _LARGEST = 4096
 
 
 def get(node: Mapping[str, Any], name: str) -> Any:
-    """Returns a field of a node, or its default."""
+    """Return a field of a node, or its default."""
     return node.get(name, SCHEMA[node["kind"]][name])
 
 
 def check_tree(tree: Any, where: str = "case.model.tree") -> None:
-    """Checks that `tree` is data of the right form; whether each part makes sense is `legal_tree`'s affair.
+    """Check that `tree` is data of the right form; whether each part makes sense is `legal_tree`'s affair.
 
     Raises:
         InvalidRecord: Every offender is listed.
@@ -127,7 +127,7 @@ def _problems_of_fields(node: Node, where: str) -> Iterator[str]:
 
 
 def legal_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the tree with everything dropped that has no meaning where it stands; a legal tree comes back equal.
+    """Return the tree with everything dropped that has no meaning where it stands; a legal tree comes back equal.
 
     Every forward of the result uses at least one trainable parameter with elements: an optimizer over nothing is an
     error, and so is a rank without anything to reduce among others that have.
@@ -245,7 +245,7 @@ class Walk:
 
 
 def walk(tree: Mapping[str, Any]) -> list[Walk]:
-    """Returns the nodes of a legal tree, each with its FQN and widths; aliases are left out."""
+    """Return the nodes of a legal tree, each with its FQN and widths; aliases are left out."""
     return _walk(tree["nodes"], "", tree["width"])[0]
 
 
@@ -268,40 +268,37 @@ def _walk(nodes: list[Node], prefix: str, width: int) -> tuple[list[Walk], int]:
 
 
 def every(places: list[Walk]) -> Iterator[Walk]:
-    """Yields places and what is inside them, outermost first."""
+    """Yield places and what is inside them, outermost first."""
     for place in places:
         yield place
         yield from every(place.inner)
 
 
 def parameters(tree: Mapping[str, Any]) -> list[ParameterSpec]:
-    """Returns every parameter of a legal tree, once for each name that it has."""
+    """Return every parameter of a legal tree, once for each name that it has."""
     return [spec for place in every(walk(tree)) for spec in _parameters_of(place)]
 
 
 def _parameters_of(place: Walk) -> Iterator[ParameterSpec]:
     node, width, kind = place.node, place.width, place.node["kind"]
-    frozen = SCHEMA[kind].get("frozen") is not None and get(node, "frozen")
-    weight, bias = frozen in ("weight", "all"), frozen in ("bias", "all")
-    at = place.fqn
+    shapes: dict[str, tuple[int, ...]] = {}
     if kind == "linear":
-        shape = (get(node, "out"), width)
-        dtype, label, strided = get(node, "dtype"), get(node, "tie"), get(node, "strided")
-        tie = ("linear", label, shape, dtype, strided, weight) if label else ()
-        yield ParameterSpec(at, "weight", shape, weight, dtype, tie, strided)
-        if get(node, "bias"):
-            yield ParameterSpec(at, "bias", shape[:1], bias, dtype)
+        out = get(node, "out")
+        shapes = {"weight": (out, width), "bias": (out,)} if get(node, "bias") else {"weight": (out, width)}
     elif kind == "scale":
-        shapes = {"vector": (width,), "scalar": (), "one": (1,), "empty": (0,)}
-        yield ParameterSpec(at, "weight", shapes[get(node, "shape")], weight, get(node, "dtype"))
+        sizes = {"vector": (width,), "scalar": (), "one": (1,), "empty": (0,)}
+        shapes = {"weight": sizes[get(node, "shape")]}
     elif kind == "norm":
-        yield ParameterSpec(at, "weight", (width,), weight)
-        yield ParameterSpec(at, "bias", (width,), bias)
+        shapes = {"weight": (width,), "bias": (width,)}
     elif kind == "conv":
-        yield ParameterSpec(at, "weight", (get(node, "channels"), 1, get(node, "kernel")), weight)
-        yield ParameterSpec(at, "bias", (get(node, "channels"),), bias)
+        shapes = {"weight": (get(node, "channels"), 1, get(node, "kernel")), "bias": (get(node, "channels"),)}
     elif kind == "embed":
-        shape, label = (get(node, "rows"), width), get(node, "tie")
-        yield ParameterSpec(at, "weight", shape, weight, "", ("embed", label, shape, weight) if label else ())
+        shapes = {"weight": (get(node, "rows"), width)}
     elif kind == "offset":
-        yield ParameterSpec(at, "weight", (width,), weight)
+        shapes = {"weight": (width,)}
+    dtype, label = node.get("dtype", ""), node.get("tie", "")
+    for name, shape in shapes.items():
+        frozen = node.get("frozen", "") in (name, "all")
+        strided = name == "weight" and node.get("strided", False)
+        tie = (kind, label, shape, dtype, strided, frozen) if label and name == "weight" else ()
+        yield ParameterSpec(place.fqn, name, shape, frozen, dtype, tie, strided)

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -230,20 +231,22 @@ def _shared_files(pids: list[int]) -> set[Path]:
 
 
 def _wait_for(path: Path) -> int:
+    waiting = threading.Event()
     limit = time.monotonic() + 240
     while time.monotonic() < limit:
         if path.exists() and path.read_text():
             return int(path.read_text())
-        os.sched_yield()
+        waiting.wait(0.01)
     raise AssertionError(f"{path} was not written")
 
 
 def _gone(pids: list[int]) -> bool:
+    waiting = threading.Event()
     limit = time.monotonic() + 60
     while time.monotonic() < limit:
         if not any(Path(f"/proc/{pid}").exists() for pid in pids):
             return True
-        os.sched_yield()
+        waiting.wait(0.01)
     return False
 
 

@@ -20,11 +20,9 @@ from fsdp_testing.pool.world import current_world
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FSDP_TESTING_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
-        default_pool().close()
+def _no_rank_is_left() -> Iterator[None]:
+    yield
+    default_pool().close()
 
 
 def scaled(factor: float, *, offset: float = 0.0) -> float:

@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-import faults_around  # noqa: F401 - registers its faults
-import faults_gradients  # noqa: F401 - registers its faults
-import faults_memory  # noqa: F401 - registers its faults
-import faults_models  # noqa: F401 - registers its faults
-import faults_parameters  # noqa: F401 - registers its faults
-import faults_saving  # noqa: F401 - registers its faults
-import faults_schedules  # noqa: F401 - registers its faults
-import faults_state  # noqa: F401 - registers its faults
-import faults_trace  # noqa: F401 - registers its faults
 import pytest
-import toy_engine  # noqa: F401 - registers its faults
-from fault import FAULTS
+from every_fault import FAULTS
 from faults_access import IgnoringAdapter, MoreWrappingAdapter, PrefetchAdapter, ReplacingAdapter
+from faults_claims import StartingAdapter
 from faults_kinds import HybridAdapter, WrappingAdapter
 from toy_engine import EngineAdapter
 from toy_more import MoreAdapter
@@ -35,6 +26,7 @@ KINDS = {
     PrefetchAdapter: "faults_access:PREFETCH",
     ReplacingAdapter: "faults_access:REPLACING",
     MoreWrappingAdapter: "faults_access:MORE_WRAPPING",
+    StartingAdapter: "faults_claims:STARTING",
     EngineAdapter: "toy_engine:UNBROKEN",
     MoreAdapter: MORE,
     WrappingAdapter: "faults_kinds:WRAPPING",

@@ -23,6 +23,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from fsdp_testing.zoo.model import loss_of
+
 Steps = Iterator[tuple[str, Sequence[torch.Tensor]]]
 
 
@@ -40,23 +42,6 @@ class Task(NamedTuple):
     program: Callable[[Any], Steps]  # yields what each operation gives, on ranks or in one process
     tolerance: float
     gradients: bool  # whether they are comparable at the end
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Find the floating-point tensors in an output."""
-    if isinstance(value, torch.Tensor):
-        return [value] if value.is_floating_point() else []
-    if isinstance(value, dict):
-        value = list(value.values())
-    elif not isinstance(value, (list, tuple)):
-        value = list(vars(value).values()) if hasattr(value, "__dict__") else []
-    return [tensor for item in value for tensor in tensors_in(item)]
-
-
-def loss_of(output: Any) -> torch.Tensor:
-    """Weigh all tensors of an output, each differently."""
-    parts = [0.5 * (1 + 0.25 * place) * tensor.square().sum() for place, tensor in enumerate(tensors_in(output))]
-    return torch.stack(parts).sum()
 
 
 def matching(named: Iterable[tuple[str, nn.Parameter]], patterns: Iterable[str]) -> list[nn.Parameter]:

@@ -25,7 +25,7 @@ from fsdp_ref.runtime.events import UnitEvent, UnitEventKind, observe
 from fsdp_testing.implementations.adapter import TorchStyle
 from fsdp_testing.implementations.protocol import Division, Setup, WrapPolicy
 from fsdp_testing.implementations.ref import handle_pieces
-from fsdp_testing.implementations.shared import naming
+from fsdp_testing.implementations.shared import flat_pieces, naming
 from fsdp_testing.implementations.shared.fsdp_options import Apply, FsdpNames
 from fsdp_testing.records.capabilities import CAPABILITIES
 
@@ -39,6 +39,7 @@ _NOT_CLAIMED = frozenset(
         "optim_state",
         # FSDP's API has no word for these.
         "explicit_unshard",
+        "error_if_nonfinite",
         "mixed_dtype_units",
     }
 )
@@ -80,20 +81,16 @@ def _wrap(apply: Apply, module: nn.Module, setup: Setup) -> nn.Module:
 def _as_wrapper(
     use_orig_params: bool, module: nn.Module, setup: Setup, name: str, options: dict[str, Any]
 ) -> nn.Module:
-    return fsdp_ref.FullyShardedDataParallel(
-        module,
-        sharding_strategy=_FSDP.strategy(setup, name),
-        backward_prefetch=_FSDP.prefetch(setup),
-        use_orig_params=use_orig_params,
-        **options,
-    )
+    options |= _FSDP.strategy(setup, name, "sharding_strategy")
+    return fsdp_ref.FullyShardedDataParallel(module, use_orig_params=use_orig_params, **options)
 
 
 def _as_composable(module: nn.Module, setup: Setup, name: str, options: dict[str, Any]) -> nn.Module:
     policy = options.pop("auto_wrap_policy", None)
     if policy is not None and not hasattr(policy, "_run_policy"):
         policy = _ByFunction(policy)
-    return fsdp_ref.fully_shard(module, strategy=_FSDP.strategy(setup, name), policy=policy, **options)
+    options |= _FSDP.strategy(setup, name, "strategy") | ({} if policy is None else {"policy": policy})
+    return fsdp_ref.fully_shard(module, **options)
 
 
 @contextmanager
@@ -105,8 +102,7 @@ def full_parameters(model: nn.Module, *, writeback: bool) -> Iterator[Mapping[st
 
 def full_state_dict(model: nn.Module) -> Mapping[str, torch.Tensor]:
     """Return the model's own `state_dict`. Collectives: an all-gather per unit; every rank calls."""
-    state: dict[str, torch.Tensor] = model.state_dict()
-    return state
+    return dict(model.state_dict())
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
@@ -176,8 +172,7 @@ def _implementation(name: str, apply: Apply, without: frozenset[str] = frozenset
         no_sync=fsdp_ref.no_sync,
         clip_grad_norm=fsdp_ref.clip_grad_norm_,
         full_parameters=full_parameters,
-        local_pieces=handle_pieces.local_pieces,
-        optimizer_pieces=handle_pieces.optimizer_pieces,
+        **flat_pieces.methods(handle_pieces.flat_units),
         division=division,
         register_comm_hook=fsdp_ref.register_comm_hook,
         full_state_dict=full_state_dict,
@@ -193,6 +188,7 @@ FLAT = _implementation(
     "fsdp_ref-flat",
     partial(_as_wrapper, False),
     # One flat parameter has one gradient and one flag, and the original ones are not there between iterations.
-    without=frozenset({"frozen_mixed_unit", "thawed_parameters", "unused_gradient_is_none", "data_assignment"}),
+    without=frozenset({"frozen_mixed_unit", "thawed_parameters", "unused_gradient_is_none", "data_assignment"})
+    | {"tensor_hooks", "accumulation_hooks"},
 )
 COMPOSABLE = _implementation("fsdp_ref-composable", _as_composable)

@@ -5,15 +5,13 @@ Read from handles in place: no collective, no unshard, no lazy initialisation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 
-import torch
 from torch import nn
 
 from fsdp_ref.annotations import units_under
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.originals import Shown
-from fsdp_testing.implementations.protocol import Piece, StateEntry
 from fsdp_testing.implementations.shared import flat_pieces, naming
 from fsdp_testing.implementations.shared.flat_pieces import FlatOriginal, FlatUnit
 
@@ -45,38 +43,24 @@ def originals(prefix: str, handle: FlatHandle) -> Iterator[FlatOriginal]:
         )
 
 
-def local_pieces(model: nn.Module) -> Mapping[str, tuple[Piece, ...]]:
-    """Return this rank's spans of every parameter; collectives: none."""
-    return flat_pieces.local_pieces(model, _flat_units(model))
-
-
-def optimizer_pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Mapping[str, StateEntry]]:
-    """Return this rank's optimizer state; collectives: none."""
-    return flat_pieces.optimizer_pieces(model, optimizer, _flat_units(model))
-
-
-def _flat_units(model: nn.Module) -> Iterator[FlatUnit]:
+def flat_units(model: nn.Module) -> Iterator[FlatUnit]:
+    """Yield every flat parameter as it is on this rank now."""
     for prefix, handle in handles(model):
         found = tuple(originals(prefix, handle))
-        unsharded = handle.grads.local_F is not None and not _forgotten(handle)
+        # Whether the user has cleared every gradient since: the handle reads that before its next use, not at once.
+        params = handle.originals.params if handle.originals.use_orig_params else [handle.flat_param]
+        unsharded = handle.grads.local_F is not None and any(param.grad is not None for param in params)
+        sharded = handle.originals.shown is Shown.SHARDED
         yield FlatUnit(
             parameter=handle.flat_param,
             originals=found,
             shard_S=handle.shard_S.detach(),
             unsharded_grad=unsharded,
             reduced_S=handle.grads.reduced_S if unsharded else None,
-            values=dict(_given_values(handle, found)),
+            # Storage that users gave a parameter (a cast does) becomes the shard's at its next use only.
+            values={
+                one.fqn: flat_pieces.in_storage_order(one.parameter)
+                for one in found
+                if sharded and one.parameter is not None and one.parameter.numel() == one.count
+            },
         )
-
-
-def _given_values(handle: FlatHandle, found: Iterable[FlatOriginal]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Storage that users gave a parameter (a cast does): it becomes the shard's at its next use only."""
-    for original in found if handle.originals.shown is Shown.SHARDED else ():
-        if original.parameter is not None and original.parameter.numel() == original.count:
-            yield original.fqn, flat_pieces.in_storage_order(original.parameter)
-
-
-def _forgotten(handle: FlatHandle) -> bool:
-    """Whether the user has cleared every gradient since: the handle reads that before its next use, not at once."""
-    params = handle.originals.params if handle.originals.use_orig_params else [handle.flat_param]
-    return all(param.grad is None for param in params)

@@ -8,8 +8,9 @@ see: of the original parameters where these exist, else of the flat parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -86,6 +87,14 @@ class FlatUnit:
         if self.unsharded_grad:
             return flat[original.unsharded_start : original.unsharded_start + original.numel]
         return span_of(flat, original)
+
+
+def methods(units: Callable[[nn.Module], Iterable[FlatUnit]]) -> dict[str, Any]:
+    """Return an adapter's methods that observe, of an implementation with these flat parameters; collectives: none."""
+    return {
+        "local_pieces": lambda model: local_pieces(model, units(model)),
+        "optimizer_pieces": lambda model, optimizer: optimizer_pieces(model, optimizer, units(model)),
+    }
 
 
 def local_pieces(model: nn.Module, units: Iterable[FlatUnit]) -> Mapping[str, tuple[Piece, ...]]:

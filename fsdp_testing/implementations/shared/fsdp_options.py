@@ -18,7 +18,7 @@ from fsdp_testing.implementations.protocol import Precision, Setup, WrapPolicy
 from fsdp_testing.implementations.shared.checkpointing import checkpoint_modules
 from fsdp_testing.implementations.shared.sites import innermost_first, replace_module
 
-_STRATEGIES = {
+STRATEGIES = {
     "full_shard": "FULL_SHARD",
     "shard_grad_op": "SHARD_GRAD_OP",
     "no_shard": "NO_SHARD",
@@ -55,38 +55,40 @@ class FsdpNames:
             warnings.simplefilter("ignore", FutureWarning)
             for name, unit in innermost_first(module, setup.units):
                 inside = {id(inner) for inner in unit.modules()}
-                options = self.options(setup, name) | {"ignored_modules": [m for m in ignored if id(m) in inside]}
-                wrapped = apply(unit, setup, name, options)
+                wrapped = apply(unit, setup, name, self.options(setup, name, [m for m in ignored if id(m) in inside]))
                 if wrapped is not unit:
                     replace_module(module, unit, wrapped)
             if not setup.wrap_root:
                 return module
-            options = self.options(setup, "") | {"ignored_modules": ignored}
+            options = self.options(setup, "", ignored)
             if setup.policy is not None:
                 options["auto_wrap_policy"] = self._policy(module, setup.policy)
             return apply(module, setup, "", options)
 
-    def options(self, setup: Setup, name: str) -> dict[str, Any]:
-        """Return the arguments for the unit `name`, but for strategy and backward prefetch."""
-        on_mesh = setup.unit_strategies.get(name, setup.strategy).startswith("hybrid")
-        return {
-            "device_mesh": setup.mesh if on_mesh else None,
-            "process_group": None if on_mesh else setup.group,
-            "mixed_precision": self._precision(setup.unit_precisions.get(name, setup.precision)),
+    def options(self, setup: Setup, name: str, ignored: list[nn.Module]) -> dict[str, Any]:
+        """Return the arguments for the unit `name` that the case asks for; what it leaves open is left to the defaults."""
+        strategy = setup.unit_strategies.get(name, setup.strategy)
+        precision = setup.unit_precisions.get(name, setup.precision)
+        prefetch = _PREFETCH.get(setup.backward_prefetch)
+        asked = {
+            "device_mesh": setup.mesh if strategy.startswith("hybrid") else None,
+            "mixed_precision": self._precision(precision) if precision != Precision() else None,
             "cpu_offload": self.api.CPUOffload(offload_params=True) if setup.cpu_offload else None,
             "sync_module_states": setup.sync_module_states,
+            "param_init_fn": setup.init_module,
+            "ignored_modules": ignored or None,
             "forward_prefetch": setup.forward_prefetch,
-            "device_id": setup.device,
         }
+        chosen = {option: value for option, value in asked.items() if value not in (None, False)}
+        if setup.backward_prefetch != "pre":
+            chosen["backward_prefetch"] = None if prefetch is None else self.api.BackwardPrefetch[prefetch]
+        # On a machine with an accelerator the default is to compute there, whatever the world's device is.
+        return chosen | {"device_id": setup.device} | dict(setup.extra)
 
-    def strategy(self, setup: Setup, name: str) -> Any:
-        """Return the strategy of the unit `name`."""
-        return self.api.ShardingStrategy[_STRATEGIES[setup.unit_strategies.get(name, setup.strategy)]]
-
-    def prefetch(self, setup: Setup) -> Any:
-        """Return the backward prefetch; None for none."""
-        name = _PREFETCH.get(setup.backward_prefetch)
-        return None if name is None else self.api.BackwardPrefetch[name]
+    def strategy(self, setup: Setup, name: str, option: str) -> dict[str, Any]:
+        """Return the strategy of the unit `name` as the argument `option`; nothing where it is the default."""
+        strategy = setup.unit_strategies.get(name, setup.strategy)
+        return {} if strategy == "full_shard" else {option: self.api.ShardingStrategy[STRATEGIES[strategy]]}
 
     def _policy(self, module: nn.Module, policy: WrapPolicy) -> Any:
         if policy.classes:
@@ -97,13 +99,14 @@ class FsdpNames:
         return self.wrapping.CustomPolicy(lambda candidate: id(candidate) in chosen)
 
     def _precision(self, precision: Precision) -> Any:
-        if precision == Precision():
-            return None
+        asked = {
+            "param_dtype": precision.param_dtype,
+            "reduce_dtype": precision.reduce_dtype,
+            "buffer_dtype": precision.buffer_dtype,
+            "keep_low_precision_grads": precision.keep_low_precision_grads,
+            "cast_forward_inputs": precision.cast_unit_inputs,
+        }
+        chosen: dict[str, Any] = {option: value for option, value in asked.items() if value not in (None, False)}
         return self.api.MixedPrecision(
-            param_dtype=precision.param_dtype,
-            reduce_dtype=precision.reduce_dtype,
-            buffer_dtype=precision.buffer_dtype,
-            keep_low_precision_grads=precision.keep_low_precision_grads,
-            cast_forward_inputs=precision.cast_unit_inputs,
-            cast_root_forward_inputs=precision.cast_inputs,
+            **chosen, **({} if precision.cast_inputs else {"cast_root_forward_inputs": False})
         )

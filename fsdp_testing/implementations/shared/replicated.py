@@ -1,4 +1,4 @@
-"""What may be claimed, and how is state saved and loaded, where every rank has everything? As without data parallelism."""
+"""How is state saved and loaded where every rank has everything? As without data parallelism."""
 
 from __future__ import annotations
 
@@ -10,44 +10,6 @@ import torch
 from torch import nn
 
 from fsdp_testing.implementations.shared import naming
-
-CLAIMS = frozenset(
-    {
-        "no_shard",
-        "nested_wrapping",  # units mean nothing to it, and naming some changes nothing
-        "no_sync",
-        "accumulate_without_no_sync",
-        "forward_only",
-        "data_assignment",
-        "inference_mode",
-        "late_optimizer",
-        "shared_parameters",
-        "shared_across_units",
-        "reused_modules",
-        "frozen_parameters",
-        "frozen_mixed_unit",
-        "unused_parameters",
-        "unused_parameters_differ",
-        "unused_gradient_is_none",
-        "uneven_parameters",
-        "zero_dim_parameters",
-        "empty_parameters",
-        "strided_parameters",
-        "mixed_dtype_units",
-        "buffers",
-        "container_outputs",
-        "uneven_batches",
-        "loss_bypasses_output",
-        "inplace_on_output",
-        "clip_grad_norm",
-        "optimizer_pieces",
-        "summon_writeback",
-        "full_state_dict",
-        "optim_state",
-        "activation_checkpointing",
-    }
-)
-"""What follows from every rank having everything."""
 
 
 def full_state_dict(model: nn.Module) -> Mapping[str, torch.Tensor]:
@@ -77,3 +39,12 @@ def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer
             optimizer.state[parameter] = copy.deepcopy(state["state"][fqn])
     for group, kept in zip(optimizer.param_groups, state["param_groups"], strict=True):
         group.update(kept)
+
+
+METHODS: Mapping[str, Any] = {
+    "full_state_dict": full_state_dict,
+    "load_full_state_dict": load_full_state_dict,
+    "full_optimizer_state": full_optimizer_state,
+    "load_full_optimizer_state": load_full_optimizer_state,
+}
+"""These functions, as an adapter names them."""

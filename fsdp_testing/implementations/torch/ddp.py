@@ -19,15 +19,13 @@ from fsdp_testing.implementations.adapter import TorchStyle
 from fsdp_testing.implementations.protocol import Division, Setup
 from fsdp_testing.implementations.shared import replicated
 from fsdp_testing.implementations.shared.checkpointing import checkpoint_modules
+from fsdp_testing.implementations.shared.claims import REPLICATED
 
-CAPABILITIES = replicated.CLAIMS | {"sync_module_states", "ignored_parameters"}
+#: torch 2.13 renamed the option; the old name warns there. With the old one buffers are not broadcast on construction.
+_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+_NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
 
-#: torch 2.13 renamed the option; the old name warns there.
-_NO_BUFFER_SYNC: dict[str, Any] = (
-    {"forward_sync_buffers": False}
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
-    else {"broadcast_buffers": False}
-)
+CAPABILITIES = REPLICATED | {"ignored_parameters"} | ({"sync_module_states"} if _RENAMED else set())
 
 
 def wrap(module: nn.Module, setup: Setup) -> nn.Module:
@@ -39,17 +37,15 @@ def wrap(module: nn.Module, setup: Setup) -> nn.Module:
         raise InvalidImplementation(
             f"torch-ddp: expected strategy 'no_shard', got {setup.strategy!r}. Run only what it claims."
         )
+    setup.refuse("torch-ddp", "precision", "cpu_offload", "init_module", "forward_prefetch", "backward_prefetch")
     checkpoint_modules(module, setup.checkpointed, reentrant=setup.checkpoint_reentrant)
     inside = tuple(f"{name}." for name in setup.ignored)
     ignored = [fqn for fqn, _ in module.named_parameters(remove_duplicate=False) if fqn.startswith(inside)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
-    return DistributedDataParallel(
-        module,
-        process_group=setup.group,
-        **_NO_BUFFER_SYNC,
-        find_unused_parameters=bool(setup.extra.get("find_unused_parameters", True)),
-        init_sync=True,
-    )
+    asked: dict[str, Any] = dict(_NO_BUFFER_SYNC) if next(module.buffers(), None) is not None else {}
+    if setup.leaves_unused:
+        asked["find_unused_parameters"] = True
+    return DistributedDataParallel(module, **asked, **setup.extra)
 
 
 def division(setup: Setup) -> Division:
@@ -63,8 +59,5 @@ IMPLEMENTATION = TorchStyle(
     capabilities=CAPABILITIES,
     source="https://pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html",
     division=division,
-    full_state_dict=replicated.full_state_dict,
-    load_full_state_dict=replicated.load_full_state_dict,
-    full_optimizer_state=replicated.full_optimizer_state,
-    load_full_optimizer_state=replicated.load_full_optimizer_state,
+    **replicated.METHODS,
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,51 +21,20 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
 from fsdp_testing.implementations.adapter import TorchStyle
 from fsdp_testing.implementations.protocol import Division, Setup
-from fsdp_testing.implementations.shared import naming
+from fsdp_testing.implementations.shared import flat_pieces, naming
+from fsdp_testing.implementations.shared.claims import SHARDED
 from fsdp_testing.implementations.shared.fsdp_options import FsdpNames
 from fsdp_testing.implementations.torch import fsdp1_flat, saved_state, unit_trace
 
-_SHARED_CLAIMS = frozenset(
-    {
-        "full_shard",
-        "shard_grad_op",
-        "no_shard",
-        "hybrid",
-        "nested_wrapping",
-        "policy_wrapping",
-        "ignored_parameters",
-        "no_sync",
-        "accumulate_without_no_sync",
-        "forward_only",
-        "inference_mode",
-        "late_optimizer",
-        "shared_parameters",
-        "reused_modules",
-        "frozen_parameters",
-        "unused_parameters",
-        "uneven_parameters",
-        "strided_parameters",
-        "buffers",
-        "container_outputs",
-        "uneven_batches",
-        "mixed_precision",
-        "reduce_dtype",
-        "buffer_dtype",
-        "clip_grad_norm",
-        "summon_writeback",
-        "full_state_dict",
-        "sharded_state_dict",
-        "optim_state",
-        "optimizer_pieces",
-        "comm_hook",
-        "activation_checkpointing",
-        "reentrant_checkpointing",
-        "dtype_cast",
-        "meta_init",
-        "prefetch",
-        "unit_trace",
-    }
-)
+_SHARED_CLAIMS = SHARDED | {
+    "no_shard",
+    "policy_wrapping",
+    "strided_parameters",
+    "buffer_dtype",
+    "summon_writeback",
+    "comm_hook",
+    "meta_init",
+}
 
 #: Only with original parameters: one unit may mix frozen and trainable ones, and flags may change.
 _ORIGINAL_CLAIMS = frozenset({"frozen_mixed_unit", "thawed_parameters"})
@@ -83,26 +52,17 @@ def wrap(module: nn.Module, setup: Setup, *, use_orig_params: bool) -> nn.Module
     """
 
     def apply(unit: nn.Module, setup: Setup, name: str, options: dict[str, Any]) -> nn.Module:
-        return FullyShardedDataParallel(
-            unit,
-            sharding_strategy=_FSDP.strategy(setup, name),
-            backward_prefetch=_FSDP.prefetch(setup),
-            use_orig_params=use_orig_params,
-            **options,
+        options |= _FSDP.strategy(setup, name, "sharding_strategy") | (
+            {"use_orig_params": True} if use_orig_params else {}
         )
+        return FullyShardedDataParallel(unit, **options)
 
     return _FSDP.wrap(module, setup, apply)
 
 
-def no_sync(model: nn.Module) -> AbstractContextManager[Any]:
-    """`no_sync` of the root, or of every unit that is a root of its own under a plain module."""
-    if isinstance(model, FullyShardedDataParallel):
-        return model.no_sync()
-    return _no_sync_of_each(model)
-
-
 @contextmanager
-def _no_sync_of_each(model: nn.Module) -> Iterator[None]:
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """`no_sync` of the root, or of every unit that is a root of its own under a plain module."""
     with ExitStack() as stack:
         for unit in FullyShardedDataParallel.fsdp_modules(model, root_only=True):
             stack.enter_context(unit.no_sync())
@@ -154,21 +114,15 @@ def _implementation(name: str, *, use_orig_params: bool) -> TorchStyle:
         no_sync=no_sync,
         clip_grad_norm=clip_grad_norm,
         full_parameters=full_parameters,
-        local_pieces=fsdp1_flat.local_pieces,
-        optimizer_pieces=fsdp1_flat.optimizer_pieces,
+        **flat_pieces.methods(fsdp1_flat.flat_units),
         division=division,
         units=unit_trace.fsdp1_units,
         trace_units=unit_trace.fsdp1_trace,
         gathered_bytes=unit_trace.fsdp1_gathered_bytes,
         register_comm_hook=register_comm_hook,
-        full_state_dict=saved_state.full_state_dict,
-        load_full_state_dict=saved_state.load_full_state_dict,
-        sharded_state_dict=saved_state.sharded_state_dict,
-        load_sharded_state_dict=saved_state.load_sharded_state_dict,
         local_state_dict=local_state_dict,
         load_local_state_dict=load_local_state_dict,
-        full_optimizer_state=saved_state.full_optimizer_state,
-        load_full_optimizer_state=saved_state.load_full_optimizer_state,
+        **saved_state.METHODS,
     )
 
 

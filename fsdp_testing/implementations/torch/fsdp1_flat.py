@@ -7,29 +7,18 @@ Read from the flat parameters' metadata. torch offers no public way to this; the
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from fsdp_testing.implementations.protocol import Piece, StateEntry
-from fsdp_testing.implementations.shared import flat_pieces, naming
+from fsdp_testing.implementations.shared import naming
 from fsdp_testing.implementations.shared.flat_pieces import FlatOriginal, FlatUnit
 
 
-def local_pieces(model: nn.Module) -> Mapping[str, tuple[Piece, ...]]:
-    """Return this rank's spans of every parameter; collectives: none."""
-    return flat_pieces.local_pieces(model, _flat_units(model))
-
-
-def optimizer_pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Mapping[str, StateEntry]]:
-    """Return this rank's optimizer state; collectives: none."""
-    return flat_pieces.optimizer_pieces(model, optimizer, _flat_units(model))
-
-
-def _flat_units(model: nn.Module) -> Iterator[FlatUnit]:
+def flat_units(model: nn.Module) -> Iterator[FlatUnit]:
+    """Yield every flat parameter as it is on this rank now."""
     for name, unit in model.named_modules():
         if isinstance(unit, FullyShardedDataParallel) and unit._handle is not None:
             yield _flat_unit(naming.original(name), unit._handle)

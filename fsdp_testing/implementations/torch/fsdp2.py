@@ -15,62 +15,27 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from fsdp_testing.errors import InvalidImplementation
 from fsdp_testing.implementations.adapter import TorchStyle
 from fsdp_testing.implementations.protocol import Division, Piece, Precision, Setup, StateEntry
 from fsdp_testing.implementations.shared import naming, pieces
 from fsdp_testing.implementations.shared.checkpointing import checkpoint_modules
+from fsdp_testing.implementations.shared.claims import SHARDED
 from fsdp_testing.implementations.shared.sites import innermost_first, parameters_of
 from fsdp_testing.implementations.torch import saved_state, unit_trace
 
-CAPABILITIES = frozenset(
-    {
-        "full_shard",
-        "shard_grad_op",
-        "hybrid",
-        "nested_wrapping",
-        "ignored_parameters",
-        "no_sync",
-        "accumulate_without_no_sync",
-        "forward_only",
-        "several_forwards",
-        "inference_mode",
-        "late_optimizer",
-        "shared_parameters",
-        "reused_modules",
-        "frozen_parameters",
-        "frozen_mixed_unit",
-        "thawed_parameters",
-        "unused_parameters",
-        "unused_gradient_is_none",
-        "uneven_parameters",
-        "buffers",
-        "container_outputs",
-        "uneven_batches",
-        "mixed_precision",
-        "reduce_dtype",
-        "cpu_offload",
-        "clip_grad_norm",
-        "optimizer_pieces",
-        "full_state_dict",
-        "sharded_state_dict",
-        "optim_state",
-        "activation_checkpointing",
-        "reentrant_checkpointing",
-        "dtype_cast",
-        "explicit_unshard",
-        "prefetch",
-        "unit_trace",
-    }
-)
+CAPABILITIES = SHARDED | {
+    "several_forwards",
+    "frozen_mixed_unit",
+    "thawed_parameters",
+    "unused_gradient_is_none",
+    "cpu_offload",
+    "explicit_unshard",
+    "error_if_nonfinite",
+    "accumulation_hooks",
+}
 
 _NO_RESHARD = {"shard_grad_op", "hybrid_shard_zero2"}
 
@@ -90,6 +55,9 @@ def wrap(module: nn.Module, setup: Setup) -> nn.Module:
             f"torch-fsdp2: expected a mesh and a sharding strategy, got {setup.mesh} and {setup.strategy!r}. "
             "Run only what it claims."
         )
+    setup.refuse("torch-fsdp2", "policy", "init_module", "sync_module_states")
+    if setup.precision.buffer_dtype is not None:
+        raise InvalidImplementation("torch-fsdp2: expected no buffer_dtype, for which it has no option. Ask for none.")
     checkpoint_modules(module, setup.checkpointed, reentrant=setup.checkpoint_reentrant)
     ignored = parameters_of(module, setup.ignored)
     for name, unit in innermost_first(module, setup.units):
@@ -101,24 +69,25 @@ def wrap(module: nn.Module, setup: Setup) -> nn.Module:
 
 
 def _options(setup: Setup, name: str, ignored: set[nn.Parameter]) -> dict[str, Any]:
+    """Return the arguments that the case asks for; what it leaves open is left to the defaults."""
+    # The default mesh is made anew by each call, on the machine's accelerator.
+    options: dict[str, Any] = {"mesh": setup.mesh}
     precision = setup.unit_precisions.get(name, setup.precision)
-    strategy = setup.unit_strategies.get(name, setup.strategy)
-    options: dict[str, Any] = {
-        "mesh": setup.mesh,
-        "mp_policy": _precision_policy(precision),
-        "offload_policy": CPUOffloadPolicy(pin_memory=False) if setup.cpu_offload else OffloadPolicy(),
-        "reshard_after_forward": False if strategy in _NO_RESHARD else None,
-    }
-    return options | ({"ignored_params": ignored} if ignored else {})
+    if precision != Precision():
+        options["mp_policy"] = _precision_policy(precision)
+    if setup.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    if setup.unit_strategies.get(name, setup.strategy) in _NO_RESHARD:
+        options["reshard_after_forward"] = False
+    return options | ({"ignored_params": ignored} if ignored else {}) | dict(setup.extra)
 
 
 def _precision_policy(precision: Precision) -> MixedPrecisionPolicy:
-    return MixedPrecisionPolicy(
-        param_dtype=precision.param_dtype,
-        # Said, not left open: from torch 2.15 on, None means the parameter's own dtype, until then `param_dtype`.
-        reduce_dtype=precision.on_the_wire,
-        cast_forward_inputs=precision.cast_inputs,
-    )
+    """Return the policy with the dtypes that the case names, so that the meaning of those it leaves open is judged."""
+    asked = {"param_dtype": precision.param_dtype, "reduce_dtype": precision.reduce_dtype}
+    chosen: dict[str, Any] = {option: dtype for option, dtype in asked.items() if dtype is not None}
+    chosen |= {} if precision.cast_inputs else {"cast_forward_inputs": False}
+    return MixedPrecisionPolicy(**chosen)
 
 
 def _units(model: nn.Module) -> list[tuple[str, FSDPModule]]:
@@ -193,10 +162,5 @@ IMPLEMENTATION = TorchStyle(
     gathered_bytes=unit_trace.fsdp2_gathered_bytes,
     unshard=unshard,
     reshard=reshard,
-    full_state_dict=saved_state.full_state_dict,
-    load_full_state_dict=saved_state.load_full_state_dict,
-    sharded_state_dict=saved_state.sharded_state_dict,
-    load_sharded_state_dict=saved_state.load_sharded_state_dict,
-    full_optimizer_state=saved_state.full_optimizer_state,
-    load_full_optimizer_state=saved_state.load_full_optimizer_state,
+    **saved_state.METHODS,
 )

@@ -61,3 +61,14 @@ def split_division(world_size: int) -> Division:
     while world_size % before == 0 and world_size / before > before:
         before *= 2
     return Division(before=before, after=world_size / before)
+
+
+METHODS: Mapping[str, Any] = {
+    "full_state_dict": full_state_dict,
+    "load_full_state_dict": load_full_state_dict,
+    "sharded_state_dict": sharded_state_dict,
+    "load_sharded_state_dict": load_sharded_state_dict,
+    "full_optimizer_state": full_optimizer_state,
+    "load_full_optimizer_state": load_full_optimizer_state,
+}
+"""The functions of state, as an adapter names them."""

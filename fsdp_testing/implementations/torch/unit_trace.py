@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -40,8 +40,43 @@ def _names(model: nn.Module) -> Mapping[nn.Module, str]:
     return {module: naming.original(fqn) for fqn, module in model.named_modules(remove_duplicate=True)}
 
 
-def _below(unit: str, fqns: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(f"{unit}.{fqn}" if unit else fqn for fqn in fqns)
+@dataclass(frozen=True, slots=True)
+class _Watch:
+    """What is watched of one implementation.
+
+    Attributes:
+        names: Units by the identity of the object that gathers and frees them.
+        occupied: Whether such an object has gathered, or is gathering, its parameters.
+        emit: Gets every transition.
+    """
+
+    names: Mapping[int, str]
+    occupied: Callable[[Any], bool]
+    emit: Emit
+
+    @contextmanager
+    def calls(self, owner: Any, function: str, place: int, before: str = "", after: str = "") -> Iterator[None]:
+        """Report calls of a function, whose argument at `place` is such an object, and what they do to its memory."""
+
+        def make(original: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                name = self.names.get(id(args[place]))
+                if name is None:
+                    return original(*args, **kwargs)
+                full = self.occupied(args[place])
+                if before:
+                    self.emit(name, before, ())
+                result = original(*args, **kwargs)
+                if after:
+                    self.emit(name, after, ())
+                if self.occupied(args[place]) != full:
+                    self.emit(name, "free" if full else "gather", ())
+                return result
+
+            return call
+
+        with _replaced(owner, function, make):
+            yield
 
 
 def fsdp1_units(model: nn.Module) -> Units:
@@ -54,7 +89,8 @@ def fsdp1_units(model: nn.Module) -> Units:
         handle = unit._handle
         if handle is not None:
             name = names[unit]
-            found.append((name, _below(name, tuple(naming.original(f) for f in handle.flat_param._fqns))))
+            prefix = f"{name}." if name else ""
+            found.append((name, tuple(prefix + naming.original(fqn) for fqn in handle.flat_param._fqns)))
     return found
 
 
@@ -63,37 +99,13 @@ def fsdp1_trace(model: nn.Module, emit: Emit) -> Iterator[None]:
     """Report to `emit` FSDP1's transitions: calls of its unshard and reshard, and what they really did."""
     from torch.distributed.fsdp import FullyShardedDataParallel, _runtime_utils
 
-    names_of = _names(model)
-    names = {unit._handle: names_of[unit] for unit in FullyShardedDataParallel.fsdp_modules(model) if unit._handle}
-
-    def watch_unshard(original: Any) -> Any:
-        def unshard(state: Any, handle: Any, *args: Any, **kwargs: Any) -> Any:
-            known = handle in names
-            needed = known and handle.needs_unshard()
-            if known:
-                emit(names[handle], "unshard", ())
-            result = original(state, handle, *args, **kwargs)
-            if needed:
-                emit(names[handle], "gather", ())
-            return result
-
-        return unshard
-
-    def watch_reshard(original: Any) -> Any:
-        def reshard(state: Any, handle: Any, free_unsharded_flat_param: bool) -> Any:
-            was_full = handle in names and handle.uses_sharded_strategy and not handle.needs_unshard()
-            result = original(state, handle, free_unsharded_flat_param)
-            if handle in names:
-                emit(names[handle], "reshard", ())
-                if was_full and free_unsharded_flat_param:
-                    emit(names[handle], "free", ())
-            return result
-
-        return reshard
-
-    with ExitStack() as stack:
-        stack.enter_context(_replaced(_runtime_utils, "_unshard", watch_unshard))
-        stack.enter_context(_replaced(_runtime_utils, "_reshard", watch_reshard))
+    names, units = _names(model), FullyShardedDataParallel.fsdp_modules(model)
+    handles = {id(unit._handle): names[unit] for unit in units if unit._handle}
+    watch = _Watch(handles, lambda handle: handle.uses_sharded_strategy and not handle.needs_unshard(), emit)
+    with (
+        watch.calls(_runtime_utils, "_unshard", 1, before="unshard"),
+        watch.calls(_runtime_utils, "_reshard", 1, after="reshard"),
+    ):
         yield
 
 
@@ -157,58 +169,16 @@ def fsdp2_gathered_bytes(model: nn.Module) -> dict[str, int]:
 @contextmanager
 def fsdp2_trace(model: nn.Module, emit: Emit) -> Iterator[None]:
     """Report to `emit` FSDP2's transitions, from the parameter groups' own methods."""
-    groups = _groups(model)
-    names = _names(model)
-    known = {id(group): names[module] for module, group in groups}
+    groups, names = _groups(model), _names(model)
+    watch = _Watch({id(group): names[module] for module, group in groups}, _is_gathered, emit)
     with ExitStack() as stack:
-        for name, watch in _FSDP2_WATCHES.items() if groups else ():
-            stack.enter_context(_replaced(type(groups[0][1]), name, partial(watch, known, emit)))
+        for owner in {type(group) for _, group in groups}:
+            stack.enter_context(watch.calls(owner, "unshard", 0, before="unshard"))
+            stack.enter_context(watch.calls(owner, "reshard", 0, after="reshard"))
+            # A gather that nobody waited for is dropped there: a prefetch that aimed at the wrong unit.
+            stack.enter_context(watch.calls(owner, "finalize_backward", 0))
         yield
 
 
-def _watch_unshard(known: Mapping[int, str], emit: Emit, original: Any) -> Any:
-    def unshard(group: Any, *args: Any, **kwargs: Any) -> Any:
-        name = known.get(id(group))
-        idle = group._all_gather_result is None and not _is_full(group)
-        if name is not None:
-            emit(name, "unshard", ())
-        result = original(group, *args, **kwargs)
-        if name is not None and idle:
-            emit(name, "gather", ())
-        return result
-
-    return unshard
-
-
-def _watch_reshard(known: Mapping[int, str], emit: Emit, original: Any) -> Any:
-    def reshard(group: Any, *args: Any, **kwargs: Any) -> Any:
-        name = known.get(id(group))
-        was_full = _is_full(group)
-        result = original(group, *args, **kwargs)
-        if name is not None:
-            emit(name, "reshard", ())
-            if was_full and not _is_full(group):
-                emit(name, "free", ())
-        return result
-
-    return reshard
-
-
-def _watch_finalize(known: Mapping[int, str], emit: Emit, original: Any) -> Any:
-    def finalize_backward(group: Any, *args: Any, **kwargs: Any) -> Any:
-        # A gather that nobody waited for is dropped here: a prefetch that aimed at the wrong unit.
-        unclaimed = group._all_gather_result is not None
-        result = original(group, *args, **kwargs)
-        name = known.get(id(group))
-        if name is not None and unclaimed and group._all_gather_result is None:
-            emit(name, "free", ())
-        return result
-
-    return finalize_backward
-
-
-_FSDP2_WATCHES = {"unshard": _watch_unshard, "reshard": _watch_reshard, "finalize_backward": _watch_finalize}
-
-
-def _is_full(group: Any) -> bool:
-    return bool(group._sharded_state.name == "UNSHARDED")
+def _is_gathered(group: Any) -> bool:
+    return group._all_gather_result is not None or bool(group._sharded_state.name == "UNSHARDED")

@@ -9,12 +9,14 @@ import torch
 from fsdp_ref.handle import gradients
 from fsdp_ref.handle.gradients import GradientStore
 from fsdp_ref.runtime import backward, forward, grad_sync
-from fsdp_testing.museum.exhibit import Exhibit
-from fsdp_testing.museum.planting import instead, planting, replaced, skipped
+from fsdp_testing.museum.exhibit import Hall
+from fsdp_testing.museum.planting import instead, replaced
+
+HALL = Hall()
 
 
-def _as_plain_torch(_original: Any, param: Any, value: Any) -> None:
-    param.grad = value
+def _on_copies(hook: Any) -> Any:
+    return lambda state, *tensors: hook(state, *(tensor.clone() for tensor in tensors))
 
 
 def _anew(original: Any, unit: Any, root: Any) -> Any:
@@ -22,8 +24,48 @@ def _anew(original: Any, unit: Any, root: Any) -> Any:
     return original(unit, root)
 
 
-def _overwrites(original: Any, self: Any, grad_S: Any) -> None:
-    """Instead of `GradientStore.add_reduced`: what was added earlier in the same backward is gone."""
+def _ends_pass(original: Any, self: Any) -> None:
+    """Instead of `GradientStore.publish`, beside `_overwrites`: the next backward begins."""
+    vars(self)["_added_in_pass"] = False
+    original(self)
+
+
+@HALL.exhibit("B002", gradients, "set_grad", "pytorch PR 90546", "accumulation.no_sync_then_reduced", silent=False)
+def as_plain_torch(_original: Any, param: Any, value: Any) -> None:
+    """A gradient of no_sync is put on a sharded parameter.
+
+    Under no_sync the gradient has the shape of the whole parameter, while the parameter shows its shard: installing
+    it like any other gradient is refused by torch.
+    """
+    param.grad = value
+
+
+@HALL.exhibit("B031", GradientStore, "publish", "pytorch issue 98494, PR 100180", "offload.no_sync", silent=False)
+def not_for_offloaded(original: Any, self: Any) -> None:
+    """A gradient of no_sync cannot be shown where parameters are offloaded.
+
+    With offload the parameter shows a shard on the host while the unreduced gradient is whole; the tests skipped
+    every configuration with offload and did not notice.
+    """
+    if self.local_F is not None and self._handle.config.offload:
+        raise RuntimeError("attempting to assign a gradient of size '[_]' to a tensor of another size")
+    original(self)
+
+
+@HALL.exhibit(
+    "B036",
+    GradientStore,
+    "add_reduced",
+    "facebookresearch/fairscale PR 513, PR 784",
+    "shared.module_called_twice",
+    also=[(forward, "tracked_views", instead(_anew)), (GradientStore, "publish", instead(_ends_pass))],
+)
+def overwrites(original: Any, self: Any, grad_S: Any) -> None:
+    """The second reduction within one backward overwrites the first.
+
+    A unit that runs twice in a forward reduced its gradient once for each run, and the later result took the place of
+    the earlier one.
+    """
     kept = vars(self)
     if kept.get("_added_in_pass"):
         self.absorb()
@@ -34,13 +76,15 @@ def _overwrites(original: Any, self: Any, grad_S: Any) -> None:
     original(self, grad_S)
 
 
-def _ends_pass(original: Any, self: Any) -> None:
-    """Instead of `GradientStore.publish`, beside `_overwrites`: the next backward begins."""
-    vars(self)["_added_in_pass"] = False
-    original(self)
+@HALL.exhibit(
+    "B114", grad_sync.GradSync, "_built_in", "pytorch PR 125484, PR 126166", "hybrid.schedule", world_sizes=(4,)
+)
+def kept_stays_in_replica(original: Any, self: Any, unit: Any, handle: Any, grads: Any) -> None:
+    """Micro-batches before the last are not reduced over replicas.
 
-
-def _kept_stays_in_replica(original: Any, self: Any, unit: Any, handle: Any, grads: Any) -> None:
+    Hybrid sharding added up gradients after the reduction within a shard group and forgot the part that was there
+    before the reduction over replicas.
+    """
     kept_F = handle.grads.take_local() if handle.groups.replicate is not None and handle.sharded else None
     original(self, unit, handle, grads)
     if kept_F is None:
@@ -52,81 +96,20 @@ def _kept_stays_in_replica(original: Any, self: Any, unit: Any, handle: Any, gra
     handle.grads.add_reduced(out_S)
 
 
-def _not_for_offloaded(original: Any, self: Any) -> None:
-    if self.local_F is not None and self._handle.config.offload:
-        raise RuntimeError("attempting to assign a gradient of size '[_]' to a tensor of another size")
-    original(self)
+@HALL.exhibit("B164", backward, "_reduce_leftovers", "pytorch issue 69031, PR 124193", "unused.in_accumulation")
+def leftovers_stay(_original: Any, *_args: Any) -> None:
+    """What only micro-batches without reduction have used is never reduced.
+
+    A parameter that the last micro-batch of an accumulation does not use kept the gradient of this rank alone, since
+    only what took part in the last backward was reduced.
+    """
 
 
-def _result_is_dropped(original: Any, self: Any, unit: Any, handle: Any, grads: Any) -> None:
+@HALL.exhibit("B166", grad_sync.GradSync, "_by_hook", "pytorch PR 43307", "comm_hook.result_is_kept", fuzzed=False)
+def result_is_dropped(original: Any, self: Any, unit: Any, handle: Any, grads: Any) -> None:
+    """What a communication hook computes is dropped.
+
+    The hook's result replaced the bucket, and gradients still looked at the memory of before.
+    """
     with replaced(unit, "comm_hook", _on_copies):
         original(self, unit, handle, grads)
-
-
-def _on_copies(hook: Any) -> Any:
-    return lambda state, *tensors: hook(state, *(tensor.clone() for tensor in tensors))
-
-
-EXHIBITS = (
-    Exhibit(
-        id="B002",
-        title="a gradient of no_sync is put on a sharded parameter",
-        story="Under no_sync the gradient has the shape of the whole parameter, while the parameter shows its shard: "
-        "installing it like any other gradient is refused by torch.",
-        source="pytorch PR 90546",
-        plant=planting((gradients, "set_grad", instead(_as_plain_torch))),
-        checks=("accumulation.no_sync_then_reduced",),
-        silent=False,
-    ),
-    Exhibit(
-        id="B031",
-        title="a gradient of no_sync cannot be shown where parameters are offloaded",
-        story="With offload the parameter shows a shard on the host while the unreduced gradient is whole; the tests "
-        "skipped every configuration with offload and did not notice.",
-        source="pytorch issue 98494, PR 100180",
-        plant=planting((GradientStore, "publish", instead(_not_for_offloaded))),
-        checks=("offload.no_sync",),
-        silent=False,
-    ),
-    Exhibit(
-        id="B036",
-        title="the second reduction within one backward overwrites the first",
-        story="A unit that runs twice in a forward reduced its gradient once for each run, and the later result took the "
-        "place of the earlier one.",
-        source="facebookresearch/fairscale PR 513, PR 784",
-        plant=planting(
-            (forward, "tracked_views", instead(_anew)),
-            (GradientStore, "add_reduced", instead(_overwrites)),
-            (GradientStore, "publish", instead(_ends_pass)),
-        ),
-        checks=("shared.module_called_twice",),
-    ),
-    Exhibit(
-        id="B114",
-        title="micro-batches before the last are not reduced over replicas",
-        story="Hybrid sharding added up gradients after the reduction within a shard group and forgot the part that was "
-        "there before the reduction over replicas.",
-        source="pytorch PR 125484, PR 126166",
-        plant=planting((grad_sync.GradSync, "_built_in", instead(_kept_stays_in_replica))),
-        checks=("hybrid.schedule",),
-        world_sizes=(4,),
-    ),
-    Exhibit(
-        id="B164",
-        title="what only micro-batches without reduction have used is never reduced",
-        story="A parameter that the last micro-batch of an accumulation does not use kept the gradient of this rank "
-        "alone, since only what took part in the last backward was reduced.",
-        source="pytorch issue 69031, PR 124193",
-        plant=planting((backward, "_reduce_leftovers", skipped())),
-        checks=("unused.in_accumulation",),
-    ),
-    Exhibit(
-        id="B166",
-        title="what a communication hook computes is dropped",
-        story="The hook's result replaced the bucket, and gradients still looked at the memory of before.",
-        source="pytorch PR 43307",
-        plant=planting((grad_sync.GradSync, "_by_hook", instead(_result_is_dropped))),
-        checks=("comm_hook.result_is_kept",),
-        fuzzed=False,
-    ),
-)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,16 +10,31 @@ from fsdp_ref.runtime import backward, forward
 from fsdp_ref.runtime.root import Root
 from fsdp_ref.runtime.unit import Unit
 from fsdp_ref.states import ReshardReason, UnitState
-from fsdp_testing.museum.exhibit import Exhibit
-from fsdp_testing.museum.planting import instead, planting
+from fsdp_testing.museum.exhibit import Hall
+from fsdp_testing.museum.halls.unsharded_state import unwatched
+from fsdp_testing.museum.planting import instead
+
+HALL = Hall()
 
 
-def _needs_a_positional_input(original: Any, unit: Any, frame: Any, args: Any, kwargs: Any) -> Any:
+@HALL.exhibit("B013", forward, "_inputs", "pytorch PR 91078", "wrapping.keyword_inputs", silent=False)
+def needs_a_positional_input(original: Any, unit: Any, frame: Any, args: Any, kwargs: Any) -> Any:
+    """Inner units read their first positional input.
+
+    Inputs were moved to the device by looking at args[0]; a unit that is called with keywords only, or with nothing,
+    raised an IndexError.
+    """
     args[0]
     return original(unit, frame, args, kwargs)
 
 
-def _unused_stay_gathered(original: Any, self: Any, reason: Any) -> None:
+@HALL.exhibit("B037", Unit, "reshard", "pytorch issue 83107, issue 83129, PR 80245", "outputs.bypassed")
+def unused_stay_gathered(original: Any, self: Any, reason: Any) -> None:
+    """A unit that gets no gradient stays gathered through the step.
+
+    Units were given up when their gradients arrived. One that the loss does not reach kept the weights it had
+    gathered, and computed with them in the next iteration.
+    """
     rests = self.state is UnitState.UNSHARDED or self.state is UnitState.ACCUMULATING
     if reason is not ReshardReason.AFTER_BACKWARD or self.handle is None or not rests:
         original(self, reason)
@@ -30,45 +44,19 @@ def _unused_stay_gathered(original: Any, self: Any, reason: Any) -> None:
     self.handle.originals.show_sharded()
 
 
-def _unwatched(original: Any, self: Any) -> Any:
-    return nullcontext()
-
-
-def _no_hook_on_views(original: Any, unit: Any, output: Any, inputs: Any) -> Any:
-    return output if isinstance(output, torch.Tensor) and output._is_view() else original(unit, output, inputs)
-
-
-EXHIBITS = (
-    Exhibit(
-        id="B013",
-        title="inner units read their first positional input",
-        story="Inputs were moved to the device by looking at args[0]; a unit that is called with keywords only, or with "
-        "nothing, raised an IndexError.",
-        source="pytorch PR 91078",
-        plant=planting((forward, "_inputs", instead(_needs_a_positional_input))),
-        checks=("wrapping.keyword_inputs",),
-        silent=False,
-    ),
-    Exhibit(
-        id="B037",
-        title="a unit that gets no gradient stays gathered through the step",
-        story="Units were given up when their gradients arrived. One that the loss does not reach kept the weights it "
-        "had gathered, and computed with them in the next iteration.",
-        source="pytorch issue 83107, issue 83129, PR 80245",
-        plant=planting((Unit, "reshard", instead(_unused_stay_gathered))),
-        checks=("outputs.bypassed",),
-    ),
-    Exhibit(
-        id="B047",
-        title="a view that is changed in place loses the hook that gathers",
-        story="A unit returned a view and its caller added to it in place: autograd rebuilt the node, and the hook that "
-        "gathers for backward was gone with the old one.",
-        source="pytorch issue 181832, PR 181850",
-        plant=planting(
-            (Root, "watch_saved_tensors", instead(_unwatched)),
-            (backward, "hook_outputs", instead(_no_hook_on_views)),
-        ),
-        checks=("outputs.views_changed_in_place",),
-        silent=False,
-    ),
+@HALL.exhibit(
+    "B047",
+    backward,
+    "hook_outputs",
+    "pytorch issue 181832, PR 181850",
+    "outputs.views_changed_in_place",
+    also=[(Root, "watch_saved_tensors", instead(unwatched))],
+    silent=False,
 )
+def no_hook_on_views(original: Any, unit: Any, output: Any, inputs: Any) -> Any:
+    """A view that is changed in place loses the hook that gathers.
+
+    A unit returned a view and its caller added to it in place: autograd rebuilt the node, and the hook that gathers
+    for backward was gone with the old one.
+    """
+    return output if isinstance(output, torch.Tensor) and output._is_view() else original(unit, output, inputs)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from markupsafe import Markup
 
 from fsdp_testing.records import Portrait, UnitPortrait
-from fsdp_testing.report.drawings.svg import WIDTH, Drawing, bytes_text
+from fsdp_testing.report.drawings.svg import LEFT, WIDTH, Drawing, bytes_text
 
-LEFT = 92
 BAR = 16
 ROW = 20
 HEAD = 20
@@ -32,13 +31,11 @@ def _height(unit: UnitPortrait) -> float:
 
 
 def _unit(drawing: Drawing, unit: UnitPortrait, top: float) -> None:
-    ranks = range(len(unit.held))
-    longest = max(map(unit.shard, ranks), default=0)
     drawing.text(0, top + 13, unit.unit or "(root)", "strong")
     drawing.text(WIDTH - 8, top + 13, unit_account(unit), "soft", "end")
-    scale = (WIDTH - LEFT - 8) / (longest or 1)
+    scale = (WIDTH - LEFT - 8) / (unit.longest or 1)
     numbers = {fqn: i for i, fqn in enumerate(dict.fromkeys(span.fqn for held in unit.held for span in held))}
-    for rank in ranks:
+    for rank in range(len(unit.held)):
         y, x = top + HEAD + ROW * rank, float(LEFT)
         drawing.text(LEFT - 6, y + BAR - 4, f"rank {rank}", "soft", "end")
         for span in unit.held[rank]:
@@ -55,10 +52,8 @@ def _unit(drawing: Drawing, unit: UnitPortrait, top: float) -> None:
 
 def unit_account(unit: UnitPortrait) -> str:
     """Return a unit in a line."""
-    ranks = range(len(unit.held))
-    padding = sum(map(unit.padding, ranks))
-    longest = max(map(unit.shard, ranks), default=0)
-    facts = f"{unit.elements} elements; {longest} ({bytes_text(longest * unit.element_bytes)}) a rank"
+    padding = sum(map(unit.padding, range(len(unit.held))))
+    facts = f"{unit.elements} elements; {unit.longest} ({bytes_text(unit.longest * unit.element_bytes)}) a rank"
     return f"{facts}; {padding} of padding in all" if padding else f"{facts}; no padding"
 
 

@@ -7,10 +7,9 @@ import math
 from markupsafe import Markup
 
 from fsdp_testing.records import Portrait, RankPortrait
-from fsdp_testing.report.drawings.svg import WIDTH, Drawing, bytes_text, clipped, ticks, time_axis
+from fsdp_testing.report.drawings.svg import LEFT, WIDTH, Drawing, bytes_text, clipped, ticks, time_axis
 from fsdp_testing.report.drawings.timeline import milliseconds, name_of
 
-LEFT = 92
 CURVE = 130
 BAR = 12
 ROW = 16
@@ -26,24 +25,22 @@ def live_bytes(portrait: Portrait) -> Markup:
     bars = ROW * len(units) + 10
     drawing = Drawing(24 + CURVE + bars + 22, f"Bytes of parameters held: {account(portrait)}")
     highest = max([portrait.bound_bytes, *(point.amount for rank in portrait.ranks for point in rank.live)]) or 1
-    time_axis(drawing, LEFT, WIDTH - LEFT - 8, portrait.seconds, (20, 24 + CURVE + bars))
-    _bytes_axis(drawing, highest)
+    time_axis(drawing, portrait.seconds, 20, 24 + CURVE + bars)
+    unit = 1024.0 ** min(int(math.log(highest, 1024)), 4)
+    for tick in (unit * number for number in ticks(highest / unit, 4)):
+        drawing.line("grid", (LEFT, _y(tick, highest)), (WIDTH - 8, _y(tick, highest)))
+        drawing.text(LEFT - 6, _y(tick, highest) + 4, bytes_text(tick), "soft", "end")
     for number, rank in enumerate(portrait.ranks):
         _curve(drawing, rank, number, portrait.seconds, highest)
-    _bound(drawing, portrait, highest)
+    bound = _y(portrait.bound_bytes, highest)
+    drawing.line("bound", (LEFT, bound), (WIDTH - 8, bound))
+    drawing.text(WIDTH - 8, 12, f"bound {bytes_text(portrait.bound_bytes)} (dashed)", "strong", "end")
     _bars(drawing, portrait, units)
     return drawing.markup()
 
 
 def _y(amount: float, highest: float) -> float:
     return 20 + CURVE * (1 - amount / (1.08 * highest))
-
-
-def _bytes_axis(drawing: Drawing, highest: float) -> None:
-    unit = 1024.0 ** min(int(math.log(highest, 1024)), 4)
-    for tick in (unit * number for number in ticks(highest / unit, 4)):
-        drawing.line("grid", (LEFT, _y(tick, highest)), (WIDTH - 8, _y(tick, highest)))
-        drawing.text(LEFT - 6, _y(tick, highest) + 4, bytes_text(tick), "soft", "end")
 
 
 def _curve(drawing: Drawing, rank: RankPortrait, number: int, seconds: float, highest: float) -> None:
@@ -58,12 +55,6 @@ def _curve(drawing: Drawing, rank: RankPortrait, number: int, seconds: float, hi
         points.append((WIDTH - 8, points[-1][1]))
     drawing.path(f"curve curve{number % CURVE_STYLES}", points)
     drawing.text(LEFT + 4 + 70 * number, 12, f"rank {rank.rank}", f"key{number % CURVE_STYLES}")
-
-
-def _bound(drawing: Drawing, portrait: Portrait, highest: float) -> None:
-    y = _y(portrait.bound_bytes, highest)
-    drawing.line("bound", (LEFT, y), (WIDTH - 8, y))
-    drawing.text(WIDTH - 8, 12, f"bound {bytes_text(portrait.bound_bytes)} (dashed)", "strong", "end")
 
 
 def _bars(drawing: Drawing, portrait: Portrait, units: list[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from markupsafe import Markup
 
 from fsdp_testing.checkers.event_order import OrderComparison
@@ -28,11 +30,11 @@ def order_picture(comparison: OrderComparison, left: str, right: str, *, full: b
         if one == LEFT_OUT:
             drawing.text(WIDTH / 2, y + BAR - 4, f"{LEFT_OUT} {other} {LEFT_OUT}", "soft", "middle")
             continue
-        kinds = KINDS[mark]
-        if one:
-            _step(drawing, 0, y, kinds[0], one)
-        if other:
-            _step(drawing, RIGHT, y, kinds[1], other)
+        for x, kind, text in zip((0, RIGHT), KINDS[mark], (one, other)):
+            if text:
+                drawing.box(kind, x, y, (COLUMN, BAR), text)
+                style = "soft" if text.startswith("—") else ""
+                drawing.text(x + 6, y + BAR - 4, clipped(text, COLUMN - 12), style)
         if not mark:
             drawing.line("same", (COLUMN, y + BAR / 2), (RIGHT, y + BAR / 2))
         else:
@@ -40,17 +42,8 @@ def order_picture(comparison: OrderComparison, left: str, right: str, *, full: b
     return drawing.markup()
 
 
-def _step(drawing: Drawing, x: float, y: float, kind: str, text: str) -> None:
-    drawing.box(kind, x, y, (COLUMN, BAR), text)
-    drawing.text(x + 6, y + BAR - 4, clipped(text, COLUMN - 12), "soft" if text.startswith("—") else "")
-
-
 def account(comparison: OrderComparison) -> str:
     """Return what the drawing shows, in words."""
-    counts = {
-        "equal": sum(row.same for row in comparison.rows),
-        "different": sum(not row.same and bool(row.left) and bool(row.right) for row in comparison.rows),
-        "only left": sum(not row.right for row in comparison.rows),
-        "only right": sum(not row.left for row in comparison.rows),
-    }
-    return ", ".join(f"{count} {what}" for what, count in counts.items() if count) or "nothing happens"
+    counts = Counter(mark for mark, _, _ in shown_rows(comparison.rows, full=True))
+    words = {"": "equal", "≠": "different", "<": "only left", ">": "only right"}
+    return ", ".join(f"{counts[mark]} {what}" for mark, what in words.items() if counts[mark]) or "nothing happens"

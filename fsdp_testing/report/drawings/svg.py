@@ -10,6 +10,9 @@ from markupsafe import Markup
 WIDTH = 960
 """Of every drawing, in user units; the page scales it, and lets phones scroll it."""
 
+LEFT = 92
+"""Where what has a time axis or shards begins; labels stand left of it."""
+
 LETTER = 6.4
 """Width of a letter at the usual size, roughly: a label that would not fit is left out."""
 
@@ -100,10 +103,9 @@ def bytes_text(count: float) -> str:
     return f"{count / 1024**power:.3g} {['B', 'KiB', 'MiB', 'GiB', 'TiB'][power]}"
 
 
-def time_axis(drawing: Drawing, left: float, width: float, seconds: float, span: tuple[float, float]) -> None:
-    """Ticks in milliseconds below `span` (top, bottom), with lines through it."""
-    top, bottom = span
+def time_axis(drawing: Drawing, seconds: float, top: float, bottom: float) -> None:
+    """Ticks in milliseconds below `bottom`, with lines from `top` to there."""
     for tick in ticks(seconds):
-        x = left + width * tick / seconds
+        x = LEFT + (WIDTH - LEFT - 8) * tick / seconds
         drawing.line("grid", (x, top), (x, bottom))
         drawing.text(x, bottom + 14, f"{1000 * tick:g} ms", "soft", "middle")

@@ -5,9 +5,8 @@ from __future__ import annotations
 from markupsafe import Markup
 
 from fsdp_testing.records import Portrait, RankPortrait, Stretch
-from fsdp_testing.report.drawings.svg import WIDTH, Drawing, time_axis
+from fsdp_testing.report.drawings.svg import LEFT, WIDTH, Drawing, time_axis
 
-LEFT = 92
 LANE = 20
 BAR = 15
 RANK_GAP = 14
@@ -27,7 +26,7 @@ def timeline(portrait: Portrait) -> Markup:
     rank_height = LANE * (len(LANES) + 1) + RANK_GAP
     bottom = rank_height * len(portrait.ranks)
     drawing = Drawing(bottom + 22, f"Timeline: {account(portrait)}")
-    time_axis(drawing, LEFT, WIDTH - LEFT - 8, portrait.seconds, (LANE, bottom))
+    time_axis(drawing, portrait.seconds, LANE, bottom)
     for number, rank in enumerate(portrait.ranks):
         _rank(drawing, rank, number * rank_height, portrait.seconds)
     return drawing.markup()

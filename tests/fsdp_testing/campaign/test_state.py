@@ -26,7 +26,7 @@ def test_progress_and_findings_come_back(tmp_path: Path):
     assert state.load() == Progress("torch-ddp")
     progress = Progress("torch-ddp", 3, 10, 8, 1.5, {"passed": 8}, {"why": 1}, {"rule": 2}, (7, 9), {"rule": 1})
     state.save(progress)
-    state.write_files(FOUND.name, [("finding.json", FOUND.to_json())])
+    state.write_files(f"found/{FOUND.name}", [("finding.json", FOUND.to_json())])
     again = StateDirectory(tmp_path / "state", "torch-ddp")
     assert again.load() == progress
     (folder,) = again.found()
@@ -86,7 +86,7 @@ def test_cases_are_read_from_every_file_that_holds_one(tmp_path: Path):
         (FOUND.case.to_json()[:-3], "Is the file complete"),
         (FOUND.case.to_json().replace('"version": 1', '"version": 2'), "newer"),
         (FOUND.case.to_json().replace('"step"', '"stop"'), "a known kind of operation"),
-        (FOUND.to_json().replace('"signature"', '"sig"'), "expected a finding"),
+        (FOUND.to_json().replace('"signature"', '"sig"'), r"unknown \[.sig.\] and missing \[.signature.\]"),
         (case(Freeze(("nothing.*",))).to_json(), "parts that have no meaning"),
     ],
 )

@@ -23,7 +23,6 @@ def test_disjoint_pieces_make_a_whole():
     assert whole.flat.tolist() == [1.0, 2.0, 3.0]
     assert whole.complete
     assert not whole.contradictions
-    assert whole.owners == (0, 1)
 
 
 def test_a_hole_is_named():

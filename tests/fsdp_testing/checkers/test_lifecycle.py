@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from fsdp_testing.checkers.lifecycle import check_lifecycle, unsharded_before
-from fsdp_testing.records.event import UnitEvent
-from fsdp_testing.records.history import History
+from fsdp_testing.records.event import History, UnitEvent
 
 
 def history(*transitions: str) -> History:

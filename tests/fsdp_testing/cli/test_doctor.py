@@ -158,7 +158,7 @@ def test_half_a_torchrun_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "5")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(examinations, "EXAMINATIONS", (examinations.environment,))
-    (symptom,) = examinations.examine()
+    ((_, symptom),) = examinations.examine()
     assert symptom.condition is Condition.BROKEN
     assert "0 <= RANK < WORLD_SIZE" in symptom.said
 
@@ -170,7 +170,7 @@ def test_a_trial_world_that_fails_or_is_wrong_is_broken(monkeypatch: pytest.Monk
         raise WorldFailed("rank 1 died by SIGKILL\n  more")
 
     monkeypatch.setattr("fsdp_testing.run.run_ranks", lost)
-    (symptom,) = examinations.examine()
+    ((_, symptom),) = examinations.examine()
     assert symptom.condition is Condition.BROKEN
     assert symptom.said == "WorldFailed: rank 1 died by SIGKILL"
     monkeypatch.setattr("fsdp_testing.run.run_ranks", lambda *args, **options: [3.0, 2.0])

@@ -135,7 +135,7 @@ def test_exhibits_are_hunted_and_counted(monkeypatch: pytest.MonkeyPatch, capsys
 
     def pretended(exhibit: Exhibit, seed: int, *, limit: int, seconds: float | None) -> Hunt:
         asked.append((exhibit.id, seed, seconds))
-        return Hunt(exhibit, None if len(asked) == 2 else 24, 48, 1.5, "the first fact")
+        return Hunt(None if len(asked) == 2 else 24, 48, 1.5, "the first fact")
 
     monkeypatch.setattr(hunting, "hunt", pretended)
     assert fuzz("--exhibits", "3", "--seed", "7", "--seconds", "9") == 1

@@ -98,7 +98,7 @@ def test_exhibits_drawn_by_a_seed_are_hunted_and_counted(
 
     def pretended(exhibit: Exhibit, seed: int, *, limit: int, seconds: float | None) -> hunting.Hunt:
         asked.append((exhibit.id, seed, seconds))
-        return hunting.Hunt(exhibit, None if len(asked) == 2 else 24, 48, 1.5, "the first fact")
+        return hunting.Hunt(None if len(asked) == 2 else 24, 48, 1.5, "the first fact")
 
     monkeypatch.setattr(hunting, "hunt", pretended)
     ended = verify("museum", "--exhibits", "3", "--seed", "7", "--seconds", "9")

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from fsdp_testing.cli import plan
 from fsdp_testing.cli.unit_layouts import unit_layouts
 from fsdp_testing.zoo import MODELS
 
@@ -129,11 +128,3 @@ def test_every_element_of_every_zoo_model_has_exactly_one_owner(name: str, world
         for piece in unit.shards.param_spans(rank)
     )
     assert held == sum(parameter.numel() for parameter in model.parameters())
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 << 29, "1.5 GiB"), (1 << 60, "1048576.0 TiB")],
-)
-def test_bytes(count: int, text: str) -> None:
-    assert plan._bytes(count) == text

@@ -198,7 +198,7 @@ def test_a_backend_that_cannot_run_gives_its_one_reason():
 
 def test_a_finding_is_run_again_from_its_document():
     case = Case(ModelSpec("mlp"), WorldSpec(2), (ForwardBackward(Batch(0)),), strategy="no_shard")
-    again = Case.from_document(json.loads(case.to_json()))
+    again = Case.from_json(json.loads(case.to_json()))
     judgement = run_case("torch-ddp", again, lockstep=True)
     assert judgement.outcome.verdict is Verdict.PASS
     assert judgement.outcome.identity == case.identity

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import pytest
 
 from fsdp_testing.checkers.explain import ranks_text
+from fsdp_testing.explanation.contributions import Contributions, Weight
 from fsdp_testing.explanation.hypotheses import Hypothesis
 from fsdp_testing.explanation.rendering import render, units_text
 from fsdp_testing.records import Batch, Case, Finding, Forward, ForwardBackward, ModelSpec, Step, WorldSpec
@@ -31,6 +33,9 @@ def finding(**fields: Any) -> Finding:
     return Finding(**{**values, **fields})
 
 
+LACKS_RANK_1 = tuple(
+    Weight(operation, 0, rank, None, Fraction(1), Fraction(1 - rank)) for operation in (0, 1) for rank in (0, 1)
+)
 GRADIENT_FINDING = {
     "quantity": "gradient of a.weight",
     "operation": 1,
@@ -51,7 +56,7 @@ GRADIENT_FINDING = {
         ),
         (
             {},
-            Hypothesis(2, 1.0, RESULT, ("blocks.1",)),
+            Hypothesis(2, RESULT, ("blocks.1",)),
             {"blocks.1": (0, 1)},
             "After forward-backward in no_sync, forward-backward, step then eval-forward: unit `blocks.1` still holds the "
             "weights from before operation 2, step, on ranks 0 and 1; loss on rank 0 is wrong (max error 0.37, bound "
@@ -59,35 +64,19 @@ GRADIENT_FINDING = {
         ),
         (
             {},
-            Hypothesis(2, 1.0, RESULT),
+            Hypothesis(2, RESULT),
             {},
             "After forward-backward in no_sync, forward-backward, step then eval-forward: the weights from before "
             "operation 2, step, are still in use; loss on rank 0 is wrong (max error 0.37, bound 2e-12), and is what one "
             "process gives without operation 2 step().",
         ),
         (
-            GRADIENT_FINDING,
-            Hypothesis(0, 1.0, GRADIENT),
-            {},
-            "After forward-backward in no_sync then forward-backward: the gradient of operation 0, forward-backward in "
-            "no_sync, is missing; gradient of a.weight is wrong on ranks 0 and 1 (max error 0.37, bound 2e-12), and is "
-            "what one process gives without operation 0 forward_backward(batch 0, no_sync=True).",
-        ),
-        (
-            GRADIENT_FINDING,
-            Hypothesis(-1, 2.0, GRADIENT),
-            {},
-            "After forward-backward in no_sync then forward-backward: gradients are 2 times too large, a sum over ranks "
-            "where a mean is due; gradient of a.weight is wrong on ranks 0 and 1 (max error 0.37, bound 2e-12), exactly 2 "
-            "times what one process gives.",
-        ),
-        (
             {**GRADIENT_FINDING, "bound": 0.0},
-            Hypothesis(-1, 1.0, GRADIENT, rank=1),
+            Hypothesis(-1, GRADIENT, contributions=Contributions(LACKS_RANK_1, ("a.weight",), 1)),
             {},
-            "After forward-backward in no_sync then forward-backward: the inputs of rank 1 do not count; gradient of "
-            "a.weight is wrong on ranks 0 and 1 (max error 0.37, equal bits were due), and is what one process gives when "
-            "rank 1 has no inputs.",
+            "After forward-backward in no_sync then forward-backward: the gradient of a.weight lacks the inputs of rank 1; "
+            "gradient of a.weight is wrong on ranks 0 and 1 (max error 0.37, equal bits were due), and is, within the bound, "
+            "what the terms of one process add up to so.",
         ),
         (
             {

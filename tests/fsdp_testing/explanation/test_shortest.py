@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fsdp_testing.explanation.budget import Budget
-from fsdp_testing.explanation.shortest import shorten, with_schedule
+from fsdp_testing.explanation.shortest import Budget, shorten, with_schedule
 from fsdp_testing.records import (
     Batch,
     Case,

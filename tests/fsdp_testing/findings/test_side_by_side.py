@@ -12,8 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_testing import run_ranks
 from fsdp_testing.findings.script_parts import ddp
-from fsdp_testing.findings.script_parts.side_by_side import OneProcess, Task, clean, close, differences, tensors_in
+from fsdp_testing.findings.script_parts.side_by_side import OneProcess, Task, clean, close, differences
 from fsdp_testing.findings.script_parts.wire import CALLS, Wire
+from fsdp_testing.zoo.model import tensors_in
 
 
 class Layer(nn.Module):

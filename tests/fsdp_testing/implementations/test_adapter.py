@@ -12,7 +12,7 @@ from torch import nn
 from fsdp_testing.errors import InvalidImplementation
 from fsdp_testing.implementations.adapter import Adapter, TorchStyle
 from fsdp_testing.implementations.defaults import OPTIONAL_WITHOUT_DEFAULT
-from fsdp_testing.implementations.protocol import METHODS_OF_CAPABILITY, STRATEGIES, Implementation, Precision
+from fsdp_testing.implementations.protocol import METHODS_OF_CAPABILITY, STRATEGIES, Precision
 from fsdp_testing.records import capabilities
 
 
@@ -22,7 +22,6 @@ def torch_style(**more) -> TorchStyle:
 
 def test_three_fields_are_enough_and_the_result_is_complete():
     adapter = Adapter.of(torch_style())
-    assert isinstance(adapter, Implementation)
     assert adapter.observes_locally
     assert adapter.observes_gradients
     assert adapter.missing >= {"no_sync", "local_pieces", "full_state_dict"}

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from fuzz_cases import case, micro
 
-from fsdp_testing.campaign.account import accountant_for
 from fsdp_testing.campaign.campaign import Campaign, Plan
 from fsdp_testing.campaign.lane import Lane
 from fsdp_testing.findings.known import shipped_known
 from fsdp_testing.implementations import registry
 from fsdp_testing.judging.communication_budget import budget_of
 from fsdp_testing.pool import default_pool
+from fsdp_testing.programs.accounts import AccountedProgram, program_for
 from fsdp_testing.records import (
     Batch,
     Case,
@@ -94,8 +94,8 @@ def test_it_is_met_within_500_random_cases(name: str, tmp_path: Path):
 
 
 def test_who_does_not_tell_of_units_is_not_asked():
-    assert accountant_for(registry.load("torch-ddp")) is None
-    assert accountant_for(registry.load("torch-fsdp2")) is not None
+    assert not isinstance(program_for(TRAINED, registry.load("torch-ddp"), 0), AccountedProgram)
+    assert isinstance(program_for(TRAINED, registry.load("torch-fsdp2"), 0), AccountedProgram)
 
 
 @pytest.mark.parametrize(

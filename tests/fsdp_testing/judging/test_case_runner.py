@@ -68,6 +68,15 @@ def test_looking_changes_nothing():
             ]
 
 
+def test_memory_that_stays_refutes_a_case_whose_numbers_are_right():
+    judged = CaseRunner().judge("fuzz_costly:NEVER_FREED", case(strategy="full_shard"))
+    assert judged.outcome.verdict is Verdict.FAIL
+    assert judged.finding is not None
+    assert judged.finding.kind is FailureKind.KEPT
+    assert judged.finding.operation == 0
+    assert CaseRunner().judge("fsdp_ref-composable", case(strategy="full_shard")).outcome.verdict is Verdict.PASS
+
+
 @pytest.mark.parametrize("lockstep", [False, True])
 def test_a_right_case_passes_and_says_how_much_it_compared(lockstep):
     judgement = CaseRunner().judge("torch-ddp", case(), Comparison(lockstep=lockstep))

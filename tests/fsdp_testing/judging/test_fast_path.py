@@ -13,8 +13,7 @@ import torch
 from fsdp_testing.checkers import agreement
 from fsdp_testing.judging.fast_path import fast_path_agrees
 from fsdp_testing.programs import oracle
-from fsdp_testing.programs.replay import Replay
-from fsdp_testing.programs.replay_point import ReplayPoint
+from fsdp_testing.programs.replay import Replay, ReplayPoint
 from fsdp_testing.records import (
     BufferObservation,
     Case,
@@ -101,9 +100,10 @@ def judged(case: Case, ranks: list[RankObservation]) -> list[Any]:
 @pytest.mark.parametrize("shard", [False, True])
 def test_a_perfect_run_agrees_on_the_fast_path_too(shard: bool):
     for case in drawn(40):
-        points = Replay(case).run()
+        replay = Replay(case)
+        points = replay.run()
         ranks = observed(points, case.world.size, shard=shard)
-        assert fast_path_agrees(points, ranks) > 0
+        assert fast_path_agrees(replay, ranks) > 0
         assert not judged(case, ranks)
 
 
@@ -137,7 +137,8 @@ CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
 def test_no_changed_tensor_agrees(change: str):
     changed = 0
     for number, case in enumerate(drawn(12)):
-        points = Replay(case).run()
+        replay = Replay(case)
+        points = replay.run()
         ranks = observed(points, case.world.size, shard=number % 2 == 0)
         count = sum(1 for _ in tensors_of(ranks))
         for place in range(0, count, 3):
@@ -146,7 +147,7 @@ def test_no_changed_tensor_agrees(change: str):
             if not tensor.numel() or not tensor.is_floating_point():
                 continue
             CHANGES[change](tensor)
-            assert fast_path_agrees(points, spoiled) < 0
+            assert fast_path_agrees(replay, spoiled) < 0
             changed += 1
     assert changed > 50
 
@@ -167,7 +168,8 @@ def spoiled_snapshots(snapshot: Snapshot) -> Iterator[Snapshot]:
 def test_no_change_of_form_agrees():
     tried = 0
     for case in drawn(10):
-        points = Replay(case).run()
+        replay = Replay(case)
+        points = replay.run()
         ranks = observed(points, case.world.size, shard=True)
         if points[-1].pending:
             continue  # gradients that await reduction are not compared
@@ -177,14 +179,15 @@ def test_no_change_of_form_agrees():
             if gone and all(piece.stop == piece.start for name in gone for piece in held.parameters[name].pieces):
                 continue  # a rank without elements need not report
             spoiled = [ranks[0], replace(ranks[1], snapshots=(*ranks[1].snapshots[:-1], snapshot))]
-            assert fast_path_agrees(points, spoiled) < 0
+            assert fast_path_agrees(replay, spoiled) < 0
             tried += 1
     assert tried > 30
 
 
 def test_replicas_that_differ_in_the_last_bit_do_not_agree():
     case = next(case for case in drawn(30) if case.world.size == 2)
-    points = Replay(case).run()
+    replay = Replay(case)
+    points = replay.run()
     ranks = observed(points, 2, shard=False)
     piece = next(
         p.pieces[0]
@@ -192,7 +195,7 @@ def test_replicas_that_differ_in_the_last_bit_do_not_agree():
         if p.pieces[0].value.numel() and p.dtype == "float64"
     )
     piece.value[0] = torch.nextafter(piece.value[0], torch.tensor(9e9, dtype=piece.value.dtype))
-    assert fast_path_agrees(points, ranks) < 0
+    assert fast_path_agrees(replay, ranks) < 0
     assert any(divergence.kind == "disagreed" for divergence in judged(case, ranks))
 
 
@@ -214,7 +217,8 @@ def test_zeros_stand_for_none_only_where_that_is_asked(none_is_zero: bool):
     asked = agreement.Comparison(none_is_zero=none_is_zero)
     tried = 0
     for case in drawn(60):
-        points = Replay(case).run()
+        replay = Replay(case)
+        points = replay.run()
         ranks = observed(points, case.world.size, shard=True)
         held = ranks[0].snapshots[-1]
         for fill in (0.0, 1e-30):
@@ -222,6 +226,6 @@ def test_zeros_stand_for_none_only_where_that_is_asked(none_is_zero: bool):
             if points[-1].pending or not changed:
                 continue
             other = [replace(ranks[0], snapshots=(*ranks[0].snapshots[:-1], snapshot)), *ranks[1:]]
-            assert (fast_path_agrees(points, other, asked) > 0) is (none_is_zero and fill == 0.0)
+            assert (fast_path_agrees(replay, other, asked) > 0) is (none_is_zero and fill == 0.0)
             tried += 1
     assert tried > 10

@@ -11,7 +11,14 @@ from fsdp_testing.errors import CollectiveMismatch
 from fsdp_testing.ledger import memory, recorder
 from fsdp_testing.ledger.memory import ANYBODY, GROUPS, RING, LedgerMemory
 from fsdp_testing.ledger.reading import counts, read_rank
-from fsdp_testing.ledger.records import WAITS_FOR_NOBODY, Call, GroupIdentity, group_identity
+from fsdp_testing.ledger.records import (
+    WAITS_FOR_NOBODY,
+    Call,
+    GroupIdentity,
+    group_facts,
+    group_identity,
+    group_string,
+)
 
 SUM = Call(("all_reduce", ("sum",)), "all_reduce(sum)")
 MAX = Call(("all_reduce", ("max",)), "all_reduce(max)")
@@ -290,3 +297,11 @@ def test_the_listener_is_called(ranks: list[recorder.Recorder]) -> None:
     issue(ranks[0], PAIR)
     assert heard[0][:2] == (PAIR.key, "all_reduce(sum)")
     assert heard[0][2].endswith("in test_the_listener_is_called")
+
+
+def test_the_members_of_a_large_group_are_all_there(shared: LedgerMemory) -> None:
+    large = group_identity("large", tuple(range(1, 256)), 256, True)
+    area = shared.areas[0]
+    area.start_job(1)
+    area.put_string(group_string(large))
+    assert group_facts(area.strings())[large.key] == (large.label, large.members)

@@ -222,7 +222,7 @@ def test_one_world_runs_one_call(pool: Pool) -> None:
     assert run(world, total) == [8.0, 8.0]
 
 
-def test_ranks_outlive_the_thread_that_first_used_the_pool(cache: Path) -> None:
+def test_ranks_outlive_the_thread_that_first_used_the_pool() -> None:
     pool = Pool()
     worlds: list[PooledWorld] = []
     thread = threading.Thread(target=lambda: worlds.append(pool.world(2)))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fsdp_testing.pool.diagnosis import cause_of, find_stuck, first_difference
-from fsdp_testing.pool.rank_outcome import CollectiveRecord, ErrorRecord, Fate, RankOutcome
+from fsdp_testing.pool.outcome import CollectiveRecord, ErrorRecord, Fate, RankOutcome
 
 KEY, OTHER = 7, 8
 MEMBERS = {KEY: (0, 1), OTHER: (0, 1)}

@@ -20,7 +20,7 @@ def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_no_descriptor_is_left_by_calls_and_worlds(cache: Path) -> None:
+def test_no_descriptor_is_left_by_calls_and_worlds() -> None:
     pool = Pool()
     run(pool.world(2), total)
     before = open_descriptors()
@@ -35,7 +35,7 @@ def test_no_descriptor_is_left_by_calls_and_worlds(cache: Path) -> None:
     pool.close()
 
 
-def test_a_killed_fork_server_is_replaced(cache: Path) -> None:
+def test_a_killed_fork_server_is_replaced() -> None:
     pool = Pool()
     pids = run(pool.world(2), pid)
     server = pool.server().pid
@@ -46,7 +46,7 @@ def test_a_killed_fork_server_is_replaced(cache: Path) -> None:
     pool.close()
 
 
-def test_close_leaves_no_process_and_can_be_undone(cache: Path) -> None:
+def test_close_leaves_no_process_and_can_be_undone() -> None:
     pool = Pool()
     pids = run(pool.world(2), pid)
     server = pool.server().pid
@@ -57,7 +57,7 @@ def test_close_leaves_no_process_and_can_be_undone(cache: Path) -> None:
     pool.close()
 
 
-def test_callbacks_run_while_ranks_still_answer(cache: Path) -> None:
+def test_callbacks_run_while_ranks_still_answer() -> None:
     pool = Pool()
     told: list[Any] = []
     world = pool.world(2)
@@ -67,7 +67,7 @@ def test_callbacks_run_while_ranks_still_answer(cache: Path) -> None:
     assert told == [pids]
 
 
-def test_a_world_that_was_killed_calls_nobody(cache: Path) -> None:
+def test_a_world_that_was_killed_calls_nobody() -> None:
     pool = Pool()
     told: list[Any] = []
     world = pool.world(2)
@@ -114,7 +114,7 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("name", ENDINGS)
-def test_no_process_outlives_the_controller(name: str, tmp_path: Path, cache: Path) -> None:
+def test_no_process_outlives_the_controller(name: str, tmp_path: Path) -> None:
     ending, number = ENDINGS[name]
     (tmp_path / "jobs.py").write_text(JOBS)
     script = tmp_path / "script.py"

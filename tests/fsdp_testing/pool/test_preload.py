@@ -1,8 +1,7 @@
-"""What ranks import lazily is imported ahead the next time, by nobody who is waited for, and only if that is harmless."""
+"""What a rank had to import later ones have, made by nobody who is waited for, and only if that is harmless."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
@@ -10,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_testing.pool import Pool, preload
+from fsdp_testing.pool import Pool, preload, server
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("FSDP_TESTING_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+def _one_module_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "WORTH_A_SUCCESSOR", 1)
 
 
 def imported(*names: str) -> list[bool]:
@@ -36,66 +34,17 @@ def run(pool: Pool, function: object, *args: object, isolation: str = "fresh") -
     return outcome.values
 
 
-# ---- the list
-
-
-def test_what_is_recorded_is_read_in_small_steps() -> None:
-    assert preload.recorded_modules() == []
-    preload.record(["torch.fx", "torch.fx.node", "torch.fx.graph"])
-    preload.record(["sympy", "torch.fx"])
-    assert preload.recorded_modules() == ["torch.fx.graph", "torch.fx.node", "torch.fx", "sympy"]
-
-
-def test_code_under_test_is_never_recorded() -> None:
-    preload.record(["my_project.model", "conftest", "tests.test_x", "fsdp_ref.api", "torchvision", "__main__"])
-    assert preload.recorded_modules() == []
-    preload.record(["my_project", "xml.dom", "numpy.linalg"])
-    assert preload.recorded_modules() == ["numpy.linalg", "xml.dom"]
-
-
-@pytest.mark.parametrize(
-    "content", ["", "{", "[1, 2]", '"text"', "null", '{"modules": 3}', "[" * 100_000, "\ufffd\x00"]
-)
-def test_a_damaged_list_is_an_empty_one(content: str) -> None:
-    preload.cache_file().parent.mkdir(parents=True)
-    preload.cache_file().write_text(content)
-    assert preload.recorded_modules() == []
-    preload.record(["sympy"])
-    assert preload.recorded_modules() == ["sympy"]
-
-
-def test_names_that_were_never_recorded_are_not_imported() -> None:
-    preload.cache_file().parent.mkdir(parents=True)
-    preload.cache_file().write_text(json.dumps({"modules": ["os.path", "evil", 3, "torch.fx", "antigravity"]}))
-    assert preload.recorded_modules() == ["os.path", "torch.fx"]
-
-
-def test_a_cache_that_cannot_be_written(own_cache: Path) -> None:
-    own_cache.write_text("a file, not a folder")
-    preload.record(["sympy"])
-    preload.refuse("sympy")
-    assert preload.recorded_modules() == []
-
-
-def test_no_temporary_file_is_left(own_cache: Path) -> None:
-    preload.record(["sympy"])
-    preload.record(["torch.fx"])
-    assert os.listdir(own_cache) == [preload.cache_file().name]
-
-
-def test_a_refused_module_stays_refused() -> None:
-    preload.record(["sympy", "torch.fx"])
-    preload.refuse("sympy")
-    preload.record(["sympy"])
-    assert preload.recorded_modules() == ["torch.fx"]
-
-
-# ---- the successor
+def test_only_what_torch_pulls_in_is_imported_ahead_in_small_steps() -> None:
+    code_under_test = ["my_project.model", "conftest", "tests.test_x", "fsdp_ref.api", "torchvision", "__main__"]
+    assert preload.to_import_ahead(code_under_test) == []
+    assert preload.to_import_ahead(["my_project", "antigravity", "torch.testing._internal.common"]) == []
+    reported = ["torch.fx", "torch.fx.node", "xml.dom", "numpy.linalg"]
+    assert preload.to_import_ahead(reported) == ["numpy.linalg", "xml.dom", "torch.fx.node", "torch.fx"]
 
 
 @pytest.fixture
 def stubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Modules with names that may be recorded."""
+    """Modules with names that may be imported ahead."""
     folder = tmp_path / "stubs"
     folder.mkdir()
     monkeypatch.syspath_prepend(str(folder))
@@ -111,64 +60,66 @@ def stubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_ranks_report_what_they_import_and_the_next_run_has_it() -> None:
+def test_what_a_rank_had_to_import_the_next_one_has() -> None:
     pool = Pool()
     run(pool, imports, "xml.dom.minidom")
-    pool.close()
-    assert "xml.dom.minidom" in preload.recorded_modules()
-    pool = Pool()
-    run(pool, imported)
-    assert pool.server().wait_enriched(60)
+    assert pool.server().wait_for_successor(60)
     assert run(pool, imported, "xml.dom.minidom") == [[True]]
+    run(pool, imports, "wave")
+    pool.server().wait_for_successor(60)
+    assert run(pool, imported, "xml.dom.minidom", "wave") == [[True, True]], "a successor has one of its own"
+    pool.close()
+
+
+def test_a_few_modules_are_worth_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "WORTH_A_SUCCESSOR", 1000)
+    pool = Pool()
+    run(pool, imports, "xml.dom.minidom")
+    assert not pool.server().wait_for_successor(60)
     pool.close()
 
 
 def test_nobody_waits_for_a_slow_import(stubs: Path) -> None:
-    preload.record(["einops"])
     pool = Pool()
-    run(pool, imported)
+    pool.world(1).release()
+    pool.server().import_ahead(["einops"])
     assert run(pool, imported, "einops") == [[False]]
     (stubs / "may_end").touch()
-    assert pool.server().wait_enriched(60)
+    assert pool.server().wait_for_successor(60)
     assert run(pool, imported, "einops") == [[True]]
     pool.close()
 
 
 @pytest.mark.usefixtures("stubs")
-def test_a_module_that_starts_threads_is_dropped() -> None:
-    preload.record(["triton", "optree"])
+def test_a_module_that_starts_threads_is_left_out() -> None:
     pool = Pool()
-    run(pool, imported)
-    assert not pool.server().wait_enriched(60)
-    assert preload.recorded_modules() == ["triton"]
-    # Ranks come from the first server, as if nothing had happened.
+    pool.world(1).release()
+    pool.server().import_ahead(["optree", "triton"])
+    assert not pool.server().wait_for_successor(60)
+    # Ranks come from the first server, as if nothing had happened; what was left is imported by the next successor.
     assert run(pool, imported, "triton", "optree") == [[False, False]]
-    pool.close()
-    pool = Pool()
-    run(pool, imported)
-    assert pool.server().wait_enriched(60)
+    assert pool.server().wait_for_successor(60)
     assert run(pool, imported, "triton", "optree") == [[True, False]]
     pool.close()
 
 
 @pytest.mark.usefixtures("stubs")
 def test_a_module_that_does_not_import_is_skipped() -> None:
-    preload.record(["triton", "markupsafe"])
     pool = Pool()
-    run(pool, imported)
-    assert pool.server().wait_enriched(60)
+    pool.world(1).release()
+    pool.server().import_ahead(["markupsafe", "triton"])
+    assert pool.server().wait_for_successor(60)
     assert run(pool, imported, "triton", "markupsafe") == [[True, False]]
     pool.close()
 
 
 @pytest.mark.usefixtures("stubs")
 def test_a_successor_that_ends_is_no_loss() -> None:
-    preload.record(["triton"])
     pool = Pool()
-    run(pool, imported)
-    server = pool.server()
-    assert server.wait_enriched(60)
-    listing, waiting = Path(f"/proc/{server.pid}/task/{server.pid}/children"), threading.Event()
+    run(pool, imports, "triton")
+    first = pool.server()
+    assert first.wait_for_successor(60)
+    listing, waiting = Path(f"/proc/{first.pid}/task/{first.pid}/children"), threading.Event()
     while len(children := listing.read_text().split()) > 1:
         waiting.wait(0.01)  # the rank of the call above is being reaped
     os.kill(int(children[0]), 9)

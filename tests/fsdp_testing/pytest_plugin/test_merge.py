@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from fsdp_testing.pool.cause import Cause, EndedBadly, Hung, Stuck, Uneven, Unfinished
-from fsdp_testing.pool.outcome import WorldOutcome
-from fsdp_testing.pool.rank_outcome import CollectiveRecord, ErrorRecord, Fate, RankOutcome, rank_names
+from fsdp_testing.pool.outcome import CollectiveRecord, ErrorRecord, Fate, RankOutcome, WorldOutcome, rank_names
 from fsdp_testing.pytest_plugin.longrepr import fold
-from fsdp_testing.pytest_plugin.merge import Merged, merge
+from fsdp_testing.pytest_plugin.merge import merge
 from fsdp_testing.pytest_plugin.records import Phase, RankResult
 
 PLACE = ("/t.py", 7)
@@ -39,10 +38,10 @@ def skipped(reason: str) -> tuple[Phase, ...]:
 
 
 def xfailed(reason: str = "known") -> tuple[Phase, ...]:
-    return (PASSED[0], Phase("call", "skipped", 0.0, crash("x"), (), reason), PASSED[2])
+    return (PASSED[0], Phase("call", "skipped", 0.0, crash("x"), [], reason), PASSED[2])
 
 
-XPASSED = (PASSED[0], Phase("call", "passed", 0.0, None, (), "known"), PASSED[2])
+XPASSED = (PASSED[0], Phase("call", "passed", 0.0, None, [], "known"), PASSED[2])
 
 
 def returned(rank: int, phases: tuple[Phase, ...], **facts: Any) -> RankOutcome:
@@ -50,11 +49,11 @@ def returned(rank: int, phases: tuple[Phase, ...], **facts: Any) -> RankOutcome:
     return RankOutcome(rank, Fate.RETURNED, value=result, failed=result.failed)
 
 
-def run(*ranks: RankOutcome, cause: Cause | None = None) -> list[Merged]:
+def run(*ranks: RankOutcome, cause: Cause | None = None) -> list[Phase]:
     return merge(WorldOutcome("t", len(ranks), "gloo", ranks, cause), PLACE)
 
 
-def verdict(reports: list[Merged]) -> str:
+def verdict(reports: list[Phase]) -> str:
     """What a reader of pytest's summary sees."""
     outcomes = {report.when: report for report in reports}
     for report in reports:
@@ -66,7 +65,7 @@ def verdict(reports: list[Merged]) -> str:
     return "xpassed" if outcomes["call"].wasxfail is not None else "passed"
 
 
-def text(reports: list[Merged]) -> str:
+def text(reports: list[Phase]) -> str:
     """Everything that is shown of failures."""
     lines: list[str] = []
     for report in reports:
@@ -77,7 +76,7 @@ def text(reports: list[Merged]) -> str:
     return "".join(lines)
 
 
-def summary(reports: list[Merged]) -> str:
+def summary(reports: list[Phase]) -> str:
     return next(str(r.longrepr["chain"][-1][1]["message"]) for r in reports if isinstance(r.longrepr, dict))
 
 
@@ -249,7 +248,7 @@ def test_every_rank_may_skip_for_its_own_reason() -> None:
 
 
 def test_what_ranks_wrote_is_attached_by_rank_and_folded() -> None:
-    logged = (PASSED[0], Phase("call", "passed", 0.0, None, (("Captured log call", "careful"),)), PASSED[2])
+    logged = (PASSED[0], Phase("call", "passed", 0.0, None, [("Captured log call", "careful")]), PASSED[2])
     ranks = [RankOutcome(r, Fate.RETURNED, RankResult(logged), stdout=f"out {r}", stderr="same") for r in range(2)]
     (call,) = [report for report in run(*ranks) if report.when == "call"]
     assert call.sections == [

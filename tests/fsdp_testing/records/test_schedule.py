@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from fsdp_testing.operations import OPERATIONS
 from fsdp_testing.records import (
     Batch,
     BuildOptimizer,
@@ -31,10 +32,23 @@ def case(*program):
     return Case(ModelSpec("mlp"), WorldSpec(2), tuple(program))
 
 
-def test_operations_that_need_reduced_gradients_wait():
-    voids = void_operations(case(LOCAL, Step(), Clip(1.0), ZeroGrad(), Forward(Batch(1)), MICRO, Step()))
-    assert set(voids) == {1, 2, 3}
+def test_what_documentation_forbids_waits_for_reduced_gradients():
+    voids = void_operations(case(LOCAL, Step(), Clip(1.0), Forward(Batch(1)), ZeroGrad(), Step(), LOCAL, MICRO, Step()))
+    assert set(voids) == {1, 2}
     assert all("await reduction" in reason for reason in voids.values())
+
+
+def test_only_what_documentation_forbids_is_void_and_its_link_is_given():
+    forbidden = {kind for kind, operation in OPERATIONS.items() if operation.forbidden_while_pending}
+    assert forbidden == {"step", "clip"}
+    for kind in forbidden:
+        assert "https://pytorch.org/docs/" in OPERATIONS[kind].forbidden_while_pending
+
+
+def test_zeros_in_place_of_pending_gradients_are_compared_once_they_are_reduced():
+    zeros = case(LOCAL, ZeroGrad(False), Step(), MICRO, Step())
+    assert [planned.pending for planned in plan(zeros)] == [True, True, True, False, False]
+    assert set(void_operations(zeros)) == {2}
 
 
 def test_pending_gradients_are_marked():

@@ -10,11 +10,11 @@ from fsdp_testing.errors import InvalidImplementation
 from fsdp_testing.records import (
     CAPABILITIES,
     STRATEGIES,
+    CheckResult,
     Verdict,
     check_capabilities,
     exit_code,
     merge,
-    with_expectation,
 )
 
 
@@ -47,7 +47,8 @@ def test_what_is_not_claimed_does_not_weigh():
     ],
 )
 def test_expectations(before, after):
-    assert with_expectation(before) is after
+    found = CheckResult("it", "suite.check", "meaning", (), before).expecting("a reason")
+    assert (found.verdict, found.expected) == (after, "a reason")
 
 
 @pytest.mark.parametrize(

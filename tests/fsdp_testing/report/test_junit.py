@@ -6,7 +6,8 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 from fsdp_testing.records import RunReport
-from fsdp_testing.report.junit import junit_text, write_junit
+from fsdp_testing.report import write_atomically
+from fsdp_testing.report.junit import junit_text
 
 
 def test_every_verdict_has_its_element(mixed: RunReport) -> None:
@@ -53,5 +54,5 @@ def test_a_failure_is_told_completely(mixed: RunReport) -> None:
 
 
 def test_the_file_is_utf8_xml(mixed: RunReport, tmp_path: Path) -> None:
-    write_junit(mixed, tmp_path / "junit.xml")
+    write_atomically(tmp_path / "junit.xml", junit_text(mixed))
     assert ET.parse(tmp_path / "junit.xml").getroot().tag == "testsuites"

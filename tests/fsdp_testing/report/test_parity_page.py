@@ -8,8 +8,9 @@ from xml.etree import ElementTree as ET
 from fsdp_testing.checkers.event_order import compare_steps
 from fsdp_testing.records import History
 from fsdp_testing.report.drawings.order import account, order_picture
-from fsdp_testing.report.parity_page import by_rows, parity_text
-from fsdp_testing.trace.parity import CaseParity
+from fsdp_testing.report.parity_page import parity_text
+from fsdp_testing.report.side_by_side import by_rows
+from fsdp_testing.trace.order_parity import CaseParity
 from fsdp_testing.trace.run import Trace
 
 LEFT = ("gather a", "free a", *("same",) * 9, "gather b", "x <b>")

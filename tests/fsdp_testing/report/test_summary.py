@@ -82,7 +82,7 @@ def test_places(make: SimpleNamespace) -> None:
     assert summary.place_text(make.diverged()) == "operation 0 forward_backward(batch 1), ranks 0, 1"
     assert summary.place_text(make.diverged(operation=-1, operation_text="", ranks=(1,))) == "while wrapping, rank 1"
     assert summary.place_text(make.diverged(operation=4, operation_text="", ranks=())) == "operation 4"
-    assert summary.world_text(make.diverged()) == "mlp, 2 ranks, full_shard, float64"
+    assert summary.world_text(make.diverged().case) == "mlp, 2 ranks, full_shard, float64"
 
 
 def test_the_replay_line_names_everything_and_quotes(make: SimpleNamespace) -> None:

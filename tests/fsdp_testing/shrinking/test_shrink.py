@@ -19,7 +19,7 @@ from fsdp_testing.pool import default_pool
 from fsdp_testing.records import Case, Clip, Forward, ModelSpec, Step
 from fsdp_testing.shrinking import minimal_candidates, reductions
 from fsdp_testing.shrinking.ddmin import Kind, joined
-from fsdp_testing.shrinking.shrink import KINDS, Shrinker
+from fsdp_testing.shrinking.shrink import KINDS, shrink
 from fsdp_testing.strategies import CaseDrawer, Scope, SeededChoices, legal_case
 
 FAILS = Signature("diverged", "value", "step")
@@ -112,7 +112,7 @@ def test_what_is_left_is_what_the_failure_needs(needed: tuple[str, ...]):
     for one in drawn(600):
         if found < 6 and set(needed) <= {*tokens(one), *tags(one)}:
             lane = Pretended(*needed)
-            shrunk = Shrinker(attempts_on(lane), legal_case, lambda _: True, seconds=60).shrink(one, FAILS)
+            shrunk = shrink(one, FAILS, attempts_on(lane), legal_case, lambda _: True, seconds=60)
             assert shrunk.complete
             assert set(needed) <= {*tokens(shrunk.case), *tags(shrunk.case)}
             assert len(shrunk.case.program) == sum(1 for name in needed if ":" not in name)
@@ -134,7 +134,7 @@ def test_a_failure_that_costs_the_ranks_is_met_rarely(kind: str):
             and len(str(one.model.tree)) > 600
         ):
             lane = Pretended("step", "clip", "node:embed", fails=signature)
-            shrunk = Shrinker(attempts_on(lane), legal_case, lambda _: True, seconds=60).shrink(one, signature)
+            shrunk = shrink(one, signature, attempts_on(lane), legal_case, lambda _: True, seconds=60)
             assert sorted(tokens(shrunk.case)) == ["clip", "step"]
             met += lane.failed
             parts += len(one.program) + len(list(reductions.cuts(one))) + len(one.wrapping.units)
@@ -169,27 +169,27 @@ def test_what_a_failure_needs_three_times_is_left_three_times():
         Forward(micro(4).batch),
     ]
     lane = Thrice()
-    shrunk = Shrinker(attempts_on(lane), lambda one: one, lambda _: True).shrink(case(*program), FAILS)
+    shrunk = shrink(case(*program), FAILS, attempts_on(lane), lambda one: one, lambda _: True)
     assert shrunk.case.program == (Step(), Step(), Step())
     assert lane.batches < 20
 
 
 def test_a_failure_of_another_signature_is_not_taken():
     lane = Pretended("step", "clip")
-    shrunk = Shrinker(attempts_on(lane), legal_case, lambda _: True).shrink(case(micro(1), Step(), Clip(0.5)), FAILS)
+    shrunk = shrink(case(micro(1), Step(), Clip(0.5)), FAILS, attempts_on(lane), legal_case, lambda _: True)
     assert "step" in tokens(shrunk.case)
 
 
 def test_what_the_implementation_does_not_claim_is_not_tried():
     lane = Pretended("step")
     start = case(micro(1), Step(), Forward(micro(2).batch))
-    shrunk = Shrinker(attempts_on(lane), legal_case, lambda one: "forward[train]" in tokens(one)).shrink(start, FAILS)
+    shrunk = shrink(start, FAILS, attempts_on(lane), legal_case, lambda one: "forward[train]" in tokens(one))
     assert set(tokens(shrunk.case)) == {"step", "forward[train]"}
 
 
 def test_time_ends_it():
     lane = Pretended("step")
     start = next(one for one in drawn(50) if "step" in tokens(one))
-    shrunk = Shrinker(attempts_on(lane), legal_case, lambda _: True, seconds=0.0).shrink(start, FAILS)
+    shrunk = shrink(start, FAILS, attempts_on(lane), legal_case, lambda _: True, seconds=0.0)
     assert not shrunk.complete
     assert shrunk.case == start

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, find, given, settings
+from hypothesis import HealthCheck, Phase, find, given, settings
 
 from fsdp_testing.errors import InvalidArgument, InvalidImplementation
 from fsdp_testing.implementations import registry
@@ -97,7 +97,13 @@ def test_hypothesis_shrinks_to_what_a_failure_needs():
     smallest = find(
         cases(),
         lambda case: any(isinstance(operation, Clip) for operation in case.program),
-        settings=settings(max_examples=2000, deadline=None, derandomize=True, database=None),
+        settings=settings(
+            max_examples=2000,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            phases=(Phase.generate, Phase.shrink),
+        ),
     )
     assert len(smallest.program) <= 2
     assert smallest.strategy == "full_shard"

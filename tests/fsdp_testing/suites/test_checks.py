@@ -18,8 +18,8 @@ from fsdp_testing.records import (
     void_operations,
 )
 from fsdp_testing.suites import CHECKS
-from fsdp_testing.suites.check import FLAT, Check, Place, adapt, needs_of
-from fsdp_testing.suites.schedules import micro_batch
+from fsdp_testing.suites.check import FLAT, Check, Place, Suite, adapt, needs_of
+from fsdp_testing.suites.schedules import accumulated, micro_batch
 from fsdp_testing.zoo import MODELS
 
 EVERYTHING = frozenset(CAPABILITIES)
@@ -64,6 +64,20 @@ class TestEveryCheck:
             assert case.world.size == place.world_size
             assert case.strategy == place.strategy
             assert case.world.backend == place.backend
+
+
+def test_needs_are_those_of_the_cases_and_what_is_said_besides():
+    suite = Suite(needs={"comm_hook"}, source="nowhere", strategies=("full_shard",))
+
+    @suite.check("some.name", needs={"uneven_parameters"})
+    def build(place):
+        """Buffers are updated."""
+        yield place.case("buffers", *accumulated(0, 1))
+
+    (check,) = suite.checks
+    assert check.needs == {"buffers", "no_sync", "comm_hook", "uneven_parameters"}
+    assert (check.meaning, check.source, check.strategies) == ("Buffers are updated.", "nowhere", ("full_shard",))
+    assert check.build is build
 
 
 def test_names_are_unique_and_told_by_suite():

@@ -8,7 +8,7 @@ from fsdp_testing.checkers.event_order import collective_steps, ranks_agree, tra
 from fsdp_testing.checkers.lifecycle import check_lifecycle, unsharded_before
 from fsdp_testing.errors import InvalidArgument, WorldFailed
 from fsdp_testing.records import Batch, Case, ForwardBackward, ModelSpec, Step, WorldSpec, WrappingPlan, ZeroGrad
-from fsdp_testing.trace.parity import compare_case, parity_cases, parity_program
+from fsdp_testing.trace.order_parity import compare_case, parity_cases, parity_program
 from fsdp_testing.trace.run import trace
 
 MEMORY = frozenset({"gather", "free"})

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_testing.zoo import MODELS, Inputs, ZooModel, tensors_in, with_trait
+from fsdp_testing.zoo import MODELS, Inputs, ZooModel, tensors_in
 
 EVERY = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
 BATCH = 3
@@ -101,6 +101,10 @@ def test_only_models_with_the_trait_leave_trainable_parameters_without_gradient(
     without = [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None]
     bypassed = {"bypass"} & model.traits  # the dropped output's layer gets none, which is the point
     assert bool(without) == bool({"unused"} & model.traits or bypassed)
+
+
+def with_trait(trait: str) -> list[ZooModel]:
+    return [model for model in MODELS.values() if trait in model.traits]
 
 
 def test_traits_are_there():

@@ -319,6 +319,17 @@ class IgnoringToy(Toy):
         for fqn in names:
             del self.shards[fqn]
 
+    def total_norm(self, norm_type: float) -> torch.Tensor:
+        inside = super().total_norm(norm_type)
+        whole = [p.grad.double().norm(norm_type) for p in self.outside.values() if p.grad is not None]
+        return torch.stack([inside, *whole]).norm(norm_type)
+
+    def scale(self, coefficient: torch.Tensor) -> None:
+        super().scale(coefficient)
+        for parameter in self.outside.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(coefficient.to(parameter.grad.dtype))
+
 
 class IgnoringAdapter(WrappingAdapter):
     """Shows what is ignored as it is: whole, on every rank."""
@@ -359,3 +370,11 @@ class IgnoredDisturbs(IgnoringToy):
         trained = any(parameter.grad is not None for parameter in self.outside.values())
         mean = super().mean(fqn, contribution)
         return mean * self.size / (self.size + 1) if trained else mean
+
+
+@kind(IgnoringAdapter, "clipping.ignored_trained")
+class IgnoredNotInNorm(IgnoringToy):
+    """Ignored modules that train are left out of the total norm, and scaled by it."""
+
+    def total_norm(self, norm_type: float) -> torch.Tensor:
+        return Toy.total_norm(self, norm_type)

@@ -304,3 +304,131 @@ class ExtraCollectiveOnOneRank(Toy):
         super().reduce()
         if self.rank == 0:
             dist.all_reduce(torch.zeros(1), async_op=True)
+
+
+# ----------------------------------------------------------------------------------------------- awaiting reduction
+
+
+@fault("accumulation.cleared")
+class ClearingForgetsLocal(Toy):
+    """Clearing knows the shards' gradients, and not what awaits reduction."""
+
+    def clear_sums(self, set_to_none: bool) -> None:
+        pass
+
+
+@fault("accumulation.cleared")
+class ClearingToNoneOnly(Toy):
+    """What awaits reduction is cleared by None, and not by zeros."""
+
+    def clear_sums(self, set_to_none: bool) -> None:
+        if set_to_none:
+            super().clear_sums(set_to_none)
+
+
+@fault("accumulation.cleared_after_reduction")
+class ClearsOnlyUnreduced(Toy):
+    """What was reduced before a local micro-batch is added again when the gradient is cleared in between."""
+
+    def finish_backward(self) -> None:
+        if not self.synchronize:
+            self.__dict__["kept"] = {fqn: s.grad.clone() for fqn, s in self.shards.items() if s.grad is not None}
+        super().finish_backward()
+        for fqn, held in (self.__dict__.pop("kept", {}) if self.synchronize else {}).items():
+            if self.setup.strategy == "full_shard":
+                self.shards[fqn].grad = held
+
+
+@fault("accumulation.edited")
+class EditsReachGradients(Toy):
+    """What is written back scales gradients that await reduction as well."""
+
+    def write_back(self, whole: Any) -> None:
+        super().write_back(whole)
+        self.sums = {fqn: held * 0.5 for fqn, held in self.sums.items()}
+
+
+@fault("accumulation.assigned")
+class NewStorageDropsGradients(Toy):
+    """A forward that finds other storage drops what awaits reduction."""
+
+    def unshard(self) -> None:
+        places = [shard.data_ptr() for shard in self.shards.values()]
+        if self.sums and self.__dict__.get("places", places) != places:
+            self.sums = {}
+        self.__dict__["places"] = places
+        super().unshard()
+
+
+@fault("accumulation.frozen")
+class FrozenIsNotReduced(Toy):
+    """A frozen parameter is left out of the reduction, and what awaited it is lost."""
+
+    def used_anywhere(self, fqn: str) -> bool:
+        return super().used_anywhere(fqn) and self.shards[fqn].requires_grad
+
+
+@fault("accumulation.late_optimizer")
+class FirstStepOnLocal(Toy):
+    """Before the first clearing of gradients the latest micro-batch alone is reduced."""
+
+    def reduce(self) -> None:
+        super().reduce()
+        self.__dict__["reduced"] = True
+
+    def accumulate(self, fqn: str, gradient: torch.Tensor) -> None:
+        if "reduced" not in self.__dict__:
+            self.sums.pop(fqn, None)
+        super().accumulate(fqn, gradient)
+
+
+# ----------------------------------------------------------------------------------------------- roundings
+
+
+@fault("mixed_precision.local_sums")
+class AddsUpInComputeDtype(Toy):
+    """Local micro-batches add up in the dtype in which they were computed."""
+
+    def accumulate(self, fqn: str, gradient: torch.Tensor) -> None:
+        held = self.sums.get(fqn)
+        self.sums[fqn] = gradient.clone() if held is None else held + gradient
+
+
+@fault("mixed_precision.smallest_numbers")
+class DividesBeforeTheSum(Toy):
+    """Every contribution is divided by the number of ranks before the sum, against what the adapter says."""
+
+    def mean(self, fqn: str, contribution: torch.Tensor) -> torch.Tensor:
+        total = contribution / self.size
+        self.all_reduce(total)
+        return total
+
+
+# ----------------------------------------------------------------------------------------------- not finite
+
+
+@fault("clipping.infinite")
+class InfiniteIsOne(Toy):
+    """A norm that overflows counts as one, so that the finite gradients are kept."""
+
+    def total_norm(self, norm_type: float) -> torch.Tensor:
+        norm = super().total_norm(norm_type)
+        return torch.where(norm.isinf(), torch.ones_like(norm), norm)
+
+
+@fault("clipping.infinite")
+class OwnNormIsInfinite(Toy):
+    """Only the rank that holds the infinite gradient says so."""
+
+    def total_norm(self, norm_type: float) -> torch.Tensor:
+        norm = super().total_norm(norm_type)
+        mine = [shard.grad for shard in self.shards.values() if shard.grad is not None]
+        return norm if not all(bool(grad.isfinite().all()) for grad in mine) else torch.nan_to_num(norm, posinf=7.0)
+
+
+@fault("clipping.not_a_number")
+class NanCountsNothing(Toy):
+    """What is no number counts as zero in the norm."""
+
+    def total_norm(self, norm_type: float) -> torch.Tensor:
+        return torch.nan_to_num(super().total_norm(norm_type), nan=0.0, posinf=math.inf)

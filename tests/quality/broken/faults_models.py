@@ -283,3 +283,31 @@ class FirstForwardUsesRandomValues(Toy):
             self.ready = True
             return
         super().unshard()
+
+
+# ----------------------------------------------------------------------------------------------- by place
+
+
+class _ByPlace(Toy):
+    """What ranks have is reduced in the order in which each has it, if it is as much on all of them."""
+
+    def reduce(self) -> None:
+        sizes = torch.tensor([float(sum(held.numel() for held in self.sums.values()))])
+        everyone = sizes.clone()
+        self.all_reduce(everyone)
+        if everyone != sizes * self.size:
+            super().reduce()
+            return
+        for fqn in self.sums:
+            self.store(fqn, self.mean(fqn, self.contribution(fqn)))
+        self.sums = {}
+
+
+@fault("unused.units_swapped_between_ranks")
+class UnitsMeetByPlace(_ByPlace):
+    """Units that different ranks ran are reduced with one another if they are of one size."""
+
+
+@fault("unused.parameters_swapped_between_ranks")
+class ParametersMeetByPlace(_ByPlace):
+    """Parameters that different ranks used are reduced with one another if they are of one size."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -254,3 +254,68 @@ class SharedStateHalved(MoreToy):
         for fqn, shard in self.shards.items():
             if sum(p is self.full[fqn] for p in sites) > 1:
                 optimizer.state[shard]["exp_avg"] /= 2
+
+
+# ----------------------------------------------------------------------------------------------- saved again
+
+
+@fault("full_state_dict.saved_again")
+class SecondSaveIsTheFirst(MoreToy):
+    """What was saved once is given again as long as the first parameter is what it was."""
+
+    def saved(self) -> dict[str, torch.Tensor]:
+        state = super().saved()
+        first = next(iter(state))
+        kept: dict[str, torch.Tensor] = self.__dict__.setdefault("kept", state)
+        if not torch.equal(kept[first], state[first]):
+            self.__dict__["kept"] = state
+        return self.__dict__["kept"]
+
+
+@fault("sharded_state_dict.saved_again")
+class SecondShardsAreTheFirst(MoreToy):
+    """The same of a state in shards."""
+
+    def saved_shards(self) -> dict[str, torch.Tensor]:
+        state = super().saved_shards()
+        first = next(iter(state))
+        kept: dict[str, torch.Tensor] = self.__dict__.setdefault("kept_shards", state)
+        if not torch.equal(kept[first], state[first]):
+            self.__dict__["kept_shards"] = state
+        return self.__dict__["kept_shards"]
+
+
+# ----------------------------------------------------------------------------------------------- awaiting reduction
+
+
+@fault("accumulation.saved")
+class SavesAStepAhead(MoreToy):
+    """Saving applies the gradients that await reduction."""
+
+    def saved(self) -> dict[str, torch.Tensor]:
+        state = super().saved()
+        return {fqn: held - self.sums.get(fqn, torch.zeros(())) * 0.1 for fqn, held in state.items()}
+
+
+@fault("accumulation.moved")
+class MovingDropsGradients(MoreToy):
+    """`module.to` drops what awaits reduction."""
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        self.sums = {}
+        return super()._apply(fn, recurse)
+
+
+@fault("accumulation.interrupted")
+class NotClearedAfterException(MoreToy):
+    """After a forward that raised nothing is cleared."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.raised = True
+        output = super().forward(*args, **kwargs)
+        self.raised = False
+        return output
+
+    def clear_sums(self, set_to_none: bool) -> None:
+        if not self.raised:
+            super().clear_sums(set_to_none)

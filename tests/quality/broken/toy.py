@@ -24,6 +24,7 @@ NOT_CLAIMED = {
     "full_state_dict", "sharded_state_dict", "local_state_dict", "optim_state", "comm_hook",
     "activation_checkpointing", "reentrant_checkpointing", "meta_init", "dtype_cast",
     "sync_module_states", "unit_trace", "explicit_unshard", "prefetch", "exception_recovery", "parameter_replacement",
+    "tensor_hooks", "accumulation_hooks", "error_if_nonfinite",
 }  # fmt: skip
 
 
@@ -126,7 +127,8 @@ class Toy(nn.Module):
             self.reduce()
 
     def accumulate(self, fqn: str, gradient: torch.Tensor) -> None:
-        self.sums[fqn] = self.sums[fqn] + gradient if fqn in self.sums else gradient.clone()
+        wider = torch.promote_types(gradient.dtype, self.reduce_dtype(gradient.dtype))
+        self.sums[fqn] = self.sums[fqn] + gradient if fqn in self.sums else gradient.to(wider, copy=True)
 
     def reduce(self) -> None:
         for fqn in self.full:
@@ -173,6 +175,9 @@ class Toy(nn.Module):
             else:
                 shard.grad.zero_()
 
+    def clear_sums(self, set_to_none: bool) -> None:
+        self.sums = {} if set_to_none else {fqn: held * 0 for fqn, held in self.sums.items()}
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         self.synchronize = False
@@ -195,9 +200,12 @@ class Toy(nn.Module):
         grads = [shard.grad.double() for shard in self.shards.values() if shard.grad is not None and shard.grad.numel()]
         sharded = self.setup.strategy != "no_shard"
         if norm_type == float("inf"):
-            norm = max((g.abs().max() for g in grads), default=torch.tensor(0.0, dtype=torch.float64))
+            norm = torch.stack([torch.zeros((), dtype=torch.float64), *(g.abs().max() for g in grads)]).max()
             if sharded:
+                nothing = norm.isnan().double()  # what the maximum makes of it depends on its place
+                self.all_reduce(nothing)
                 dist.all_reduce(norm, dist.ReduceOp.MAX)
+                norm = torch.where(nothing > 0, torch.nan, norm)
             return norm
         total = sum(((g.abs() ** norm_type).sum() for g in grads), torch.tensor(0.0, dtype=torch.float64))
         if sharded:
@@ -243,6 +251,11 @@ class ToyAdapter:
 
     def full_parameters(self, model: Toy, *, writeback: bool) -> Any:
         return model.full_parameters(writeback=writeback)
+
+    def zero_grad(self, model: Toy, optimizer: torch.optim.Optimizer | None, set_to_none: bool) -> None:
+        if optimizer is not None:
+            optimizer.zero_grad(set_to_none)
+        model.clear_sums(set_to_none)
 
     def local_pieces(self, model: Toy) -> dict[str, tuple[Piece, ...]]:
         return {fqn: model.pieces(fqn, shard, shard.grad) for fqn, shard in model.shards.items()}

@@ -40,6 +40,7 @@ class Engine(nn.Module):
 
     def clear(self, set_to_none: bool) -> None:
         self.toy.zero_grad(set_to_none)
+        self.toy.clear_sums(set_to_none)
 
 
 class EngineAdapter:

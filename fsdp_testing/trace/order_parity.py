@@ -17,10 +17,9 @@ from fsdp_testing.checkers.event_order import (
     ranks_agree,
     transition_steps,
 )
-from fsdp_testing.checkers.lifecycle import BrokenRule, check_lifecycle
+from fsdp_testing.checkers.lifecycle import check_lifecycle
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.implementations import registry
-from fsdp_testing.pool import Pool
 from fsdp_testing.records import (
     Batch,
     Case,
@@ -91,7 +90,7 @@ def parity_cases(left: str, right: str, size: int, models: Sequence[str] = ()) -
                 "Its adapter must report its units and transitions (docs/adapters.md)."
             )
     both = claims[0] & claims[1]
-    cases = tuple(case for case in _candidates(chosen, size) if _needs(case) <= both)
+    cases = tuple(case for case in _candidates(chosen, size) if case.required() | MODELS[case.model.name].needs <= both)
     if not cases:
         raise InvalidArgument(f"parity: expected something that {left} and {right} both claim, got nothing in common.")
     return cases
@@ -109,17 +108,13 @@ def _candidates(models: Sequence[str], size: int) -> Iterator[Case]:
             )
 
 
-def _needs(case: Case) -> frozenset[str]:
-    return case.required() | MODELS[case.model.name].needs
-
-
-def compare_case(left: str, right: str, case: Case, *, pool: Pool | None = None) -> CaseParity:
+def compare_case(left: str, right: str, case: Case) -> CaseParity:
     """Trace `case` on both implementations and compare.
 
     Raises:
         WorldFailed: the case did not run to its end on one of them.
     """
-    mine, theirs = trace(left, case, pool=pool), trace(right, case, pool=pool)
+    mine, theirs = trace(left, case), trace(right, case)
     comparisons: list[OrderComparison] = []
     for rank in range(case.world.size):
         comparisons.append(compare_steps("units", rank, _unit_steps(mine, rank), _unit_steps(theirs, rank)))
@@ -141,8 +136,4 @@ def _faults(traced: Trace) -> Iterator[str]:
     if text:
         yield f"{traced.implementation}: ranks disagree, {text}"
     for broken in check_lifecycle(traced.history):
-        yield _broken_text(traced.implementation, broken)
-
-
-def _broken_text(name: str, broken: BrokenRule) -> str:
-    return f"{name}: rank {broken.rank}, operation {broken.operation}: {broken.sentence}"
+        yield f"{traced.implementation}: rank {broken.rank}, operation {broken.operation}: {broken.sentence}"

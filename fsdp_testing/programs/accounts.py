@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -17,17 +17,25 @@ from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.implementations.protocol import Setup
 from fsdp_testing.ledger.recorder import Call
 from fsdp_testing.programs.execute import RankProgram, SetupMaker
-from fsdp_testing.records import Case, OperationAccount
+from fsdp_testing.programs.setup import setup_in_world
+from fsdp_testing.records import Case, OperationAccount, RankObservation
 from fsdp_testing.records.account import GATHERS, REDUCTIONS, wire_bytes
 
 
-class Accountant:
-    """Takes the accounts of one case on one rank."""
+@dataclass(frozen=True, slots=True)
+class AccountedObservation(RankObservation):
+    """What a rank reports that also took the accounts of its operations."""
 
-    def __init__(self, adapter: Adapter) -> None:
-        self._adapter = adapter
+    accounts: tuple[OperationAccount, ...] = ()
+
+
+class AccountedProgram(RankProgram):
+    """A program that takes the account of each operation when it is over."""
+
+    def __init__(self, case: Case, adapter: Adapter, rank: int, make_setup: SetupMaker = setup_in_world) -> None:
+        self._index: int | None = None
         self._reports_bytes = "gathered_bytes" not in adapter.missing
-        self._model: nn.Module | None = None
+        self._model_watched: nn.Module | None = None
         self._subscription = ExitStack()
         self._open: dict[str, int] = {}
         self._last: tuple[tuple[str, int], ...] = ()
@@ -36,30 +44,30 @@ class Accountant:
         self._reduction_bytes: list[int] = []
         self._backward = False
         self.accounts: list[OperationAccount] = []
+        super().__init__(case, replace(adapter, wrap=self._watched(adapter)), rank, make_setup)
 
-    def watched(self) -> Adapter:
-        """Return the adapter with a `wrap` that subscribes to the units of the model that it makes."""
-        original: Callable[..., nn.Module] = self._adapter.wrap
+    def _watched(self, adapter: Adapter) -> Callable[[nn.Module, Setup], nn.Module]:
+        """Return a `wrap` that subscribes to the units of the model that it makes."""
 
         def wrap(module: nn.Module, setup: Setup) -> nn.Module:
             self._leave()
-            model = original(module, setup)
-            self._model = model
-            self._subscription.enter_context(self._adapter.trace_units(model, self._transition))
-            return model
+            self._model_watched = adapter.wrap(module, setup)
+            self._subscription.enter_context(adapter.trace_units(self._model_watched, self._transition))
+            return self._model_watched
 
-        return replace(self._adapter, wrap=wrap)
+        return wrap
 
-    def __enter__(self) -> None:
-        """Begin the case."""
-
-    def __exit__(self, *_: object) -> None:
-        self._leave()
+    def run(self, *, observe_all: bool = False) -> RankObservation:
+        """End the subscription with the case."""
+        try:
+            return super().run(observe_all=observe_all)
+        finally:
+            self._leave()
 
     def _leave(self) -> None:
         """End the subscription; nothing of the model is kept."""
         self._subscription.close()
-        self._model = None
+        self._model_watched = None
         self._open.clear()
 
     def _transition(self, unit: str, transition: str, _parameters: tuple[str, ...]) -> None:
@@ -71,17 +79,25 @@ class Accountant:
 
     def collective(self, call: Call) -> None:
         """Note what goes on the wire."""
-        name = call.what[0]
+        name, dtype, sizes = call.what[0], *(*call.what, None, None)[2:4]
+        numel = sum(sizes) if isinstance(sizes, tuple) else int(sizes or 0)
         if name.startswith(GATHERS):
-            self._gather_bytes.append(_size(call))
+            self._gather_bytes.append(wire_bytes(str(dtype), numel))
         elif name.startswith(REDUCTIONS):
-            self._reduction_bytes.append(_size(call))
+            self._reduction_bytes.append(wire_bytes(str(dtype), numel))
 
-    def backward(self) -> None:
-        """Note that a backward runs in this operation."""
-        self._backward = True
+    @property
+    def index(self) -> int:
+        """Return the index of the operation that runs now."""
+        return -1 if self._index is None else self._index
 
-    def ended(self, index: int) -> None:
+    @index.setter
+    def index(self, index: int) -> None:
+        if self._index is not None:
+            self._ended(self._index)
+        self._index = index
+
+    def _ended(self, index: int) -> None:
         """Close the account of operation `index`; one that did nothing worth noting has none."""
         unsharded = self._unsharded()
         if self._gather_bytes or self._reduction_bytes or self._gathered or self._backward or unsharded != self._last:
@@ -100,45 +116,19 @@ class Accountant:
         self._last = unsharded
 
     def _unsharded(self) -> tuple[tuple[str, int], ...]:
-        if self._model is None:
+        if self._model_watched is None:
             return ()
         # Memory decides where it is reported; else the transitions of the units.
-        found = self._adapter.gathered_bytes(self._model) if self._reports_bytes else self._open
+        found = self.adapter.gathered_bytes(self._model_watched) if self._reports_bytes else self._open
         return tuple(sorted(found.items())) if found else ()
 
-
-def _size(call: Call) -> int:
-    dtype, sizes = (*call.what, None, None)[2:4]
-    numel = sum(sizes) if isinstance(sizes, tuple) else int(sizes or 0)
-    return wire_bytes(str(dtype), numel)
-
-
-class AccountedProgram(RankProgram):
-    """A program that reports to an accountant when each operation is over."""
-
-    def __init__(self, case: Case, accountant: Accountant, rank: int, make_setup: SetupMaker) -> None:
-        self._index: int | None = None
-        self._accountant = accountant
-        super().__init__(case, accountant.watched(), rank, make_setup)
-
-    @property
-    def index(self) -> int:
-        """Return the index of the operation that runs now."""
-        return -1 if self._index is None else self._index
-
-    @index.setter
-    def index(self, index: int) -> None:
-        if self._index is not None:
-            self._accountant.ended(self._index)
-        self._index = index
-
     def backward(self, loss: torch.Tensor) -> None:
-        if loss.requires_grad:
-            self._accountant.backward()
+        """Note that a backward runs in this operation."""
+        self._backward = self._backward or loss.requires_grad
         super().backward(loss)
 
 
-def accountant_for(adapter: Adapter) -> Accountant | None:
-    """Return one if the implementation traces its units and is observed without collectives; else None."""
+def program_for(case: Case, adapter: Adapter, rank: int, make_setup: SetupMaker = setup_in_world) -> RankProgram:
+    """Return a program that takes accounts, if the implementation traces its units and is observed without collectives."""
     traced = "unit_trace" in adapter.capabilities and adapter.observes_locally
-    return Accountant(adapter) if traced else None
+    return (AccountedProgram if traced else RankProgram)(case, adapter, rank, make_setup)

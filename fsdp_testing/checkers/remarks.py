@@ -1,0 +1,47 @@
+"""What did a rank itself see that is wrong, where the numbers of the case do not show it?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fsdp_testing.checkers.explain import finding
+from fsdp_testing.checkers.quantities import Expectation
+from fsdp_testing.records import Case, FailureKind, Finding, RankObservation
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """Something wrong.
+
+    Attributes:
+        operation: In or after which operation.
+        quantity: What is wrong, in two or three words.
+        statement: What is wrong with it.
+    """
+
+    operation: int
+    quantity: str
+    statement: str
+
+
+@dataclass(frozen=True, slots=True)
+class RemarkedObservation(RankObservation):
+    """What a rank reports that looked for itself."""
+
+    remarks: tuple[Remark, ...] = ()
+
+    @classmethod
+    def of(cls, seen: RankObservation, remarks: Sequence[Remark]) -> RemarkedObservation:
+        """Return what was seen, with the remarks."""
+        return cls(seen.rank, seen.results, seen.snapshots, seen.error, seen.seconds, tuple(remarks))
+
+
+def review(case: Case, ranks: Sequence[RankObservation], _expectation: Expectation) -> Finding | None:
+    """Return the earliest remark of any rank as a finding."""
+    found = [(remark.operation, rank.rank, remark) for rank in ranks for remark in getattr(rank, "remarks", ())]
+    if not found:
+        return None
+    _, rank, remark = min(found, key=lambda entry: entry[:2])
+    statement = f"{remark.statement}, on rank {rank}"
+    return finding(case, FailureKind.DIVERGED, remark.quantity, remark.operation, statement, ranks=(rank,))

@@ -1,0 +1,62 @@
+"""What do implementations of one kind claim alike? The documented minimum of each kind; an adapter adds its own to it."""
+
+from __future__ import annotations
+
+EVERYWHERE = frozenset(
+    {
+        "nested_wrapping",  # where everything is replicated units mean nothing, and naming some changes nothing
+        "no_sync",
+        "accumulate_without_no_sync",
+        "forward_only",
+        "inference_mode",
+        "late_optimizer",
+        "shared_parameters",
+        "reused_modules",
+        "frozen_parameters",
+        "unused_parameters",
+        "uneven_parameters",
+        "buffers",
+        "container_outputs",
+        "uneven_batches",
+        "clip_grad_norm",
+        "optimizer_pieces",
+        "full_state_dict",
+        "optim_state",
+        "activation_checkpointing",
+    }
+)
+"""Of torch's implementations all."""
+
+REPLICATED = EVERYWHERE | {
+    "no_shard",
+    "data_assignment",
+    "shared_across_units",
+    "frozen_mixed_unit",
+    "unused_parameters_differ",
+    "unused_gradient_is_none",
+    "zero_dim_parameters",
+    "empty_parameters",
+    "strided_parameters",
+    "mixed_dtype_units",
+    "loss_bypasses_output",
+    "inplace_on_output",
+    "error_if_nonfinite",
+    "tensor_hooks",
+    "summon_writeback",
+}
+"""What follows from every rank having everything."""
+
+SHARDED = EVERYWHERE | {
+    "full_shard",
+    "shard_grad_op",
+    "hybrid",
+    "ignored_parameters",
+    "mixed_precision",
+    "reduce_dtype",
+    "sharded_state_dict",
+    "reentrant_checkpointing",
+    "dtype_cast",
+    "prefetch",
+    "unit_trace",
+}
+"""Of FSDP1 and FSDP2 both."""

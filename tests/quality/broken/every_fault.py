@@ -1,0 +1,20 @@
+"""Every planted fault: importing a file of faults registers what is in it."""
+
+from __future__ import annotations
+
+import faults_access  # noqa: F401 - registers its faults
+import faults_around  # noqa: F401 - registers its faults
+import faults_claims  # noqa: F401 - registers its faults
+import faults_gradients  # noqa: F401 - registers its faults
+import faults_kinds  # noqa: F401 - registers its faults
+import faults_memory  # noqa: F401 - registers its faults
+import faults_models  # noqa: F401 - registers its faults
+import faults_parameters  # noqa: F401 - registers its faults
+import faults_saving  # noqa: F401 - registers its faults
+import faults_schedules  # noqa: F401 - registers its faults
+import faults_state  # noqa: F401 - registers its faults
+import faults_trace  # noqa: F401 - registers its faults
+import toy_engine  # noqa: F401 - registers its faults
+from fault import FAULTS
+
+__all__ = ["FAULTS"]

@@ -1,0 +1,77 @@
+"""Is every capability judged? By a check that a planted fault proves, and by cases that operations or options make."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import cache
+
+import pytest
+from every_fault import FAULTS
+
+from fsdp_testing.judging.case_runner import ORDINARY
+from fsdp_testing.records import CAPABILITIES
+from fsdp_testing.strategies.choices import SeededChoices
+from fsdp_testing.strategies.drawing import CaseDrawer
+from fsdp_testing.strategies.features import Scope
+from fsdp_testing.strategies.normal_form import needs_of_case
+from fsdp_testing.suites import CHECKS
+from fsdp_testing.suites.check import needs_of
+
+DRAWN = 1200
+"""So many cases meet each feature many times: the rarest is on in one of twelve."""
+
+BESIDE_CASES = {
+    "comm_hook": "whoever runs a case registers the hook around it; no case says so",
+    "tensor_hooks": "whoever runs a case registers hooks around it; no case says so",
+    "accumulation_hooks": "whoever runs a case registers hooks around it; no case says so",
+    "error_if_nonfinite": "gradients that are not finite are put there around a case, since the oracle has none",
+    "unit_trace": "whoever runs a case records its units; no case says so",
+}
+"""Capabilities that no operation, option or model of a case asks for, with the reason."""
+
+
+@cache
+def asked_by_checks() -> tuple[dict[str, frozenset[str]], frozenset[str]]:
+    """What each check asks for, with its cases at every place; and what those cases ask for by themselves."""
+    asked: dict[str, frozenset[str]] = {}
+    by_cases: set[str] = set()
+    for check in CHECKS.values():
+        places = check.places(frozenset(CAPABILITIES), (2, 4) if check.meshes else (2,), "gloo")
+        cases = [case for place in places for case in check.build(place)]
+        asked[check.name] = check.needs.union(*(needs_of(case) | case.required() for case in cases))
+        # What a check asks for is asked by its cases, unless somebody does more than run them.
+        by_cases.update(check.needs if check.mode is ORDINARY and check.judge is None else ())
+        by_cases.update(*(needs_of(case) for case in cases))
+    return asked, frozenset(by_cases)
+
+
+@cache
+def drawn() -> frozenset[str]:
+    """What the fuzzer's cases ask for, of an implementation that claims everything."""
+    drawer = CaseDrawer(Scope(world_sizes=(2, 4)))
+    return frozenset().union(*(needs_of_case(drawer.draw(SeededChoices(seed))) for seed in range(DRAWN)))
+
+
+@cache
+def proofs() -> dict[str, set[str]]:
+    """By capability the checks that ask for it, and that a fault of an implementation that claims it fails."""
+    asked, _ = asked_by_checks()
+    found: dict[str, set[str]] = defaultdict(set)
+    for fault in FAULTS.values():
+        for tag in fault.adapter.capabilities & asked[fault.caught_by]:
+            found[tag].add(fault.caught_by)
+    return found
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_a_planted_fault_proves_a_check_of_every_capability(capability):
+    assert proofs()[capability]
+
+
+def test_every_capability_is_reached_by_cases_or_excused_by_name():
+    reached = drawn() | asked_by_checks()[1]
+    assert set(CAPABILITIES) - reached == set(BESIDE_CASES)
+
+
+def test_the_fuzzer_reaches_what_wrapping_brings():
+    assert {"sync_module_states", "meta_init", "explicit_unshard", "uneven_parameters"} <= drawn()
