@@ -22,6 +22,7 @@ from fsdp_ref.build.plan import PlannedUnit
 from fsdp_ref.build.resolve import UNIT_OPTIONS
 from fsdp_ref.build.wrap_policy import PolicyObject
 from fsdp_ref.compat import RunningCall
+from fsdp_ref.config import BackwardPrefetch
 from fsdp_ref.errors import AlreadyAppliedError, ConfigError, listing
 from fsdp_ref.runtime import calls
 from fsdp_ref.runtime.forward import enter_forward, exit_forward
@@ -49,6 +50,7 @@ def fully_shard(
     param_init_fn: Callable[[nn.Module], None] | None = None,
     sync_module_states: bool = False,
     forward_prefetch: bool = False,
+    backward_prefetch: Any = BackwardPrefetch.BACKWARD_PRE,
     device_mesh: Any = None,
 ) -> nn.Module:
     """Shard the parameters of ``module`` in place and return it.
@@ -66,6 +68,7 @@ def fully_shard(
         param_init_fn: initializes modules that are on the meta device.
         sync_module_states: start from rank 0's parameters and buffers.
         forward_prefetch: gather the next unit in forward, in the order of the first iteration.
+        backward_prefetch: when backward gathers the next unit; None: not ahead.
         device_mesh: instead of ``process_group``.
 
     Raises:
@@ -93,6 +96,7 @@ def fully_shard(
         device_id=device_id,
         sync_module_states=sync_module_states,
         forward_prefetch=forward_prefetch,
+        backward_prefetch=backward_prefetch,
         use_orig_params=True,
         device_mesh=device_mesh,
     )
