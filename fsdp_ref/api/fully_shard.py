@@ -51,6 +51,7 @@ def fully_shard(
     sync_module_states: bool = False,
     backward_prefetch: Any = BackwardPrefetch.BACKWARD_PRE,
     forward_prefetch: bool = False,
+    backward_prefetch: Any = BackwardPrefetch.BACKWARD_PRE,
     device_mesh: Any = None,
 ) -> nn.Module:
     """Shard the parameters of ``module`` in place and return it.
@@ -69,6 +70,7 @@ def fully_shard(
         sync_module_states: start from rank 0's parameters and buffers.
         backward_prefetch: when backward gathers the next unit; None: not ahead.
         forward_prefetch: gather the next unit in forward, in the order of the first iteration.
+        backward_prefetch: when backward gathers the next unit; None: not ahead.
         device_mesh: instead of ``process_group``.
 
     Raises:
@@ -97,6 +99,7 @@ def fully_shard(
         sync_module_states=sync_module_states,
         backward_prefetch=backward_prefetch,
         forward_prefetch=forward_prefetch,
+        backward_prefetch=backward_prefetch,
         use_orig_params=True,
         device_mesh=device_mesh,
     )

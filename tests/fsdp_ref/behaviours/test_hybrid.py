@@ -140,7 +140,13 @@ def test_one_reduction_of_each_kind_per_handle_and_none_inside_no_sync(lab):
             assert Counter(call.op for call in seen)["reduce_scatter"] == 0
             assert Counter(call.op for call in seen)["all_reduce"] == 0
             lab.loss(model, lab.batch(1)).backward()
-        counts = Counter((call.op, call.group is pair[0]) for call in seen if call.op != "all_gather")
+        orders = [call for call in seen if call.unit == "order of units"]
+        assert [(call.op, call.tensor.nbytes, call.group is pair[0]) for call in orders] == [
+            ("all_reduce", 16, True),
+            ("all_reduce", 16, False),
+        ]
+        reductions = [call for call in seen if call.op != "all_gather" and call.unit != "order of units"]
+        counts = Counter((call.op, call.group is pair[0]) for call in reductions)
         assert counts == {("reduce_scatter", True): 4, ("all_reduce", False): 4}
         for step in range(2):
             lab.reference_step(reference, lab.batches(step))

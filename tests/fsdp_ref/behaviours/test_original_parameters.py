@@ -111,7 +111,7 @@ def test_clearing_all_or_some_gradients(lab, orig_path):
 
 @pytest.mark.world(2)
 @pytest.mark.covers("ORIG-09")
-def test_an_unused_original_of_a_used_unit_gets_zeros(lab, orig_path):
+def test_an_unused_original_of_a_used_unit_gets_none(lab, orig_path):
     class Partly(nn.Module):
         def __init__(self):
             super().__init__()
@@ -125,8 +125,7 @@ def test_an_unused_original_of_a_used_unit_gets_zeros(lab, orig_path):
     handle = lab.units(model)[0].handle
     for index, (fqn, p) in enumerate(zip(handle.fqns, handle.originals.params, strict=True)):
         if handle.originals.present(index):
-            assert p.grad is not None
-            assert p.grad.any() == fqn.startswith("a.")
+            assert (p.grad is not None) == fqn.startswith("a.")
 
 
 @pytest.mark.world(2)

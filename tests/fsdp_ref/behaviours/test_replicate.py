@@ -83,7 +83,7 @@ def test_a_replicated_subtree_inside_a_sharded_module(lab):
     for name, p in model.u2.named_parameters():
         if "seq.1" not in name:
             torch.testing.assert_close(p.grad, reference.u2.get_parameter(name).grad, **lab.CLOSE, msg=name)
-    assert sum(call.op == "all_reduce" for call in seen) == 1
+    assert sum(call.op == "all_reduce" and call.unit != "order of units" for call in seen) == 1
     with lab.full(model):
         names = {name for name, _ in model.named_parameters()}
     assert names == {name for name, _ in reference.named_parameters()}
