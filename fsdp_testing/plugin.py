@@ -60,9 +60,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-# ---------------------------------------------------------------------------------------------- configuration
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker; validate options, if there are any of ours, before anything is collected."""
     config.addinivalue_line(
@@ -75,9 +72,6 @@ def pytest_configure(config: pytest.Config) -> None:
         from fsdp_testing.pytest_plugin.controller import validate
 
         validate(config)
-
-
-# ---------------------------------------------------------------------------------------------- collection
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> None:
@@ -119,9 +113,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         start_ahead(config)
 
 
-# ---------------------------------------------------------------------------------------------- running
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> None:
     """Note which item runs, for `worlds`, which lives as long as the session."""
@@ -144,9 +135,6 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, Any, Any]:
         protocol: Any = session.config.pluginmanager.get_plugin("fsdp_testing.protocol")
         if protocol is not None:
             protocol.leases.close()
-
-
-# ---------------------------------------------------------------------------------------------- fixtures
 
 
 @pytest.fixture(name="fsdp_world_size")
@@ -175,7 +163,8 @@ def world(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture(scope="session")
 def worlds(request: pytest.FixtureRequest) -> Any:
     """Run functions on ranks from a test of the controlling process: `worlds(size=2).run(function, *args)`."""
-    from fsdp_testing.pytest_plugin.controller import platform_refusal, protocol_of
+    from fsdp_testing.pool.controller import platform_refusal
+    from fsdp_testing.pytest_plugin.controller import protocol_of
 
     refusal = platform_refusal()
     if refusal is not None:

@@ -47,7 +47,8 @@ def run_ranks(
         InvalidArgument, UnsendableFunction, BackendUnavailable: Before anything runs.
     """
     launch = env.torchrun()
-    if launch is not None and not _is_pooled_rank():
+    # A rank that came from a pool may have the environment of a controller under torchrun.
+    if launch is not None and not (inside_rank() and current_world().pooled):
         return run_attached(launch, function, (args, kwargs), size, backend)
     pool = default_pool()
     world = pool.world(size, backend, isolation)
@@ -57,11 +58,6 @@ def run_ranks(
         world.release()
     raise_unless_ok(outcome)
     return outcome.values
-
-
-def _is_pooled_rank() -> bool:
-    """Return whether this process came from a pool: its environment may be that of a controller under torchrun."""
-    return inside_rank() and current_world().pooled
 
 
 def raise_unless_ok(outcome: WorldOutcome) -> None:

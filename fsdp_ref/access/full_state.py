@@ -127,9 +127,10 @@ def _before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 def _after_save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     for unit, names in owners_of(module).items():
-        for key in [prefix + name for name in names] if unit.open_state is not None else ():
-            if isinstance(state.get(key), Tensor):
-                state[key] = unit.open_state.copy(state[key])
+        open_state = unit.open_state
+        for key in [prefix + name for name in names]:
+            if open_state is not None and isinstance(state.get(key), Tensor):
+                state[key] = open_state.copy(state[key])
         for name in module._buffers:  # those that were cast in their own dtype
             dtype = unit.buffers.original_dtype(module, name)
             if dtype is not None and prefix + name in state:

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_ref.access.full_state import install
 from fsdp_ref.access.summon import SummonOptions, summon
-from fsdp_ref.access.user_changes import absorb, gather_early
 from fsdp_ref.annotations import unit_of, units_in, units_under
 from fsdp_ref.api.attributes import UnitAttributes
 from fsdp_ref.api.trees import unshard_params
@@ -206,13 +205,13 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
             unit.reshard(ReshardReason.OUT_OF_DATE)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         for unit in found:
-            absorb(unit)
+            unit.absorb()
         return self
 
     def _unshard(self, async_op: bool = False) -> Any:
         """Begin to gather this unit's parameters ahead of forward; return something to wait for with ``async_op``."""
         lazy_init(self._unit)
-        gather_early(self._unit)
+        self._unit.ask_early()
         if async_op:
             return EarlyUnshard(self._unit)
         EarlyUnshard(self._unit).wait()

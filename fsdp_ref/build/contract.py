@@ -100,7 +100,8 @@ _KINDS: Final = ("parameters", "buffers", "modules")
 
 
 def _as_list(module: Any, name: str) -> list[nn.Module]:
-    modules: list[Any] = [module] if isinstance(module, nn.Module) else _listed(module)
+    several = isinstance(module, Sequence) and not isinstance(module, (str, nn.Module))
+    modules: list[Any] = list(module) if several else [module]
     bad = sorted({type(each).__name__ for each in modules if not isinstance(each, nn.Module)})
     if bad or not modules:
         raise FsdpTypeError(
@@ -108,10 +109,6 @@ def _as_list(module: Any, name: str) -> list[nn.Module]:
             "Pass nn.Module objects."
         )
     return modules
-
-
-def _listed(value: object) -> list[Any]:
-    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
 
 
 def _register_all(modules: Iterable[nn.Module], name: str, state: object) -> None:

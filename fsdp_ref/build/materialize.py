@@ -103,7 +103,8 @@ def _put_back_on_failure(units: Sequence[ResolvedUnit]) -> Iterator[None]:
 
 def _materialized(unit: ResolvedUnit, ignored: Ignored) -> list[ManagedParam]:
     planned = unit.planned
-    modules = breadth_first(planned)
+    depth = {module: name.count(".") + bool(name) for name, module in planned.module.named_modules()}
+    modules = sorted(planned.modules, key=depth.__getitem__)  # breadth first
     pending = [module for module in modules if _on_meta(module, ignored)]
     if not pending:
         return list(planned.params)
@@ -170,12 +171,6 @@ def _read_again(unit: ResolvedUnit, ignored: Ignored) -> list[ManagedParam]:
             f"some on {listing(elsewhere)}. Pass device_id."
         )
     return params
-
-
-def breadth_first(unit: PlannedUnit) -> list[nn.Module]:
-    """Return the modules that a unit is responsible for, breadth first from its own."""
-    depth = {module: name.count(".") + bool(name) for name, module in unit.module.named_modules()}
-    return sorted(unit.modules, key=depth.__getitem__)
 
 
 def _on_meta(module: nn.Module, ignored: Ignored) -> bool:

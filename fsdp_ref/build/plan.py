@@ -261,11 +261,7 @@ def _post_order(plan: WrapPlan) -> list[PlannedUnit]:
     order: list[PlannedUnit] = []
     open_units: list[PlannedUnit] = []
     for unit in plan.units:
-        while open_units and not _is_below(unit.fqn, open_units[-1].fqn):
+        while open_units and open_units[-1].fqn and not unit.fqn.startswith(open_units[-1].fqn + "."):
             order.append(open_units.pop())
         open_units.append(unit)
     return order + open_units[::-1]
-
-
-def _is_below(fqn: str, ancestor: str) -> bool:
-    return not ancestor or fqn.startswith(ancestor + ".")

@@ -52,6 +52,9 @@ class FlatHandle:
         sharded: whether ranks hold different pieces, so that computing needs a gather.
         shard_S: this rank's shard; the flat parameter's data.
         flat_param: the flat parameter itself.
+        full_precision: computing without lowering is asked for (evaluation).
+        compute_dtype: the dtype in which the parameters compute now.
+        needs_buffer: full parameters are a copy; otherwise the shard is the full parameter and nothing is freed.
         grads: its gradient.
         originals: how users see the parameters.
     """
@@ -81,7 +84,6 @@ class FlatHandle:
         self.collectives: Collectives = collectives_for(groups.shard, config.device)
         self.streams: Streams = Streams()
         self.life = LifeCycle()
-        self.full_precision = False
         self._pending: Pending | None = None
         self._buffers: dict[torch.dtype, FlatBuffer] = {}
         self._views: dict[torch.dtype, list[Tensor]] = {}
@@ -90,6 +92,7 @@ class FlatHandle:
         # Without a group to shard over the flat tensor itself becomes the shard: no second copy.
         shard_S = flat_F if self.shard_size == 1 else cut_shard(flat_F, self.shard_map, self.shard_rank)
         self.shard_S = offload.send_home(shard_S, config.device, offload=config.offload)
+        self._set_dtype(full_precision=False)
         requires_grad = any(managed.param.requires_grad for managed in params)
         self.flat_param: nn.Parameter = FlatParameter(self.shard_S, requires_grad=requires_grad)
         mark_flattened(self.flat_param)
@@ -104,20 +107,6 @@ class FlatHandle:
     def state(self) -> UnitState:
         """Where the unit is in its life."""
         return self.life.state
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """The dtype in which the parameters compute now (full precision may be asked for in evaluation)."""
-        return self.precision.original if self.full_precision else self.precision.compute
-
-    @property
-    def needs_buffer(self) -> bool:
-        """Whether full parameters are a copy; otherwise the shard is the full parameter and nothing is freed."""
-        return (
-            self.sharded
-            or self.compute_dtype != self.shard_S.dtype
-            or self.shard_S.device.type != self.config.device.type
-        )
 
     @property
     def unsharded(self) -> bool:
@@ -152,19 +141,24 @@ class FlatHandle:
         self.reshard()
         self.precision = Precision.of(dtype, self.config.mixed_precision)
         self.replace_shard(self.shard_S.to(dtype))
-        self._drop_buffers()
-
-    def replace_shard(self, shard_S: Tensor) -> None:
-        """Take ``shard_S`` (same size) as this rank's shard."""
-        self.shard_S = shard_S
-        set_data(self.flat_param, shard_S)
-        self.originals.forget_views()
-
-    def _drop_buffers(self) -> None:
         for buffer in self._buffers.values():
             buffer.free()
         self._buffers.clear()
         self._views.clear()
+
+    def replace_shard(self, shard_S: Tensor) -> None:
+        """Take ``shard_S`` (same size) as this rank's shard."""
+        self.shard_S = shard_S
+        self._set_dtype(full_precision=self.full_precision)
+        set_data(self.flat_param, shard_S)
+        self.originals.forget_views()
+
+    def _set_dtype(self, *, full_precision: bool) -> None:
+        """Derive what is read many times in a step."""
+        self.full_precision = full_precision
+        self.compute_dtype = self.precision.original if full_precision else self.precision.compute
+        cast = self.compute_dtype != self.shard_S.dtype
+        self.needs_buffer = self.sharded or cast or self.shard_S.device.type != self.config.device.type
 
     # ------------------------------------------------------------------ life cycle
 
@@ -176,7 +170,7 @@ class FlatHandle:
         """
         if self.life.state is not UnitState.SHARDED:
             return False
-        self._move_to(UnitState.GATHERING)
+        self.life.move(UnitState.GATHERING, self.name)
         if not self.needs_buffer:
             return True
         try:
@@ -185,7 +179,7 @@ class FlatHandle:
             # Nothing will fill the buffer. Whoever comes next gathers anew instead of waiting for this.
             self._pending = self._cast_S = None
             self.buffer(self.compute_dtype).free()
-            self._move_to(UnitState.SHARDED)
+            self.life.move(UnitState.SHARDED, self.name)
             raise
         return True
 
@@ -236,7 +230,7 @@ class FlatHandle:
         """Wait until the full parameter may be read."""
         if self.life.state is UnitState.GATHERING:
             self._wait_for_gather()
-            self._move_to(UnitState.UNSHARDED)
+            self.life.move(UnitState.UNSHARDED, self.name)
 
     def _wait_for_gather(self) -> None:
         """Let the current stream wait; only then is it the one to say when the source of the gather may be reused."""
@@ -265,20 +259,17 @@ class FlatHandle:
             self.streams.used_by_compute(buffer.tensor)
             buffer.free()
             self.streams.note_free()
-        self._move_to(UnitState.SHARDED)
+        self.life.move(UnitState.SHARDED, self.name)
 
     def set_full_precision(self, wanted: bool) -> None:
         """Compute without lowering from the next unshard on (evaluation), or with it again."""
         if wanted != self.full_precision:
             self.reshard()
-            self.full_precision = wanted
+            self._set_dtype(full_precision=wanted)
 
     @property
     def _gathering(self) -> Collectives:
         return SILENT if self.config.switches.fake_all_gather else self.collectives
-
-    def _move_to(self, state: UnitState) -> None:
-        self.life.move(state, self.name)
 
     def __repr__(self) -> str:
         return f"FlatHandle(flat_fqns={self.fqns}, state={self.life.state.name})"
@@ -289,7 +280,7 @@ class FlatHandle:
         The modules that hold the originals are being copied around it, so nothing is put on them yet: the copied
         originals hang there already.
         """
-        if self.originals.shown in {Shown.COMPUTING, Shown.SUMMONED}:
+        if self.originals.shown is Shown.COMPUTING or self.originals.shown is Shown.SUMMONED:
             raise FsdpRuntimeError(
                 f"deepcopy of {self!r}: expected an idle unit, got one whose full parameters are in use. Copy the model "
                 "outside of forward, backward and summon_full_params."

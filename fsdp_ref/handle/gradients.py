@@ -14,6 +14,7 @@ A flat parameter has one gradient for all of its originals, with zeros for those
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,7 +40,7 @@ class GradientStore:
             that many small gradients are not rounded away; None without one.
         used: per original whether the reduced part has a gradient of any rank for it.
         local_used: the same for the local part, of this rank alone.
-        taken: the same for what was taken last to be reduced.
+        taken: the same for what this rank sent last to be reduced.
         arriving: the reduced part may still be on its way to the host.
     """
 
@@ -47,6 +48,8 @@ class GradientStore:
         self._handle = handle
         self._originals = originals
         self._many = originals.use_orig_params
+        # The tensors whose ``.grad`` users see.
+        self._shown_params: Sequence[Tensor] = originals.params if self._many else [handle.flat_param]
         self.reduced_S: Tensor | None = None
         self.local_F: Tensor | None = None
         self.used = self._nobody()
@@ -61,7 +64,6 @@ class GradientStore:
         self._were_used: Tensor | None = None
         # What rounding took from a sum whose dtype is narrower than that of its summands; valid while nobody wrote to it.
         self._lost_S: Tensor | None = None
-        self._made_marks: UsageMarks | None = None
         # Of the reduction that is added next: whom this rank knows of, and the marks that tell of the others.
         self._noted: tuple[Sequence[bool], Tensor | None] | None = None
         # Read when users are given the gradients and not before: who reads waits for the device.
@@ -70,13 +72,10 @@ class GradientStore:
     def _nobody(self) -> list[bool]:
         return [False] * len(self._originals.params)
 
-    @property
+    @cached_property
     def marks(self) -> UsageMarks:
         """Where uses are marked; made on first use."""
-        if self._made_marks is None:
-            handle = self._handle
-            self._made_marks = UsageMarks(handle.shard_map, handle.shard_rank, handle.config.device)
-        return self._made_marks
+        return UsageMarks(self._handle.shard_map, self._handle.shard_rank, self._handle.config.device)
 
     # ------------------------------------------------------------------ adding
 
@@ -98,22 +97,18 @@ class GradientStore:
         self._remember()
 
     def take_local(self, grads: Sequence[Tensor | None] = ()) -> Tensor | None:
-        """Return the local part with ``grads`` added and forget it: it is about to be reduced. None without a local part.
-
-        ``taken`` says then of which originals this rank has a gradient, in either.
-        """
+        """Return the local part with ``grads`` added and forget it: it is about to be reduced. None without a local part."""
         self.absorb()
-        if self.local_F is None:
-            self.taken = [grad is not None for grad in grads]
-            return None
-        if grads:
+        if self.local_F is not None and grads:
             self.add_local(grads)
         local, self.local_F = self.local_F, None
-        self.taken, self.local_used = self.local_used, self._nobody()
         return local
 
-    def stamp(self, flat_F: Tensor) -> None:
-        """Mark in what is about to be reduced what was taken."""
+    def stamp(self, flat_F: Tensor, grads: Sequence[Tensor | None], *, kept: bool) -> None:
+        """Mark in what is about to be reduced who used what: ``grads``, and (``kept``) the local part that was taken."""
+        self.taken = [grad is not None for grad in grads]
+        if kept:
+            self.taken, self.local_used = self.local_used, self._nobody()
         if self._many:
             self.marks.stamp(flat_F, self.taken)
 
@@ -291,11 +286,6 @@ class GradientStore:
             self.reduced_S = torch.zeros(handle.shard_map.shard_numel, dtype=dtype, device=handle.shard_S.device)
         return self._originals.pieces_of(self.reduced_S) if self._many else [self.reduced_S]
 
-    @property
-    def _shown_params(self) -> Sequence[Tensor]:
-        """The tensors whose ``.grad`` users see."""
-        return self._originals.params if self._many else [self._handle.flat_param]
-
     def _check(self, index: int, grad: Tensor, view: Tensor) -> None:
         if grad.shape == view.shape:
             return
@@ -320,7 +310,8 @@ class GradientStore:
     def forget(self) -> None:
         """Drop both parts and what users were given."""
         self.reduced_S = self.local_F = self._lost_S = None
-        self.used, self.local_used = self._nobody(), self._nobody()
+        self.used = self._nobody()
+        self.local_used = self.used.copy()
         self._unread.clear()
         self._given = []
         self._given_ptrs = []

@@ -12,14 +12,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from enum import Enum, auto
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import unserializable_hook
 
 from fsdp_ref.errors import FsdpRuntimeError, explain
 from fsdp_ref.naming import FLAT_PARAM
-from fsdp_ref.states import LifeCycle, UnitState
 from fsdp_ref.storage.param_sites import ManagedParam, ParamSite
 from fsdp_ref.storage.views import SiteWriters, flat_views, mark_flattened, reshape_sites, set_data, set_flat_param
 
@@ -40,42 +41,41 @@ class Shown(Enum):
     """Parameters over a buffer that a user may edit."""
 
 
+@unserializable_hook
 class OutsideGradient:
     """A hook on what users see as a parameter: no computation outside of its unit's forward may give it a gradient.
 
     Autograd would add it to ``.grad`` on this rank alone, and silently: a method other than ``forward`` finds whole
-    parameters where nothing is sharded. In a summon that is what its user asks for.
+    parameters where nothing is sharded, and in a summon.
     """
 
-    __slots__ = ("_life", "_name")
+    __slots__ = ("_name",)
 
-    def __init__(self, life: LifeCycle, name: str) -> None:
-        self._life = life
+    def __init__(self, name: str) -> None:
         self._name = name
 
     @classmethod
-    def guard(cls, param: nn.Parameter, life: LifeCycle, name: str) -> None:
+    def guard(cls, param: nn.Parameter, name: str) -> None:
         """Put one on ``param``; a hook can be put on a frozen parameter only while it is not, and stays when it is thawed."""
         wanted = param.requires_grad
-        param.requires_grad_(True).register_hook(cls(life, name))
+        param.requires_grad_(True).register_hook(cls(name))
         param.requires_grad_(wanted)
 
     def __call__(self, grad: Tensor) -> None:
         """Refuse.
 
         Raises:
-            FsdpRuntimeError: Unless the unit is summoned.
+            FsdpRuntimeError: Always.
         """
-        if self._life.state is not UnitState.SUMMONED:
-            raise FsdpRuntimeError(
-                explain(
-                    f"gradient of {self._name!r}",
-                    expected="one that comes through the forward of its unit, to be averaged over ranks",
-                    got="one of a computation outside of it, which would stay on this rank",
-                    remedy="Register methods other than forward with register_fsdp_forward_method(module, name), and "
-                    "compute penalties on parameters in forward",
-                )
+        raise FsdpRuntimeError(
+            explain(
+                f"gradient of {self._name!r}",
+                expected="one that comes through the forward of its unit, to be averaged over ranks",
+                got="one of a computation outside of it, which would stay on this rank",
+                remedy="Register methods other than forward with register_fsdp_forward_method(module, name), and compute "
+                "penalties on parameters in forward",
             )
+        )
 
 
 class Originals:
@@ -92,7 +92,6 @@ class Originals:
         self.params: list[nn.Parameter] = [managed.param for managed in params]
         self.use_orig_params = handle.config.use_orig_params
         self.shown = Shown.SHARDED
-        self._made_writers: SiteWriters | None = None
         self._placeholders = [
             torch.empty_strided(spec.shape, spec.stride, dtype=handle.shard_S.dtype, device="meta")
             for spec in handle.layout.params
@@ -103,18 +102,14 @@ class Originals:
             for piece in handle.shard_map.param_spans(handle.shard_rank)
         }
         self._shard_views: list[Tensor] | None = None
-        for index, param in enumerate(self.params if self.use_orig_params else [handle.flat_param]):
-            OutsideGradient.guard(
-                param, handle.life, handle.fqns[index] if self.use_orig_params else "the flat parameter"
-            )
+        for param, name in zip(self.params, handle.fqns) if self.use_orig_params else [(handle.flat_param, FLAT_PARAM)]:
+            OutsideGradient.guard(param, name)
 
-    @property
+    @cached_property
     def _writers(self) -> SiteWriters:
         """Made on first use: in a copied model the modules are filled only after the handle was copied."""
-        if self._made_writers is None:
-            unsafe = self._handle.config.switches.unsafe_setattr
-            self._made_writers = SiteWriters(self.managed, registered=self.use_orig_params, unsafe_setattr=unsafe)
-        return self._made_writers
+        unsafe = self._handle.config.switches.unsafe_setattr
+        return SiteWriters(self.managed, registered=self.use_orig_params, unsafe_setattr=unsafe)
 
     def copied(self, handle: FlatHandle, memo: dict[int, Any]) -> Originals:
         """Return the user-visible side of a copy of the handle (see ``FlatHandle.__deepcopy__``)."""

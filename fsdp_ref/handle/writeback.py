@@ -33,7 +33,7 @@ def absorb_params(handle: FlatHandle) -> bool:
     """
     if handle.config.switches.skip_writeback:
         return False
-    if handle.originals.shown not in {Shown.SHARDED, Shown.FULL}:
+    if handle.originals.shown is Shown.COMPUTING or handle.originals.shown is Shown.SUMMONED:
         return False
     if torch.is_inference_mode_enabled():
         # What becomes the shard now outlives this evaluation, and is trained.
@@ -63,7 +63,7 @@ def check_unchanged(handle: FlatHandle) -> None:
         ParametersChangedError: they were replaced.
     """
     originals = handle.originals
-    if handle.config.switches.skip_writeback or originals.shown not in {Shown.SHARDED, Shown.FULL}:
+    if handle.config.switches.skip_writeback or originals.shown is Shown.COMPUTING or originals.shown is Shown.SUMMONED:
         return
     if not originals.use_orig_params:
         changed = ["the flat parameter"] if handle.flat_param.data_ptr() != handle.shard_S.data_ptr() else []
@@ -140,7 +140,7 @@ def _adopt_replaced(handle: FlatHandle) -> None:
         value = places[0][1]
         if isinstance(value, nn.Parameter) and value is not originals.params[index]:
             mark_flattened(value)
-            OutsideGradient.guard(value, handle.life, handle.fqns[index])
+            OutsideGradient.guard(value, handle.fqns[index])
             originals.params[index] = value
 
 

@@ -46,6 +46,7 @@ class FlatLayout:
         alignment_numel: every start is a multiple of it.
         pad_to_multiple: the total is a multiple of it.
         stops: one past the last element of each parameter; derived.
+        gaps: what lies between parameters and behind the last; derived.
     """
 
     params: tuple[ParamSpec, ...]
@@ -54,6 +55,7 @@ class FlatLayout:
     alignment_numel: int = 1
     pad_to_multiple: int = 1
     stops: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    gaps: tuple[Span, ...] = field(init=False, repr=False, compare=False)
 
     @classmethod
     def build(cls, params: Sequence[ParamSpec], *, alignment_numel: int = 1, pad_to_multiple: int = 1) -> FlatLayout:
@@ -99,6 +101,7 @@ class FlatLayout:
                     remedy="Build it with FlatLayout.build(...)",
                 )
             )
+        object.__setattr__(self, "gaps", tuple(span for index, span in self.segments() if index is None))
 
     def _disproofs(self) -> Iterator[str]:
         if len(self.starts) != len(self.params):

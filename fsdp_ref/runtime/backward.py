@@ -27,6 +27,7 @@ from fsdp_ref.runtime.execution_order import ExecutionOrder
 from fsdp_ref.runtime.unit import Ahead, Unit
 from fsdp_ref.states import READABLE, ReshardReason, UnitState
 from fsdp_ref.storage.precision import map_tensors
+from fsdp_ref.storage.views import alias
 
 if TYPE_CHECKING:
     from fsdp_ref.runtime.root import Root
@@ -100,7 +101,9 @@ def _enter(root: Root, unit: Unit, task: int) -> None:
         if handle is not None:
             root.owned(unit)
             # Not for autograd, which makes its own views: for a forward that checkpointing runs again in here.
-            unit.show_views()
+            record = unit.graph.record
+            views = [alias(view) for view in handle.compute_views()] if record is None else record.views
+            handle.originals.show_computing(views)
         unit.move(UnitState.BACKWARD)
         unit.backward_task = task
         prefetch.in_backward(root, unit, BackwardPrefetch.BACKWARD_PRE)
@@ -147,7 +150,10 @@ def on_gradients(unit: Unit, grads: tuple[Tensor | None, ...]) -> None:
     root = unit.root
     assert root is not None  # the unit ran forward
     task = root.enter_backward()
-    if all(grad is None for grad in grads):
+    for grad in grads:
+        if grad is not None:
+            break
+    else:
         return
     root.in_pass[unit] = None
     handle = unit.handle
@@ -178,17 +184,14 @@ def _complete(root: Root, unit: Unit, local: list[Tensor | None]) -> None:
 def flush_partial(root: Root, entering: Unit, task: int) -> None:
     """Complete units whose gradients came from passes inside this one, now that backward moves on to another unit."""
     for unit in [unit for unit in root.partial if unit is not entering and unit.backward_task == task]:
-        if not _encloses(unit, entering):
+        encloses = unit.is_root or not unit.name or entering.name.startswith(unit.name + ".")
+        if not encloses:
             root.partial.pop(unit)
             _complete(root, unit, _nothing_new(unit))
 
 
 def _nothing_new(unit: Unit) -> list[Tensor | None]:
     return [] if unit.handle is None else [None] * len(unit.handle.originals.params)
-
-
-def _encloses(unit: Unit, other: Unit) -> bool:
-    return unit.is_root is True or not unit.name or other.name.startswith(unit.name + ".")
 
 
 # ---------------------------------------------------------------------- end

@@ -19,7 +19,7 @@ class ExecutionOrder:
     def __init__(self) -> None:
         self.first_forward: tuple[int, ...] | None = None
         self.last_forward: tuple[int, ...] | None = None
-        self._warned = False
+        self.warned = False
         self._running: list[int] = []
         self._post: list[int] = []
         self._position: dict[int, int] = {}
@@ -44,11 +44,6 @@ class ExecutionOrder:
         self.last_forward = tuple(self._running)
         if self.first_forward is None:
             self.first_forward = self.last_forward
-
-    def warn_once(self) -> bool:
-        """Return whether nobody has asked before."""
-        first, self._warned = not self._warned, True
-        return first
 
     @property
     def running(self) -> Sequence[int]:

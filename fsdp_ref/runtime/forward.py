@@ -98,7 +98,7 @@ def _gather(unit: Unit, root: Root, frame: Frame) -> None:
         # A unit that runs twice in a forward shows one set of views, hence has one node and one completion.
         frame.record = tracked_views(unit, root)
         if not frame.replay:
-            root.keep_open(frame.record)
+            root.open_records.append(frame.record)
         handle.originals.show_computing(frame.record.views)
     frame.compute()
 

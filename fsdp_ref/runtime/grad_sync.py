@@ -196,5 +196,5 @@ def gather_local(handle: FlatHandle, grads: Sequence[Tensor | None], dtype: torc
             flat_F = SCRATCH.take(handle.shard_map.padded_numel, dtype, handle.config.device)
             flat_F.copy_(kept_F)
         divide(flat_F, divisor)
-    handle.grads.stamp(flat_F)
+    handle.grads.stamp(flat_F, grads, kept=kept_F is not None)
     return flat_F

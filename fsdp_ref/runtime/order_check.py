@@ -50,7 +50,8 @@ def check_order(root: Root, unit: Unit) -> None:
         return
     place = len(root.order.running)
     recorded = root.order.first_forward
-    if tuple(root.order.running) != recorded[:place] and root.order.warn_once():
+    if tuple(root.order.running) != recorded[:place] and not root.order.warned:
+        root.order.warned = True
         seen, first = root.index[unit], recorded[place - 1] if place <= len(recorded) else None
         expected = "nothing more" if first is None else repr(root.units[first].name)
         warnings.warn(

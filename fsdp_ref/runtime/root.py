@@ -80,6 +80,7 @@ class Root:
         round: counts outermost forward passes.
         calls: forward calls that are open now, outermost first.
         in_pass: units that took part in the present backward pass.
+        open_records: forwards of units, kept until the forward of the whole tree ends; later the graph keeps them.
         partial: units whose gradients came from passes inside the present one, which may bring more.
         offloads: whether gradients of some unit are copied to the host.
     """
@@ -101,7 +102,7 @@ class Root:
         self._passes: dict[int, weakref.ref[_PassEnd]] = {}
         self._dirty = False
         self._ties: dict[GraphTie, None] = {}
-        self._open_records: list[PassRecord] = []
+        self.open_records: list[PassRecord] = []
         self._storages = UnitsByStorage()
         self._pack = pack_with(self._storages)
         self._unpack = unpack_with(backward.demand)
@@ -142,7 +143,7 @@ class Root:
         """Let saved views of the unit's present buffer be recognised (see [Note: saved parameters])."""
         handle = unit.handle
         if handle is not None and handle.needs_buffer:
-            self._storages[compat.storage_key(handle.full_F())] = unit
+            self._storages[handle.buffer(handle.compute_dtype).key] = unit
 
     # ------------------------------------------------------------------ forward passes
 
@@ -178,7 +179,7 @@ class Root:
     def end_forward(self) -> None:
         """The outermost forward call ended: free gathers that nobody used. What the graph needs it keeps by now."""
         # Outputs have their hooks, which keep the records from here on; a graph that is dropped drops them.
-        self._open_records.clear()
+        self.open_records.clear()
         for unit in self.units:
             if unit.life.state is UnitState.GATHERING and unit.ahead is not Ahead.USER:
                 unit.reshard(ReshardReason.UNUSED)
@@ -246,10 +247,6 @@ class Root:
         for tie in self._ties:
             tie.loosen()
         self._ties.clear()
-
-    def keep_open(self, record: PassRecord) -> None:
-        """Keep the record of a unit's forward until the forward of the whole tree ends; later the graph keeps it."""
-        self._open_records.append(record)
 
     def recover(self) -> None:
         """Clean up after a backward pass that failed: its end was never reached."""

@@ -24,7 +24,6 @@ from fsdp_ref.runtime.events import OBSERVERS, UnitEvent, UnitEventKind, emit
 from fsdp_ref.runtime.wire_order import GATHER
 from fsdp_ref.states import READABLE, LifeCycle, ReshardReason, TrainingState, UnitState, training_state_of
 from fsdp_ref.storage.precision import BufferCaster
-from fsdp_ref.storage.views import alias
 
 if TYPE_CHECKING:
     from fsdp_ref.access.full_state import OpenState
@@ -167,8 +166,22 @@ class Unit:
         self.ahead = Ahead.PREFETCH
         self.start_gather(prefetch=True)
 
+    def absorb(self) -> None:
+        """Take over parameters and gradients that the user replaced."""
+        if self.handle is not None:
+            absorb_params(self.handle)
+            self.handle.grads.absorb()
+
     def ask_early(self) -> None:
-        """Begin to gather because a user asked for it; the next forward uses what comes."""
+        """Begin to gather because a user asked for it; the next forward uses what comes.
+
+        Collectives:
+            An all-gather over the shard group unless parameters are there. All ranks must call.
+        """
+        self.absorb()
+        if self.handle is not None:
+            # The optimizer's step, or a user's edit, may still write to the shard on the current stream.
+            self.handle.streams.gather_after_compute()
         if self.life.state is UnitState.UNSHARDED and self.ahead is not Ahead.USER:
             # Left from a forward without backward: an optimizer may have stepped since, and forward will not look.
             self.reshard(ReshardReason.OUT_OF_DATE)
@@ -244,15 +257,6 @@ class Unit:
         copied = not handle.sharded
         unused = self.life.state is UnitState.GATHERING
         return copied or unused or self.sync_gradients or self.config.reshards_after_forward
-
-    # ------------------------------------------------------------------ views
-
-    def show_views(self) -> None:
-        """Put views of the full parameter on the modules."""
-        if self.handle is not None:
-            record = self.graph.record
-            shown = [alias(view) for view in self.handle.compute_views()] if record is None else record.views
-            self.handle.originals.show_computing(shown)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         """Return an independent unit over the same groups, for the copy of its module; it belongs to no tree yet."""

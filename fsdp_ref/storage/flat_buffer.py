@@ -10,12 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fsdp_ref.compat import storage_key
+
 
 class FlatBuffer:
     """One flat tensor that is allocated only while somebody needs it.
 
     Attributes:
         tensor: the flat tensor; reading it while it is not allocated is undefined behaviour.
+        key: what identifies its storage.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -24,6 +27,7 @@ class FlatBuffer:
             self.tensor: Tensor = torch.empty(numel, dtype=dtype, device=device)
         self._nbytes = numel * self.tensor.element_size()
         self._storage = self.tensor.untyped_storage()
+        self.key = storage_key(self.tensor)
         self._storage.resize_(0)
 
     @property

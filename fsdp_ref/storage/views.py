@@ -42,8 +42,7 @@ def flat_views(flat: Tensor, layout: FlatLayout) -> list[Tensor]:
 
 def gap_views(flat: Tensor, layout: FlatLayout) -> list[Tensor]:
     """Return one view of ``flat`` per gap, tail and right padding: what belongs to no parameter."""
-    gaps = [span for index, span in layout.segments() if index is None]
-    views = [flat[span.as_slice()] for span in gaps]
+    views = [flat[gap.start : gap.stop] for gap in layout.gaps]
     if flat.numel() > layout.numel:
         views.append(flat[layout.numel :])
     return views

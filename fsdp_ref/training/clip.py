@@ -82,17 +82,15 @@ def _check(unit: Unit, root: Root) -> None:
             f"clip_grad_norm_: expected to be in states [{TrainingState.IDLE}], got busy units {listing(busy)}. "
             "Call it between backward and the optimizer's step."
         )
-    waiting = [each.name or "the root" for each in root.units if each.handle is not None and _unreduced(each.handle)]
+    for each in root.units:
+        if each.handle is not None:
+            each.handle.grads.absorb()
+    waiting = [u.name or "the root" for u in root.units if u.handle is not None and u.handle.grads.local_F is not None]
     if waiting:
         raise FsdpRuntimeError(
             "clip_grad_norm_: expected gradients that are reduced over ranks, got local ones from no_sync() in "
             f"{listing(waiting)}. Run the last backward of an accumulation outside no_sync()."
         )
-
-
-def _unreduced(handle: FlatHandle) -> bool:
-    handle.grads.absorb()
-    return handle.grads.local_F is not None
 
 
 def _parts(root: Root) -> list[GradientPart]:

@@ -7,7 +7,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from fsdp_testing.campaign.batch import Watch
 from fsdp_testing.campaign.case_queue import Asked, CaseQueue
 from fsdp_testing.campaign.example_checks import SHARE, check_examples
 from fsdp_testing.campaign.investigation import Investigated, Investigator
-from fsdp_testing.campaign.lane import CaseResult, Lane
+from fsdp_testing.campaign.lane import CaseResult, Lane, drive
 from fsdp_testing.campaign.state import Progress, StateDirectory
 from fsdp_testing.campaign.tally import CampaignTally
 from fsdp_testing.errors import InvalidRecord
@@ -29,7 +28,6 @@ from fsdp_testing.records import Case
 from fsdp_testing.strategies import CaseDrawer, Scope, SeededChoices, needs_of_case
 
 _SAVE_SECONDS = 5.0
-_CLOSE_SECONDS = 0.5
 _INVESTIGATED_AT_FIRST = 3
 _INVESTIGATED_LATER_ONE_IN = 25
 _KEPT_UNJUDGED = 3
@@ -146,37 +144,18 @@ class Campaign:
         return self.tally
 
     def _loop(self, lanes: list[Lane], suspects: list[CaseResult]) -> None:
-        free = list(lanes)
-        running: dict[Future[Answer], Lane] = {}
         saved = self._clock()
-        executor = ThreadPoolExecutor(len(lanes), thread_name_prefix="fuzz-lane")
-        try:
-            while True:
-                while free and (job := self._next_job(suspects)) is not None:
-                    lane = free.pop()
-                    running[executor.submit(job, lane)] = lane
-                if not running:
-                    return
-                done, _ = wait(running, return_when=FIRST_COMPLETED)
-                for future in done:
-                    free.append(running.pop(future))
-                    suspects += self._take(future.result())
-                self.tally.seconds = self._clock() - self._started
-                self._on_progress(self.tally)
-                if self._clock() - saved > _SAVE_SECONDS:
-                    self._save()
-                    saved = self._clock()
-        except BaseException:
-            # Ranks of batches under way are ended, so that no thread waits for them. A thread may just be asking for the
-            # next world, which a pool that was closed makes anew: so until all threads have ended.
-            for lane in lanes:
-                lane.stop()
-            self._pool.close()
-            while wait(running, timeout=_CLOSE_SECONDS).not_done:
-                self._pool.close()
-            raise
-        finally:
-            executor.shutdown(wait=True, cancel_futures=True)
+
+        def take(answer: Answer) -> None:
+            nonlocal saved
+            suspects.extend(self._take(answer))
+            self.tally.seconds = self._clock() - self._started
+            self._on_progress(self.tally)
+            if self._clock() - saved > _SAVE_SECONDS:
+                self._save()
+                saved = self._clock()
+
+        drive(self._pool, lanes, lambda: self._next_job(suspects), take)
 
     def _next_job(self, suspects: list[CaseResult]) -> Callable[[Lane], Answer] | None:
         if self._stopped():
@@ -270,18 +249,18 @@ class Campaign:
         self.tally.not_investigated += not worth
         return worth
 
-    def _take_discovery(self, found: Discovery, looks: Signature) -> None:
+    def _take_discovery(self, found: Discovery, met_as: Signature) -> None:
         key = found.key if found.confirmed else ("unconfirmed", found.signature)
         known = self._keys.get(key)
         if known is not None:
             self.tally.duplicates[known] += 1
-            self._also.setdefault(looks, set()).add(known)
+            self._also.setdefault(met_as, set()).add(known)
             return
         self._keys[key] = found.name
         self.tally.discovered.append(found)
         if found.confirmed:
             self._known = self._known.with_rule(found.rule())
-            self._also.setdefault(looks, set()).add(found.name)
+            self._also.setdefault(met_as, set()).add(found.name)
         self._on_finding(found, self._state)
 
     def _check_examples(self, lane: Lane) -> list[CaseResult]:

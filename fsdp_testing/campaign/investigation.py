@@ -72,8 +72,8 @@ class Investigator:
             suspect: A result with a signature.
             known: What is known by now.
         """
-        looks = suspect.note.signature
-        if looks is None:
+        met_as = suspect.note.signature
+        if met_as is None:
             return None
         watch = Watch(operations=True, models=suspect.note.status == "leaked")
         alone = lane.run([suspect.case], watch)[0]
@@ -81,11 +81,11 @@ class Investigator:
         if signature is None:
             if alone.note.status != "passed":
                 return None
-            once = Discovery(self.name, looks, suspect.case, suspect.case, suspect.note.reason, suspect.account, False)
-            return Investigated(looks, once)
+            once = Discovery(self.name, met_as, suspect.case, suspect.case, suspect.note.reason, suspect.account, False)
+            return Investigated(met_as, once)
         rule = known.recognize(signature, suspect.case)
         if rule is not None:
-            return Investigated(looks, known=rule)
+            return Investigated(met_as, known=rule)
         shrunk = shrink(suspect.case, signature, attempts_on(lane), self.shape, self.fair, self.seconds)
         last = lane.run([shrunk.case], watch)[0]
         confirmed = last.note.signature == signature
@@ -104,7 +104,7 @@ class Investigator:
             self._cause(lane, kept.case) if confirmed and signature.kind in WRONG_NUMBERS else "",
         )
         # While it shrank it may have turned into what is known already.
-        return Investigated(looks, found, known.recognize(signature, kept.case) if confirmed else None)
+        return Investigated(met_as, found, known.recognize(signature, kept.case) if confirmed else None)
 
     def _cause(self, lane: Lane, case: Case) -> str:
         """What the wrong numbers are equal to; a world that is lost on the way leaves it unknown."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from fsdp_testing.campaign.batch import LASTING, Watch, run_batch
 from fsdp_testing.errors import PoolBroken
@@ -23,6 +25,9 @@ from fsdp_testing.records import LOSES_RANKS, Case, FailureKind
 
 SECONDS_PER_CASE = 0.5
 BATCHES_PER_WORLD = 100
+_CLOSE_SECONDS = 0.5
+
+A = TypeVar("A")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,3 +159,41 @@ class Lane:
             raise PoolBroken(f"the judge of a batch was lost. {outcome.describe()}")
         notes: list[CaseNote] = outcome.ranks[0].value
         return notes
+
+
+def drive(
+    pool: Pool, lanes: Sequence[Lane], next_job: Callable[[], Callable[[Lane], A] | None], take: Callable[[A], None]
+) -> None:
+    """Keep all lanes busy until there is no job any more and all are done.
+
+    Args:
+        pool: The lanes' own; closed if this is interrupted, which ends the jobs under way.
+        lanes: Each runs one job at a time, in a thread of its own.
+        next_job: Gives the next job; None while there is none, until an answer was taken.
+        take: Called with each answer, in this thread.
+    """
+    free = list(lanes)
+    running: dict[Future[A], Lane] = {}
+    executor = ThreadPoolExecutor(len(lanes), thread_name_prefix="fsdp-lane")
+    try:
+        while True:
+            while free and (job := next_job()) is not None:
+                lane = free.pop()
+                running[executor.submit(job, lane)] = lane
+            if not running:
+                return
+            done, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                free.append(running.pop(future))
+                take(future.result())
+    except BaseException:
+        # Ranks of batches under way are ended, so that no thread waits for them. A thread may just be asking for the
+        # next world, which a pool that was closed makes anew: so until all threads have ended.
+        for lane in lanes:
+            lane.stop()
+        pool.close()
+        while wait(running, timeout=_CLOSE_SECONDS).not_done:
+            pool.close()
+        raise
+    finally:
+        executor.shutdown(wait=True, cancel_futures=True)

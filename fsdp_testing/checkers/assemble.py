@@ -20,22 +20,22 @@ class Assembled:
 
     Attributes:
         flat: All elements; those that no rank holds are 0.
-        held: Which elements some rank holds.
+        covered: Which elements some rank has.
         contradictions: Pairs of ranks that hold different bits for the same element, with the first such element.
     """
 
     flat: torch.Tensor
-    held: torch.Tensor
+    covered: torch.Tensor
     contradictions: tuple[tuple[int, int, int], ...]
 
     @property
     def complete(self) -> bool:
-        """Whether every element is held by some rank."""
-        return bool(self.held.all())
+        """Whether some rank has every element."""
+        return bool(self.covered.all())
 
     def first_hole(self) -> int:
         """Return the first element that no rank holds."""
-        return int((~self.held).nonzero()[0])
+        return int((~self.covered).nonzero()[0])
 
 
 def assemble(ranks: Iterable[RankPieces], shape: Sequence[int]) -> Assembled | None:

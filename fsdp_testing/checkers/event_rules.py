@@ -157,7 +157,7 @@ def _wire(events: Sequence[Event], names: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def within_memory(case: Case, ranks: Sequence[TracedObservation]) -> Finding | None:
-    """Never more full parameters are held than the strategy promises.
+    """Never more full parameters are unsharded than the strategy promises.
 
     With `full_shard` those of the unit that runs, of the units around it, and of one unit gathered ahead.
     """
@@ -165,15 +165,17 @@ def within_memory(case: Case, ranks: Sequence[TracedObservation]) -> Finding | N
         sizes = {unit: sum(math.prod(_shape(rank, fqn)) for fqn in fqns) for unit, fqns in rank.units}
         everything, largest = sum(sizes.values()), max(sizes.values(), default=0)
         most = everything if case.strategy == "shard_grad_op" else _chain(sizes) + largest
-        held: dict[str, int] = {}
+        unsharded: dict[str, int] = {}
         for event in _units(rank):
             if event.transition == "gather":
-                held[event.unit] = sizes.get(event.unit, 0)
+                unsharded[event.unit] = sizes.get(event.unit, 0)
             elif event.transition == "free":
-                held.pop(event.unit, None)
-            if sum(held.values()) > most:
-                names = ", ".join(_shown(unit) for unit in held)
-                sentence = f"{sum(held.values())} elements are held in full ({names}), the strategy promises {most}"
+                unsharded.pop(event.unit, None)
+            if sum(unsharded.values()) > most:
+                names = ", ".join(_shown(unit) for unit in unsharded)
+                sentence = (
+                    f"{sum(unsharded.values())} elements are held in full ({names}), the strategy promises {most}"
+                )
                 return _broken(case, rank.rank, event.operation, sentence)
     return None
 

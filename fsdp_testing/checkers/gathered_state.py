@@ -40,8 +40,8 @@ def _state(snapshots: Sequence[Snapshot]) -> GatheredState:
     gradients: dict[str, torch.Tensor | None] = {}
     shapes = {fqn: seen.shape for snapshot in snapshots for fqn, seen in snapshot.parameters.items()}
     for fqn, shape in shapes.items():
-        held = [(r, s.parameters[fqn].pieces) for r, s in enumerate(snapshots) if fqn in s.parameters]
-        value = _whole(held, shape)
+        by_rank = [(r, s.parameters[fqn].pieces) for r, s in enumerate(snapshots) if fqn in s.parameters]
+        value = _whole(by_rank, shape)
         if value is not None:
             values[fqn] = value
         grads = [(r, s.parameters[fqn].grad_pieces or ()) for r, s in enumerate(snapshots) if fqn in s.parameters]
@@ -60,8 +60,8 @@ def _optimizer(
         states_of = [(r, (s.optimizer or {}).get(fqn)) for r, s in enumerate(snapshots)]
         entries: dict[str, torch.Tensor | float] = {}
         for name in {name for _, state in states_of if state is not None for name in state.tensors}:
-            held = [(r, state.tensors.get(name, ())) for r, state in states_of if state is not None]
-            whole = _whole(held, shape)
+            by_rank = [(r, state.tensors.get(name, ())) for r, state in states_of if state is not None]
+            whole = _whole(by_rank, shape)
             if whole is not None:
                 entries[name] = whole
         for _, state in states_of:
@@ -71,6 +71,6 @@ def _optimizer(
     return result
 
 
-def _whole(held: Sequence[tuple[int, Sequence[ObservedPiece]]], shape: tuple[int, ...]) -> torch.Tensor | None:
-    whole = assemble(held, shape)
+def _whole(by_rank: Sequence[tuple[int, Sequence[ObservedPiece]]], shape: tuple[int, ...]) -> torch.Tensor | None:
+    whole = assemble(by_rank, shape)
     return None if whole is None or not whole.complete else whole.flat.reshape(shape)

@@ -56,9 +56,9 @@ class StateCheck:
         return [(rank, parameter) for rank, parameter in seen if parameter is not None]
 
     def _value(self, quantity: Quantity, expected: Expected) -> None:
-        held: RankPieces = []
+        by_rank: RankPieces = []
         for rank, seen in self._observed(quantity.name):
-            held.append((rank, seen.pieces))
+            by_rank.append((rank, seen.pieces))
             wanted = self.point.dtypes.get(quantity.name, seen.dtype)
             if seen.dtype and seen.dtype != wanted:
                 self._differs(Mismatch.DTYPE, quantity, (rank,), f"has dtype {seen.dtype}, expected {wanted}")
@@ -66,33 +66,33 @@ class StateCheck:
             if seen.requires_grad != flag:
                 sentence = f"has requires_grad={seen.requires_grad}, expected {flag}"
                 self._differs(Mismatch.REQUIRES_GRAD, quantity, (rank,), sentence)
-        self._pieces(quantity, held, expected)
+        self._pieces(quantity, by_rank, expected)
 
     def _gradient(self, quantity: Quantity, expected: Expected) -> None:
-        held: RankPieces = []
+        by_rank: RankPieces = []
         without: list[int] = []
         for rank, seen in self._observed(quantity.name):
             if seen.grad_pieces is not None:
-                held.append((rank, seen.grad_pieces))
+                by_rank.append((rank, seen.grad_pieces))
                 if seen.dtype and seen.grad_dtype != seen.dtype:
                     sentence = f"has dtype {seen.grad_dtype}, expected {seen.dtype}"
                     self._differs(Mismatch.DTYPE, quantity, (rank,), sentence)
             elif any(piece.stop > piece.start for piece in seen.pieces):
                 without.append(rank)
         if expected.value is None:
-            self._none(quantity, held)
+            self._none(quantity, by_rank)
         elif not without:
-            self._pieces(quantity, held, expected)
+            self._pieces(quantity, by_rank, expected)
         else:
             self.tally.count()
             size = float(expected.value.abs().max()) if expected.value.numel() else 0.0
             if size != 0.0 or not self.asked.none_is_zero:
                 self._differs(Mismatch.NONE, quantity, tuple(without), f"is None, expected numbers (up to {size:.3g})")
 
-    def _none(self, quantity: Quantity, held: RankPieces) -> None:
+    def _none(self, quantity: Quantity, by_rank: RankPieces) -> None:
         """One process has no gradient."""
         self.tally.count()
-        for rank, pieces in held:
+        for rank, pieces in by_rank:
             filled = [piece for piece in pieces if piece.stop > piece.start]
             size = max((float(piece.value.abs().max()) for piece in filled), default=0.0)
             if filled and not (self.asked.none_is_zero and size == 0.0):
@@ -101,16 +101,16 @@ class StateCheck:
     def _optimizer(self, quantity: Quantity, expected: Expected) -> None:
         if any(snapshot.optimizer is None for snapshot in self.snapshots) or expected.value is None:
             return
-        held: RankPieces = []
+        by_rank: RankPieces = []
         scalars: list[tuple[int, float]] = []
         for rank, snapshot in enumerate(self.snapshots):
             state = (snapshot.optimizer or {}).get(quantity.name)
             if state is not None and quantity.part in state.tensors:
-                held.append((rank, state.tensors[quantity.part]))
+                by_rank.append((rank, state.tensors[quantity.part]))
             elif state is not None and quantity.part in state.scalars:
                 scalars.append((rank, state.scalars[quantity.part]))
         if not scalars or expected.value.numel() != 1:
-            self._pieces(quantity, held, expected)
+            self._pieces(quantity, by_rank, expected)
             return
         for rank, number in scalars:
             actual = torch.tensor(number, dtype=expected.value.dtype).reshape(expected.value.shape)
@@ -123,12 +123,12 @@ class StateCheck:
         else:
             compare_tensor(self.tally, self.point, quantity, seen.value, expected)
 
-    def _pieces(self, quantity: Quantity, held: RankPieces, expected: Expected) -> None:
+    def _pieces(self, quantity: Quantity, by_rank: RankPieces, expected: Expected) -> None:
         """Compare a tensor that the ranks hold together: nothing missing, replicas equal, numbers within the bound."""
         if expected.value is None or not expected.value.numel():
             return
         self.tally.count()
-        whole = assemble(held, self.shapes[quantity.name])
+        whole = assemble(by_rank, self.shapes[quantity.name])
         if whole is None or not whole.complete:
             where = "" if whole is None else f" from element {whole.first_hole()} on"
             self._report(FailureKind.MISSING, quantity, (), f"is held by no rank{where}")
@@ -137,7 +137,7 @@ class StateCheck:
             sentence = f"differs between ranks {one} and {other}, first in element {position}"
             self._report(FailureKind.DISAGREED, quantity, (one, other), sentence)
         found = difference(whole.flat, expected.value, expected.bound)
-        ranks = tuple(rank for rank, pieces in held if not found.exceeded or _diverges(pieces, expected))
+        ranks = tuple(rank for rank, pieces in by_rank if not found.exceeded or _diverges(pieces, expected))
         self.tally.number(self.point, quantity, ranks, found, expected)
 
     def _report(self, kind: FailureKind, quantity: Quantity, ranks: tuple[int, ...], sentence: str) -> None:

@@ -23,7 +23,7 @@ from fsdp_testing.judging.judge import Judgement, Review, judge
 from fsdp_testing.judging.numbers import Numbers, compare_numbers
 from fsdp_testing.pool import Pool, WorldOutcome, default_pool
 from fsdp_testing.programs import rank_jobs
-from fsdp_testing.programs.fitting import as_observed, fitted
+from fsdp_testing.programs.fitting import as_observed, fitted, oracle_view
 from fsdp_testing.records import (
     LOSES_RANKS,
     Case,
@@ -34,7 +34,6 @@ from fsdp_testing.records import (
     RankObservation,
     Verdict,
     WorldSpec,
-    WrappingPlan,
 )
 from fsdp_testing.run import raise_unless_ok
 
@@ -228,10 +227,7 @@ class CaseRunner:
         return self._free_expectation(case, observe_all=observe_all)
 
     def _free_expectation(self, case: Case, *, observe_all: bool) -> Expectation:
-        # The oracle's free replay knows no strategy, wrapping or offload.
-        world, plan = WorldSpec(case.world.size), WrappingPlan()
-        view = replace(case, world=world, strategy="no_shard", wrapping=plan, cpu_offload=False)
-        key = f"{view.identity}/{observe_all}"
+        key = f"{oracle_view(case).identity}/{observe_all}"
         if key not in self._expectations:
             self._expectations[key] = self._ask_oracle(rank_jobs.expect_free, (case, observe_all), case)
             if len(self._expectations) > _ORACLE_CACHE:

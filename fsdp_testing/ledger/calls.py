@@ -14,20 +14,18 @@ _MOST_CALLS = 20_000
 _UNEVEN = ("all_to_all_single", "all_to_all")
 
 
-class Calls:
-    """Calls by what makes them different here; the signature and the text are made once for each."""
+# The signature and the text are made once for each call that is different here.
+_known: dict[tuple[Any, ...], Call] = {}
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], Call] = {}
 
-    def get(self, key: tuple[Any, ...], waits_for: int = WAITS_FOR_ALL) -> Call:
-        """Return the one `Call` for (operation, detail, dtype, shapes); `waits_for` as in `Call`."""
-        call = self._known.get((key, waits_for))
-        if call is None:
-            if len(self._known) >= _MOST_CALLS:
-                self._known.clear()
-            call = self._known[key, waits_for] = _make_call(key, waits_for)
-        return call
+def call_for(key: tuple[Any, ...], waits_for: int = WAITS_FOR_ALL) -> Call:
+    """Return the one `Call` for (operation, detail, dtype, shapes); `waits_for` as in `Call`."""
+    call = _known.get((key, waits_for))
+    if call is None:
+        if len(_known) >= _MOST_CALLS:
+            _known.clear()
+        call = _known[key, waits_for] = _make_call(key, waits_for)
+    return call
 
 
 def _make_call(key: tuple[Any, ...], waits_for: int) -> Call:
@@ -48,9 +46,6 @@ def _make_call(key: tuple[Any, ...], waits_for: int) -> Call:
         return Call((operation, detail, text, sizes[0]), f"{name} {text}{list(shapes)}", waits_for)
     shown = list(map(list, shapes)) if len(shapes) <= 4 else f"[{len(shapes)} tensors]"
     return Call((operation, detail, text, sizes), f"{name} {text}{shown}", waits_for)
-
-
-call_for = Calls().get
 
 
 # By number: hashing and comparing the compiled enum costs more than the rest of the record.

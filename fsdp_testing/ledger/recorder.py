@@ -39,13 +39,6 @@ Attempt = tuple[str, Any, tuple[Any, ...]]
 Listener = Callable[[GroupIdentity, Call, str], None]
 
 
-def _own_code() -> tuple[str, ...]:
-    """Starts of file names of code that issues collectives for others: torch, this package, what wraps calls."""
-    torch = importlib.util.find_spec("torch")
-    folders = [str(Path(__file__).parent), *((torch.submodule_search_locations if torch is not None else None) or ())]
-    return ("<frozen", "<string>", contextlib.__file__, *(f"{folder}/" for folder in folders))
-
-
 class Line:
     """The collectives of one group in one job, as this rank issues them.
 
@@ -83,7 +76,10 @@ class Recorder:
         self._is_own: dict[str, bool] = {}
         self._cross = memory.fence.cross
         self._deadlocks = deadlock.Deadlocks(memory, rank)
-        self._skipped = _own_code()
+        # Starts of file names of code that issues collectives for others: torch, this package, what wraps calls.
+        torch = importlib.util.find_spec("torch")
+        folders = [str(Path(__file__).parent), *((torch and torch.submodule_search_locations) or ())]
+        self._skipped = ("<frozen", "<string>", contextlib.__file__, *(f"{folder}/" for folder in folders))
         self._rare = threading.Lock()
         self.listener: Listener | None = None
 

@@ -91,13 +91,9 @@ class Pool:
                 "pool.world: expected the controlling process, got a rank of a world. Worlds cannot be nested: "
                 "use the rank's own world (fsdp_testing.current_world), or make groups with torch.distributed.new_group."
             )
-        missing = missing_system_calls()
-        if missing:
-            raise PoolBroken(
-                f"pool.world: expected a system on which ranks can be made (Linux), got {sys.platform} without "
-                f"{', '.join(missing)}. Run what needs ranks on Linux (a container or WSL 2 will do), or under torchrun; "
-                "all else works here."
-            )
+        refusal = platform_refusal()
+        if refusal is not None:
+            raise PoolBroken(f"pool.world: {refusal}")
         key = WorldKey(size, backend)
         with self._lock:
             if key in self._unavailable:
@@ -137,7 +133,6 @@ class Pool:
             world.leave()
 
     def forget(self, world: PooledWorld) -> None:
-        """Drop a closed world."""
         with self._lock, contextlib.suppress(ValueError):
             self._worlds.remove(world)
 
@@ -151,7 +146,6 @@ class Pool:
                 self._server.import_ahead(modules)
 
     def worlds(self) -> tuple[PooledWorld, ...]:
-        """Return the worlds that are open now."""
         with self._lock:
             return tuple(self._worlds)
 
@@ -176,6 +170,17 @@ class Pool:
 def missing_system_calls() -> tuple[str, ...]:
     """Return the names of what ranks are made with and this system does not have."""
     return tuple(f"{module.__name__}.{name}" for module, name in _NEEDED if not hasattr(module, name))
+
+
+def platform_refusal() -> str | None:
+    """Return why no rank can be made on this system; None where it can."""
+    missing = missing_system_calls()
+    if not missing:
+        return None
+    return (
+        f"expected Linux, where ranks are forked, got {sys.platform} without {', '.join(missing)}. Run what needs ranks on "
+        "Linux (a container or WSL 2 will do), or under torchrun; all else works here."
+    )
 
 
 def unavailable_reason(outcome: WorldOutcome) -> str:

@@ -24,10 +24,10 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NoReturn
 
 from fsdp_testing.pool import large_pages
+from fsdp_testing.pool.hygiene_process import children
 
 COMMAND = "from fsdp_testing.pool.forkserver import main; main"
 FORK = b"F"
@@ -249,7 +249,7 @@ class _ForkServer:
 
     def _kill_orphans(self) -> None:
         """End what ended ranks left behind in sessions of their own: it has become this process's child."""
-        for pid in _own_children():
+        for pid in children():
             if pid not in self._children:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
@@ -310,11 +310,3 @@ def _unheard() -> Iterator[None]:
         sys.stderr.flush()
         os.dup2(kept, 2)
         os.close(kept)
-
-
-def _own_children() -> list[int]:
-    try:
-        listing = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="ascii")
-        return [int(pid) for pid in listing.split()]
-    except (OSError, ValueError):
-        return []

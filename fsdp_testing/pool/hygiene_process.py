@@ -47,7 +47,8 @@ def _running(thread: threading.Thread) -> str:
     return f"thread {thread.name!r}{daemon} still runs {getattr(target, '__qualname__', repr(target))}"
 
 
-def _children() -> list[int]:
+def children() -> list[int]:
+    """Return the child processes of this one, those that ended and were not waited for included."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -133,7 +134,7 @@ def _remove_file(name: str) -> None:
 
 PROBES: tuple[Probe, ...] = (
     leftovers_probe("thread", threading.enumerate, _running, collect_first=True),
-    leftovers_probe("child process", _children, _child, _end),
+    leftovers_probe("child process", children, _child, _end),
     leftovers_probe("open file", _descriptors, _descriptor, collect_first=True),
     leftovers_probe(
         "temporary file",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from fsdp_testing.backends.devices import Share
 from fsdp_testing.pool.outcome import ErrorRecord
 from fsdp_testing.pool.targets import Target
 from fsdp_testing.records.dirt import Dirt
@@ -14,14 +15,13 @@ from fsdp_testing.records.dirt import Dirt
 class Bootstrap:
     """What a new rank needs to join its world.
 
-    `worker` of `workers` is the controller among those of one test session (pytest-xdist): they share the devices.
+    `share` is the controller's among those of one test session (pytest-xdist): they share the devices.
     """
 
     rank: int
     size: int
     backend: str
-    worker: int
-    workers: int
+    share: Share
     store_port: int
     environment: dict[str, str]
     sys_path: list[str]

@@ -124,7 +124,7 @@ class _Rank:
         import torch
 
         from fsdp_testing.backends import RankPlace, backend_named
-        from fsdp_testing.backends.devices import Share, devices_for
+        from fsdp_testing.backends.devices import devices_for
         from fsdp_testing.ledger import interception
         from fsdp_testing.ledger.recorder import Recorder
 
@@ -135,7 +135,7 @@ class _Rank:
         if reason is not None:
             raise BackendUnavailable(f"backend {boot.backend!r} cannot run a world of {boot.size} here: {reason}.")
         devices = backend.device_count() if backend.device_count is not None else 0
-        index = devices_for(boot.size, devices, Share(boot.worker, boot.workers))[boot.rank]
+        index = devices_for(boot.size, devices, boot.share)[boot.rank]
         place = RankPlace(boot.rank, boot.size, index)
         if backend.prepare is not None:
             backend.prepare(place)

@@ -76,7 +76,7 @@ class PooledWorld:
         processes: list[RankProcess] = []
         server = self._pool.server()
         with contextlib.ExitStack() as undo, listening_socket() as listener:
-            port = listener.getsockname()[1]
+            size, backend, port = self.key.size, self.key.backend, listener.getsockname()[1]
             for rank in range(count):
                 listen = listener.fileno() if rank == 0 and not self._single else None
                 process = RankProcess(server, rank, ledger_fd, listen)
@@ -84,28 +84,17 @@ class PooledWorld:
                 undo.callback(process.close)
                 undo.callback(process.kill)
                 process.channel.send(
-                    Bootstrap(
-                        rank=rank,
-                        size=self.key.size,
-                        backend=self.key.backend,
-                        worker=share.index,
-                        workers=share.count,
-                        store_port=port,
-                        coverage=self._pool.coverage,
-                        **settings,
-                    )
+                    Bootstrap(rank, size, backend, share, port, **settings, coverage=self._pool.coverage)
                 )
             undo.pop_all()
         return processes
 
     @property
     def whole(self) -> bool:
-        """Whether every rank is still there."""
         return bool(self._processes) and all(process.there for process in self._processes)
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process numbers of the ranks."""
         return tuple(process.pid for process in self._processes)
 
     def lend(self) -> PooledWorld:

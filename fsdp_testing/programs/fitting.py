@@ -1,4 +1,4 @@
-"""What is asked of this very implementation? The case in its own terms, and the comparison of what it can show.
+"""What is asked of this very implementation, and what of the oracle? The case in the terms of each.
 
 An engine that owns its step may clear gradients there, and may train in no dtype wider than float32: such a case is asked,
 of the engine and of the oracle alike, with gradients cleared after each step and in that dtype. Fitting twice is
@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.implementations.adapter import Adapter
-from fsdp_testing.records import Case, Operation, ZeroGrad
+from fsdp_testing.records import Case, Operation, WorldSpec, WrappingPlan, ZeroGrad
 
 _WIDEST = "float64"
 _CLEARED = ZeroGrad()
@@ -35,3 +35,9 @@ def _cleared(program: Sequence[Operation]) -> Iterator[Operation]:
 def as_observed(comparison: Comparison, adapter: Adapter) -> Comparison:
     """Return the comparison without what the adapter cannot show: gradients, where it gathers whole parameters."""
     return comparison if adapter.observes_gradients else replace(comparison, gradients=False)
+
+
+def oracle_view(case: Case) -> Case:
+    """Return what the oracle's free replay depends on; it knows no strategy, wrapping or offload."""
+    world = WorldSpec(case.world.size)
+    return replace(case, world=world, strategy="no_shard", wrapping=WrappingPlan(), cpu_offload=False)

@@ -47,7 +47,6 @@ class Attached:
         self._stderr = os.dup(2)
 
     def take(self, item: pytest.Item, request: WorldRequest) -> None:
-        """Have `item` run in this process."""
         item.stash[_REQUEST] = request
         self._items.append(item)
 

@@ -5,7 +5,6 @@ Called by the plugin's entry at the first need. The parts that are registered he
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,23 +12,12 @@ import pytest
 
 from fsdp_testing import env
 from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.pool.controller import missing_system_calls
+from fsdp_testing.pool.controller import platform_refusal
 from fsdp_testing.pytest_plugin.rank_debugger import debugged_rank
 from fsdp_testing.pytest_plugin.selection import defaults_of, refusal_to_draw, world_request
 
 if TYPE_CHECKING:
     from fsdp_testing.pytest_plugin.protocol import Protocol
-
-
-def platform_refusal() -> str | None:
-    """Return why no rank can be made on this platform; None where it can."""
-    missing = missing_system_calls()
-    if not missing:
-        return None
-    return (
-        f"expected Linux, where ranks are forked, got {sys.platform} without {', '.join(missing)}. "
-        "Run tests on ranks on Linux: in WSL, a container or CI."
-    )
 
 
 def validate(config: pytest.Config) -> None:

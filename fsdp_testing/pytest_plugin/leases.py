@@ -58,19 +58,17 @@ class Leases:
         known = self._informed.get(world)
         if known is not None:
             return None, known
-        directory = self._informed[world] = str(self.new_directory(f"world{world.key.size}-"))
+        directory = self._informed[world] = str(pytest_compat.new_directory(self._config, f"world{world.key.size}-"))
         if world.kept:
             world.before_leaving.append(self._end_session)
         return self._description(), directory
 
     def _description(self) -> bytes:
         if self._spec is None:
-            self._spec = pickle.dumps(session_spec(self._config, str(self.new_directory("empty-"))))
+            self._spec = pickle.dumps(
+                session_spec(self._config, str(pytest_compat.new_directory(self._config, "empty-")))
+            )
         return self._spec
-
-    def new_directory(self, prefix: str) -> Path:
-        """Make a directory in pytest's base for temporary files."""
-        return pytest_compat.new_directory(self._config, prefix)
 
     def note(self, world: PooledWorld, chain: list[Any], outcome: WorldOutcome) -> None:
         """Remember which nodes of `chain` have fixtures that live in `world` after a job."""

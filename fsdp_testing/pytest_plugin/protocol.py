@@ -36,17 +36,11 @@ class Protocol:
         self._unavailable: dict[tuple[str, int], str | None] = {}
         self._plain_chain: list[Any] = []
 
-    # ------------------------------------------------------------------ which items
-
     def take(self, item: pytest.Item, request: WorldRequest) -> None:
-        """Have `item` run on ranks."""
         item.stash[_REQUEST] = request
-
-    # ------------------------------------------------------------------ running
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-        """Run a marked item on its world."""
         request = item.stash.get(_REQUEST, None)
         if request is None:
             chain = item.listchain()
@@ -123,9 +117,7 @@ class Protocol:
         if self._debugged is None or self._debugged[0] >= request.size or request.backend == "fake":
             return None
         rank, terminal = self._debugged
-        return Debugging(rank, terminal, str(self.leases.new_directory("debug-") / "done"))
-
-    # ------------------------------------------------------------------ backends that cannot run here
+        return Debugging(rank, terminal, str(pytest_compat.new_directory(self.config, "debug-") / "done"))
 
     def _reason_not_to_run(self, request: WorldRequest) -> str | None:
         key = request.backend, request.size
@@ -145,8 +137,6 @@ class Protocol:
         path, line = location_of(item)
         skipped = Phase("setup", "skipped", 0.0, (path, line, f"Skipped: {text}"))
         return [skipped, Phase("teardown", "passed", 0.0)]
-
-    # ------------------------------------------------------------------ this process's own fixtures
 
     def _tear_down_here(self, item: pytest.Item, nextitem: pytest.Item | None, merged: list[Phase]) -> None:
         """End fixtures that ordinary tests before this one left alive in this process for ordinary tests after it."""
@@ -185,8 +175,6 @@ class Protocol:
         data = {"$report_type": "TestReport", **facts}
         made: pytest.TestReport = self.config.hook.pytest_report_from_serializable(config=self.config, data=data)
         return made
-
-    # ------------------------------------------------------------------ the end
 
     def pytest_sessionfinish(self) -> None:
         """Report what went wrong after the last test: it belongs to no test any more."""

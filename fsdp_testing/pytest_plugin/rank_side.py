@@ -53,8 +53,6 @@ class RankPlugin:
         self._runs += 1
         self._item = (item.name, self._runs)
 
-    # ------------------------------------------------------------------ what the controller receives
-
     def take_reports(self) -> tuple[tuple[Phase, ...], tuple[WarningRecord, ...], tuple[Dirt, ...]]:
         """Return everything since the last call."""
         taken = tuple(self._phases), tuple(self._warnings), tuple(self._dirt)
@@ -76,7 +74,6 @@ class RankPlugin:
         return max((i + 1 for i, node in enumerate(chain) if node in self._guards), default=0)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep a report."""
         plain = report.outcome == "passed" and not report.sections
         longrepr = None
         if not plain:
@@ -110,8 +107,6 @@ class RankPlugin:
                 )
             )
 
-    # ------------------------------------------------------------------ collection
-
     # First in both processes: the order of parameters is the order in the id, and plugins are registered differently.
     @pytest.hookimpl(tryfirst=True)
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
@@ -127,8 +122,6 @@ class RankPlugin:
         """Give a directory the same node each time: fixtures of a package live as long as its node."""
         made = yield
         return None if made is None else self._directories.setdefault((parent, path), made)
-
-    # ------------------------------------------------------------------ state
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_fixture_setup(self, fixturedef: Any, request: pytest.FixtureRequest) -> Generator[None, Any, Any]:

@@ -1,6 +1,7 @@
 """How does a new rank have a pytest session at once? The fork server makes one that every rank inherits.
 
-Starting pytest is about a third of what a test in new processes costs (CPU); a fork has it for nothing. What is made
+Starting pytest is about a third of what a test in new processes costs; a fork has it for nothing (eight tests on two new
+ranks each: 6.5 s of processor time with it, 7.3 s without; one test alone costs the same either way). What is made
 ahead holds pytest's own plugins alone: modules of the user (conftest files, plugins) are imported in the rank, since the
 fork server runs no code that might compute or start threads. A rank whose session is another one, or whose fork server
 could not make it, makes its own by the same function.

@@ -79,7 +79,6 @@ class Phase:
     wasxfail: str | None = None
 
     def fail(self, longrepr: dict[str, Any]) -> None:
-        """Become a failure."""
         self.outcome, self.longrepr = "failed", longrepr
 
 

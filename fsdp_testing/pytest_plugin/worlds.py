@@ -54,9 +54,7 @@ class BoundWorld:
     """A world of one size and backend, for any number of runs."""
 
     def __init__(self, worlds: Worlds, asked: WorldRequest) -> None:
-        self._session = worlds.session
-        self._leases = worlds.leases
-        self._running = worlds.running
+        self._worlds = worlds
         self._asked = asked
 
     def run(self, function: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> list[Any]:
@@ -75,16 +73,16 @@ class BoundWorld:
             UnsendableFunction: The function has no name that a rank could import.
         """
         __tracebackhide__ = True
-        attached: Any = self._session.config.pluginmanager.get_plugin(ATTACHED)
+        attached: Any = self._worlds.session.config.pluginmanager.get_plugin(ATTACHED)
         if attached is not None:
             return run_attached(attached.launch, function, (args, kwargs), self._asked.size, self._asked.backend)
         target = target_of(function)
-        collected = {str(item.path) for item in self._session.items}
+        collected = {str(item.path) for item in self._worlds.session.items}
         test_file = target.path if target.path in collected else ""
         arguments = dumps((args, kwargs))
-        world = self._leases.lend(self._asked)
+        world = self._worlds.leases.lend(self._asked)
         try:
-            spec, directory = self._leases.introduction(world)
+            spec, directory = self._worlds.leases.introduction(world)
             outcome = world.execute(
                 f"{IN_RANK}:call_function",
                 (spec, directory, test_file, target, arguments),
@@ -95,7 +93,7 @@ class BoundWorld:
             if outcome.ok and any(dirt for _, dirt in outcome.values):
                 world.distrust()
         finally:
-            self._leases.give_back(world)
+            self._worlds.leases.give_back(world)
         if not outcome.ok:
             raise RanksFailed(outcome.describe(), outcome)
         self._report_dirt(outcome)
@@ -105,6 +103,6 @@ class BoundWorld:
         text = "; ".join(left_behind((rank, dirt) for rank, (_, dirt) in enumerate(outcome.values)))
         if not text:
             return
-        if self._session.config.option.strict_hygiene:
+        if self._worlds.session.config.option.strict_hygiene:
             raise RanksFailed(f"the function left something behind (--strict-hygiene): {text}", outcome)
-        self._running().warn(WorldHygieneWarning(text))
+        self._worlds.running().warn(WorldHygieneWarning(text))

@@ -43,7 +43,7 @@ def options_of(node: Node) -> dict[str, Any]:
 
 
 class TreeGroup(nn.Module):
-    """Calls its nodes in order; how it is called itself is its caller's affair, as its node says."""
+    """Calls its nodes in order; how it is called itself, its caller reads from its node."""
 
     kept: torch.Tensor | None
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 
-for folder in map(str, (HERE / "campaign", HERE / "operations", HERE.parent / "quality" / "broken")):
+for folder in map(
+    str, (HERE / "campaign", HERE / "certificate", HERE / "operations", HERE.parent / "quality" / "broken")
+):
     if folder not in sys.path:
         sys.path.insert(0, folder)

@@ -31,8 +31,7 @@ from fsdp_testing.records.capabilities import CAPABILITIES
 
 _NOT_CLAIMED = frozenset(
     {
-        # One gradient per flat parameter and one reduction per unit, as behind every FSDP of this kind.
-        "unused_gradient_is_none",
+        # One gather and one reduction per unit, as behind every FSDP of this kind.
         "unused_parameters_differ",
         # Of state only the full form of the model is there yet.
         "sharded_state_dict",

@@ -65,7 +65,8 @@ def test_compressing_hooks_equal_a_low_reduce_dtype(lab, strategy, hook, dtype):
     model.register_comm_hook(LowPrecisionState(lab.world.group), hook)
     with lab.collectives() as seen:
         hooked = train(lab, model)
-    assert {call.tensor.dtype for call in seen if "gather" not in call.op} == {dtype}
+    reductions = [call for call in seen if "gather" not in call.op and call.unit != "order of units"]
+    assert {call.tensor.dtype for call in reductions} == {dtype}
     assert all(torch.equal(low[name], hooked[name]) for name in low)
     high = train(lab, lab.shard(make(), **options))
     assert any(not torch.equal(high[name], hooked[name]) for name in high)

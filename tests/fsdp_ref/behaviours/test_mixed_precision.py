@@ -288,3 +288,21 @@ def test_a_first_forward_in_inference_mode_leaves_buffers_that_can_be_changed(la
     (seen,) = model.buffers()
     assert seen.dtype == BF16
     assert torch.equal(seen, torch.full((2,), 2.0, dtype=BF16))
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize(
+    "strategy", [ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.FULL_SHARD], ids=lambda s: s.name
+)
+def test_data_assigned_between_forward_and_backward_is_not_rounded(lab, orig_path, strategy):
+    """A unit that stays unsharded shows no copy in low precision: what users make of it would come back rounded."""
+    model = lab.make(lab.Lin, dtype=torch.float32)
+    want = {name: p.detach() * 1.5 for name, p in model.named_parameters()}
+    policy = MixedPrecision(torch.bfloat16)
+    model = lab.shard(model, orig_path, sharding_strategy=strategy, mixed_precision=policy)
+    model(lab.batch().float()).sum()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    for p in model.parameters():
+        p.data = p.data * 1.5
+    model(lab.batch().float()).sum().backward()
+    lab.assert_same(lab.params(model), want, rtol=0.0, atol=0.0)

@@ -13,7 +13,6 @@ from torch import nn
 
 from fsdp_ref import CPUOffload, MixedPrecision
 from fsdp_ref import FullyShardedDataParallel as FSDP
-from fsdp_ref.access.user_changes import gather_early
 from fsdp_ref.annotations import units_under
 from fsdp_ref.comm.streams import Streams
 from fsdp_ref.runtime.reduction_settings import no_sync
@@ -110,7 +109,7 @@ def test_gathers_wait_for_what_changed_the_shard(sharded):
     streams.calls.clear()
     for param in model.parameters():
         param.data = torch.ones_like(param)
-    gather_early(unit)
+    unit.ask_early()
     assert streams.calls == ["gathers wait for compute"] * 2  # the copy of what was assigned; whatever came before
     unit.reshard(ReshardReason.OUT_OF_DATE)
 
@@ -126,7 +125,7 @@ def test_reductions_wait_and_kept_gradients_are_recorded(sharded):
     assert calls == [
         "reductions wait for compute",
         "reduction reads bfloat16[12] on compute",  # this backward's gradient
-        "reduction reads bfloat16[12] on post-backward",  # what no_sync kept
+        "reduction reads float32[12] on post-backward",  # what no_sync kept
         "compute waits for reductions",
     ]
 

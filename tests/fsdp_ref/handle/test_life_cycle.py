@@ -92,7 +92,7 @@ def test_states_and_memory(low):
             handle.start_unshard()
             handle.reshard()
             with pytest.raises(TransitionError, match="expected a move from SHARDED"):
-                handle._move_to(UnitState.UNSHARDED)
+                handle.life.move(UnitState.UNSHARDED, "")
 
 
 @pytest.mark.covers("CTOR-06", "CTOR-07", "CTOR-08", "CTOR-09", "CTOR-10", "B079")

@@ -11,6 +11,7 @@ from torch import nn
 from fsdp_ref import compat
 from fsdp_ref.annotations import units_under
 from fsdp_ref.states import UnitState
+from fsdp_ref.wrap import ModuleWrapPolicy
 
 
 def units(model):
@@ -142,3 +143,37 @@ def test_a_graph_is_inspected_without_a_trace(trial, api):
     assert kept.shape in {(6, 3), (3, 6)}
     assert [unit.state for unit in units(case.model)[1:]] == [UnitState.SHARDED] * 3
     out.sum().backward()
+
+
+@pytest.mark.world(2)
+def test_a_global_hook_that_raises_before_ours_leaves_open_calls_alone(trial):
+    """A unit that calls itself: torch runs the hook after forward for a call whose hook before it never ran."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(6, 6)
+            self.inner = True
+
+        def forward(self, x):
+            if not self.inner:
+                return self.lin(x)
+            self.inner = False
+            try:
+                return self(x)
+            except ValueError:
+                return self.lin(x)  # full parameters are still there
+            finally:
+                self.inner = True
+
+    def refuse(module, args):
+        if isinstance(module, Twice) and not module.inner:
+            raise ValueError("refused")
+
+    t = trial("composable", "FULL_SHARD", lambda: nn.Sequential(Twice()), policy=ModuleWrapPolicy({Twice}))
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(refuse)
+    try:
+        t.train(2)
+    finally:
+        handle.remove()
+    assert {unit.state for unit in units(t.model)} <= {UnitState.SHARDED, UnitState.UNSHARDED}

@@ -38,7 +38,7 @@ def test_ranks_are_refused_in_one_sentence(system: str, tmp_path: Path) -> None:
     ended = run(code, tmp_path)
     assert ended.stdout == "imported\n", ended.stderr
     last = ended.stderr.strip().splitlines()[-1]
-    assert last.startswith("fsdp_testing.errors.PoolBroken: pool.world: expected a system on which ranks can be made")
+    assert last.startswith("fsdp_testing.errors.PoolBroken: pool.world: expected Linux, where ranks are forked")
     assert "os.memfd_create" in last
     assert "Run what needs ranks on Linux" in last
 

@@ -1,0 +1,166 @@
+"""Why do cells fail? Each is followed to the simplest cell that fails alike; those few are looked at closely."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+from fsdp_testing.campaign.investigation import Investigated, Investigator
+from fsdp_testing.campaign.lane import CaseResult
+from fsdp_testing.certificate.axes import Cell
+from fsdp_testing.certificate.cases import case_of
+from fsdp_testing.certificate.certify import Certificate
+from fsdp_testing.certificate.cube import simpler
+from fsdp_testing.certificate.verdicts import FAILS, Mark
+from fsdp_testing.findings.known import KnownFailures
+from fsdp_testing.judging.batch_judge import CaseNote
+from fsdp_testing.records import RAISES, Case, FailureKind
+from fsdp_testing.strategies import legal_case, needs_of_case
+
+_NUMBERS = frozenset({FailureKind.DIVERGED, FailureKind.DISAGREED, FailureKind.MISSING})
+_SHRINK_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class CellCause:
+    """One cause, as far as is known.
+
+    Attributes:
+        cell: The simplest cell that shows it.
+        cells: How many of the cells that ran lead to it.
+        signature: What it looks like there.
+        reason: The first fact that differs.
+        case: The shortest case that shows it; if nobody had the time to shorten it, that of the cell.
+        shortened: Whether it was shortened.
+        known: Name of the known failure that it is; empty if it is none.
+        link: Where that is told.
+    """
+
+    cell: Cell
+    cells: int
+    signature: str
+    reason: str
+    case: Case
+    shortened: bool = False
+    known: str = ""
+    link: str = ""
+
+    @property
+    def schedule(self) -> tuple[str, ...]:
+        """Return the operations of its case, one line each."""
+        return tuple(o.text(place).removeprefix("operation ") for place, o in enumerate(self.case.program))
+
+
+class CauseFinder:
+    """Finds the causes of the cells that fail.
+
+    Args:
+        certificate: What ran.
+        known: Known failures of the implementation.
+        seconds: Time for it all; what is not reached is told as its simplest cell.
+    """
+
+    def __init__(self, certificate: Certificate, known: KnownFailures, seconds: float) -> None:
+        self._certificate = certificate
+        self._verdicts = certificate.verdicts
+        self._known = known
+        self._until = time.monotonic() + seconds
+        self._lane = certificate.lane()
+        self._besides: dict[Cell, Mark | None] = {}
+        self._simplest: dict[Cell, Cell] = {}
+        self.unexplained = 0
+
+    def find(self) -> list[CellCause]:
+        """Return the causes, the one of most cells first. `unexplained` has the cells for which there was no time."""
+        led: dict[Cell, int] = {}
+        # Simple cells first: others are followed to them.
+        for cell in sorted(self._verdicts.failing(), key=_simplicity):
+            end = self._follow(cell)
+            if end is None:
+                self.unexplained += 1
+            else:
+                led[end] = led.get(end, 0) + 1
+        found: dict[Hashable, CellCause] = {}
+        for cell, count in sorted(led.items(), key=lambda item: _simplicity(item[0])):
+            key, cause = self._looked_at(cell, count)
+            before = found.get(key)
+            found[key] = cause if before is None else replace(before, cells=before.cells + count)
+        return sorted(found.values(), key=lambda cause: -cause.cells)
+
+    def _follow(self, cell: Cell) -> Cell | None:
+        """Return the simplest cell to which this one leads; None if the time is up."""
+        path = [cell]
+        while path[-1] not in self._simplest:
+            nearer = [one for one in simpler(path[-1]) if self._certificate.runner.claimed(one)]
+            if not self._ask(nearer):
+                return None
+            mark = self._mark(path[-1])
+            after = next((one for one in nearer if _are_alike(mark, self._mark(one))), None)
+            if after is None:
+                self._simplest[path[-1]] = path[-1]
+            else:
+                path.append(after)
+        end = self._simplest[path[-1]]
+        self._simplest |= dict.fromkeys(path, end)
+        return end
+
+    def _ask(self, cells: Sequence[Cell]) -> bool:
+        """Run those of the cells that have not run; return whether there was time."""
+        asked = [one for one in cells if one not in self._verdicts.ran and one not in self._besides]
+        for size in sorted({one.size for one in asked}):
+            if time.monotonic() >= self._until:
+                return False
+            job = tuple(one for one in asked if one.size == size)
+            self._besides |= dict(self._certificate.runner.run(self._lane, job))
+        return True
+
+    def _mark(self, cell: Cell) -> Mark | None:
+        return self._verdicts.marks.get(cell) or self._besides.get(cell)
+
+    def _looked_at(self, cell: Cell, count: int) -> tuple[Hashable, CellCause]:
+        mark = self._mark(cell)
+        assert mark is not None
+        assert mark.signature is not None
+        capabilities = self._certificate.plan.implementation.capabilities
+        plain = CellCause(cell, count, str(mark.signature), mark.reason, case_of(cell, capabilities))
+        rule = self._known.recognize(mark.signature, plain.case)
+        left = self._until - time.monotonic()
+        if rule is not None or left <= 0:
+            return _told(plain, Investigated(mark.signature, known=rule))
+        investigator = Investigator(
+            self._certificate.plan.implementation.reference,
+            lambda case: legal_case(case, capabilities),
+            lambda case: needs_of_case(case) <= capabilities,
+            min(left, _SHRINK_SECONDS),
+        )
+        suspect = CaseResult(plain.case, CaseNote(0, "suspect", mark.reason, signature=mark.signature))
+        return _told(plain, investigator.investigate(self._lane, suspect, self._known))
+
+
+def _told(plain: CellCause, found: Investigated | None) -> tuple[Hashable, CellCause]:
+    """Return what makes a cause one, and the cause as it is told after a closer look."""
+    if found is None:
+        return plain.cell, plain
+    if found.discovery is not None:
+        one = found.discovery
+        plain = replace(plain, signature=str(one.signature), reason=one.reason, case=one.case, shortened=one.confirmed)
+    key: Hashable = found.discovery.key if found.discovery is not None else plain.cell
+    if found.known is not None:
+        key, plain = found.known.name, replace(plain, known=found.known.name, link=found.known.link)
+    return key, plain
+
+
+def _simplicity(cell: Cell) -> tuple[object, ...]:
+    return (len(cell.schedule), cell.size, cell)
+
+
+def _are_alike(one: Mark | None, other: Mark | None) -> bool:
+    if one is None or other is None or one.status != FAILS or other.status != FAILS:
+        return False
+    a, b = one.signature, other.signature
+    assert a is not None
+    assert b is not None
+    if a.kind in RAISES:
+        return (a.kind, a.quantity) == (b.kind, b.quantity)
+    return a.kind == b.kind or {a.kind, b.kind} <= _NUMBERS

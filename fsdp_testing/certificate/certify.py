@@ -1,0 +1,168 @@
+"""How is a certificate made? Batches of cells go to lanes; each cell is judged as any case is, and none is passed over."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fsdp_testing.campaign.lane import CaseResult, Lane, drive
+from fsdp_testing.certificate.axes import Cell
+from fsdp_testing.certificate.cases import case_of, needs_of
+from fsdp_testing.certificate.cube import Job, jobs
+from fsdp_testing.certificate.verdicts import FAILS, REFUSED, UNKNOWN, Mark, Verdicts
+from fsdp_testing.errors import PoolBroken
+from fsdp_testing.implementations.adapter import Adapter
+from fsdp_testing.pool import Pool
+from fsdp_testing.records import LOSES_RANKS, FailureKind
+
+_SAVE_SECONDS = 5.0
+_CONFIRMED_ALONE = 3
+"""So many cells that fail alike are run again alone; a death or a hang always is."""
+_TIMES_ALONE = {False: 1, True: 2}
+"""How often a cell is run again alone; a batch that was slow hangs in a cell that has nothing to do with it."""
+_REASON_LENGTH = 300
+
+Marked = list[tuple[Cell, Mark | None]]
+"""Cells that ran, each with why it does not hold; None if it holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be certified.
+
+    Attributes:
+        implementation: Loaded by name, so that ranks find it too.
+        state: Where it is kept what is known.
+        sample: Only about so many cells, spread over all faces; None for all.
+        shard: `(i, n)`: the i-th of n parts.
+        cells: Begin no cell any more when so many have run this time; None for no limit.
+        seconds: Begin no cell any more after so long; None for no limit.
+        lanes: Batches under way at a time.
+        deadline: Seconds that one cell may take.
+    """
+
+    implementation: Adapter
+    state: Path
+    sample: int | None = None
+    shard: tuple[int, int] = (1, 1)
+    cells: int | None = None
+    seconds: float | None = None
+    lanes: int = 2
+    deadline: float = 60.0
+
+
+class Certificate:
+    """One run of a certificate; whatever ends it, what it learned is on disk.
+
+    Args:
+        plan: What to do.
+        pool: Where worlds come from.
+    """
+
+    def __init__(self, plan: Plan, pool: Pool) -> None:
+        self.plan = plan
+        self.pool = pool
+        self.runner = CellRunner(plan.implementation)
+        subject = f"{plan.implementation.reference}, torch {torch.__version__}"
+        self.verdicts = Verdicts(jobs(self.runner.claimed, plan.sample, plan.shard), subject, plan.state)
+
+    def run(self, on_progress: Callable[[Verdicts], None] = lambda _: None) -> Verdicts:
+        """Run until all cells have run or a limit is reached; KeyboardInterrupt passes through after everything is saved.
+
+        Args:
+            on_progress: Called after every batch.
+        """
+        plan, verdicts = self.plan, self.verdicts
+        before, began, saved = verdicts.seconds, time.monotonic(), time.monotonic()
+        remaining, begun = verdicts.remaining(), 0
+        scratch = tempfile.mkdtemp(prefix="fsdp-certify-")
+
+        def next_job() -> Callable[[Lane], tuple[int, Marked]] | None:
+            nonlocal begun
+            enough = plan.cells is not None and begun >= plan.cells
+            late = plan.seconds is not None and time.monotonic() - began >= plan.seconds
+            number = None if enough or late else next(remaining, None)
+            if number is None:
+                return None
+            job = verdicts.jobs[number]
+            begun += len(job)
+            return lambda lane: (number, self.runner.run(lane, job))
+
+        def take(answer: tuple[int, Marked]) -> None:
+            nonlocal saved
+            verdicts.take(*answer)
+            verdicts.seconds = before + time.monotonic() - began
+            on_progress(verdicts)
+            if time.monotonic() - saved > _SAVE_SECONDS:
+                verdicts.save()
+                saved = time.monotonic()
+
+        lanes = [Lane(self.pool, plan.implementation, plan.deadline, scratch) for _ in range(plan.lanes)]
+        try:
+            drive(self.pool, lanes, next_job, take)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+            verdicts.save()
+        return verdicts
+
+    def lane(self) -> Lane:
+        """Return a lane to look closer at single cells."""
+        return Lane(self.pool, self.plan.implementation, self.plan.deadline)
+
+
+class CellRunner:
+    """Runs cells of one implementation, on any lane."""
+
+    def __init__(self, implementation: Adapter) -> None:
+        self._capabilities = implementation.capabilities
+        self._confirmed: Counter[object] = Counter()
+        self._lock = threading.Lock()
+
+    def claimed(self, cell: Cell) -> bool:
+        """Return whether the implementation may be asked a cell."""
+        return needs_of(cell) <= self._capabilities
+
+    def run(self, lane: Lane, job: Job) -> Marked:
+        """Run cells of one size and return what is known of each."""
+        cases = [case_of(cell, self._capabilities) for cell in job]
+        try:
+            results = lane.run(cases)
+        except PoolBroken as broken:
+            # Its judge was lost over one of the cells: that one alone is unknown.
+            if len(job) > 1:
+                return [marked for cell in job for marked in self.run(lane, (cell,))]
+            return [(job[0], Mark(UNKNOWN, str(broken)[:_REASON_LENGTH]))]
+        return [(cell, self._mark(lane, result)) for cell, result in zip(job, results)]
+
+    def _mark(self, lane: Lane, result: CaseResult) -> Mark | None:
+        note = result.note
+        if note.status in ("passed", "leaked"):
+            return None
+        if note.signature is None:
+            return Mark(REFUSED if note.status == "unsupported" else UNKNOWN, note.reason[:_REASON_LENGTH])
+        kind = note.signature.kind
+        if self._is_to_confirm(kind in LOSES_RANKS, note.signature):
+            try:
+                again = [lane.run([result.case])[0].note for _ in range(_TIMES_ALONE[kind == FailureKind.HUNG])]
+            except PoolBroken as broken:
+                return Mark(UNKNOWN, str(broken)[:_REASON_LENGTH])
+            if kind == FailureKind.HUNG and all(one.status == "passed" for one in again):
+                return None  # the time of the batch was up, on a busy machine
+            other = next((one for one in again if one.signature is None or one.signature.kind != kind), None)
+            if other is not None:
+                reason = f"different results: first {note.signature}, then, alone, {other.reason or 'it held'}"
+                return Mark(UNKNOWN, reason[:_REASON_LENGTH])
+        return Mark(FAILS, note.reason[:_REASON_LENGTH], tuple(map(str, note.signature)))
+
+    def _is_to_confirm(self, always: bool, looks: object) -> bool:
+        with self._lock:
+            self._confirmed[looks] += 1
+            return always or self._confirmed[looks] <= _CONFIRMED_ALONE

@@ -1,0 +1,54 @@
+"""Where in the cube of small cases does it fail? One square for each world and face, shaded by what happens there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from markupsafe import Markup
+
+from fsdp_testing.report.drawings.svg import WIDTH, Drawing
+
+LEFT = 210
+ROW = 16
+HEAD = 40
+SHADES = ("fails", "unknown", "refused", "holds")
+"""Statuses by how much they matter: a square has the class of the first that occurs in it."""
+
+
+def cube_picture(
+    faces: Mapping[str, Mapping[str, Mapping[str, int]]], rows: Sequence[str], worlds: Sequence[str]
+) -> Markup:
+    """Return the drawing.
+
+    Args:
+        faces: World -> face -> status -> number of cells.
+        rows: Faces, from top to bottom.
+        worlds: Strategy and mesh, from left to right; those of one strategy in a row.
+    """
+    drawing = Drawing(HEAD + ROW * len(rows), "Which cells hold and which fail, by strategy and mesh")
+    width = (WIDTH - LEFT) / max(len(worlds), 1)
+    strategies = [world.split(" ")[0] for world in worlds]
+    for place, world in enumerate(worlds):
+        x = LEFT + width * place
+        if place == 0 or strategies[place] != strategies[place - 1]:
+            drawing.label_in(x, 14, width * strategies.count(strategies[place]), strategies[place], "strong")
+            drawing.line("grid", (x - 1, 0), (x - 1, HEAD + ROW * len(rows)))
+        drawing.text(x + width / 2, 32, world.split(" ")[1], "soft", "middle")
+    for number, face in enumerate(rows):
+        y = HEAD + ROW * number
+        drawing.text(0, y + 12, face)
+        for place, world in enumerate(worlds):
+            _square(drawing, (LEFT + width * place, y), width, (world, face), faces.get(world, {}).get(face, {}))
+    return drawing.markup()
+
+
+def _square(
+    drawing: Drawing, corner: tuple[float, float], width: float, names: tuple[str, str], counts: Mapping[str, int]
+) -> None:
+    ran = sum(counts.values())
+    if not ran:
+        return
+    shade = next(status for status in SHADES if counts.get(status))
+    part = shade if counts[shade] == ran or shade == "holds" else f"{shade} some"
+    said = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
+    drawing.box(f"cell {part}", *corner, (width - 2, ROW - 2), f"{names[0]}, {names[1]}: {said}")

@@ -1,0 +1,152 @@
+"""Cells on ranks: sound implementations hold; of each planted fault exactly its face fails; a bad cell costs itself only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from fsdp_testing.campaign.lane import Lane
+from fsdp_testing.certificate.axes import CLEARING, EVERY_RANK, WORLDS, Cell, in_cube
+from fsdp_testing.certificate.causes import CauseFinder
+from fsdp_testing.certificate.certify import CellRunner, Certificate, Marked, Plan
+from fsdp_testing.certificate.cube import representative
+from fsdp_testing.certificate.verdicts import FAILS, HOLDS, UNKNOWN, Verdicts
+from fsdp_testing.errors import PoolBroken
+from fsdp_testing.findings.known import KnownFailures
+from fsdp_testing.implementations import registry
+from fsdp_testing.pool import default_pool
+
+STRATEGIES = ("full_shard", "hybrid_shard")
+REST = ("root", "plain")
+
+
+def face(*, first: tuple[str, ...], clearing: tuple[str, ...] = ("to none",), skipping: int = EVERY_RANK) -> list[Cell]:
+    """Cells on every mesh of two strategies, all else plain."""
+    made = [
+        Cell(strategy, mesh, *REST, one, one, skipping, clear, "float64")
+        for strategy, one, clear in product(STRATEGIES, first, clearing)
+        for mesh in WORLDS[strategy]
+    ]
+    return [cell for cell in made if in_cube(cell)]
+
+
+def marked(name: str, cells: list[Cell], deadline: float = 60.0) -> Marked:
+    runner, lane = CellRunner(registry.load(name)), Lane(default_pool(), name, deadline)
+    assert all(map(runner.claimed, cells))
+    sizes = sorted({cell.size for cell in cells})
+    return [one for size in sizes for one in runner.run(lane, tuple(c for c in cells if c.size == size))]
+
+
+def failing(name: str, cells: list[Cell]) -> set[str]:
+    found = marked(name, cells)
+    assert all(mark is None or mark.status == FAILS for _, mark in found), found
+    return {cell.name for cell, mark in found if mark is not None}
+
+
+FAULTS: dict[str, tuple[list[Cell], Callable[[Cell], bool]]] = {
+    "ALONE": (
+        face(first=("S", "NS", "SNS")),
+        lambda cell: cell.strategy == "hybrid_shard" and cell.mesh.endswith("x1") and "N" in cell.first,
+    ),
+    "FACTOR": (face(first=("S", "NS")), lambda cell: cell.mesh == "2x2"),
+    "UNUSED": (face(first=("NS", "Ns", "nS", "Ss")), lambda cell: cell.first == "Ns"),
+    "ZEROS": (face(first=("S",), clearing=tuple(CLEARING)), lambda cell: cell.clearing == "to zeros"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_of_a_planted_fault_exactly_its_face_fails(name: str):
+    cells, broken = FAULTS[name]
+    expected = {cell.name for cell in cells if broken(cell)}
+    assert 0 < len(expected) < len(cells)
+    assert failing(f"small_faults:{name}", cells) == expected
+
+
+def test_without_a_fault_all_of_these_hold():
+    cells = list(dict.fromkeys(cell for cells, _ in FAULTS.values() for cell in cells))
+    assert failing("small_faults:UNBROKEN", cells) == set()
+
+
+def test_a_cell_that_dies_costs_itself_only():
+    cells = [c for c in face(first=("S",), clearing=tuple(CLEARING)) if c.size == 3]
+    found = dict(marked("small_faults:DIES", cells))
+    for cell, mark in found.items():
+        assert (mark is not None and mark.looks[0] == "died") == (cell.clearing == "to zeros"), (cell, mark)
+
+
+def test_a_death_that_does_not_repeat_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    default_pool().close()  # ranks take over the environment when they are made
+    (tmp_path / "certificate-dies-once").touch()
+    cells = [c for c in face(first=("S",)) if c.size == 2]
+    found = [mark for _, mark in marked("small_faults:ONCE", cells)]
+    default_pool().close()
+    assert [mark.status for mark in found if mark is not None] == [UNKNOWN]
+    assert "alone, it held" in next(mark.reason for mark in found if mark is not None)
+
+
+def test_a_lost_judge_leaves_the_cells_unknown_that_lose_it(monkeypatch: pytest.MonkeyPatch):
+    cells = [c for c in face(first=("S", "NS")) if c.size == 2]
+    bad = cells[3]
+    run = Lane.run
+
+    def losing(lane: Lane, cases, *arguments, **options):
+        if any(case.strategy == bad.strategy and case.program[0].no_sync == ("N" in bad.first) for case in cases):
+            raise PoolBroken("the judge of a batch was lost")
+        return run(lane, cases, *arguments, **options)
+
+    monkeypatch.setattr(Lane, "run", losing)
+    lost = {cell for cell, mark in marked("small_faults:UNBROKEN", cells) if mark is not None}
+    assert lost == {cell for cell in cells if (cell.strategy, cell.first) == (bad.strategy, bad.first)}
+
+
+# ----------------------------------------------------------------------------------------------- symmetry
+
+
+@pytest.mark.parametrize(("name", "agree"), [("UNBROKEN", True), ("UNUSED", True), ("FIRST_RANK_DECIDES", False)])
+def test_which_rank_alone_leaves_a_part_out_makes_no_difference_unless_it_does(name: str, agree: bool, tmp_path: Path):
+    last = [representative(cell) for cell in face(first=("s", "Ns"), skipping=0)]
+    first = [replace(cell, skipping=0) for cell in last]
+    found = dict(marked(f"small_faults:{name}", last + first))
+    verdicts = Verdicts([tuple(last), tuple(first)], name, tmp_path)
+    verdicts.take(0, [(cell, found[cell]) for cell in last])
+    verdicts.take(1, [(cell, found[cell]) for cell in first])
+    assert len(verdicts.symmetric_pairs()) == len(last)
+    assert (not verdicts.unequal_pairs()) == agree, verdicts.unequal_pairs()
+
+
+# ----------------------------------------------------------------------------------------------- whole runs
+
+
+def certificate(name: str, state: Path, **plan: int) -> Certificate:
+    return Certificate(Plan(registry.load(f"small_faults:{name}"), state, lanes=1, **plan), default_pool())  # type: ignore[arg-type]  # numbers only
+
+
+def test_a_run_goes_on_where_it_stopped(tmp_path: Path):
+    whole = certificate("UNBROKEN", tmp_path / "whole", sample=48).run()
+    assert whole.counts()[HOLDS] == len(whole.ran) == 48
+    parts = certificate("UNBROKEN", tmp_path / "parts", sample=48, cells=1).run()
+    begun = set(parts.ran)
+    assert 0 < len(begun) < 48
+    seen: list[int] = []
+    later = certificate("UNBROKEN", tmp_path / "parts", sample=48)
+    assert later.verdicts.ran == begun
+    assert later.run(lambda found: seen.append(len(found.ran))).ran == whole.ran
+    assert seen[0] > len(begun)
+
+
+def test_one_cause_is_told_once_with_its_simplest_cell_and_shortest_schedule(tmp_path: Path):
+    made = certificate("ALONE", tmp_path, sample=100)
+    failed = made.run().failing()
+    assert len(failed) > 5
+    assert all(cell.mesh.endswith("x1") and "N" in cell.first.upper() for cell in failed)
+    (cause,) = CauseFinder(made, KnownFailures(), 600.0).find()
+    assert cause.cells == len(failed)
+    assert CauseFinder(made, KnownFailures(), 1e-9).find() == []
+    assert (cause.cell.strategy, cause.cell.mesh, cause.cell.first) == ("hybrid_shard", "1x1", "NS")
+    assert [line.partition("(")[0] for line in cause.schedule] == ["0 forward_backward", "1 forward_backward"]
+    assert cause.shortened

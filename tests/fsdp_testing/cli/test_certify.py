@@ -1,0 +1,83 @@
+"""`fsdp-verify certify` end to end: exit codes, files, going on, parts, bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fsdp_testing.cli.main import main
+
+TESTS = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _faults_are_importable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in (TESTS / "fsdp_testing" / "certificate", TESTS / "quality" / "broken"):
+        monkeypatch.syspath_prepend(str(folder))
+
+
+def certify(*arguments: str) -> int:
+    return main(["certify", *arguments, "--jobs", "1"])
+
+
+def test_a_sound_implementation_ends_with_0_and_says_what_was_not_asked(tmp_path: Path, capsys):
+    name = "small_faults:UNBROKEN"
+    assert certify(name, "--sample", "30", "--html", "page", "--json", "all.json") == 0
+    said = capsys.readouterr().out
+    assert "30 of 30 cells hold" in said
+    assert "are not claimed" in said
+    assert "need shard_grad_op" in said
+    found = json.loads((tmp_path / "all.json").read_text())
+    assert found["format"] == "fsdp_testing/certificate"
+    assert found["statuses"] == {"holds": 30, "fails": 0, "refused": 0, "unknown": 0}
+    page = (tmp_path / "page" / "index.html").read_text()
+    assert 'class="cell holds"' in page
+    assert 'class="cell fails' not in page
+
+
+def test_a_fault_ends_with_1_and_is_drawn_told_and_replayed(tmp_path: Path, capsys):
+    assert (
+        certify("small_faults:ZEROS", "--sample", "30", "--explain", "600", "--html", "page", "--json", "all.json") == 1
+    )
+    said = " ".join(capsys.readouterr().out.split())
+    found = json.loads((tmp_path / "all.json").read_text())
+    assert f"{found['statuses']['holds']} of 30 cells hold; {found['statuses']['fails']} fail" in said
+    assert all("/to zeros/" in name for name in found["failing"])
+    (cause,) = found["causes"]
+    assert cause["cell"]["mesh"] == "1"
+    kinds = [operation["kind"] for operation in cause["case"]["program"]]
+    assert kinds[-3:-1] == ["zero_grad", "forward_backward"]
+    assert "zero_grad(set_to_none=False)" in said
+    assert 'class="cell fails' in (tmp_path / "page" / "index.html").read_text()
+    case = tmp_path / "case.json"
+    case.write_text(json.dumps({"format": "fsdp_testing/case", "version": 1, **cause["case"]}))
+    assert main(["replay", str(case), "--implementation", "small_faults:ZEROS"]) == 1
+
+
+def test_limits_and_parts(tmp_path: Path, capsys):
+    name = "small_faults:UNBROKEN"
+    assert certify(name, "--sample", "30", "--cells", "1", "--state", "s") == 0
+    assert "have not run yet" in capsys.readouterr().out
+    assert certify(name, "--sample", "30", "--state", "s") == 0
+    said = capsys.readouterr().out
+    assert "30 of 30 cells hold" in said
+    assert "cells ran in earlier runs" in said
+    assert certify(name, "--sample", "30", "--shard", "2/3") == 0
+    assert "10 of 10 cells hold" in capsys.readouterr().out
+    assert (tmp_path / ".fsdp-certificate" / "small_faults_UNBROKEN-sample-30-shard-2-of-3").is_dir()
+    assert certify(name, "--sample", "31", "--state", "s") == 2
+    assert "Give another --state directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", ["0/2", "3/2", "1", "a/b"])
+def test_a_part_that_is_none_is_bad_usage(part: str, capsys):
+    assert certify("toy:UNBROKEN", "--shard", part) == 2
+    assert "expected I/N" in capsys.readouterr().err
+
+
+def test_nothing_claimed_is_no_success(capsys):
+    assert certify("small_faults:CLAIMS_NOTHING") == 3
+    assert "0 of 0 cells hold" in capsys.readouterr().out
