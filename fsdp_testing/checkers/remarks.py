@@ -31,11 +31,6 @@ class RemarkedObservation(RankObservation):
 
     remarks: tuple[Remark, ...] = ()
 
-    @classmethod
-    def of(cls, seen: RankObservation, remarks: Sequence[Remark]) -> RemarkedObservation:
-        """Return what was seen, with the remarks."""
-        return cls(seen.rank, seen.results, seen.snapshots, seen.error, seen.seconds, tuple(remarks))
-
 
 def review(case: Case, ranks: Sequence[RankObservation], _expectation: Expectation) -> Finding | None:
     """Return the earliest remark of any rank as a finding."""

@@ -58,7 +58,7 @@ def ddp(module: nn.Module, setup: Setup) -> nn.Module:
     if precision == Precision():
         return torch_ddp.wrap(module, setup)
     inner = module if precision.param_dtype is None else LowPrecision(module, precision.param_dtype)
-    model = torch_ddp.wrap(inner, setup)
+    model = torch_ddp.wrap(inner, replace(setup, precision=Precision()))
     if precision.on_the_wire is not None and isinstance(model, DistributedDataParallel):
         # DDP reads annotations, and wants types where postponed ones are text: a lambda has none.
         model.register_comm_hook(precision.on_the_wire, lambda wire, bucket: _reduce_in(wire, bucket))  # noqa: PLW0108 - see above

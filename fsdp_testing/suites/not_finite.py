@@ -63,7 +63,7 @@ def run_poisoned(
                 return Failed(replace(seen, error=program.record(raised)))
             found += [Remark(len(case.program), _QUANTITY, f"by the {norm_type}-norm: {text}") for text in said]
         adapter.finish(program.model)
-    return RemarkedObservation.of(seen, found)
+    return seen.extended(RemarkedObservation, remarks=tuple(found))
 
 
 Gradients = list[tuple[bool, torch.Tensor]]

@@ -73,7 +73,7 @@ def run_hooked_parameters(
         wrong = _not_the_reduced(adapter, program, seen) if accumulated else _not_the_own(case, rank, seen)
         found = list(wrong)
         adapter.finish(program.model)
-    return RemarkedObservation.of(observed, found)
+    return observed.extended(RemarkedObservation, remarks=tuple(found))
 
 
 def _not_the_reduced(adapter: Adapter, program: RankProgram, seen: Seen) -> Iterator[Remark]:
