@@ -49,7 +49,6 @@ def fully_shard(
     device_id: int | str | torch.device | None = None,
     param_init_fn: Callable[[nn.Module], None] | None = None,
     sync_module_states: bool = False,
-    backward_prefetch: Any = BackwardPrefetch.BACKWARD_PRE,
     forward_prefetch: bool = False,
     backward_prefetch: Any = BackwardPrefetch.BACKWARD_PRE,
     device_mesh: Any = None,
@@ -68,7 +67,6 @@ def fully_shard(
         device_id: the device of computation. Default: where the parameters are.
         param_init_fn: initializes modules that are on the meta device.
         sync_module_states: start from rank 0's parameters and buffers.
-        backward_prefetch: when backward gathers the next unit; None: not ahead.
         forward_prefetch: gather the next unit in forward, in the order of the first iteration.
         backward_prefetch: when backward gathers the next unit; None: not ahead.
         device_mesh: instead of ``process_group``.
@@ -97,7 +95,6 @@ def fully_shard(
         param_init_fn=param_init_fn,
         device_id=device_id,
         sync_module_states=sync_module_states,
-        backward_prefetch=backward_prefetch,
         forward_prefetch=forward_prefetch,
         backward_prefetch=backward_prefetch,
         use_orig_params=True,
