@@ -253,8 +253,7 @@ class ToyAdapter:
         return model.full_parameters(writeback=writeback)
 
     def zero_grad(self, model: Toy, optimizer: torch.optim.Optimizer | None, set_to_none: bool) -> None:
-        if optimizer is not None:
-            optimizer.zero_grad(set_to_none)
+        (optimizer or model).zero_grad(set_to_none)
         model.clear_sums(set_to_none)
 
     def local_pieces(self, model: Toy) -> dict[str, tuple[Piece, ...]]:
