@@ -12,10 +12,9 @@ from fsdp_testing.certificate.causes import CauseFinder, CellCause
 from fsdp_testing.certificate.cube import blocks, stands_for
 from fsdp_testing.certificate.verdicts import FAILS, HOLDS, REFUSED, UNKNOWN, Verdicts
 from fsdp_testing.implementations.adapter import Adapter
-from fsdp_testing.records.document import encode, to_json
+from fsdp_testing.records.document import Format
 
-FORMAT = "fsdp_testing/certificate"
-VERSION = 1
+FORMAT = Format("fsdp_testing/certificate", 1)
 STATUSES = (HOLDS, FAILS, REFUSED, UNKNOWN)
 
 
@@ -102,7 +101,7 @@ class Summary:
 
     def to_json(self) -> str:
         """Return it as a JSON document; each cause with its case."""
-        return to_json({"format": FORMAT, "version": VERSION, **encode(self)}, indent=1)
+        return FORMAT.write(self, indent=1)
 
 
 def summary_of(verdicts: Verdicts, adapter: Adapter, finder: CauseFinder, environment: Mapping[str, str]) -> Summary:

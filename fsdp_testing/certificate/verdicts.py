@@ -15,11 +15,10 @@ from fsdp_testing.certificate.cube import Job, digest, representative
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.judging.signature import Signature
 from fsdp_testing.records import FailureKind
-from fsdp_testing.records.document import check_format, decode, encode, load_json, to_json
+from fsdp_testing.records.document import Format, decode
 from fsdp_testing.report.files import write_atomically
 
-STATE_FORMAT = "fsdp_testing/certificate_state"
-STATE_VERSION = 1
+FORMAT = Format("fsdp_testing/certificate_state", 1)
 
 HOLDS, FAILS, REFUSED, UNKNOWN = "holds", "fails", "refused", "unknown"
 """What may be said of a cell that ran; `refused`: the implementation says itself that it does not support it."""
@@ -86,9 +85,7 @@ class Verdicts:
 
     def _load(self) -> None:
         where = str(self._file)
-        data = load_json(self._file.read_text(encoding="utf-8"), where)
-        check_format(data, STATE_FORMAT, STATE_VERSION, where)
-        state = decode(_State, {k: v for k, v in data.items() if k not in ("format", "version")}, where)
+        state = decode(_State, FORMAT.read(self._file.read_text(encoding="utf-8"), where), where)
         if state.subject != self._subject:
             raise InvalidRecord(
                 f"{where}.subject: expected {self._subject!r}, got {state.subject!r}. "
@@ -96,10 +93,12 @@ class Verdicts:
             )
         if any(not 0 <= number < len(self.jobs) for number in state.done):
             raise InvalidRecord(f"{where}.done: expected numbers below {len(self.jobs)}, got others. Remove the file.")
-        marks = {Cell.named(name): mark for name, mark in state.marks.items()}
+        unknown = sorted(set(state.marks) - {cell.name for job in self.jobs for cell in job})
+        if unknown:
+            raise InvalidRecord(f"{where}.marks: expected names of cells, got {unknown}. Remove the file.")
         self.seconds = state.seconds
         for number in state.done:
-            known = [(cell, marks.get(cell)) for cell in self.jobs[number]]
+            known = [(cell, state.marks.get(cell.name)) for cell in self.jobs[number]]
             if not any(mark is not None and mark.status == UNKNOWN for _, mark in known):
                 self.take(number, known)  # what was unknown is asked again
 
@@ -107,8 +106,7 @@ class Verdicts:
         """Write what is known."""
         marks = {cell.name: mark for cell, mark in self.marks.items()}
         state = _State(self._subject, tuple(sorted(self._done)), marks, self.seconds)
-        document = {"format": STATE_FORMAT, "version": STATE_VERSION, **encode(state)}
-        write_atomically(self._file, to_json(document), option="--state")
+        write_atomically(self._file, FORMAT.write(state), option="--state")
 
     def remaining(self) -> Iterator[int]:
         """Yield the numbers of the jobs that have not run."""
