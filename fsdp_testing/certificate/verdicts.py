@@ -93,10 +93,12 @@ class Verdicts:
             )
         if any(not 0 <= number < len(self.jobs) for number in state.done):
             raise InvalidRecord(f"{where}.done: expected numbers below {len(self.jobs)}, got others. Remove the file.")
-        marks = {Cell.named(name): mark for name, mark in state.marks.items()}
+        unknown = sorted(set(state.marks) - {cell.name for job in self.jobs for cell in job})
+        if unknown:
+            raise InvalidRecord(f"{where}.marks: expected names of cells, got {unknown}. Remove the file.")
         self.seconds = state.seconds
         for number in state.done:
-            known = [(cell, marks.get(cell)) for cell in self.jobs[number]]
+            known = [(cell, state.marks.get(cell.name)) for cell in self.jobs[number]]
             if not any(mark is not None and mark.status == UNKNOWN for _, mark in known):
                 self.take(number, known)  # what was unknown is asked again
 
