@@ -49,7 +49,7 @@ def test_a_fault_ends_with_1_and_is_drawn_told_and_replayed(tmp_path: Path, caps
     (cause,) = found["causes"]
     assert cause["cell"]["mesh"] == "1"
     kinds = [operation["kind"] for operation in cause["case"]["program"]]
-    assert kinds == ["forward_backward", "zero_grad", "forward_backward"]
+    assert kinds == ["forward_backward", "zero_grad"]
     assert "zero_grad(set_to_none=False)" in said
     assert 'class="cell fails' in (tmp_path / "page" / "index.html").read_text()
     case = tmp_path / "case.json"
