@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_ref.env import Switches
 from fsdp_ref.errors import ExecutionOrderError
 from fsdp_ref.runtime.wire_order import _KEPT, GATHER, REDUCE, WireOrder
 from fsdp_ref.wrap import ModuleWrapPolicy
@@ -97,7 +98,7 @@ def test_the_first_difference_is_named(world):
     """Whatever the lengths; and units outside of the group do not count."""
 
     class Unit:
-        config = SimpleNamespace(groups=SimpleNamespace(shard=dist.group.WORLD, replicate=None))
+        config = SimpleNamespace(groups=SimpleNamespace(shard=dist.group.WORLD, replicate=None), switches=Switches())
         handle = 1
 
         def __init__(self, name):
