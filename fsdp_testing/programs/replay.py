@@ -197,10 +197,14 @@ class Replay:
         if parameter.grad is None:
             parameter.grad = reduced.mean.clone()
         else:
+            # Replicated gradients (a shard group of one is that too) may be reduced with what was accumulated before, in
+            # the dtype on the wire; and each use of a part may be added there on its own, zeros or not.
+            replicated = self.case.strategy == "no_shard" or self.case.world.mesh_shape[-1] == 1
+            uses, computed = models.most_uses(self.case), self.compute[fqn].dtype
+            if replicated and uses > 1 and computed != parameter.dtype:
+                error = error + roundings(uses, (computed,), size)
+                why += f"; {uses} uses added up in {computed} or where the gradient is stored"
             if bool(parameter.grad.any()):
-                # Replicated gradients (a shard group of one is that too) may be reduced with what was accumulated
-                # before, in the dtype on the wire.
-                replicated = self.case.strategy == "no_shard" or self.case.world.mesh_shape[-1] == 1
                 dtypes = (parameter.dtype, wire) if replicated else (parameter.dtype,)
                 error = error + roundings(3 + 2 * later, dtypes, parameter.grad.abs() + size)
                 why += "; added to an earlier gradient, in either order"

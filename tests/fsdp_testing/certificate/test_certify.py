@@ -71,6 +71,14 @@ def test_without_a_fault_all_of_these_hold():
     assert failing("small_faults:UNBROKEN", cells) == set()
 
 
+@pytest.mark.parametrize("clearing", ["to zeros", "not at all"])
+def test_uses_that_are_added_where_the_gradient_is_stored_are_no_failure(clearing: str):
+    """FSDP1 on one rank adds up the two uses of a part in float32 once there is a gradient, else in bfloat16."""
+    reduced = "bfloat16, reduced in float32"
+    cell = Cell("full_shard", "1", "root and two nested", "called twice", "S", "S", EVERY_RANK, clearing, reduced)
+    assert marked("torch-fsdp1", [cell]) == [(cell, None)]
+
+
 def test_a_cell_that_dies_costs_itself_only():
     cells = [c for c in face(first=("S",), clearing=tuple(CLEARING)) if c.size == 3]
     found = dict(marked("small_faults:DIES", cells))
