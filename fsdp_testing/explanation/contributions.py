@@ -99,7 +99,7 @@ def contributions(
             wanted = {fqn: expected[fqn] for fqn in fqns}
             if everything is not None:
                 found = _decoded(columns, wanted, everything)
-                if found is not None:
+                if found is not None and _any_wrong(found):
                     return Contributions(found, fqns, _uses(terms, fqns))
             parts = [(number, _decoded(columns, wanted, one)) for number, one in by_rank]
             if parts and all(found is not None for _, found in parts):
@@ -112,9 +112,13 @@ def _first_wrong(
 ) -> Contributions | None:
     """What the first rank with wrong weights has, with the other ranks that have the same."""
     for _, found in parts:
-        if found is not None and any(weight.got != weight.due for weight in found):
+        if found is not None and _any_wrong(found):
             return Contributions(found, fqns, uses, tuple(number for number, other in parts if other == found))
     return None
+
+
+def _any_wrong(weights: Iterable[Weight]) -> bool:
+    return any(weight.got != weight.due for weight in weights)
 
 
 def _uses(terms: Iterable[GradientTerm], fqns: Iterable[str]) -> int:

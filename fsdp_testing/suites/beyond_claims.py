@@ -98,8 +98,8 @@ def probe(runner: CaseRunner, adapter: Adapter, capability: str) -> Probed:
             one = replace(check, strategies=(strategy,))
             found = _probed(capability, judge_check(runner, asked, one, where, stop_at_first=True))
             worst = min(worst, found, key=lambda probed: _ORDER.index(probed.limit))
-            if found.limit in (Limit.SILENT, Limit.OPEN):
-                return worst  # nothing is worse, and what cannot be asked once cannot be asked at all
+            if found.limit is Limit.SILENT:
+                return worst  # nothing is worse
     return worst
 
 

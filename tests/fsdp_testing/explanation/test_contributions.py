@@ -118,6 +118,7 @@ def test_one_use_of_several_is_named() -> None:
 
 
 def test_nothing_is_said_where_it_is_not_certain() -> None:
+    assert asked(*(observed(rank, total(SOUND)) for rank in (0, 1))) is None
     noise = numbers(7)
     assert asked(observed(0, noise), observed(1, noise)) is None
     # No small fraction of a term, and a fraction with something besides.
