@@ -92,6 +92,23 @@ def _most_uses(nodes: Iterable[Mapping[str, Any]]) -> int:
     return max(uses.values(), default=1)
 
 
+def uses_of(case: Case, fqn: str) -> int:
+    """Return how often a forward pass may use one parameter; for a model of the zoo, any of its parameters."""
+    if case.model.tree is None:
+        return most_uses(case)
+    return _uses_of(case.model.tree["nodes"], fqn.split("."))
+
+
+def _uses_of(nodes: Iterable[Mapping[str, Any]], path: list[str]) -> int:
+    uses = 1
+    for node in nodes:
+        if node["kind"] == "again":
+            uses *= 2 if get(node, "of") == path[0] else 1
+        elif node["kind"] == "group" and node["name"] == path[0]:
+            uses *= get(node, "calls") * _uses_of(get(node, "nodes"), path[1:])
+    return uses
+
+
 def make_inputs(case: Case, batch: Batch, rank: int, dtype: torch.dtype | None = None) -> Inputs:
     """Make the inputs of `rank`, in the model's own dtype unless another one is given."""
     rank = 0 if batch.alike else rank

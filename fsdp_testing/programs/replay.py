@@ -200,7 +200,7 @@ class Replay:
             # Replicated gradients (a shard group of one is that too) may be reduced with what was accumulated before, in
             # the dtype on the wire; and each use of a part may be added there on its own, zeros or not.
             replicated = self.case.strategy == "no_shard" or self.case.world.mesh_shape[-1] == 1
-            uses, computed = models.most_uses(self.case), self.compute[fqn].dtype
+            uses, computed = models.uses_of(self.case, fqn), self.compute[fqn].dtype
             if replicated and uses > 1 and computed != parameter.dtype:
                 error = error + roundings(uses, (computed,), size)
                 why += f"; {uses} uses added up in {computed} or where the gradient is stored"

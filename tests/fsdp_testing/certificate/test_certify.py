@@ -11,6 +11,7 @@ import pytest
 
 from fsdp_testing.campaign.lane import Lane
 from fsdp_testing.certificate.axes import CLEARING, EVERY_RANK, WORLDS, Cell, in_cube
+from fsdp_testing.certificate.cases import case_of
 from fsdp_testing.certificate.causes import CauseFinder
 from fsdp_testing.certificate.certify import CellRunner, Certificate, Marked, Plan
 from fsdp_testing.certificate.cube import representative
@@ -19,6 +20,8 @@ from fsdp_testing.errors import PoolBroken
 from fsdp_testing.findings.known import KnownFailures
 from fsdp_testing.implementations import registry
 from fsdp_testing.pool import default_pool
+from fsdp_testing.programs.models import uses_of
+from fsdp_testing.records import CAPABILITIES
 
 STRATEGIES = ("full_shard", "hybrid_shard")
 REST = ("root", "plain")
@@ -77,6 +80,17 @@ def test_uses_that_are_added_where_the_gradient_is_stored_are_no_failure(clearin
     reduced = "bfloat16, reduced in float32"
     cell = Cell("full_shard", "1", "root and two nested", "called twice", "S", "S", EVERY_RANK, clearing, reduced)
     assert marked("torch-fsdp1", [cell]) == [(cell, None)]
+
+
+def test_only_a_part_that_is_used_twice_has_more_room():
+    def uses(trait: str) -> dict[str, int]:
+        cell = Cell("no_shard", "2", *("root", trait), "S", "S", EVERY_RANK, "to zeros", "bfloat16, reduced in float32")
+        case = case_of(cell, frozenset(CAPABILITIES))
+        return {fqn: uses_of(case, fqn) for fqn in ("first.w.weight", "outer.w.weight", "outer.inner.w.weight")}
+
+    assert uses("plain") == dict.fromkeys(uses("plain"), 1)
+    assert uses("called twice") == {"first.w.weight": 1, "outer.w.weight": 1, "outer.inner.w.weight": 2}
+    assert uses("under two names") == {"first.w.weight": 2, "outer.w.weight": 1, "outer.inner.w.weight": 1}
 
 
 def test_a_cell_that_dies_costs_itself_only():
