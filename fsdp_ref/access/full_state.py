@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fsdp_ref.access.summon import SummonOptions, summon
 from fsdp_ref.annotations import owners_of, unit_of
 from fsdp_ref.compat import RunningCall
+from fsdp_ref.config import FullStateDictConfig
 from fsdp_ref.errors import UnsupportedError
 from fsdp_ref.naming import FSDP_WRAPPED_MODULE, clean_tensor_name, join_fqn
 from fsdp_ref.runtime.root import close_ended
@@ -104,6 +105,8 @@ def _enter(module: nn.Module, *, writeback: bool) -> None:
     ):  # units were made children first, and the outermost decides which is the root
         if unit.handle is None or (unit.open_state is not None and not unit.open_state.collecting.ended()):
             continue
+        if unit.state_dict_settings.state_dict_config != FullStateDictConfig():
+            not_yet(str(unit.state_dict_settings.state_dict_config))()
         close_ended(unit)
         if unit.state is UnitState.SUMMONED:
             continue  # the user has summoned it, and says when edits are kept
