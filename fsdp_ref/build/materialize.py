@@ -146,7 +146,7 @@ def _check_places(units: Sequence[ResolvedUnit], touched: set[nn.Module], ignore
     wanted: dict[nn.Module, set[str]] = {module: set() for module in touched}
     for site in (site for each in units for managed in each.planned.params for site in managed.sites):
         wanted.get(site.module, set()).add(site.name)
-    changed = {}
+    changed: dict[str, None] = {}
     for module, names in wanted.items():
         found = {name for name, p in module._parameters.items() if p is not None and p not in ignored.params}
         changed |= {f"{type(module).__name__}.{name}": None for name in names ^ found}

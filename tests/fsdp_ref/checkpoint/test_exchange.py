@@ -13,7 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_ref import FullyShardedDataParallel, ShardingStrategy, StateDictType, fully_shard, set_state_dict_type
+from fsdp_ref import (
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+    set_state_dict_type,
+)
 from fsdp_ref.wrap import ModuleWrapPolicy
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
@@ -97,6 +104,7 @@ def save(folder, *, back):
 
     for path in OURS:
         dcp.save({"model": ours(path, 0).state_dict()}, checkpoint_id=f"{folder}/{path}")
+    dcp.async_save({"model": ours("flat", 0).state_dict()}, checkpoint_id=f"{folder}/async").result()
     for kind in ("fsdp1", "fsdp2") if not back else ():
         dcp.save({"model": get_model_state_dict(theirs(kind, 0))}, checkpoint_id=f"{folder}/{kind}")
     if back:
@@ -122,6 +130,7 @@ def load_all(folder, name):
     for source in (*OURS, "fsdp1", "fsdp2"):
         path = {"fsdp1": "wrapper", "fsdp2": "flat"}.get(source, OURS[OURS.index(source) - 1] if source in OURS else "")
         load(f"{folder}/{source}", ours(path, nested=source != "wrapper"))
+    load(f"{folder}/async", ours("wrapper"))
     load(f"{folder}/flat", ours("composable", strategy=ShardingStrategy.NO_SHARD))
     load(f"{folder}/wrapper", ours("wrapper", strategy=ShardingStrategy.SHARD_GRAD_OP))
     save(name, back=None)
@@ -187,3 +196,22 @@ def test_functions_of_torch_on_our_models(world, path):
         set_model_state_dict(model, state, options=from_first)
     if path != "flat":
         assert_seed(full(model), 0)
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("SD-01", "SD-03", "SD-18")
+@pytest.mark.parametrize("path", OURS)
+def test_safetensors(world, path, tmp_path):
+    tensors = pytest.importorskip("safetensors.torch", reason="an optional extra for tests")
+    source = ours(path, 0, FULL)
+    set_state_dict_type(source, FULL, FullStateDictConfig(offload_to_cpu=True, rank0_only=True))
+    state, file = source.state_dict(), f"{tmp_path}/{world.rank}"
+    if world.rank == 0:
+        tensors.save_file(state, file)
+        assert_seed(tensors.load_file(file), 0)
+        plain(1).load_state_dict(tensors.load_file(file))
+    model = ours(path, 1, FULL)
+    tensors.save_model(model, file)
+    model = ours(path, 2, FULL)
+    tensors.load_model(model, file)
+    assert_seed(model.state_dict(), 1)
