@@ -1,6 +1,6 @@
 """The reference as two implementations: `fsdp_ref-wrapper` and `fsdp_ref-composable`, one code path under both.
 
-They claim whatever the reference does; a check that needs what it does not do yet (sharded and optimizer state) is not
+They claim whatever the reference does; a check that needs what it does not do yet (sharded state of the model) is not
 claimed.
 """
 
@@ -33,10 +33,9 @@ _NOT_CLAIMED = frozenset(
     {
         # One gather and one reduction per unit, as behind every FSDP of this kind.
         "unused_parameters_differ",
-        # Of state only the full form of the model is there yet.
+        # Of the model's state only the full form is there yet.
         "sharded_state_dict",
         "local_state_dict",
-        "optim_state",
         # FSDP's API has no word for these.
         "explicit_unshard",
         "error_if_nonfinite",
@@ -110,6 +109,16 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
     model.load_state_dict(dict(state))
 
 
+def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
+    """Return `optim_state_dict` (the same for both paths). Collectives: gathers; every rank calls."""
+    return fsdp_ref.optim_state_dict(model, optimizer)
+
+
+def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Every rank gives the complete state and takes its part of it."""
+    fsdp_ref.optim_state_dict_to_load(model, optimizer, dict(state), load_directly=True)
+
+
 def division(setup: Setup) -> Division:
     """Two factors near the square root of the number of ranks, around the sum."""
     factors = DivideFactors.for_world(setup.world_size)
@@ -177,6 +186,8 @@ def _implementation(name: str, apply: Apply, without: frozenset[str] = frozenset
         register_comm_hook=fsdp_ref.register_comm_hook,
         full_state_dict=full_state_dict,
         load_full_state_dict=load_full_state_dict,
+        full_optimizer_state=full_optimizer_state,
+        load_full_optimizer_state=load_full_optimizer_state,
         units=units,
         trace_units=trace_units,
         gathered_bytes=gathered_bytes,
