@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from fsdp_ref.annotations import unit_of
-from fsdp_ref.checkpoint import settings
+from fsdp_ref.checkpoint import optim_state, settings
 from fsdp_ref.config import (
     BackwardPrefetch,
     CPUOffload,
@@ -20,25 +20,8 @@ from fsdp_ref.config import (
     StateDictConfig,
     StateDictType,
 )
-from fsdp_ref.errors import UnsupportedError
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.states import TrainingState
-
-
-def _not_yet(name: str) -> Callable[..., NoReturn]:
-    """Return a stand-in for part of the surface that is not there yet.
-
-    Raises (when called):
-        UnsupportedError: always.
-    """
-
-    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise UnsupportedError(
-            f"{name}: expected one of the features that fsdp_ref has, got one that is not there yet. Copy the optimizer's "
-            "state inside summon_full_params."
-        )
-
-    return refuse
 
 
 def _setting(read: Callable[[Any], Any], doc: str) -> Any:
@@ -90,11 +73,11 @@ class UnitAttributes:
     set_state_dict_type = staticmethod(settings.set_state_dict_type)
     get_state_dict_type = staticmethod(settings.get_state_dict_type)
     state_dict_type = staticmethod(settings.state_dict_type)
-    optim_state_dict = staticmethod(_not_yet("optim_state_dict"))
-    optim_state_dict_to_load = staticmethod(_not_yet("optim_state_dict_to_load"))
-    full_optim_state_dict = staticmethod(_not_yet("full_optim_state_dict"))
-    sharded_optim_state_dict = staticmethod(_not_yet("sharded_optim_state_dict"))
-    shard_full_optim_state_dict = staticmethod(_not_yet("shard_full_optim_state_dict"))
-    flatten_sharded_optim_state_dict = staticmethod(_not_yet("flatten_sharded_optim_state_dict"))
-    scatter_full_optim_state_dict = staticmethod(_not_yet("scatter_full_optim_state_dict"))
-    rekey_optim_state_dict = staticmethod(_not_yet("rekey_optim_state_dict"))
+    optim_state_dict = staticmethod(optim_state.optim_state_dict)
+    optim_state_dict_to_load = staticmethod(optim_state.optim_state_dict_to_load)
+    full_optim_state_dict = staticmethod(optim_state.full_optim_state_dict)
+    sharded_optim_state_dict = staticmethod(optim_state.sharded_optim_state_dict)
+    shard_full_optim_state_dict = staticmethod(optim_state.shard_full_optim_state_dict)
+    flatten_sharded_optim_state_dict = staticmethod(optim_state.flatten_sharded_optim_state_dict)
+    scatter_full_optim_state_dict = staticmethod(optim_state.scatter_full_optim_state_dict)
+    rekey_optim_state_dict = staticmethod(optim_state.rekey_optim_state_dict)

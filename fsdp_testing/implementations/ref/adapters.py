@@ -1,6 +1,6 @@
 """The reference as two implementations: `fsdp_ref-wrapper` and `fsdp_ref-composable`, one code path under both.
 
-They claim whatever the reference does; a check that needs what it does not do yet (optimizer state) is not claimed.
+They claim whatever the reference does.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ _NOT_CLAIMED = frozenset(
     {
         # One gather and one reduction per unit, as behind every FSDP of this kind.
         "unused_parameters_differ",
-        # Of state only that of the model is there yet.
-        "optim_state",
         # FSDP's API has no word for these.
         "explicit_unshard",
         "error_if_nonfinite",
@@ -120,6 +118,16 @@ def load_in(form: StateDictType, model: nn.Module, state: Mapping[str, Any]) -> 
         model.load_state_dict(dict(state))
 
 
+def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
+    """Return `optim_state_dict` (the same for both paths). Collectives: gathers; every rank calls."""
+    return fsdp_ref.optim_state_dict(model, optimizer)
+
+
+def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Every rank gives the complete state and takes its part of it."""
+    fsdp_ref.optim_state_dict_to_load(model, optimizer, dict(state), load_directly=True)
+
+
 def division(setup: Setup) -> Division:
     """Two factors near the square root of the number of ranks, around the sum."""
     factors = DivideFactors.for_world(setup.world_size)
@@ -191,6 +199,8 @@ def _implementation(name: str, apply: Apply, without: frozenset[str] = frozenset
         load_sharded_state_dict=partial(load_in, StateDictType.SHARDED_STATE_DICT),
         local_state_dict=partial(state_in, StateDictType.LOCAL_STATE_DICT),
         load_local_state_dict=partial(load_in, StateDictType.LOCAL_STATE_DICT),
+        full_optimizer_state=full_optimizer_state,
+        load_full_optimizer_state=load_full_optimizer_state,
         units=units,
         trace_units=trace_units,
         gathered_bytes=gathered_bytes,
