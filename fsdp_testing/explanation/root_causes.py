@@ -10,25 +10,30 @@ it is enough that the program holds the schedule.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from fsdp_testing.checkers import gathered_state
 from fsdp_testing.checkers.comparison import Comparison
+from fsdp_testing.checkers.gathered_state import GatheredState
 from fsdp_testing.checkers.lifecycle import unsharded_before
 from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.explanation.casts import other_cast
 from fsdp_testing.explanation.hypotheses import Hypothesis, WrongNumbers, contradict
+from fsdp_testing.explanation.modules import first_wrong_module
 from fsdp_testing.explanation.rendering import clause, render
 from fsdp_testing.explanation.shortest import Budget, shorten, with_schedule
 from fsdp_testing.implementations import registry
 from fsdp_testing.judging.case_runner import ORDINARY, CaseRunner, RunMode
+from fsdp_testing.judging.numbers import compare_numbers
 from fsdp_testing.judging.signature import FineSignature, Signature, fine_signature_of, signature_of
 from fsdp_testing.programs import rank_jobs
 from fsdp_testing.programs.fitting import as_observed
 from fsdp_testing.programs.gradient_terms import GradientTerm
+from fsdp_testing.programs.module_values import WatchedObservation
 from fsdp_testing.records import (
     LOSES_RANKS,
     RAISES,
@@ -166,7 +171,8 @@ def cause_of(runner: CaseRunner, implementation: str, case: Case) -> str:
         return ""
     explainer = _Explainer(runner, implementation, Budget(0.0), False)
     like = explainer.hypothesis(finding, how, None)
-    return explainer.cast(finding, how) if like is None else clause(finding.case, like, {})
+    happened = explainer.cast(finding, how) if like is None else clause(finding.case, like, {})
+    return "; ".join(filter(None, (happened, explainer.module(finding, how))))
 
 
 @dataclass(slots=True)
@@ -238,6 +244,7 @@ class _Explainer:
             runs=budget.runs,
             seconds=budget.seconds,
             complete=short.complete,
+            place="" if self._budget.exhausted else self.module(short.finding, place.how),
             portrait=portrait_of(traced) if traced is not None and self._draw else None,
         )
         return self._cause(short.finding, explanation, causes, like)
@@ -282,16 +289,32 @@ class _Explainer:
             return ""
         with suppress(HarnessError):  # an oracle that cannot run a variant leaves the failure without a cause
             ranks = self._runner.observe(self._name, finding.case, observe_all=True)
-            adopted = gathered_state.states(ranks)
-
-            def oracle(case: Case) -> Expectation:
-                expected: Expectation = self._runner.on_ranks(
-                    rank_jobs.expect_lockstep, case, self._name, adopted, size=1
-                )[0]
-                return expected
-
+            oracle = partial(self._lockstep, adopted=gathered_state.states(ranks))
             return other_cast(finding.case, ranks, as_observed(how.comparison, registry.adapter_of(self._name)), oracle)
         return ""
+
+    def module(self, finding: Finding, how: How) -> str:
+        """Which module is the first whose numbers are wrong; empty if that is not seen, or not with modules watched."""
+        if finding.kind not in WRONG_NUMBERS or how.mode != ORDINARY:
+            return ""
+        with suppress(HarnessError):  # what cannot be watched is explained without it
+            case, watched = finding.case, RunMode(job=rank_jobs.run_watched)
+            seen = self._runner.judge(self._name, case, how.comparison, closely=True, mode=watched)
+            ranks = [one for one in seen.ranks if isinstance(one, WatchedObservation)]
+            same = seen.finding is not None and signature_of(seen.finding) == signature_of(finding)
+            if not same or len(ranks) < case.world.size:
+                return ""
+            adopted = gathered_state.states(ranks) if how.comparison.lockstep else None
+            expected = self._runner.on_ranks(rank_jobs.expect_modules, case, self._name, adopted, size=1)[0]
+            truth = self._oracle(case) if adopted is None else self._lockstep(case, adopted)
+            comparison = as_observed(how.comparison, registry.adapter_of(self._name))
+            wrong = compare_numbers(case, truth, ranks, comparison).tally.divergences
+            return first_wrong_module(case, finding.operation, expected, [one.modules or {} for one in ranks], wrong)
+        return ""
+
+    def _lockstep(self, case: Case, adopted: Mapping[int, GatheredState]) -> Expectation:
+        expected: Expectation = self._runner.on_ranks(rank_jobs.expect_lockstep, case, self._name, adopted, size=1)[0]
+        return expected
 
     def _traced(self, finding: Finding) -> Trace | None:
         claimed = "unit_trace" in registry.adapter_of(self._name).capabilities

@@ -1,0 +1,104 @@
+"""Which module is the first whose numbers are wrong? What each computes with and gives, in the order in which it arises.
+
+The parameters of each call, its outputs, and the gradients of these are compared with those of one process, and where all of
+them are right, what the operation left: gradients of parameters, or what a step made of them. Said is only what was seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fsdp_testing.checkers.divergence import Divergence
+from fsdp_testing.checkers.explain import ranks_text
+from fsdp_testing.checkers.quantities import Expected
+from fsdp_testing.checkers.tensors import Difference, difference
+from fsdp_testing.programs.module_values import GRADIENT, OUTPUT, PARAMETER, Seen, Values
+from fsdp_testing.records import Case
+
+STATE = {"gradient": "the gradient of its {}", "value": "its {}", "buffer": "its buffer {}"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Wrong:
+    """The first tensor of any call that is wrong, with the ranks on which it is."""
+
+    seen: Seen
+    ranks: tuple[int, ...]
+    by: Difference
+
+
+def first_wrong_module(
+    case: Case, last: int, expected: Mapping[Seen, Expected], ranks: Sequence[Values], wrong: Sequence[Divergence]
+) -> str:
+    """Return a sentence about the first module whose numbers are wrong; empty if the modules show none.
+
+    Args:
+        case: A case that diverges.
+        last: Operation after which it does.
+        expected: What every call of a module gives in one process, in order.
+        ranks: What it gave on each rank.
+        wrong: What diverges after the operation.
+    """
+    calls = {seen: one for seen, one in expected.items() if seen.operation <= last}
+    compared = [(seen, found) for seen, one in calls.items() if (found := _compared(ranks, seen, one)) is not None]
+    if not any(seen.what == OUTPUT for seen, _ in compared):
+        return ""
+    off = [(seen, found) for seen, found in compared if found.exceeded]
+    if off:
+        # Ranks compute side by side: first is what is first on any of them.
+        order = {seen: place for rank in range(len(ranks)) for place, seen in enumerate(s for s in calls if s.rank == rank)}
+        seen, found = min(off, key=lambda one: (one[0].operation, order[one[0]], one[0].rank))
+        alike = tuple(sorted(other.rank for other, _ in off if other._replace(rank=0) == seen._replace(rank=0)))
+        return _of_call(case, _Wrong(seen, alike, found))
+    backward = any(seen.what == GRADIENT and seen.operation == last for seen, _ in compared)
+    return _of_state(case, last, calls, wrong, backward=backward)
+
+
+def _compared(ranks: Sequence[Values], seen: Seen, one: Expected) -> Difference | None:
+    """How far a tensor is from one process; None where a rank did not show it, or in another form."""
+    got = ranks[seen.rank].get(seen)
+    value = one.value
+    if got is None or value is None or got.shape != value.shape or got.dtype != value.dtype:
+        return None
+    return difference(got, value, one.bound)
+
+
+def _of_call(case: Case, wrong: _Wrong) -> str:
+    seen, by = wrong.seen, wrong.by
+    where = f"on {ranks_text(wrong.ranks)} in operation {seen.operation}, {case.program[seen.operation].words()}"
+    size = f"(element {by.position}: got {by.actual:.6g}, expected {by.expected:.6g})"
+    name = module_text(seen.module)
+    if seen.what == PARAMETER:
+        return f"{name} is the first module that computes with wrong numbers: its {seen.part} {where} {size}"
+    if seen.what == OUTPUT:
+        return f"{name} is the first module whose output is wrong, {where} {size}; its parameters are right"
+    return f"every output is right; the gradient of the output of {name} is the first that is wrong, {where} {size}"
+
+
+def _of_state(case: Case, last: int, calls: Mapping[Seen, Expected], wrong: Sequence[Divergence], *, backward: bool) -> str:
+    """What is wrong although every call of every module was right."""
+    sorts = {divergence.quantity.sort.split(" ")[0] for divergence in wrong}
+    sort = next((one for one in ("gradient", "value", "optimizer", "buffer") if one in sorts), "")
+    found = [divergence for divergence in wrong if divergence.quantity.sort.startswith(sort)]
+    if not sort or "output" in sorts or "total_norm" in sorts or last >= len(case.program):
+        return ""
+    # Gradients come into being from the last module to the first.
+    called = {f"{seen.module}.{seen.part}".lstrip("."): place for place, seen in enumerate(calls) if seen.what == PARAMETER}
+    first = max(found, key=lambda one: called.get(one.quantity.fqn, -1)) if sort == "gradient" else found[0]
+    module, _, part = first.quantity.fqn.rpartition(".")
+    what = STATE.get(sort, f"the optimizer's {first.quantity.part} of its {{}}").format(part)
+    right = "its output and the gradient of its output are right" if backward else "its output is right"
+    if not any(seen.operation == last for seen in calls):
+        right = "all that it computed is right"
+    others = len({divergence.quantity.fqn for divergence in found}) - 1
+    more = f" (and so are those of {others} more)" if others and sort == "gradient" else ""
+    ranks = first.ranks or (() if first.quantity.rank < 0 else (first.quantity.rank,))
+    where = f" on {ranks_text(ranks)}" if ranks else ""
+    verb = "was" if sort == "buffer" else "is"
+    return f"{module_text(module)}: {right}, {what} {verb} wrong{where}{more}"
+
+
+def module_text(module: str) -> str:
+    """Return a module in words; the model itself has no name."""
+    return f"`{module}`" if module else "the model itself"
