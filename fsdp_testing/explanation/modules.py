@@ -9,12 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from fsdp_testing.checkers.divergence import Divergence
 from fsdp_testing.checkers.explain import ranks_text
 from fsdp_testing.checkers.quantities import Expected
 from fsdp_testing.checkers.tensors import Difference, difference
-from fsdp_testing.programs.module_values import GRADIENT, OUTPUT, PARAMETER, Seen, Values
+from fsdp_testing.programs.module_values import GRADIENT, OUTPUT, PARAMETER, Seen
 from fsdp_testing.records import Case
+
+Shown = Mapping[Seen, torch.Tensor]
+"""What a rank shows of the calls of its modules."""
 
 STATE = {"gradient": "the gradient of its {}", "value": "its {}", "buffer": "its buffer {}"}
 
@@ -29,7 +34,7 @@ class _Wrong:
 
 
 def first_wrong_module(
-    case: Case, last: int, expected: Mapping[Seen, Expected], ranks: Sequence[Values], wrong: Sequence[Divergence]
+    case: Case, last: int, expected: Mapping[Seen, Expected], ranks: Sequence[Shown], wrong: Sequence[Divergence]
 ) -> str:
     """Return a sentence about the first module whose numbers are wrong; empty if the modules show none.
 
@@ -47,15 +52,17 @@ def first_wrong_module(
     off = [(seen, found) for seen, found in compared if found.exceeded]
     if off:
         # Ranks compute side by side: first is what is first on any of them.
-        order = {seen: place for rank in range(len(ranks)) for place, seen in enumerate(s for s in calls if s.rank == rank)}
+        order = {
+            seen: place for rank in range(len(ranks)) for place, seen in enumerate(s for s in calls if s.rank == rank)
+        }
         seen, found = min(off, key=lambda one: (one[0].operation, order[one[0]], one[0].rank))
         alike = tuple(sorted(other.rank for other, _ in off if other._replace(rank=0) == seen._replace(rank=0)))
-        return _of_call(case, _Wrong(seen, alike, found))
-    backward = any(seen.what == GRADIENT and seen.operation == last for seen, _ in compared)
-    return _of_state(case, last, calls, wrong, backward=backward)
+        computes_with = {one.part for one, _ in compared if one[:5] == seen[:5] and one.what == PARAMETER}
+        return _of_call(case, _Wrong(seen, alike, found), "; its parameters are right" if computes_with else "")
+    return _of_state(case, last, [seen for seen, _ in compared], wrong)
 
 
-def _compared(ranks: Sequence[Values], seen: Seen, one: Expected) -> Difference | None:
+def _compared(ranks: Sequence[Shown], seen: Seen, one: Expected) -> Difference | None:
     """How far a tensor is from one process; None where a rank did not show it, or in another form."""
     got = ranks[seen.rank].get(seen)
     value = one.value
@@ -64,7 +71,7 @@ def _compared(ranks: Sequence[Values], seen: Seen, one: Expected) -> Difference 
     return difference(got, value, one.bound)
 
 
-def _of_call(case: Case, wrong: _Wrong) -> str:
+def _of_call(case: Case, wrong: _Wrong, computes_with: str) -> str:
     seen, by = wrong.seen, wrong.by
     where = f"on {ranks_text(wrong.ranks)} in operation {seen.operation}, {case.program[seen.operation].words()}"
     size = f"(element {by.position}: got {by.actual:.6g}, expected {by.expected:.6g})"
@@ -72,31 +79,46 @@ def _of_call(case: Case, wrong: _Wrong) -> str:
     if seen.what == PARAMETER:
         return f"{name} is the first module that computes with wrong numbers: its {seen.part} {where} {size}"
     if seen.what == OUTPUT:
-        return f"{name} is the first module whose output is wrong, {where} {size}; its parameters are right"
+        return f"{name} is the first module whose output is wrong, {where} {size}{computes_with}"
     return f"every output is right; the gradient of the output of {name} is the first that is wrong, {where} {size}"
 
 
-def _of_state(case: Case, last: int, calls: Mapping[Seen, Expected], wrong: Sequence[Divergence], *, backward: bool) -> str:
-    """What is wrong although every call of every module was right."""
-    sorts = {divergence.quantity.sort.split(" ")[0] for divergence in wrong}
+def _of_state(case: Case, last: int, right: Sequence[Seen], wrong: Sequence[Divergence]) -> str:
+    """What is wrong although every call of every module was right.
+
+    Args:
+        case: The case.
+        last: The operation after which it is.
+        right: What was compared, in order.
+        wrong: What diverges after the operation.
+    """
+    sorts = {divergence.quantity.kind for divergence in wrong}
     sort = next((one for one in ("gradient", "value", "optimizer", "buffer") if one in sorts), "")
-    found = [divergence for divergence in wrong if divergence.quantity.sort.startswith(sort)]
-    if not sort or "output" in sorts or "total_norm" in sorts or last >= len(case.program):
+    if not sort or "result" in sorts or last >= len(case.program):
         return ""
+    found = [divergence for divergence in wrong if divergence.quantity.kind == sort]
     # Gradients come into being from the last module to the first.
-    called = {f"{seen.module}.{seen.part}".lstrip("."): place for place, seen in enumerate(calls) if seen.what == PARAMETER}
-    first = max(found, key=lambda one: called.get(one.quantity.fqn, -1)) if sort == "gradient" else found[0]
+    now = [seen for seen in right if seen.operation == last]
+    used = {f"{seen.module}.{seen.part}".lstrip("."): place for place, seen in enumerate(now) if seen.what == PARAMETER}
+    first = max(found, key=lambda one: used.get(one.quantity.fqn, -1)) if sort == "gradient" else found[0]
     module, _, part = first.quantity.fqn.rpartition(".")
-    what = STATE.get(sort, f"the optimizer's {first.quantity.part} of its {{}}").format(part)
-    right = "its output and the gradient of its output are right" if backward else "its output is right"
-    if not any(seen.operation == last for seen in calls):
-        right = "all that it computed is right"
+    what = STATE.get(sort, f"the {first.quantity.part} of its {{}}").format(part)
     others = len({divergence.quantity.fqn for divergence in found}) - 1
-    more = f" (and so are those of {others} more)" if others and sort == "gradient" else ""
+    more = f" (and that of {others} more)" if others and sort == "gradient" else ""
     ranks = first.ranks or (() if first.quantity.rank < 0 else (first.quantity.rank,))
     where = f" on {ranks_text(ranks)}" if ranks else ""
-    verb = "was" if sort == "buffer" else "is"
-    return f"{module_text(module)}: {right}, {what} {verb} wrong{where}{more}"
+    before = _what_is_right({seen.what for seen in now if seen.module == module}, case, last, computes=bool(now))
+    return f"{module_text(module)}: {before}, {what} is wrong{where}{more}"
+
+
+def _what_is_right(whats: set[str], case: Case, last: int, *, computes: bool) -> str:
+    """What a module shows that is as in one process, in an operation after which something else is wrong."""
+    operation = f"operation {last}, {case.program[last].words()}"
+    if not computes:
+        return f"what it computed before {operation}, is right"
+    if OUTPUT not in whats:
+        return f"it is not called in {operation}"
+    return "its output and the gradient of its output are right" if GRADIENT in whats else "its output is right"
 
 
 def module_text(module: str) -> str:

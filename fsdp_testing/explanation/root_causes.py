@@ -184,6 +184,8 @@ class _Explainer:
     _budget: Budget
     _draw: bool
     _expectations: dict[str, Expectation] = field(default_factory=dict)
+    _added_up: list[_Cause] = field(default_factory=list)
+    """Causes of which it is known what wrong gradients are the sum of: the same sum is the same cause, however it looks."""
 
     def causes(self, places: Sequence[_Failing]) -> list[_Cause]:
         """Return every root cause found, each with the findings that belong to it."""
@@ -210,16 +212,22 @@ class _Explainer:
         return judge
 
     def _same(self, place: _Failing, causes: Sequence[_Cause]) -> _Cause | None:
-        """The cause whose schedule shows this failure too, with numbers that do not contradict it."""
+        """The cause whose schedule shows this failure too, with numbers that do not contradict it.
+
+        Wrong gradients may look different (None, other numbers, not alike on all ranks) and be the same wrong sum.
+        """
         if place.how is None:
             return None
-        for cause in causes:
+        others = [one for one in self._added_up if one not in causes] if place.finding.sort == "gradient" else []
+        for cause in (*causes, *others):
             for case in with_schedule(place.finding.case, cause.explanation.case.program):
-                found = self._judge(place.how)(case)
-                if found is not None and signature_of(found) == signature_of(place.finding):
-                    known = cause.hypothesis
-                    if known is None or not contradict(self.hypothesis(found, place.how, None), known):
-                        return cause
+                found, known = self._judge(place.how)(case), cause.hypothesis
+                alike = found is not None and signature_of(found) == signature_of(place.finding)
+                if found is None or not (alike or (cause in others and found.sort == "gradient")):
+                    continue
+                like = None if known is None else self.hypothesis(found, place.how, None)
+                if (alike or like is not None) and not contradict(like, known):
+                    return cause
         return None
 
     def _new(self, place: _Failing, causes: list[_Cause]) -> _Cause:
@@ -231,7 +239,8 @@ class _Explainer:
         case = short.finding.case
         traced = self._traced(short.finding)
         like = self.hypothesis(short.finding, place.how, traced)
-        for known in causes:
+        alike = [*causes, *(known for known in self._added_up if like is not None and like.contributions)]
+        for known in alike:
             if known.shape == _shape(case) and not contradict(like, known.hypothesis):
                 return known
         cast = self.cast(short.finding, place.how) if like is None else ""
@@ -263,6 +272,8 @@ class _Explainer:
         label = f"{kind}: {sort} in {operation} ({' > '.join(_shape(explanation.case))})"
         cause = _Cause(label if not causes else f"{label}, number {len(causes) + 1}", explanation, hypothesis)
         causes.append(cause)
+        if hypothesis is not None and hypothesis.contributions is not None:
+            self._added_up.append(cause)
         return cause
 
     def hypothesis(self, finding: Finding, how: How, traced: Trace | None) -> Hypothesis | None:
@@ -279,7 +290,10 @@ class _Explainer:
         with suppress(HarnessError):  # an oracle that cannot run a variant leaves the failure without a hypothesis
             ranks = self._runner.observe(self._name, finding.case, observe_all=True)
             comparison = as_observed(how.comparison, registry.adapter_of(self._name))
-            return WrongNumbers(finding.case, ranks, comparison, self._oracle, self._terms).hypothesis(unsharded)
+            adopted = gathered_state.states(ranks) if comparison.lockstep else None
+            oracle = self._oracle if adopted is None else partial(self._lockstep, adopted=adopted)
+            terms = partial(self._terms, adopted=adopted)
+            return WrongNumbers(finding.case, ranks, comparison, oracle, terms).hypothesis(unsharded)
         return None
 
     def cast(self, finding: Finding, how: How) -> str:
@@ -331,8 +345,8 @@ class _Explainer:
             self._expectations[case.identity] = self._runner.on_ranks(rank_jobs.expect_free, case, True, size=1)[0]
         return self._expectations[case.identity]
 
-    def _terms(self, case: Case, last: int) -> Sequence[GradientTerm]:
-        terms: Sequence[GradientTerm] = self._runner.on_ranks(rank_jobs.gradient_terms, case, last, size=1)[0]
+    def _terms(self, case: Case, last: int, adopted: Mapping[int, GatheredState] | None) -> Sequence[GradientTerm]:
+        terms: Sequence[GradientTerm] = self._runner.on_ranks(rank_jobs.gradient_terms, case, last, adopted, size=1)[0]
         return terms
 
 

@@ -59,6 +59,17 @@ class Seen(NamedTuple):
 Values = dict[Seen, torch.Tensor]
 
 
+Modules = tuple[tuple[str, nn.Module, tuple[str, ...]], ...]
+
+
+def modules_of(model: nn.Module) -> Modules:
+    """Return the modules of an unwrapped model: name, module, and names of its own parameters."""
+    return tuple(
+        (name, inner, tuple(key for key, _ in inner.named_parameters(recurse=False)))
+        for name, inner in model.named_modules()
+    )
+
+
 class ModuleWatch:
     """Records the calls of modules during forwards.
 
@@ -76,10 +87,9 @@ class ModuleWatch:
         # Copies of a model have its hooks, and report to the same place.
         return self
 
-    def attach(self, module: nn.Module) -> None:
-        """Watch every module of an unwrapped model."""
-        for name, inner in module.named_modules():
-            own = [key for key, parameter in inner._parameters.items() if parameter is not None]
+    def attach(self, modules: Modules) -> None:
+        """Watch modules."""
+        for name, inner, own in modules:
             inner.register_forward_pre_hook(partial(self._enter, name, own))
             inner.register_forward_hook(partial(self._leave, name), prepend=True)
 
@@ -95,7 +105,7 @@ class ModuleWatch:
         finally:
             self._now = None
 
-    def _enter(self, name: str, own: list[str], module: nn.Module, args: Any) -> None:
+    def _enter(self, name: str, own: tuple[str, ...], module: nn.Module, args: Any) -> None:
         if self._now is None:
             return
         self._calls[name] += 1
@@ -133,18 +143,18 @@ class WatchedProgram(RankProgram):
     def __init__(self, case: Case, adapter: Adapter, rank: int) -> None:
         super().__init__(case, adapter, rank, self._watched_setup)
         self.watch = ModuleWatch()
-        self._unwrapped: nn.Module | None = None
+        self._unwatched: Modules = ()
 
     def _watched_setup(self, case: Case, module: nn.Module) -> Setup:
-        self._unwrapped = module
+        # Names of parameters as they are before wrapping, which may take them away.
+        self._unwatched = modules_of(module)
         return setup_in_world(case, module)
 
     def call(self, batch: Any) -> models.Forwarded:
         """Run the wrapped model forward, recording what its modules compute."""
-        if self._unwrapped is not None:
-            # Not before it is wrapped: hooks of the implementation that show whole parameters come first.
-            self.watch.attach(self._unwrapped)
-            self._unwrapped = None
+        # Not before it is wrapped: hooks of the implementation that show whole parameters come first.
+        self.watch.attach(self._unwatched)
+        self._unwatched = ()
         with self.watch.forward(self.index, batch, self.rank):
             return super().call(batch)
 
@@ -167,7 +177,7 @@ class WatchedReplay(Replay):
 
     def _replica(self) -> nn.Module:
         replica = super()._replica()
-        self.watch.attach(replica)
+        self.watch.attach(modules_of(replica))
         return replica
 
     def forward(self, rank: int, batch: Any) -> models.Forwarded:

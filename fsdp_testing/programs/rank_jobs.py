@@ -91,7 +91,9 @@ def expect_lockstep(case: Case, implementation: Adapter | str, adopted: Mapping[
         return oracle.expect_lockstep(case, division_of(case, registry.adapter_of(implementation)), adopted)
 
 
-def gradient_terms(case: Case, last: int) -> tuple[GradientTerm, ...]:
+def gradient_terms(
+    case: Case, last: int, adopted: Mapping[int, GatheredState] | None = None
+) -> tuple[GradientTerm, ...]:
     """Return what each backward added to gradients, up to operation `last`, in this process alone."""
     with no_warnings():
-        return terms_of(case, last)
+        return terms_of(case, last, adopted)

@@ -75,7 +75,7 @@ def the_explanation(findings: list[Finding]) -> Explanation:
                     "accumulation.no_sync_then_reduced",
                     "counts operation 0, forward-backward in no_sync, 1/2 t",
                 ),
-                ("ZeroGradByShape", "zero_grad.both_forms", "(and of 5 more) is zero;"),
+                ("ZeroGradByShape", "zero_grad.both_forms", "(and of 5 more) lacks every term;"),
                 (
                     "WeightedByRows",
                     "training.empty_batches",
