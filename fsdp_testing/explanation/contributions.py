@@ -15,6 +15,7 @@ from fractions import Fraction
 
 import torch
 
+from fsdp_testing.checkers.explain import ranks_text
 from fsdp_testing.checkers.quantities import Expected
 from fsdp_testing.programs.gradient_terms import ELSEWHERE, GradientTerm, Use
 from fsdp_testing.records import Case, RankObservation
@@ -116,7 +117,8 @@ def _first_wrong(
     """What the first rank with wrong weights has, with the other ranks that have the same."""
     for _, found in parts:
         if found is not None and _any_wrong(found):
-            return Contributions(found, fqns, uses, tuple(number for number, other in parts if other == found))
+            ranks = tuple(number for number, other in parts if other == found)
+            return Contributions(found, fqns, uses, ranks if len(ranks) < max(len(parts), 2) else ())
     return None
 
 
@@ -233,7 +235,7 @@ def _fraction(value: float, denominator: int, apart: float) -> Fraction | None:
 def sentence(case: Case, found: Contributions) -> str:
     """Return what is wrong with the sum, such as "the gradient of a on rank 1 lacks operation 0 of rank 2"."""
     name = found.fqns[0] if len(found.fqns) == 1 else f"{found.fqns[0]} (and of {len(found.fqns) - 1} more)"
-    where = f" on rank {', '.join(map(str, found.ranks))}" if found.ranks else ""
+    where = f" on {ranks_text(found.ranks)}" if found.ranks else ""
     return f"the gradient of {name}{where} {', and '.join(_clauses(case, found))}"
 
 

@@ -126,11 +126,11 @@ class WrongNumbers:
 
     def _unit_roundoff(self) -> float:
         """That of the narrowest dtype of a reduction; 0 where bounds allow for any order of the same sum."""
-        asked = self._case.mixed_precision
-        if asked is None:
+        if not self._comparison.lockstep:
             return 0.0
-        stored = self._case.model.dtype
-        return max(UNIT_ROUNDOFF[stored], UNIT_ROUNDOFF[asked.reduce_dtype or asked.param_dtype or stored])
+        asked, stored = self._case.mixed_precision, self._case.model.dtype
+        wire = stored if asked is None else asked.reduce_dtype or asked.param_dtype or stored
+        return max(UNIT_ROUNDOFF[stored], UNIT_ROUNDOFF[wire])
 
     def _without_effect(self, point: ExpectedPoint) -> Hypothesis | None:
         for left_out in range(min(self._index, len(self._case.program) - 1), -1, -1):

@@ -1,7 +1,8 @@
 """Which module is the first whose numbers are wrong? What each computes with and gives, in the order in which it arises.
 
-The parameters of each call, its outputs, and the gradients of these are compared with those of one process, and where all of
-them are right, what the operation left: gradients of parameters, or what a step made of them. Said is only what was seen.
+The inputs and parameters of each call, its outputs and their gradients are compared with those of one process. Where all
+of them are right, it is what the operation left: gradients of parameters, or what a step made of them. Only what was
+seen is told.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from fsdp_testing.checkers.divergence import Divergence
 from fsdp_testing.checkers.explain import ranks_text
 from fsdp_testing.checkers.quantities import Expected
 from fsdp_testing.checkers.tensors import Difference, difference
-from fsdp_testing.programs.module_values import GRADIENT, OUTPUT, PARAMETER, Seen
+from fsdp_testing.programs.module_values import GRADIENT, INPUT, OUTPUT, PARAMETER, Seen
 from fsdp_testing.records import Case
 
 Shown = Mapping[Seen, torch.Tensor]
@@ -74,10 +75,14 @@ def _compared(ranks: Sequence[Shown], seen: Seen, one: Expected) -> Difference |
 def _of_call(case: Case, wrong: _Wrong, computes_with: str) -> str:
     seen, by = wrong.seen, wrong.by
     where = f"on {ranks_text(wrong.ranks)} in operation {seen.operation}, {case.program[seen.operation].words()}"
-    size = f"(element {by.position}: got {by.actual:.6g}, expected {by.expected:.6g})"
+    numbers = [f"{number:.6g}" for number in (by.actual, by.expected)]
+    got, due = numbers if len(set(numbers)) > 1 else (repr(by.actual), repr(by.expected))
+    size = f"(element {by.position}: got {got}, expected {due})"
     name = module_text(seen.module)
     if seen.what == PARAMETER:
         return f"{name} is the first module that computes with wrong numbers: its {seen.part} {where} {size}"
+    if seen.what == INPUT:
+        return f"what comes into {name} is the first that is wrong, {where} {size}; what is computed before it is right"
     if seen.what == OUTPUT:
         return f"{name} is the first module whose output is wrong, {where} {size}{computes_with}"
     return f"every output is right; the gradient of the output of {name} is the first that is wrong, {where} {size}"

@@ -198,7 +198,9 @@ class _Explainer:
             if cause is None:
                 if self._budget.exhausted:
                     continue
-                alike = found.setdefault(fine.alike, [])
+                # Where ranks hold the same, they may disagree in what diverges where each holds a part.
+                kind = FailureKind.DIVERGED if fine.alike.kind in WRONG_NUMBERS else fine.alike.kind
+                alike = found.setdefault(fine.alike._replace(kind=kind), [])
                 cause = self._same(place, alike) or self._new(place, alike)
                 here.append(cause)
             cause.members.append(place)

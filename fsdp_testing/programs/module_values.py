@@ -31,7 +31,7 @@ from fsdp_testing.programs.setup import setup_in_world
 from fsdp_testing.records import UNIT_ROUNDOFF, Case, RankObservation
 from fsdp_testing.zoo import tensors_in
 
-PARAMETER, OUTPUT, GRADIENT = "parameter", "output", "gradient"
+INPUT, PARAMETER, OUTPUT, GRADIENT = "input", "parameter", "output", "gradient"
 
 
 class Seen(NamedTuple):
@@ -43,8 +43,8 @@ class Seen(NamedTuple):
         rank: Whose inputs.
         module: Name in the unwrapped model; empty for the model itself.
         call: Which call of the module in that forward.
-        what: `parameter` (with which it computes), `output`, or `gradient` (of an output).
-        part: Name of the parameter in the module, or place among the tensors of the output.
+        what: `input`, `parameter` (with which it computes), `output`, or `gradient` (of an output).
+        part: Name of the parameter in the module, or place among the tensors of inputs or outputs.
     """
 
     operation: int
@@ -90,8 +90,8 @@ class ModuleWatch:
     def attach(self, modules: Modules) -> None:
         """Watch modules."""
         for name, inner, own in modules:
-            inner.register_forward_pre_hook(partial(self._enter, name, own))
-            inner.register_forward_hook(partial(self._leave, name), prepend=True)
+            inner.register_forward_pre_hook(partial(self._enter, name, own), with_kwargs=True)
+            inner.register_forward_hook(partial(self._leave, name))
 
     @contextmanager
     def forward(self, operation: int, batch: Batch, rank: int) -> Iterator[None]:
@@ -105,12 +105,15 @@ class ModuleWatch:
         finally:
             self._now = None
 
-    def _enter(self, name: str, own: tuple[str, ...], module: nn.Module, args: Any) -> None:
+    def _enter(self, name: str, own: tuple[str, ...], module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._now is None:
             return
         self._calls[name] += 1
+        call = Seen(*self._now, name, self._calls[name] - 1, INPUT, "")
+        for place, tensor in enumerate(tensors_in((args, kwargs))):
+            self._note(call._replace(part=str(place)), tensor)
         for key in own:
-            self._note(Seen(*self._now, name, self._calls[name] - 1, PARAMETER, key), getattr(module, key, None))
+            self._note(call._replace(what=PARAMETER, part=key), getattr(module, key, None))
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         if self._now is None:
@@ -152,7 +155,7 @@ class WatchedProgram(RankProgram):
 
     def call(self, batch: Any) -> models.Forwarded:
         """Run the wrapped model forward, recording what its modules compute."""
-        # Not before it is wrapped: hooks of the implementation that show whole parameters come first.
+        # Not before it is wrapped: hooks of the implementation come first, which show whole parameters and change outputs.
         self.watch.attach(self._unwatched)
         self._unwatched = ()
         with self.watch.forward(self.index, batch, self.rank):
