@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +86,9 @@ def execute(options: argparse.Namespace) -> int:
     expected = expectations(options.expected_failures, names)
     console = open_console()
     report, interrupted = judged(names, expected, options, console)
+    # A registered name is the adapter's own; an import string is not.
+    own = {name: registry.adapter_of(name).name for name in report.implementations if ":" in name}
+    report = replace(report, own_names=own)
     print_report(report, console, full=options.full)
     if interrupted:
         # A report of half a run must not replace one of a whole run.

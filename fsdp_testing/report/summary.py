@@ -100,11 +100,13 @@ class Known:
         page: File or address that the reasons name; empty if they name none.
         reason: The first reason, without the page.
         results: In the order of the run.
+        threads: Other addresses that the reasons name.
     """
 
     page: str
     reason: str
     results: tuple[CheckResult, ...]
+    threads: tuple[str, ...] = ()
 
     @property
     def sentence(self) -> str:
@@ -113,7 +115,8 @@ class Known:
         return f"{self.reason} ({whose})" + (f": {self.page}" if self.page else "")
 
 
-PAGE = re.compile(r"[\w./-]+\.(?:md|rst|html)\b|https?://[^\s<>\"'()]+")
+ADDRESS = r"https?://[^\s<>\"'(),;]*[\w/]"
+PAGE = re.compile(rf"{ADDRESS}|[\w./-]+\.(?:md|rst|html)\b")
 
 
 def known_failures(report: RunReport) -> tuple[Known, ...]:
@@ -124,11 +127,14 @@ def known_failures(report: RunReport) -> tuple[Known, ...]:
         page = found.group() if found else ""
         reason = result.expected[: found.start()].rstrip(" :;,(") if found else result.expected
         groups.setdefault(page or reason, []).append((reason or result.expected, result))
-    known = [
-        Known(key if PAGE.fullmatch(key) else "", members[0][0], tuple(result for _, result in members))
-        for key, members in groups.items()
-    ]
+    known = [_known(key, members[0][0], tuple(result for _, result in members)) for key, members in groups.items()]
     return tuple(sorted(known, key=lambda group: -len(group.results)))
+
+
+def _known(key: str, reason: str, results: tuple[CheckResult, ...]) -> Known:
+    threads = dict.fromkeys(found for result in results for found in re.findall(ADDRESS, result.expected))
+    threads.pop(key, None)
+    return Known(key if PAGE.fullmatch(key) else "", reason, results, tuple(threads))
 
 
 def implementations(report: RunReport) -> tuple[str, ...]:
