@@ -95,7 +95,7 @@ class ProgressListener:
             failed = sum(bool(result.findings) for result in self.results)
             if failed:
                 self._progress.update(self._task, description="looking for causes")
-                self._log(f"looking for the causes of {failed} failures")
+                self._log(f"looking for the causes of what failed ({summary.checks(failed)})")
 
     def _close_suites(self, but: tuple[str, str] | None = None) -> None:
         """Print each suite of which nothing runs any more; `but` has only begun."""

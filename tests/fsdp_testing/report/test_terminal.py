@@ -174,7 +174,7 @@ def test_progress_without_a_terminal_is_a_line_for_each_suite_and_trouble(mixed:
         "one hybrid",
         "FAIL two & co training.sgd",
         "two & co training",
-        "looking for the causes of 3 failures",
+        "looking for the causes of what failed (3 checks)",
     ]
     assert lines[3] == "one training: 1 pass, 1 FAIL (0.8 s); 2 of 8 checks"
     assert lines[6] == "one clip: 1 unknown, 1 expected, 1 stale (1.2 s); 5 of 8 checks"
