@@ -289,6 +289,9 @@ def _before_load(
         if unit.open_state.form is StateDictType.LOCAL_STATE_DICT:
             _take_flat_shard(unit, module, state, prefix, reports)
             continue
+        own = state.get(prefix + FLAT_PARAM) if module is unit.module else None
+        if unit.handle is not None and isinstance(own, Tensor) and own.data_ptr() == unit.handle.shard_S.data_ptr():
+            del state[prefix + FLAT_PARAM]  # ``set_model_state_dict`` hands over what the model has, too
         for name in names:
             _take_whole(unit, module._parameters.get(name), state, prefix + name, reports[2])
 

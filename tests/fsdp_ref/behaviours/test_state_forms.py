@@ -15,9 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_ref import (
     FullStateDictConfig,
+    FullyShardedDataParallel,
     ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
+    fully_shard,
     get_state_dict_type,
     no_sync,
     set_state_dict_type,
@@ -273,6 +275,32 @@ def test_what_is_not_sharded_is_saved_whole(lab, path, form):
         with state_dict_type(sharded, form):
             model.load_state_dict(sharded.state_dict())
         assert_equal(full_state(model), want)
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("COMP-12", "SD-08", "SD-09")
+@pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy:FutureWarning")
+def test_a_tree_of_both_apis_each_unit_in_its_own_form(lab):
+    def tree(seed=0):
+        model = lab.make(seed=seed)
+        fully_shard(model.blocks[0], strategy=ShardingStrategy.NO_SHARD)
+        model.blocks[1] = lab.shard(model.blocks[1], "flat")
+        model.blocks[2] = lab.shard(model.blocks[2], "wrapper")
+        FullyShardedDataParallel.set_state_dict_type(model, SHARDED)
+        FullyShardedDataParallel.set_state_dict_type(model.blocks[2], LOCAL)
+        return model
+
+    want = lab.make().state_dict()
+    with pytest.warns(UserWarning, match="full_state_dict will be returned"):
+        state = tree().state_dict()
+    sharded = {name for name, value in state.items() if isinstance(value, DTensor)}
+    assert sharded == {name for name in want if "blocks.1.lin" in name} | {"blocks.2._flat_param"}
+    assert set(state) - sharded == {name for name in want if not name.startswith(("blocks.1.lin", "blocks.2.lin"))}
+    assert all(torch.equal(state[name], want[name]) for name in set(state) - sharded)
+    other = tree(seed=1)
+    other.load_state_dict(state)
+    assert FullyShardedDataParallel.get_state_dict_type(other.blocks[2]).state_dict_type is LOCAL
+    assert_equal(full_state(other), want)
 
 
 @pytest.mark.world(4)
