@@ -27,11 +27,11 @@ from fsdp_ref.checkpoint.optim_source import (
     Value,
     compare_names,
     gathered,
-    is_spread,
     malformed,
     outlined,
     own,
 )
+from fsdp_ref.checkpoint.shards import is_spread
 from fsdp_ref.comm.collectives import broadcast_object
 from fsdp_ref.errors import FsdpValueError, explain, listing
 from fsdp_ref.handle.flat_handle import FlatHandle

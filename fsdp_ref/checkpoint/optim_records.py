@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ class Entry:
     Attributes:
         dtype: of a tensor that is shaped like this rank's piece of the parameter; None for anything else.
         value: anything else, tensors on the CPU. Of a piece of one element too: a step count may look the same, and is
-            told apart by ranks that have more.
+            told apart by larger pieces.
     """
 
     dtype: torch.dtype | None
@@ -64,7 +64,7 @@ def entry_of(original: Original, value: Any) -> Entry:
 
 
 def _as_values(entries: dict[str, Entry] | None, plain: set[str]) -> dict[str, Entry] | None:
-    """Take what another rank has as a value for one here, too, where a single element looked like a piece."""
+    """Take what is a value elsewhere for one here, too, where a single element looked like a piece."""
     if entries is None or not plain:
         return entries
     return {
@@ -85,15 +85,18 @@ def _told(entry: Entry | None) -> str:
     return "missing" if entry is None else str(entry.dtype or entry.value)
 
 
-def merged(records: Mapping[int, Record]) -> tuple[Record, list[str]]:
+def plain_names(records: Iterable[Record]) -> set[str]:
+    """Return the names of entries that somewhere are not shaped like a piece, and so nowhere."""
+    return {name for record in records for name, entry in (record.entries or {}).items() if entry.dtype is None}
+
+
+def merged(records: Mapping[int, Record], plain: set[str]) -> tuple[Record, list[str]]:
     """Return what ranks have of one original, and how some differ from the first.
 
     Args:
         records: of those ranks that hold elements of it.
+        plain: what :func:`plain_names` gave for all originals.
     """
-    plain = {
-        name for record in records.values() for name, entry in (record.entries or {}).items() if entry.dtype is None
-    }
     (first, mine), *others = [(rank, _as_values(record.entries, plain)) for rank, record in records.items()]
     problems: list[str] = []
     for rank, entries in others:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fsdp_ref.checkpoint.optim_index import (
@@ -29,12 +28,12 @@ from fsdp_ref.checkpoint.optim_index import (
     same_settings,
     stepped_groups,
 )
-from fsdp_ref.checkpoint.optim_records import Record, entry_of, merged
+from fsdp_ref.checkpoint.optim_records import Record, entry_of, merged, plain_names
+from fsdp_ref.checkpoint.shards import Spread
 from fsdp_ref.comm.collectives import gather_objects
 from fsdp_ref.config import FullOptimStateDictConfig, StateDictSettings, StateDictType
 from fsdp_ref.errors import FsdpRuntimeError, FsdpValueError, explain, listing
 from fsdp_ref.handle.flat_handle import FlatHandle
-from fsdp_ref.layout import row_major_stride
 from fsdp_ref.naming import clean_tensor_name
 from fsdp_ref.storage.views import flat_views
 
@@ -168,9 +167,10 @@ class _Saving:
             per_rank = gather_objects((mine, [_settings(each) for each in self.own.get("param_groups", ())]), group)
             of_ranks = [records for records, _ in per_rank]
             members = [(handle, original) for handle, originals in handles for original in originals]
+            plain = plain_names(record for records in of_ranks for record in records)
             for place, (handle, original) in enumerate(members):
                 holders = handle.shard_map.owner_ranks(original.index) or range(len(of_ranks))
-                self.records[original], differing = merged({rank: of_ranks[rank][place] for rank in holders})
+                self.records[original], differing = merged({rank: of_ranks[rank][place] for rank in holders}, plain)
                 problems += [f"{original.name}{each}" for each in differing]
             self._place_elsewhere([original for _, original in members], of_ranks, [each for _, each in per_rank])
         if problems:
@@ -263,13 +263,11 @@ class _Saving:
         views = self._whole(handle, name, dtype, having)
         if not self.form.kept:
             return {}
-        spread = self.form.sharded and handle.sharded
-        return {
-            original: self.form.copied(view)
-            if not spread or not view.ndim
-            else _chunked(self.form.copied(view[_rows(view.shape[0], handle)]), view.shape, handle)
-            for original, view in views.items()
-        }
+        if not self.form.sharded or not handle.sharded:
+            return {original: self.form.copied(view) for original, view in views.items()}
+        spread = Spread(handle)
+        chunks = {original: spread.chunk(view) for original, view in views.items()}
+        return {original: chunk.cpu() if self.form.offload else chunk for original, chunk in chunks.items()}
 
     def of_users(self) -> dict[str, Any]:
         """Return what the user keeps in the state beside parameters."""
@@ -333,18 +331,3 @@ def _by_original(stepped: Stepped, state: Mapping[str, Any]) -> Iterator[tuple[O
     }
     for original in stepped.originals:
         yield original, {name: cut[name][original.index] if name in cut else value for name, value in state.items()}
-
-
-def _rows(size: int, handle: FlatHandle) -> slice:
-    """Return this rank's part of a dimension as DTensor cuts it; possibly empty."""
-    step = -(-size // handle.shard_size)
-    return slice(handle.shard_rank * step, (handle.shard_rank + 1) * step)
-
-
-def _chunked(rows: Tensor, shape: torch.Size, handle: FlatHandle) -> Tensor:
-    """Return this rank's rows of a tensor as a DTensor over the unit's shard group, in row-major order."""
-    from torch.distributed.tensor import DTensor, Shard  # torch needs half a second for this import
-
-    mesh = DeviceMesh.from_group(handle.groups.shard, handle.config.device.type)
-    stride = row_major_stride(shape)
-    return DTensor.from_local(rows.contiguous(), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)

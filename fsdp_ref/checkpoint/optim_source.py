@@ -6,7 +6,6 @@ one another.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fsdp_ref.checkpoint.optim_index import ModelIndex
+from fsdp_ref.checkpoint.shards import is_spread, whole
 from fsdp_ref.comm.collectives import as_bytes, collectives_for, gather_objects
 from fsdp_ref.errors import FsdpRuntimeError, explain, listing
 
@@ -131,18 +131,7 @@ def gathered(key: str, name: str, value: Any) -> Tensor:
     Collectives:
         Those of ``DTensor.full_tensor`` over the ranks of its mesh.
     """
-    if not is_spread(value):
-        return own(key, name, value)
-    with torch.no_grad():
-        # Saved state may lie on the host; its mesh communicates between devices.
-        whole: Tensor = value.to(value.device_mesh.device_type).full_tensor()
-    return whole
-
-
-def is_spread(value: object) -> bool:
-    """Return whether ``value`` is a DTensor (without the import, where nobody can have made one)."""
-    module: Any = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
+    return whole(value) if is_spread(value) else own(key, name, value)
 
 
 class Broadcast:
@@ -157,11 +146,11 @@ class Broadcast:
     def __call__(self, key: str, name: str, value: Any) -> Tensor:
         """Return the tensor that rank 0 has under ``key`` and ``name``; ``value`` says what it is."""
         if self._saved is None:
-            whole = torch.empty(value.shape, dtype=value.dtype, device=self._device)
+            full = torch.empty(value.shape, dtype=value.dtype, device=self._device)
         else:
             # A copy: the result of a broadcast is written where it is sent from.
-            whole = self._saved["state"][key][name].detach().to(self._device, copy=True).contiguous()
-        for group in self._groups if whole.numel() else ():
-            flat = as_bytes(whole.view(-1))
+            full = self._saved["state"][key][name].detach().to(self._device, copy=True).contiguous()
+        for group in self._groups if full.numel() else ():
+            flat = as_bytes(full.view(-1))
             collectives_for(group, self._device).broadcast(flat, 0, group, key).wait()
-        return whole
+        return full
