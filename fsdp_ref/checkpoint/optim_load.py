@@ -164,7 +164,7 @@ class _Loading:
 
     def _unlike(self, handle: FlatHandle, members: Sequence[Original]) -> Iterator[str]:
         """Say why the state of several originals cannot be that of one flat parameter."""
-        states = {original: self._state(original) for original in members}
+        states = {original: self._state(original) or None for original in members}
         having = {original: state for original, state in states.items() if state is not None}
         if not having:
             return

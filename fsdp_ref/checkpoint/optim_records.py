@@ -82,7 +82,7 @@ def _differences(one: tuple[int, Mapping[str, Entry]], other: tuple[int, Mapping
 
 
 def _told(entry: Entry | None) -> str:
-    return "missing" if entry is None else str(entry.dtype or entry.value)
+    return "missing" if entry is None else f"{entry.dtype or entry.value}"
 
 
 def plain_names(records: Iterable[Record]) -> set[str]:
