@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from fsdp_testing.checkers import agreement
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.quantities import Expectation, Expected, ExpectedPoint, Quantity
 from fsdp_testing.explanation.contributions import Contributions, contributions
 from fsdp_testing.programs.gradient_terms import GradientTerm
-from fsdp_testing.records import Case, Freeze, RankObservation
+from fsdp_testing.records import UNIT_ROUNDOFF, Case, FailureKind, Freeze, Mismatch, RankObservation
 
 Oracle = Callable[[Case], Expectation]
 """Runs a case in one process, freely, and looks after every operation."""
@@ -28,6 +30,9 @@ UnshardedUnits = Callable[[int], Mapping[str, Sequence[str]]]
 """Units that are gathered when an operation begins, with the names of their parameters."""
 
 Values = dict[Quantity, Expected]
+
+_SUMS = (Mismatch.NUMBERS, Mismatch.NONE, Mismatch.NOT_NONE)
+"""In what a gradient differs that is another sum; of no terms at all, where it is None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,24 +86,51 @@ class WrongNumbers:
         points = (p for p in self._truth.points if p.index == self._index and set(self._wrong) <= set(p.quantities))
         self._point = next(points, None) if self._wrong else None
         self._kinds = frozenset(quantity.kind for quantity in self._wrong)
+        self._gradients = self._wrong_gradients()
 
     def hypothesis(self, unsharded: UnshardedUnits) -> Hypothesis | None:
-        """Return what the numbers are equal to, or None if to nothing that is tried (in lockstep nothing is).
+        """Return what the numbers are equal to, or None if to nothing that is tried (in lockstep: other sums alone).
 
         Args:
             unsharded: Which units were gathered when an operation began.
         """
-        if self._point is None or self._comparison.lockstep:
-            return None
-        point = self._point
-        return self._contributions(point) or self._without_effect(point) or self._stale_units(point, unsharded)
+        found = self._contributions()
+        if found is not None or self._point is None or self._comparison.lockstep:
+            return found
+        return self._without_effect(self._point) or self._stale_units(self._point, unsharded)
 
-    def _contributions(self, point: ExpectedPoint) -> Hypothesis | None:
-        if self._kinds != {"gradient"}:
+    def _wrong_gradients(self) -> dict[str, Expected]:
+        """What the gradients should be that differ first: numbers, or zeros for None; empty if something else differs too."""
+        divergences = agreement.compare(self._truth, self._ranks, self._comparison).divergences
+        if any(one.quantity.kind != "gradient" or one.mismatch not in _SUMS for one in divergences):
+            return {}
+        names = {one.quantity for one in divergences if one.kind is not FailureKind.MISSING}
+        point = next((p for p in self._truth.points if names and p.index == divergences[0].index and p.snapshot), None)
+        if point is None:
+            return {}
+        self._index = point.index
+        bound = max(float(torch.as_tensor(one.bound).max()) for one in point.quantities.values())
+        return {
+            quantity.name: Expected(torch.zeros(self._truth.shapes[quantity.name]), bound) if one.value is None else one
+            for quantity, one in point.quantities.items()
+            if quantity in names
+        }
+
+    def _contributions(self) -> Hypothesis | None:
+        if not self._gradients:
             return None
-        wrong = {quantity.name: point.quantities[quantity] for quantity in self._wrong}
-        found = contributions(point.index, wrong, self._ranks, self._terms(self._case, point.index))
-        return None if found is None else Hypothesis(-1, self._kinds, contributions=found)
+        found = contributions(
+            self._index, self._gradients, self._ranks, self._terms(self._case, self._index), self._unit_roundoff()
+        )
+        return None if found is None else Hypothesis(-1, frozenset({"gradient"}), contributions=found)
+
+    def _unit_roundoff(self) -> float:
+        """That of the narrowest dtype of a reduction; 0 where bounds allow for any order of the same sum."""
+        if not self._comparison.lockstep:
+            return 0.0
+        asked, stored = self._case.mixed_precision, self._case.model.dtype
+        wire = stored if asked is None else asked.reduce_dtype or asked.param_dtype or stored
+        return max(UNIT_ROUNDOFF[stored], UNIT_ROUNDOFF[wire])
 
     def _without_effect(self, point: ExpectedPoint) -> Hypothesis | None:
         for left_out in range(min(self._index, len(self._case.program) - 1), -1, -1):

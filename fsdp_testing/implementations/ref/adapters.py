@@ -106,16 +106,6 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
     model.load_state_dict(dict(state))
 
 
-def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
-    """Return `optim_state_dict` (the same for both paths). Collectives: gathers; every rank calls."""
-    return fsdp_ref.optim_state_dict(model, optimizer)
-
-
-def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Every rank gives the complete state and takes its part of it."""
-    fsdp_ref.optim_state_dict_to_load(model, optimizer, dict(state), load_directly=True)
-
-
 def state_in(form: StateDictType, model: nn.Module) -> Mapping[str, Any]:
     """Return the model's state in another form. Collectives: none for local state, else an all-gather per unit."""
     with fsdp_ref.state_dict_type(model, form):
@@ -126,6 +116,16 @@ def load_in(form: StateDictType, model: nn.Module, state: Mapping[str, Any]) -> 
     """Load what `state_in` gave. Collectives: none for local state, else gathers per unit and parameter."""
     with fsdp_ref.state_dict_type(model, form):
         model.load_state_dict(dict(state))
+
+
+def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
+    """Return `optim_state_dict` (the same for both paths). Collectives: gathers; every rank calls."""
+    return fsdp_ref.optim_state_dict(model, optimizer)
+
+
+def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Every rank gives the complete state and takes its part of it."""
+    fsdp_ref.optim_state_dict_to_load(model, optimizer, dict(state), load_directly=True)
 
 
 def division(setup: Setup) -> Division:
@@ -195,12 +195,12 @@ def _implementation(name: str, apply: Apply, without: frozenset[str] = frozenset
         register_comm_hook=fsdp_ref.register_comm_hook,
         full_state_dict=full_state_dict,
         load_full_state_dict=load_full_state_dict,
-        full_optimizer_state=full_optimizer_state,
-        load_full_optimizer_state=load_full_optimizer_state,
         sharded_state_dict=partial(state_in, StateDictType.SHARDED_STATE_DICT),
         load_sharded_state_dict=partial(load_in, StateDictType.SHARDED_STATE_DICT),
         local_state_dict=partial(state_in, StateDictType.LOCAL_STATE_DICT),
         load_local_state_dict=partial(load_in, StateDictType.LOCAL_STATE_DICT),
+        full_optimizer_state=full_optimizer_state,
+        load_full_optimizer_state=load_full_optimizer_state,
         units=units,
         trace_units=trace_units,
         gathered_bytes=gathered_bytes,
