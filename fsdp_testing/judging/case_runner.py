@@ -91,10 +91,11 @@ class JudgedCase:
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """One case on one implementation, and how it is judged."""
+    """One case on one implementation, and how it is judged; its identity is made once, which takes a while."""
 
     adapter: Adapter
     case: Case
+    identity: str
     comparison: Comparison
     mode: RunMode
 
@@ -148,7 +149,7 @@ class CaseRunner:
         closely = closely or comparison.lockstep
         adapter = registry.adapter_of(implementation)
         case = fitted(case, adapter)
-        asked = _Question(adapter, case, as_observed(comparison, adapter), mode)
+        asked = _Question(adapter, case, case.identity, as_observed(comparison, adapter), mode)
         try:
             found, ranks = self._attempt(asked, observe_all=closely)
             if found.finding is not None and found.finding.kind in LOCATABLE and not closely:
@@ -159,7 +160,7 @@ class CaseRunner:
             found, ranks = Judgement(Verdict.UNKNOWN, reason=str(reason)), ()
         except PoolBroken as broken:
             found, ranks = Judgement(Verdict.UNKNOWN, reason=f"the pool was lost: {broken}"), ()
-        return JudgedCase(_outcome(case, found, start), found.finding, ranks)
+        return JudgedCase(_outcome(asked, found, start), found.finding, ranks)
 
     def on_ranks(self, function: Callable[..., Any], *args: Any, size: int) -> list[Any]:
         """Call `function(*args)` on a world of the runner's pool; raise `WorldFailed` unless every rank returned."""
@@ -189,9 +190,9 @@ class CaseRunner:
         arguments = (asked.adapter, case, observe_all, *mode.arguments)
 
         def run() -> WorldOutcome:
-            return self._execute(case.world, mode.job, arguments, f"{name} {case.identity}")
+            return self._execute(case.world, mode.job, arguments, f"{name} {asked.identity}")
 
-        key = (name, case.identity, mode.job, observe_all)
+        key = (name, asked.identity, mode.job, observe_all)
         outcome = self._kept.get(key, run, keep=lambda ran: ran.ok) if mode.kept else run()
         ranks = _observations(outcome)
 
@@ -285,13 +286,13 @@ def _reason(found: Judgement) -> str:
     return f"{found.reason}\n{found.detail}".strip()
 
 
-def _outcome(case: Case, found: Judgement, start: float) -> CaseOutcome:
+def _outcome(asked: _Question, found: Judgement, start: float) -> CaseOutcome:
     counted = found.tally if found.verdict is not Verdict.UNKNOWN else Compared()
     return CaseOutcome(
-        identity=case.identity,
+        identity=asked.identity,
         verdict=found.verdict,
-        world_size=case.world.size,
-        strategy=case.strategy,
+        world_size=asked.case.world.size,
+        strategy=asked.case.strategy,
         seconds=time.perf_counter() - start,
         worst_ratio=counted.worst_ratio,
         comparisons=counted.comparisons,
