@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fsdp_testing.checkers import agreement
+from fsdp_testing.checkers import agreement, gathered_state
 from fsdp_testing.checkers.comparison import Comparison
+from fsdp_testing.checkers.gathered_state import GatheredState
 from fsdp_testing.checkers.quantities import Expectation, Expected, ExpectedPoint, Quantity
 from fsdp_testing.explanation.contributions import Contributions, contributions
+from fsdp_testing.explanation.patterns import Pattern, pattern_of
 from fsdp_testing.programs.gradient_terms import GradientTerm
 from fsdp_testing.records import UNIT_ROUNDOFF, Case, FailureKind, Freeze, Mismatch, RankObservation
 
@@ -44,12 +46,14 @@ class Hypothesis:
         kinds: Sorts of the quantities that are alike (`result`, `gradient`, `value`, ...).
         units: Units for which alone the step `left_out` had no effect; empty if for all.
         contributions: What wrong gradients are the sum of.
+        pattern: What they are like, element by element.
     """
 
     left_out: int
     kinds: frozenset[str]
     units: tuple[str, ...] = ()
     contributions: Contributions | None = None
+    pattern: Pattern | None = None
 
 
 def contradict(one: Hypothesis | None, other: Hypothesis | None) -> bool:
@@ -57,7 +61,8 @@ def contradict(one: Hypothesis | None, other: Hypothesis | None) -> bool:
     if one is None or other is None:
         return False
     mine, theirs = (
-        (like.left_out, like.kinds, like.contributions and like.contributions.shape) for like in (one, other)
+        (like.left_out, like.kinds, like.contributions and like.contributions.shape, like.pattern and like.pattern.kind)
+        for like in (one, other)
     )
     return mine != theirs
 
@@ -89,15 +94,19 @@ class WrongNumbers:
         self._gradients = self._wrong_gradients()
 
     def hypothesis(self, unsharded: UnshardedUnits) -> Hypothesis | None:
-        """Return what the numbers are equal to, or None if to nothing that is tried (in lockstep: other sums alone).
+        """Return what the numbers are equal to, or None if to nothing that is tried.
+
+        In lockstep no operation is left out: each begins with the state that the implementation was in.
 
         Args:
             unsharded: Which units were gathered when an operation began.
         """
         found = self._contributions()
-        if found is not None or self._point is None or self._comparison.lockstep:
+        if found is not None or self._point is None:
             return found
-        return self._without_effect(self._point) or self._stale_units(self._point, unsharded)
+        if not self._comparison.lockstep:
+            found = self._without_effect(self._point) or self._stale_units(self._point, unsharded)
+        return found or self._pattern(self._point)
 
     def _wrong_gradients(self) -> dict[str, Expected]:
         """What the gradients should be that differ first: numbers, or zeros for None; empty if something else differs too."""
@@ -158,6 +167,30 @@ class WrongNumbers:
             if self._agrees(self._values_at(other, point, point.index + 1), point):
                 return Hypothesis(step, self._kinds, tuple(units))
         return None
+
+    def _pattern(self, point: ExpectedPoint) -> Hypothesis | None:
+        """What every quantity that is wrong is like, if all are like the same."""
+        state = gathered_state.states(self._ranks).get(point.index)
+        found: list[Pattern] = []
+        for quantity in self._wrong:
+            got = self._got(quantity, point, state)
+            like = None if got is None else pattern_of(quantity, got, point.quantities[quantity], point.quantities)
+            if like is None or (found and like.kind != found[0].kind):
+                return None
+            found.append(like)
+        return Hypothesis(-1, self._kinds, pattern=found[0]) if found else None
+
+    def _got(self, quantity: Quantity, point: ExpectedPoint, state: GatheredState | None) -> torch.Tensor | None:
+        """The numbers that the ranks have, put together; None if they have none or contradict one another."""
+        if quantity.kind == "result":
+            results = (one for one in self._ranks[quantity.rank].results if one.index == point.index)
+            return next((one.values.get(quantity.name) for one in results), None)
+        if state is None or quantity.kind == "buffer":
+            return None if state is None else state.buffers[quantity.rank].get(quantity.name)
+        if quantity.kind == "optimizer":
+            entry = (state.optimizer or {}).get(quantity.name, {}).get(quantity.part)
+            return entry if isinstance(entry, torch.Tensor) else None
+        return (state.gradients if quantity.kind == "gradient" else state.values).get(quantity.name)
 
     def _values_at(self, other: Expectation, point: ExpectedPoint, index: int) -> Values:
         """What another run of the oracle says at the place of `point`, which has the number `index` there."""

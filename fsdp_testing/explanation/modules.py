@@ -14,8 +14,9 @@ import torch
 
 from fsdp_testing.checkers.divergence import Divergence
 from fsdp_testing.checkers.explain import ranks_text
-from fsdp_testing.checkers.quantities import Expected
+from fsdp_testing.checkers.quantities import Expected, Quantity
 from fsdp_testing.checkers.tensors import Difference, difference
+from fsdp_testing.explanation.patterns import pattern_of
 from fsdp_testing.programs.module_values import GRADIENT, INPUT, OUTPUT, PARAMETER, Seen
 from fsdp_testing.records import Case
 
@@ -58,8 +59,9 @@ def first_wrong_module(
         }
         seen, found = min(off, key=lambda one: (one[0].operation, order[one[0]], one[0].rank))
         alike = tuple(sorted(other.rank for other, _ in off if other._replace(rank=0) == seen._replace(rank=0)))
-        computes_with = {one.part for one, _ in compared if one[:5] == seen[:5] and one.what == PARAMETER}
-        return _of_call(case, _Wrong(seen, alike, found), "; its parameters are right" if computes_with else "")
+        own = {one.part for one, _ in compared if one[:5] == seen[:5] and one.what == PARAMETER}
+        more = "; its parameters are right" if own and seen.what == OUTPUT else ""
+        return _of_call(case, _Wrong(seen, alike, found), more or _like(seen, ranks, calls))
     return _of_state(case, last, [seen for seen, _ in compared], wrong)
 
 
@@ -72,7 +74,24 @@ def _compared(ranks: Sequence[Shown], seen: Seen, one: Expected) -> Difference |
     return difference(got, value, one.bound)
 
 
-def _of_call(case: Case, wrong: _Wrong, computes_with: str) -> str:
+def _like(seen: Seen, ranks: Sequence[Shown], calls: Mapping[Seen, Expected]) -> str:
+    """What a parameter is like with which a module computes; empty if like nothing that is tried."""
+    if seen.what != PARAMETER:
+        return ""
+    beside = {
+        Quantity("value", _fqn(other)): one
+        for other, one in calls.items()
+        if other.what == PARAMETER and (other.operation, other.rank) == (seen.operation, seen.rank)
+    }
+    like = pattern_of(Quantity("value", _fqn(seen)), ranks[seen.rank][seen], calls[seen], beside)
+    return "" if like is None else f": {like.words}"
+
+
+def _fqn(seen: Seen) -> str:
+    return f"{seen.module}.{seen.part}".lstrip(".")
+
+
+def _of_call(case: Case, wrong: _Wrong, more: str) -> str:
     seen, by = wrong.seen, wrong.by
     where = f"on {ranks_text(wrong.ranks)} in operation {seen.operation}, {case.program[seen.operation].words()}"
     numbers = [f"{number:.6g}" for number in (by.actual, by.expected)]
@@ -80,11 +99,11 @@ def _of_call(case: Case, wrong: _Wrong, computes_with: str) -> str:
     size = f"(element {by.position}: got {got}, expected {due})"
     name = module_text(seen.module)
     if seen.what == PARAMETER:
-        return f"{name} is the first module that computes with wrong numbers: its {seen.part} {where} {size}"
+        return f"{name} is the first module that computes with wrong numbers: its {seen.part} {where} {size}{more}"
     if seen.what == INPUT:
         return f"what comes into {name} is the first that is wrong, {where} {size}; what is computed before it is right"
     if seen.what == OUTPUT:
-        return f"{name} is the first module whose output is wrong, {where} {size}{computes_with}"
+        return f"{name} is the first module whose output is wrong, {where} {size}{more}"
     return f"every output is right; the gradient of the output of {name} is the first that is wrong, {where} {size}"
 
 
@@ -104,7 +123,7 @@ def _of_state(case: Case, last: int, right: Sequence[Seen], wrong: Sequence[Dive
     found = [divergence for divergence in wrong if divergence.quantity.kind == sort]
     # Gradients come into being from the last module to the first.
     now = [seen for seen in right if seen.operation == last]
-    used = {f"{seen.module}.{seen.part}".lstrip("."): place for place, seen in enumerate(now) if seen.what == PARAMETER}
+    used = {_fqn(seen): place for place, seen in enumerate(now) if seen.what == PARAMETER}
     first = max(found, key=lambda one: used.get(one.quantity.fqn, -1)) if sort == "gradient" else found[0]
     module, _, part = first.quantity.fqn.rpartition(".")
     what = STATE.get(sort, f"the {first.quantity.part} of its {{}}").format(part)

@@ -171,7 +171,8 @@ def cause_of(runner: CaseRunner, implementation: str, case: Case) -> str:
         return ""
     explainer = _Explainer(runner, implementation, Budget(0.0), False)
     like = explainer.hypothesis(finding, how, None)
-    happened = explainer.cast(finding, how) if like is None else clause(finding.case, like, {})
+    happened = explainer.cast(finding, how) if like is None or like.pattern is not None else ""
+    happened = happened or ("" if like is None else clause(finding.case, like, {}))
     return "; ".join(filter(None, (happened, explainer.module(finding, how))))
 
 
@@ -245,7 +246,8 @@ class _Explainer:
         for known in alike:
             if known.shape == _shape(case) and not contradict(like, known.hypothesis):
                 return known
-        cast = self.cast(short.finding, place.how) if like is None else ""
+        # A cast that gives the very numbers says more than what they are like.
+        cast = self.cast(short.finding, place.how) if like is None or like.pattern is not None else ""
         unsharded = unsharded_before(traced.history, like.left_out) if traced is not None and like is not None else {}
         explanation = Explanation(
             sentence=render(short.finding, like, unsharded, cast),
