@@ -11,6 +11,23 @@ from collections.abc import Iterable
 
 from fsdp_testing.errors import InvalidImplementation
 
+SETTINGS: dict[str, str] = {
+    "static_graph": "the user promises that every iteration runs the same graph",
+    "gradient_views": "gradients are views of communication buckets",
+    "small_buckets": "gradients are sent in buckets that hold hardly more than one of them",
+    "divide_factor": "what gradients are divided by is given by hand: twice the number of ranks, which halves them",
+    "sum_reduction": "gradients are summed and divided apart, whatever the backend could do at once",
+    "late_all_reduce": "in `no_sync` hybrid sharding reduces within shard groups, and leaves out the replicas only",
+    "kept_after_backward": "in `no_sync` parameters are not freed after backward",
+    "partial_reshard": "after forward parameters stay sharded over fewer ranks",
+    "last_dimension": "parameters are cut along their last dimension, where ranks divide it",
+    "default_device": "the implementation chooses the device",
+    "default_groups": "the implementation chooses the groups of hybrid sharding",
+    "own_state": "state is saved and loaded by the implementation's own methods, with their defaults",
+    "offloaded_state": "gathered parameters and saved state are moved to the CPU",
+}
+"""Options of some implementations, off by default, that change no number but for `divide_factor`; each is a capability."""
+
 CAPABILITIES: dict[str, str] = {
     # strategies
     "full_shard": "parameters, gradients and optimizer state are sharded; parameters are freed after forward",
@@ -26,6 +43,10 @@ CAPABILITIES: dict[str, str] = {
     "accumulate_without_no_sync": "several reduced backward passes add up",
     "forward_only": "a forward pass need not be followed by a backward pass; eval, no_grad and inference included",
     "several_forwards": "several forward passes may come before their backward passes",
+    "backward_twice": "a second backward may follow through a graph that was kept",
+    "second_order": "a loss may be made of gradients",
+    "backward_after_no_sync": "gradients of a forward inside no_sync are reduced if the backward is outside",
+    "inner_forward": "a forward may run through the module that is inside the wrapper",
     "inference_mode": "forward passes under torch.inference_mode",
     "late_optimizer": "the optimizer may be built after training has begun",
     # parameters
@@ -79,6 +100,8 @@ CAPABILITIES: dict[str, str] = {
     "unit_trace": "unshard, reshard and free of every unit can be recorded",
     "prefetch": "units are gathered before they are needed",
     "exception_recovery": "an exception in forward or backward leaves the model usable",
+    # options that change no number
+    **SETTINGS,
 }
 
 STRATEGIES: dict[str, str] = {
