@@ -131,6 +131,10 @@ class RankProgram:
                 return models.penalised(model, self.case, batch, self.rank, inputs)
             return models.forward(model, self.case, batch, self.rank, inputs)
 
+    def plain_part(self, name: str) -> nn.Module:
+        """Return a part of the model as it was before wrapping, built anew."""
+        return models.build_model(self.case).get_submodule(name)
+
     def set_requires_grad(self, patterns: tuple[str, ...], flag: bool) -> None:
         """Set the flag on the parameters that match."""
         found = matching(self.adapter.named_parameters(self.model), patterns)
