@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fsdp_testing.errors import HarnessError, InvalidArgument, WorldFailed
 from fsdp_testing.ledger.late_delivery import deliver_late
@@ -22,14 +22,11 @@ from fsdp_testing.training_check.comparison import (
     Quantities,
     Room,
     first_difference,
-    in_order,
+    spread_of,
     suggestion,
 )
-from fsdp_testing.training_check.disturbance import RUNS, disturbed, room
+from fsdp_testing.training_check.disturbance import RUNS, disturbed
 from fsdp_testing.training_check.evidence import StepEvidence, Witness
-
-if TYPE_CHECKING:
-    import torch
 
 Train = Callable[[World], Mapping[str, Any]]
 
@@ -139,28 +136,14 @@ def _tell_undecided(target: Target, decided: Decided) -> None:
 
 def _spread(runner: _Runner, runs: Sequence[_Run]) -> Room:
     """Run both worlds with roundings made differently, and return how far right runs may be apart, number by number."""
-    import torch
-
-    found: dict[tuple[str, int], torch.Tensor] = {}
-    for run in runs:
-        for moved in runner.disturbed_runs(run.size):
-            for there, here in zip(moved.ranks, run.ranks):
-                for place in in_order(here):
-                    distance = _distance(there, here, place)
-                    found[place] = torch.maximum(found[place], distance) if place in found else distance
-    numbers = sum(tensor.numel() for tensor in found.values())
-    return {place: room(tensor, numbers) for place, tensor in found.items()}
-
-
-def _distance(there: Quantities, here: Quantities, place: tuple[str, int]) -> torch.Tensor:
-    """Return how far a disturbed run is from the run; infinite where it took another way, so that nothing follows."""
-    import torch
-
-    name, step = place
-    value = here[name][step].double().reshape(-1)
-    if len(there.get(name, [])) != len(here[name]) or there[name][step].numel() != value.numel():
-        return torch.full_like(value, torch.inf)
-    return (there[name][step].double().reshape(-1) - value).abs().nan_to_num(nan=torch.inf)
+    return spread_of(
+        [
+            (here, there)
+            for run in runs
+            for moved in runner.disturbed_runs(run.size)
+            for there, here in zip(moved.ranks, run.ranks)
+        ]
+    )
 
 
 def train_here(target: Target, seed: int) -> tuple[Quantities, tuple[StepEvidence, ...]]:
