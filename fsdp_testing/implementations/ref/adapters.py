@@ -27,7 +27,7 @@ from fsdp_testing.implementations.protocol import Division, Setup, WrapPolicy
 from fsdp_testing.implementations.ref import handle_pieces
 from fsdp_testing.implementations.shared import flat_pieces, naming
 from fsdp_testing.implementations.shared.fsdp_options import Apply, FsdpNames
-from fsdp_testing.records.capabilities import CAPABILITIES
+from fsdp_testing.records.capabilities import CAPABILITIES, SETTINGS
 
 _NOT_CLAIMED = frozenset(
     {
@@ -37,6 +37,9 @@ _NOT_CLAIMED = frozenset(
         "explicit_unshard",
         "error_if_nonfinite",
         "mixed_dtype_units",
+        # A module that has run once is no longer the root of what is around it.
+        "inner_forward",
+        *SETTINGS,
     }
 )
 
@@ -69,6 +72,7 @@ def _shared_across_units(module: nn.Module, setup: Setup) -> bool:
 
 
 def _wrap(apply: Apply, module: nn.Module, setup: Setup) -> nn.Module:
+    setup.refuse_settings("fsdp_ref")
     if setup.units and setup.policy is None and _shared_across_units(module, setup):
         setup = replace(setup, units=(), policy=WrapPolicy(names=setup.units))
     return _FSDP.wrap(module, setup, apply)
