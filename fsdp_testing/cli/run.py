@@ -72,7 +72,7 @@ def add(commands: Subparsers[Command]) -> Command:
 
 def execute(options: argparse.Namespace) -> int:
     """Judge, print, write."""
-    from fsdp_testing.judging.side_by_side import capacity
+    from fsdp_testing.judging.concurrency import capacity
     from fsdp_testing.pool import default_pool
     from fsdp_testing.report import TEXTS, check_writable, report_exit_code, write_atomically
     from fsdp_testing.report.terminal import open_console, print_report
