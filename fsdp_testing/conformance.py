@@ -254,7 +254,8 @@ def select_checks(patterns: Sequence[str], *, extended: bool = False) -> list[Ch
         return [check for check in CHECKS.values() if extended or check.profile == "default"]
     unknown = [pattern for pattern in patterns if not any(check.matches((pattern,)) for check in CHECKS.values())]
     if unknown:
-        near = sorted({match for pattern in unknown for match in difflib.get_close_matches(pattern, CHECKS, n=3)})
+        known = [*dict.fromkeys(name.partition(".")[0] for name in CHECKS), *CHECKS]
+        near = sorted({match for pattern in unknown for match in difflib.get_close_matches(pattern, known, n=3)})
         hint = f"Did you mean {', '.join(near)}?" if near else "`fsdp-verify list checks` shows every name."
         raise InvalidArgument(f"checks: expected names or patterns of checks, got {unknown}. {hint}")
     return [check for check in CHECKS.values() if check.matches(patterns)]

@@ -67,14 +67,26 @@ broken = functools.partial(Symptom, Condition.BROKEN)
 
 
 def examine() -> Iterator[tuple[str, Symptom]]:
-    """Yield what is examined and what was found, in the order in which a fault would explain the later ones."""
-    for examination in EXAMINATIONS:
-        try:
-            symptom = examination()
-        except Exception as error:  # noqa: BLE001  (whatever goes wrong while looking is itself the finding)
-            first = next(iter(str(error).splitlines()), "")
-            symptom = broken(f"{type(error).__name__}: {first}", "Mend this first.")
-        yield examination.__name__.replace("_", " "), symptom
+    """Yield what is examined and what was found, in the order in which a fault would explain the later ones.
+
+    Nothing is broken where the trial world works: what looks so is odd then.
+    """
+    symptoms = {examination: _symptom_of(examination) for examination in EXAMINATIONS}
+    trial = symptoms.get(trial_world)
+    works = trial is not None and trial.condition is not Condition.BROKEN
+    for examination, symptom in symptoms.items():
+        spared = works and symptom.condition is Condition.BROKEN
+        said = f"{symptom.said}; ranks work all the same" if spared else symptom.said
+        name = examination.__name__.replace("_", " ")
+        yield name, odd(said, symptom.remedy) if spared else symptom
+
+
+def _symptom_of(examination: Callable[[], Symptom]) -> Symptom:
+    try:
+        return examination()
+    except Exception as error:  # noqa: BLE001  (whatever goes wrong while looking is itself the finding)
+        first = next(iter(str(error).splitlines()), "")
+        return broken(f"{type(error).__name__}: {first}", "Mend this first.")
 
 
 def python() -> Symptom:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +67,7 @@ def add(commands: Subparsers[Command]) -> Command:
     out.add_argument("--html", type=Path, metavar="DIR", help="write DIR/index.html")
     out.add_argument("--json", type=Path, metavar="FILE", help="write the report as one JSON document")
     out.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML")
-    out.add_argument("--full", action="store_true", help="show complete tracebacks and every failing case")
+    out.add_argument("--full", action="store_true", help="show every check, and complete accounts of what failed")
     return command
 
 
@@ -87,15 +88,20 @@ def execute(options: argparse.Namespace) -> int:
         raise InvalidArgument(f"run: expected names or --all, got both ({', '.join(options.names)}). Drop one of them.")
     for option, path in outputs(options).items():
         check_writable(path, option)
-    default_pool().start()  # torch is imported there and, for what comes next, here: at the same time
+    default_pool().start()  # torch is imported there and, with the registry, here: at the same time
+    from fsdp_testing.implementations import registry
+
     check_backend(options.backend, max(options.world_size))
-    names = every_name() if options.all else tuple(options.names)
+    names = registry.names() if options.all else tuple(options.names)
     expected = expectations(options.expected_failures, names)
     room = capacity(max(options.world_size))
     options.jobs = room.jobs(options.jobs)
     console = open_console()
     console.say(f"checks under way at a time: {options.jobs} ({room.processors} processors, room for {room.most})")
     report, interrupted = judged(names, expected, options, console)
+    # A registered name is the adapter's own; an import string is not.
+    own = {name: registry.adapter_of(name).name for name in report.implementations if ":" in name}
+    report = replace(report, own_names=own)
     print_report(report, console, full=options.full)
     if interrupted:
         # A report of half a run must not replace one of a whole run.
@@ -105,13 +111,6 @@ def execute(options: argparse.Namespace) -> int:
         write_atomically(path, TEXTS[option](report), option)
         console.say(f"written: {path}")
     return report_exit_code(report)
-
-
-def every_name() -> tuple[str, ...]:
-    """Return the names of all registered implementations."""
-    from fsdp_testing.implementations import registry
-
-    return registry.names()
 
 
 def check_backend(name: str, size: int) -> None:
@@ -131,9 +130,13 @@ def check_backend(name: str, size: int) -> None:
 def expectations(path: Path | None, names: tuple[str, ...]) -> dict[str, dict[str, str]]:
     """Expected failures of the implementations that are run; tables of others are left alone.
 
+    A page that a reason names and that lies beside the list is named by its path, so that it can be opened from here.
+
     Raises:
         InvalidArgument: The file cannot be read, or is not of the form that the help text shows.
     """
+    from fsdp_testing.report.summary import PAGE
+
     if path is None:
         return {}
     try:
@@ -152,7 +155,12 @@ def expectations(path: Path | None, names: tuple[str, ...]) -> dict[str, dict[st
             f'--expected-failures: expected one table of `"check" = "reason"` per implementation, got {wrong} '
             f"in {str(path)!r}. Write [{wrong[0]}] and one line for each check."
         )
-    return {name: document[name] for name in names if name in document}
+    beside = {page.name: str(page) for page in path.parent.glob("*.md")}
+    return {
+        name: {check: PAGE.sub(lambda page: beside.get(page[0], page[0]), reason) for check, reason in table.items()}
+        for name, table in document.items()
+        if name in names
+    }
 
 
 def judged(

@@ -177,6 +177,11 @@ def test_expected_failures_are_read_per_implementation(
     path.write_text('[torch-ddp]\n"a.b" = "why"\n[other]\n"c.d" = "why not"\n', encoding="utf-8")
     assert verify("run", "torch-ddp", "--expected-failures", str(path)).code == 0
     assert asked.asked["expected_failures"] == {"torch-ddp": {"a.b": "why"}}
+    (tmp_path / "page.md").touch()
+    path.write_text('[torch-ddp]\n"a.b" = "why: page.md"\n"c.d" = "absent.md"\n', encoding="utf-8")
+    verify("run", "torch-ddp", "--expected-failures", str(path))
+    said = {"a.b": f"why: {tmp_path / 'page.md'}", "c.d": "absent.md"}
+    assert asked.asked["expected_failures"] == {"torch-ddp": said}, "a page is named by a path that opens"
 
 
 @pytest.mark.parametrize("text", [None, "[", "a = 1", "[torch-ddp]\na = 1", "\udcff"])
