@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from fsdp_testing.cli import certify, doctor, fuzz, list_command, museum, new_adapter, parity, plan, replay, run
+from fsdp_testing.cli import certify, doctor, fuzz, list_command, museum, new_adapter, parity, plan, replay, run, train
 from fsdp_testing.errors import HarnessError, PoolBroken
 
 PROGRAM = "fsdp-verify"
 COMMANDS: tuple[ModuleType, ...] = (
     run,
+    train,
     fuzz,
     certify,
     replay,

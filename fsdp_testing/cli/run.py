@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_testing import env
-from fsdp_testing.cli.options import Command, Subparsers, add_timeout, add_world_sizes, allowance, declare
+from fsdp_testing.cli.options import Command, Subparsers, add_timeout, add_world_sizes, allowance, count, declare
 from fsdp_testing.errors import BackendUnavailable, InvalidArgument
 
 if TYPE_CHECKING:
@@ -45,6 +45,12 @@ def add(commands: Subparsers[Command]) -> Command:
     what.add_argument("--extended", action="store_true", help="the extended profile too: more cases, more time")
     add_timeout(what, 60.0)
     what.add_argument(
+        "--jobs",
+        type=count,
+        metavar="N",
+        help="checks under way at a time (default: by processors and room; at least 2)",
+    )
+    what.add_argument(
         "--expected-failures",
         type=Path,
         metavar="FILE",
@@ -68,6 +74,8 @@ def add(commands: Subparsers[Command]) -> Command:
 def execute(options: argparse.Namespace) -> int:
     """Judge, print, write."""
     from fsdp_testing.implementations import registry
+    from fsdp_testing.judging.side_by_side import capacity
+    from fsdp_testing.pool import default_pool
     from fsdp_testing.report import TEXTS, check_writable, report_exit_code, write_atomically
     from fsdp_testing.report.terminal import open_console, print_report
 
@@ -81,10 +89,14 @@ def execute(options: argparse.Namespace) -> int:
         raise InvalidArgument(f"run: expected names or --all, got both ({', '.join(options.names)}). Drop one of them.")
     for option, path in outputs(options).items():
         check_writable(path, option)
+    default_pool().start()  # torch is imported there and, for what comes next, here: at the same time
     check_backend(options.backend, max(options.world_size))
-    names = registry.names() if options.all else tuple(options.names)
+    names = every_name() if options.all else tuple(options.names)
     expected = expectations(options.expected_failures, names)
+    room = capacity(max(options.world_size))
+    options.jobs = room.jobs(options.jobs)
     console = open_console()
+    console.say(f"checks under way at a time: {options.jobs} ({room.processors} processors, room for {room.most})")
     report, interrupted = judged(names, expected, options, console)
     # A registered name is the adapter's own; an import string is not.
     own = {name: registry.adapter_of(name).name for name in report.implementations if ":" in name}
@@ -98,6 +110,13 @@ def execute(options: argparse.Namespace) -> int:
         write_atomically(path, TEXTS[option](report), option)
         console.say(f"written: {path}")
     return report_exit_code(report)
+
+
+def every_name() -> tuple[str, ...]:
+    """Return the names of all registered implementations."""
+    from fsdp_testing.implementations import registry
+
+    return registry.names()
 
 
 def check_backend(name: str, size: int) -> None:
@@ -172,6 +191,7 @@ def judged(
                 portraits=options.html is not None,
                 listener=progress,
                 runner=CaseRunner(timeout=options.timeout),
+                jobs=options.jobs,
             )
         except KeyboardInterrupt:
             if not progress.results:

@@ -226,6 +226,8 @@ def cause_lines(report: RunReport) -> Iterator[RenderableType]:
         yield Text()
         yield Text.assemble((cause.implementation, "bold"), "  ", plain(cause.sentence))
         if cause.explanation is not None:
+            if cause.explanation.place:
+                yield plain(f"  module by module: {cause.explanation.place}")
             for line in cause.explanation.schedule:
                 yield plain(f"    {line}", style="cyan")
             yield Text(f"  {explanation_line(cause.explanation)}", style="dim")
