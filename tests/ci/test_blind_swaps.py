@@ -13,7 +13,7 @@ from fsdp_testing.zoo.partial import Gated
 CASE = Case(ModelSpec("mlp"), WorldSpec(2), (ForwardBackward(Batch(0)), ForwardBackward(Batch(1))))
 
 CHEAP = (
-    "training.gradients_are_means",
+    "training.same_batch_twice",
     "accumulation.no_sync_then_reduced",
     "accumulation.cleared_after_reduction",
     "unused.parameters_swapped_between_ranks",
@@ -21,7 +21,6 @@ CHEAP = (
     "shared.within_a_unit",
     "mixed_precision.param_bfloat16",
     "sizes.zero_dim",
-    "forward_only.eval",
 )
 
 
