@@ -310,7 +310,7 @@ class Parts(Toy):
 PARTS = PartsAdapter(Parts, "PARTS")
 
 
-@kind(PartsAdapter, "conversion.modules_replaced")
+@kind(PartsAdapter, "parts.module_replaced")
 class KeepsToTheOldModule(Parts):
     """Trains a module that is no longer there; the new one stays each rank's own (B076)."""
 
@@ -318,7 +318,7 @@ class KeepsToTheOldModule(Parts):
         pass
 
 
-@kind(PartsAdapter, "conversion.parameters_replaced")
+@kind(PartsAdapter, "parts.parameters_replaced")
 class KeepsToTheOldParameter(Parts):
     """Gathers into the parameter that is there, from the shard of the one that was (B152)."""
 
@@ -326,12 +326,19 @@ class KeepsToTheOldParameter(Parts):
         self.full = dict(self.inner.named_parameters())
 
 
-@kind(PartsAdapter, "conversion.unit_alone")
-class AloneIsStale(Parts):
-    """A part that is called alone computes with what was gathered last."""
+@kind(PartsAdapter, "parts.called_alone")
+class AloneIsTheRoot(Parts):
+    """A part that is called before the model is taken for the root: the model is not reduced any more."""
+
+    rootless = False
 
     def before(self, module: nn.Module, inputs: Any) -> None:
-        pass
+        self.rootless = self.rootless or not self.running
+        super().before(module, inputs)
+
+    def mean(self, fqn: str, contribution: torch.Tensor) -> torch.Tensor:
+        mean = super().mean(fqn, contribution)
+        return contribution if self.rootless else mean
 
 
 class CopiesAdapter(MoreAdapter):
