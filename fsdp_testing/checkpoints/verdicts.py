@@ -86,7 +86,10 @@ def judge_items(adapter: Adapter, layout: Layout, items: Sequence[Item], directo
             elif None in ranks:
                 found.append(None)
             else:
-                found.append(_of_numbers(adapter, layout, item, ranks))
+                try:
+                    found.append(_of_numbers(adapter, layout, item, ranks))
+                except Exception as error:  # noqa: BLE001 - what an adapter saved may have any form
+                    found.append(Verdict(UNKNOWN, f"not judged: {type(error).__name__}: {error}"[:_REASON_LENGTH]))
     return found
 
 

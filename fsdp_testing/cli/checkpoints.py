@@ -147,7 +147,7 @@ def _print_table(
 
     letters = {HOLDS: "=", FAILS: "X", REFUSED: "r", UNKNOWN: "?"}
     styles = {HOLDS: "", FAILS: "bold red", REFUSED: "yellow", UNKNOWN: "magenta"}
-    table = Table(show_edge=False, pad_edge=False, padding=(0, 1 if short else 2, 0, 0))
+    table = Table(box=None, pad_edge=False, padding=(0, 1 if short else 2, 0, 0))
     table.add_column(title, no_wrap=True)
     for column in columns:
         table.add_column(column, justify="right")

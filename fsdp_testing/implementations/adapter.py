@@ -59,7 +59,8 @@ class TorchStyle:
         load_sharded_state_dict: Load what `sharded_state_dict` gave on the same world size.
         local_state_dict: This rank's shards as they lie in memory, for a model that is wrapped just so; no collective.
         load_local_state_dict: Load what `local_state_dict` gave on the same rank.
-        full_optimizer_state: `{"state": {fqn: {name: value}}, "param_groups": [...]}` with complete tensors, on every rank.
+        full_optimizer_state: `{"state": {fqn: {name: value}}, "param_groups": [...]}` with complete tensors, on every rank;
+            each group names its parameters under `params`.
         load_full_optimizer_state: Load what `full_optimizer_state` gave, also into a fresh optimizer.
         sharded_optimizer_state: This rank's part in the same form, as torch.distributed.checkpoint saves it and fills it.
         load_sharded_optimizer_state: Load what `sharded_optimizer_state` gave and torch.distributed.checkpoint filled.

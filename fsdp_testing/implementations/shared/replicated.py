@@ -42,7 +42,8 @@ def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer
             optimizer.state[parameter] = copy.deepcopy(state["state"][fqn])
     kept = {fqn: group for group in state["param_groups"] for fqn in group["params"]}
     for group in optimizer.param_groups:
-        group.update({**kept[names[group["params"][0]]], "params": group["params"]})
+        for parameter in group["params"][:1]:
+            group.update({**kept[names[parameter]], "params": group["params"]})
 
 
 METHODS: Mapping[str, Any] = {
