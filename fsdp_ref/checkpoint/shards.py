@@ -1,6 +1,6 @@
 """What does this rank put into a state that no rank has whole, and how is it put together again?
 
-Both forms are DTensors, so that they carry their global shape and the ranks they are spread over, and that
+Both forms are DTensors, so that they carry their global shape and their ranks, and that
 ``torch.distributed.checkpoint`` saves them once and loads them on any number of ranks.
 
 Sharded: each parameter is cut along its first dimension, into chunks as ``torch.chunk`` makes them; the last ranks may
@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_ref.comm.collectives import gather_objects
 from fsdp_ref.errors import FsdpRuntimeError, explain, listing
+from fsdp_ref.naming import clean_tensor_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Spread:
-    """Over which ranks, and how, the parameters of one unit are spread in a state.
+    """Over which ranks, and how, the entries of one unit are spread.
 
     The user's own mesh where the unit was given one, so that its axes keep their names: (replicate, shard) for hybrid
     strategies. Otherwise a mesh of the shard group alone, which every replica has its own of.
@@ -101,7 +102,7 @@ def whole(value: Any) -> Tensor:
     return full
 
 
-def compare_ranks(state: Mapping[str, object], prefix: str, group: dist.ProcessGroup) -> None:
+def compare_ranks(state: Mapping[str, Any], prefix: str, group: dist.ProcessGroup) -> None:
     """Check that all ranks are about to gather the same, before any of them waits for another.
 
     Raises:
@@ -111,7 +112,8 @@ def compare_ranks(state: Mapping[str, object], prefix: str, group: dist.ProcessG
         One exchange of a line for each DTensor.
     """
     mine = [
-        f"{key}: {tuple(value.shape)} of {value.dtype} as {value.placements} on {value.device_mesh.mesh.tolist()}"  # type: ignore[attr-defined]  # a DTensor
+        f"{clean_tensor_name(key)}: {tuple(value.shape)} of {value.dtype} as {value.placements} on "
+        f"{value.device_mesh.mesh.tolist()}"
         for key, value in state.items()
         if key.startswith(prefix) and is_spread(value)
     ]

@@ -123,9 +123,9 @@ def test_sharded(lab, path):
             few = {name: value for name, value in state.items() if name != "blocks.0.lin1.weight"}
             with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "blocks.0.lin1.weight"'):
                 other.load_state_dict(few)
-            told = other.load_state_dict({**few, "blocks.1.extra": state["odd.row"]}, strict=False)
-            assert told.missing_keys == ["blocks.0.lin1.weight"]
-            assert told.unexpected_keys == ["blocks.1.extra"]
+            report = other.load_state_dict({**few, "blocks.1.extra": state["odd.row"]}, strict=False)
+            assert report.missing_keys == ["blocks.0.lin1.weight"]
+            assert report.unexpected_keys == ["blocks.1.extra"]
             wrong = {**state, "odd.row": state["inp.weight"], "out.weight": state["odd.row"]}
             with pytest.raises(RuntimeError, match=r"size mismatch for (?s:.*)size mismatch for"):
                 other.load_state_dict(wrong)
@@ -139,13 +139,13 @@ def test_sharded(lab, path):
 
 @pytest.mark.world(2)
 @pytest.mark.covers("SD-12")
-def test_ranks_that_load_different_entries_are_told_so_and_nobody_waits(lab, path):
+def test_ranks_that_load_different_entries_raise_before_any_of_them_waits(lab, path):
     model = shard(lab, path, net(lab))
     set_state_dict_type(model, SHARDED)
     state = model.state_dict()
     if lab.world.rank == 1:
         del state["blocks.2.lin1.bias"]
-    with pytest.raises(RuntimeError, match=r"same sharded entries .* got rank 0: \S*blocks.2.lin1.bias: \(5,\)"):
+    with pytest.raises(RuntimeError, match=r"same sharded entries .* got rank 0: blocks.2.lin1.bias: \(5,\)"):
         model.load_state_dict(state)
     assert_equal(full_state(model), net(lab).state_dict())
     lab.loss(model, lab.batch()).backward()
@@ -207,8 +207,8 @@ def test_local(lab, path):
 def test_a_local_state_of_another_number_of_ranks_is_refused(worlds, tmp_path):
     # 5 elements are three chunks of two on three ranks, and on four ranks too.
     worlds(size=4).run(save_local, str(tmp_path))
-    for told in worlds(size=3).run(load_local, str(tmp_path)):
-        assert "saved by 3 ranks, got 2 of 5 elements of torch.float32, saved by 4 ranks" in told
+    for message in worlds(size=3).run(load_local, str(tmp_path)):
+        assert "saved by 3 ranks, got 2 of 5 elements of torch.float32, saved by 4 ranks" in message
 
 
 def five():
