@@ -113,7 +113,7 @@ def compare_ranks(state: Mapping[str, Any], prefix: str, group: dist.ProcessGrou
     """
     mine = [
         f"{clean_tensor_name(key)}: {tuple(value.shape)} of {value.dtype} as {value.placements} on "
-        f"{value.device_mesh.mesh.tolist()}"
+        f"{value.device_mesh.mesh.tolist()}{_of_another_rank(value)}"
         for key, value in state.items()
         if key.startswith(prefix) and is_spread(value)
     ]
@@ -131,17 +131,23 @@ def compare_ranks(state: Mapping[str, Any], prefix: str, group: dist.ProcessGrou
         )
 
 
+def _of_another_rank(value: Any) -> str:
+    """Return whose chunk ``value`` is unless it is this rank's: a rank may have read the file of another."""
+    place = value.device_mesh.get_coordinate()
+    rank = None if place is None else int(value.device_mesh.mesh[tuple(place)])
+    return "" if rank == dist.get_rank() else f", the chunk of rank {rank}"
+
+
 def flat_shard_problem(handle: FlatHandle, value: Any) -> str | None:
     """Return why ``value`` cannot be this rank's flat shard; None when it can."""
-    span = handle.shard_map.shard_span(handle.shard_rank)
-    wanted = (
-        f"{span.numel} of {handle.layout.numel} elements of {handle.shard_S.dtype}, saved by {handle.shard_size} ranks"
-    )
+    span, size = handle.shard_map.shard_span(handle.shard_rank), handle.shard_size
+    wanted = f"{span.numel} of {handle.layout.numel} elements of {handle.shard_S.dtype}"
+    wanted += f", saved by rank {handle.shard_rank} of {size}"
     if not is_spread(value):
         return f"expected a flat shard ({wanted}), got {_described(value)}"
+    rank = (value.device_mesh.get_coordinate() or [None])[-1]
     ranks = value.device_mesh.size(value.device_mesh.ndim - 1)
-    mine = value.to_local()
-    got = f"{mine.numel()} of {value.numel()} elements of {value.dtype}, saved by {ranks} ranks"
+    got = f"{value.to_local().numel()} of {value.numel()} elements of {value.dtype}, saved by rank {rank} of {ranks}"
     return None if got == wanted and value.dim() == 1 else f"expected {wanted}, got {got}"
 
 

@@ -147,6 +147,11 @@ def test_ranks_that_load_different_entries_raise_before_any_of_them_waits(lab, p
         del state["blocks.2.lin1.bias"]
     with pytest.raises(RuntimeError, match=r"same sharded entries .* got rank 0: blocks.2.lin1.bias: \(5,\)"):
         model.load_state_dict(state)
+    theirs = lab.world.all_gather_object({name: v for name, v in model.state_dict().items() if "out" in name})[
+        lab.world.rank - 1
+    ]
+    with pytest.raises(RuntimeError, match=r"rank 0: out.weight: .*, the chunk of rank 1, rank 1: out.weight"):
+        model.load_state_dict(theirs, strict=False)
     assert_equal(full_state(model), net(lab).state_dict())
     lab.loss(model, lab.batch()).backward()
 
@@ -189,6 +194,13 @@ def test_local(lab, path):
             other.load_state_dict({**state, **want})
         with pytest.raises(RuntimeError, match=r"\t_flat_param: expected (?s:.*)\todd._flat_param: expected"):
             other.load_state_dict({**state, "odd._flat_param": state["_flat_param"], "_flat_param": torch.ones(3)})
+        theirs = lab.world.all_gather_object(state)[lab.world.rank - 1]
+        other_rank = (lab.world.rank - 1) % lab.world.size
+        with pytest.raises(
+            RuntimeError, match=rf"saved by rank {lab.world.rank} of \d, got .*, saved by rank {other_rank} of"
+        ):
+            other.load_state_dict(theirs)
+        other.load_state_dict(state)
         with pytest.raises(NotImplementedError, match="a module with whole units"):
             other.inp.state_dict()
     assert_equal(full_state(other), want)
@@ -207,8 +219,8 @@ def test_local(lab, path):
 def test_a_local_state_of_another_number_of_ranks_is_refused(worlds, tmp_path):
     # 5 elements are three chunks of two on three ranks, and on four ranks too.
     worlds(size=4).run(save_local, str(tmp_path))
-    for message in worlds(size=3).run(load_local, str(tmp_path)):
-        assert "saved by 3 ranks, got 2 of 5 elements of torch.float32, saved by 4 ranks" in message
+    for rank, message in enumerate(worlds(size=3).run(load_local, str(tmp_path))):
+        assert f"saved by rank {rank} of 3, got 2 of 5 elements of torch.float32, saved by rank 0 of 4" in message
 
 
 def five():
