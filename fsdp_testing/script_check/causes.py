@@ -13,7 +13,9 @@ CLOSE = 1e-6
 
 def wrong_in_itself(run: WholeRun) -> str:
     """Return what no comparison is needed for: data, optimizer and reduction as they must not be; empty if right."""
-    return _same_rows(run) or _strange_optimizer(run) or _unreduced(run) or _order(run) or _start(run)
+    return (
+        _same_rows(run) or _strange_optimizer(run) or _no_gradient(run) or _unreduced(run) or _order(run) or _start(run)
+    )
 
 
 def _same_rows(run: WholeRun) -> str:
@@ -32,6 +34,18 @@ def _strange_optimizer(run: WholeRun) -> str:
             return (
                 f"the optimizer steps {seen.stepped} tensors, none of which belongs to the model that was run. Cause: the "
                 "optimizer was made before the model was wrapped (or converted), which replaced its parameters. Make it after."
+            )
+    return ""
+
+
+def _no_gradient(run: WholeRun) -> str:
+    for step in range(run.steps):
+        seen = [rank.steps[step] for rank in run.ranks]
+        if not any(one.given for one in seen) and any(one.losses for one in seen):
+            return (
+                f"no parameter has a gradient when the optimizer steps at step {step}, though {len(seen[0].losses)} backward "
+                "passes ran on each rank. Cause: the no_sync boundary is off by one, so that gradients are kept unreduced, or "
+                "they were cleared before the step. Synchronise in the last micro-batch, and clear after the step."
             )
     return ""
 

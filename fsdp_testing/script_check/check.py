@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from fsdp_testing.errors import HarnessError, InvalidArgument
 from fsdp_testing.pool import Pool, WorldOutcome, default_pool
 from fsdp_testing.pool.cause import EndedBadly
@@ -21,9 +23,8 @@ from fsdp_testing.script_check import causes
 from fsdp_testing.script_check.feeding import Feed, feed_of
 from fsdp_testing.script_check.launched import RankReport, ScriptRun, run_here, show_files
 from fsdp_testing.script_check.report import Judgement, ScriptReport, compared_lines, loss_table
-from fsdp_testing.script_check.whole import GRADIENT, WholeRun, initial, whole
-from fsdp_testing.training_check.comparison import ROUNDINGS, Decided, Difference, Room, first_difference, spread_of
-from fsdp_testing.training_check.disturbance import RUNS
+from fsdp_testing.script_check.whole import GRADIENT, PARAMETER, WholeRun, initial, whole
+from fsdp_testing.training_check.comparison import ROUNDINGS, Decided, Quantities, beyond_roundings, first_difference
 
 STEPS = 10
 
@@ -175,6 +176,7 @@ def _judge(runner: _Runner, alone: WholeRun, size: int) -> Judgement:
         if not found.gradient:
             raise _Failed(f"{found}. {causes.of_disagreement(run, found)}", loss_table(reference, run))
     shared, left_out = _comparable(reference, run)
+    _check_trained(shared[1])
     remarks = _compare(runner, *shared, feed)
     sentence = f"{run.steps} steps are those of one process {how}"
     return Judgement(size, Verdict.PASS, sentence, compared_lines(shared[1], left_out, remarks))
@@ -243,6 +245,21 @@ def _comparable(reference: WholeRun, run: WholeRun) -> tuple[tuple[WholeRun, Who
     return (reduced(reference), reduced(run)), left
 
 
+def _check_trained(run: WholeRun) -> None:
+    """Zeros are equal whatever they came from: a pass takes a gradient that is none."""
+    gradients = [value for name, values in run.quantities.items() if name.startswith(GRADIENT) for value in values]
+    before = initial(run)
+    changed = any(
+        not torch.equal(values[-1], before[name][0])
+        for name, values in run.quantities.items()
+        if name.startswith(PARAMETER) and name in before
+    )
+    if not (changed or any(bool(gradient.any()) for gradient in gradients)):
+        raise _Undecided(
+            "trains nothing that can be seen: gradients are zero and no parameter changes. Compare more steps."
+        )
+
+
 def _compare(runner: _Runner, reference: WholeRun, run: WholeRun, feed: Feed) -> tuple[str, ...]:
     """Compare all quantities, and return remarks on what remains undecided."""
     found = first_difference(reference.quantities, run.quantities, ROUNDINGS)
@@ -253,7 +270,12 @@ def _compare(runner: _Runner, reference: WholeRun, run: WholeRun, feed: Feed) ->
         repeated = first_difference(run.quantities, runner.run(run.size).quantities, 0.0)
         if repeated is not None:
             raise _Undecided(f"does not repeat itself: two runs differ, first in {repeated}.")
-        found = _beyond_roundings(runner, reference, run, feed, decided)
+
+        def disturbed(seed: int) -> list[tuple[Quantities, Quantities]]:
+            moved = runner.run(1, feed=feed, seed=seed), runner.run(run.size, seed=seed)
+            return [(here.quantities, there.quantities) for here, there in zip((reference, run), moved)]
+
+        found = beyond_roundings(reference.quantities, run.quantities, ROUNDINGS, disturbed, decided)
     if found is not None:
         cause = causes.of_difference(reference, run, found)
         if any(seen.drew for rank in run.ranks for seen in rank.steps[: found.step + 1]):
@@ -269,17 +291,6 @@ def _compare(runner: _Runner, reference: WholeRun, run: WholeRun, feed: Feed) ->
     return tuple(
         f"not decided: {sentence}, as far as roundings alone move them" for _, sentence in decided.open.values()
     )
-
-
-def _beyond_roundings(
-    runner: _Runner, reference: WholeRun, run: WholeRun, feed: Feed, decided: Decided
-) -> Difference | None:
-    moved = [
-        (reference.quantities, [runner.run(1, feed=feed, seed=seed).quantities for seed in range(1, RUNS + 1)]),
-        (run.quantities, [runner.run(run.size, seed=seed).quantities for seed in range(1, RUNS + 1)]),
-    ]
-    room: Room = spread_of([(here, there) for here, several in moved for there in several])
-    return first_difference(reference.quantities, run.quantities, ROUNDINGS, room, decided)
 
 
 @dataclass(frozen=True, slots=True)

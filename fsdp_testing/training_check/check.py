@@ -20,12 +20,11 @@ from fsdp_testing.training_check.comparison import (
     Decided,
     Difference,
     Quantities,
-    Room,
+    beyond_roundings,
     first_difference,
-    spread_of,
     suggestion,
 )
-from fsdp_testing.training_check.disturbance import RUNS, disturbed
+from fsdp_testing.training_check.disturbance import disturbed
 from fsdp_testing.training_check.evidence import StepEvidence, Witness
 
 Train = Callable[[World], Mapping[str, Any]]
@@ -109,8 +108,13 @@ def _judge(runner: _Runner, runs: tuple[_Run, _Run], found: Difference, rounding
     cause = causes.between_sizes(reference.evidence, other.evidence, other.size)
     if isinstance(found.error, float):
         _check_repeats(runner, other)
-        spread, decided = _spread(runner, runs), Decided()
-        beyond = first_difference(reference.ranks[0], other.ranks[0], roundings, spread, decided)
+        decided = Decided()
+
+        def disturbed_pairs(seed: int) -> list[tuple[Quantities, Quantities]]:
+            moved = [(run, runner.disturbed(run.size, seed)) for run in runs]
+            return [pair for run, there in moved for pair in zip(run.ranks, there.ranks)]
+
+        beyond = beyond_roundings(reference.ranks[0], other.ranks[0], roundings, disturbed_pairs, decided)
         if beyond is None:
             _tell_undecided(runner.target, decided)
             return
@@ -132,18 +136,6 @@ def _tell_undecided(target: Target, decided: Decided) -> None:
             "float32 or float64 without autocast, or with an optimizer that does not divide gradients by their size."
         )
     warnings.warn(f"{sentence}. Of these nothing is known; the rest agrees.", TrainingPartlyUndecided, stacklevel=4)
-
-
-def _spread(runner: _Runner, runs: Sequence[_Run]) -> Room:
-    """Run both worlds with roundings made differently, and return how far right runs may be apart, number by number."""
-    return spread_of(
-        [
-            (here, there)
-            for run in runs
-            for moved in runner.disturbed_runs(run.size)
-            for there, here in zip(moved.ranks, run.ranks)
-        ]
-    )
 
 
 def train_here(target: Target, seed: int) -> tuple[Quantities, tuple[StepEvidence, ...]]:
@@ -175,19 +167,19 @@ def train_here(target: Target, seed: int) -> tuple[Quantities, tuple[StepEvidenc
 
 @dataclass(frozen=True, slots=True)
 class _Runner:
-    """How the loop is run on a world; disturbed runs are kept by the size of their world."""
+    """How the loop is run on a world; disturbed runs are kept by size and seed."""
 
     pool: Pool
     target: Target
     backend: str
     timeout: float
-    kept: dict[int, list[_Run]] = field(default_factory=dict)
+    kept: dict[tuple[int, int], _Run] = field(default_factory=dict)
 
-    def disturbed_runs(self, size: int) -> list[_Run]:
-        """Return runs on `size` ranks whose roundings are made differently, each time otherwise."""
-        if size not in self.kept:
-            self.kept[size] = [self.run(size, seed) for seed in range(1, RUNS + 1)]
-        return self.kept[size]
+    def disturbed(self, size: int, seed: int) -> _Run:
+        """Return the run on `size` ranks whose roundings are made differently, by each seed otherwise."""
+        if (size, seed) not in self.kept:
+            self.kept[size, seed] = self.run(size, seed)
+        return self.kept[size, seed]
 
     def run(self, size: int, seed: int = 0) -> _Run:
         """Run the loop on `size` ranks; with another seed than 0, disturbed."""

@@ -42,6 +42,7 @@ class StepSeen:
         gradients: As the optimizer is given them; None counts as zeros.
         parameters: After the step.
         unreduced: Parameters whose sharded gradient had not been reduced.
+        given: How many parameters have a gradient on this rank.
         strange: How many tensors the optimizer steps that belong to no model that was seen.
         stepped: How many it steps.
         drew: Whether a forward drew random numbers from the default generator.
@@ -56,6 +57,7 @@ class StepSeen:
     gradients: Spans
     parameters: Spans
     unreduced: tuple[str, ...]
+    given: int
     strange: int
     stepped: int
     drew: bool
@@ -100,6 +102,7 @@ class Observer:
         self._before: Spans = {}
         self._gradients: Spans = {}
         self._unreduced: tuple[str, ...] = ()
+        self._given = 0
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -166,6 +169,7 @@ class Observer:
         held = self._held(optimizer)
         self._gradients = {name: _spans(found, "grad") for name, found in held.items()}
         self._unreduced = tuple(name for name, found in held.items() if any(not piece.reduced for piece in found))
+        self._given = sum(any(piece.grad is not None for piece in found) for found in held.values())
         if not self.steps:
             self._before = {name: _spans(found, "value") for name, found in held.items()}
 
@@ -182,6 +186,7 @@ class Observer:
                 gradients=self._gradients,
                 parameters={name: _spans(found, "value") for name, found in self._held(optimizer).items()},
                 unreduced=self._unreduced,
+                given=self._given,
                 strange=sum(id(p) not in known for p in stepped) if self.models else 0,
                 stepped=len(stepped),
                 drew=self._drew,

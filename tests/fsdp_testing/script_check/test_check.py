@@ -10,7 +10,8 @@ import pytest
 from fsdp_testing import check_script
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.records import Verdict
-from fsdp_testing.script_check import ScriptDiffers, ScriptUndecided
+from fsdp_testing.script_check import ScriptDiffers, ScriptUndecided, examine
+from fsdp_testing.script_check.check import Launch
 
 SCRIPTS = Path(__file__).parent
 
@@ -60,7 +61,7 @@ def test_a_right_script_passes_as_it_is(script, arguments, sizes, how):
         (
             "shards",
             ("--shard", "fsdp2", "--mistake", "boundary"),
-            r"are not reduced when .* no_sync boundary is off by one",
+            r"no parameter has a gradient .* no_sync boundary is off by one",
         ),
         (
             "shards",
@@ -76,10 +77,11 @@ def test_a_right_script_passes_as_it_is(script, arguments, sizes, how):
     ],
 )
 def test_each_mistake_is_found_and_its_cause_named(script, arguments, message):
-    steps = 8 if {"same order", "step skipped", "uneven"} & {*arguments} else 2
-    with pytest.raises(ScriptDiffers) as caught:
-        judge(script, *arguments, steps=steps)
-    assert re.search(message, str(caught.value), re.S), str(caught.value)
+    report = judge(
+        script, *arguments, steps=8 if {"same order", "step skipped", "uneven", "early stop"} & {*arguments} else 2
+    )
+    assert report.verdict is Verdict.FAIL, str(report)
+    assert re.search(message, str(report), re.S), str(report)
 
 
 @pytest.mark.parametrize(
@@ -98,8 +100,9 @@ def test_what_cannot_be_judged_is_unknown_with_one_sentence(arguments, message, 
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_bytes(bytes(range(200)))
     Path("log.txt").write_text("mine")
-    with pytest.raises(ScriptUndecided, match=message):
-        judge("indices", *arguments)
+    report = judge("indices", *arguments)
+    assert report.verdict is Verdict.UNKNOWN, str(report)
+    assert re.search(message, str(report)), str(report)
     assert {path.name: path.read_bytes()[:4] for path in tmp_path.iterdir()} == {
         "text.txt": b"\0\1\2\3",
         "log.txt": b"mine",
@@ -112,3 +115,11 @@ def test_what_cannot_be_judged_is_unknown_with_one_sentence(arguments, message, 
 def test_bad_arguments_are_refused_before_anything_runs(script, sizes, message):
     with pytest.raises(InvalidArgument, match=message):
         judge(script, sizes=sizes)
+
+
+def test_a_script_is_judged_in_new_processes_and_raises_what_it_is():
+    check_script(SCRIPTS / "with_indices.py", world_sizes=(2,), steps=1)
+    with pytest.raises(ScriptDiffers, match="gradients are not reduced"):
+        check_script(SCRIPTS / "with_indices.py", ["--mistake", "unreduced"], world_sizes=(2,), steps=1)
+    with pytest.raises(ScriptUndecided, match="never steps"):
+        check_script(SCRIPTS / "with_indices.py", ["--mistake", "never"], world_sizes=(2,), steps=1)
