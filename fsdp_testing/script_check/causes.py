@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp_testing.script_check.whole import Disagreement, WholeRun, first_steps
+from fsdp_testing.script_check.whole import WholeRun, first_steps
 from fsdp_testing.training_check import causes
 from fsdp_testing.training_check.comparison import Difference, suggestion
+from fsdp_testing.training_check.whole import Disagreement, assembled
 
 CLOSE = 1e-6
 
@@ -71,8 +72,6 @@ def _order(run: WholeRun) -> str:
 
 
 def _start(run: WholeRun) -> str:
-    from fsdp_testing.script_check.whole import assembled
-
     before = [seen.before for seen in first_steps(run)]
     for name in before[0]:
         odd = assembled([spans.get(name, ()) for spans in before])[1]

@@ -45,6 +45,7 @@ class StepSeen:
         given: How many parameters have a gradient on this rank.
         strange: How many tensors the optimizer steps that belong to no model that was seen.
         stepped: How many it steps.
+        unreadable: Why parameters could not be read; empty if they were.
         drew: Whether a forward drew random numbers from the default generator.
         batch_norm: Whether a model in training has batch norms that look at one rank's rows alone.
     """
@@ -60,6 +61,7 @@ class StepSeen:
     given: int
     strange: int
     stepped: int
+    unreadable: str
     drew: bool
     batch_norm: bool
 
@@ -92,6 +94,7 @@ class Observer:
         self.keep_calls = False
         self._after_step, self._before_forward = after_step, before_forward
         self._depth = 0
+        self._stepping = 0  # an optimizer may be made of others, whose steps are parts of its own
         self._start_step()
 
     def _start_step(self) -> None:
@@ -103,6 +106,7 @@ class Observer:
         self._gradients: Spans = {}
         self._unreduced: tuple[str, ...] = ()
         self._given = 0
+        self._unreadable = ""
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -133,7 +137,7 @@ class Observer:
             args, kwargs = observer._before_forward(args, kwargs)
             observer._rows.append(row_digests([*args, *kwargs.values()]))
             state = torch.get_rng_state()
-            observer._depth += 1
+            observer._depth, observer._stepping = observer._depth + 1, 0
             try:
                 output = original(module, *args, **kwargs)
             finally:
@@ -166,6 +170,9 @@ class Observer:
         return clip_grad_norm_
 
     def _before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        self._stepping += 1
+        if self._stepping > 1:
+            return
         held = self._held(optimizer)
         self._gradients = {name: _spans(found, "grad") for name, found in held.items()}
         self._unreduced = tuple(name for name, found in held.items() if any(not piece.reduced for piece in found))
@@ -174,6 +181,10 @@ class Observer:
             self._before = {name: _spans(found, "value") for name, found in held.items()}
 
     def _end_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        self._stepping -= 1
+        if self._stepping:
+            return
+        parameters = {name: _spans(found, "value") for name, found in self._held(optimizer).items()}
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
         known = {id(p) for model in self.models for p in model.parameters()}
         self.steps.append(
@@ -184,11 +195,12 @@ class Observer:
                 norms=tuple(self._norms),
                 before=self._before,
                 gradients=self._gradients,
-                parameters={name: _spans(found, "value") for name, found in self._held(optimizer).items()},
+                parameters=parameters,
                 unreduced=self._unreduced,
                 given=self._given,
                 strange=sum(id(p) not in known for p in stepped) if self.models else 0,
                 stepped=len(stepped),
+                unreadable=self._unreadable,
                 drew=self._drew,
                 batch_norm=any(_is_batch_norm(module) for model in self.models for module in model.modules()),
             )
@@ -197,6 +209,14 @@ class Observer:
         self._after_step(len(self.steps))
 
     def _held(self, optimizer: torch.optim.Optimizer) -> Mapping[str, tuple[Piece, ...]]:
+        # An optimizer or tensor of a kind that nobody thought of must not end a training that is only watched.
+        try:
+            return self._pieces(optimizer)
+        except Exception as error:
+            self._unreadable = f"{type(error).__name__}: {error}"
+            return {}
+
+    def _pieces(self, optimizer: torch.optim.Optimizer) -> Mapping[str, tuple[Piece, ...]]:
         found: dict[str, tuple[Piece, ...]] = {}
         for number, model in enumerate(self.models):
             prefix = f"model {number}: " if number else ""
