@@ -212,7 +212,7 @@ class Observer:
         # An optimizer or tensor of a kind that nobody thought of must not end a training that is only watched.
         try:
             return self._pieces(optimizer)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on
             self._unreadable = f"{type(error).__name__}: {error}"
             return {}
 

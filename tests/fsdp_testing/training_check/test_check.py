@@ -334,7 +334,7 @@ def overflows_and_differs(world):
 
 def test_infinities_are_equal_to_themselves_and_hide_nothing():
     check_training(overflows, world_sizes=(1, 2))
-    with pytest.raises(TrainingDiffers, match=r"off by .* most in element 0: 2.0 for 1.0"):
+    with pytest.raises(TrainingDiffers, match=r"off by .* most in element 0: got 2.0, expected 1.0"):
         check_training(overflows_and_differs, world_sizes=(1, 2))
 
 
