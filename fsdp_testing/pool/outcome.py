@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_testing.ledger.reading import CollectiveRecord
@@ -15,9 +16,10 @@ if TYPE_CHECKING:
 
 _SHOWN_CHARACTERS = 20_000
 # How a rank came to call what it was given: frames of ours, of pytest, of its start, and of every import on the way.
+_HERE = Path(__file__).parent
 _MACHINERY = (
-    "/fsdp_testing/pool/",
-    "/fsdp_testing/pytest_plugin/",
+    f'"{_HERE}/',
+    f'"{_HERE.parent / "pytest_plugin"}/',
     "/_pytest/",
     "/pluggy/",
     '"<string>"',

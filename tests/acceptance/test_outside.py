@@ -303,3 +303,14 @@ def test_another_plugins_time_limit_and_an_interrupt_say_where_each_rank_waits(r
         for part in ("rank 0 was stopped", "in stop_the_controller", "rank 1 was stopped", "in stop_the_controller"):
             assert part in account, verdict.text
             account = account.partition(part)[2]
+
+
+def test_reruns_that_nobody_makes_are_warned_of(tmp_path: Path, run_folder: Runner) -> None:
+    """A stand-in registers under the name of pytest-rerunfailures, with its option."""
+    plugin = "def pytest_addoption(parser): parser.addoption('--reruns', type=int)\n"
+    plugin += "def pytest_configure(config):\n    config.pluginmanager.register(object(), 'rerunfailures')\n"
+    (tmp_path / "conftest.py").write_text(plugin)
+    (tmp_path / "test_one.py").write_text("import pytest\n@pytest.mark.world(2)\ndef test_one(): ...\n")
+    warned = run_folder(tmp_path, "--collect-only", "--reruns", "2").text
+    assert warned.count("what fails on ranks is not run again") == 1, warned
+    assert "is not run again" not in run_folder(tmp_path, "--collect-only").text
