@@ -14,7 +14,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from fsdp_testing.cli import certify, doctor, fuzz, list_command, museum, new_adapter, parity, plan, replay, run, train
+from fsdp_testing.cli import (
+    certify,
+    checkpoints,
+    doctor,
+    fuzz,
+    list_command,
+    museum,
+    new_adapter,
+    parity,
+    plan,
+    replay,
+    run,
+    train,
+)
 from fsdp_testing.errors import HarnessError, PoolBroken
 
 PROGRAM = "fsdp-verify"
@@ -23,6 +36,7 @@ COMMANDS: tuple[ModuleType, ...] = (
     train,
     fuzz,
     certify,
+    checkpoints,
     replay,
     parity,
     museum,

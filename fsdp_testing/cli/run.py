@@ -73,8 +73,7 @@ def add(commands: Subparsers[Command]) -> Command:
 
 def execute(options: argparse.Namespace) -> int:
     """Judge, print, write."""
-    from fsdp_testing.implementations import registry
-    from fsdp_testing.judging.side_by_side import capacity
+    from fsdp_testing.judging.concurrency import capacity
     from fsdp_testing.pool import default_pool
     from fsdp_testing.report import TEXTS, check_writable, report_exit_code, write_atomically
     from fsdp_testing.report.terminal import open_console, print_report
@@ -89,9 +88,11 @@ def execute(options: argparse.Namespace) -> int:
         raise InvalidArgument(f"run: expected names or --all, got both ({', '.join(options.names)}). Drop one of them.")
     for option, path in outputs(options).items():
         check_writable(path, option)
-    default_pool().start()  # torch is imported there and, for what comes next, here: at the same time
+    default_pool().start()  # torch is imported there and, with the registry, here: at the same time
+    from fsdp_testing.implementations import registry
+
     check_backend(options.backend, max(options.world_size))
-    names = every_name() if options.all else tuple(options.names)
+    names = registry.names() if options.all else tuple(options.names)
     expected = expectations(options.expected_failures, names)
     room = capacity(max(options.world_size))
     options.jobs = room.jobs(options.jobs)
@@ -110,13 +111,6 @@ def execute(options: argparse.Namespace) -> int:
         write_atomically(path, TEXTS[option](report), option)
         console.say(f"written: {path}")
     return report_exit_code(report)
-
-
-def every_name() -> tuple[str, ...]:
-    """Return the names of all registered implementations."""
-    from fsdp_testing.implementations import registry
-
-    return registry.names()
 
 
 def check_backend(name: str, size: int) -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from fsdp_testing import run_conformance
 from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.judging import side_by_side
+from fsdp_testing.judging import concurrency
 from fsdp_testing.judging.case_runner import CaseRunner
-from fsdp_testing.judging.side_by_side import Capacity, Shared, capacity, in_order
+from fsdp_testing.judging.concurrency import Capacity, Shared, capacity, in_order
 from fsdp_testing.pool import Pool
 from fsdp_testing.records import Verdict
 
@@ -96,7 +96,7 @@ def test_jobs_by_processors_and_room(ranks, processors, most, jobs):
 
 
 def test_more_jobs_than_there_is_room_for_are_refused_with_the_limit(monkeypatch):
-    monkeypatch.setattr(side_by_side, "memory_available", lambda: 13 * side_by_side.MEMORY_BYTES_PER_RANK)
+    monkeypatch.setattr(concurrency, "memory_available", lambda: 13 * concurrency.MEMORY_BYTES_PER_RANK)
     room = capacity(2)
     assert room.most == 2
     assert room.jobs(2) == 2
