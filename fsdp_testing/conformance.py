@@ -9,6 +9,8 @@ import platform
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -54,6 +56,7 @@ def run_conformance(
     portraits: bool = False,
     listener: RunListener | None = None,
     runner: CaseRunner | None = None,
+    jobs: int = 1,
 ) -> RunReport:
     """Judge implementations by name.
 
@@ -71,6 +74,8 @@ def run_conformance(
             drawings of the report.
         listener: Hears of progress.
         runner: Where cases run; by default `shared_runner()`.
+        jobs: Checks under way at a time, each on worlds of its own. Results, their order and what the listener hears are
+            the same for any number.
 
     Returns:
         One result for every implementation and check.
@@ -85,16 +90,20 @@ def run_conformance(
     selected = select_checks(checks, extended=extended)
     expected = _expectations(expected_failures, names)
     where = _place(world_sizes, backend)
+    if not isinstance(jobs, int) or isinstance(jobs, bool) or jobs < 1:
+        raise InvalidArgument(f"jobs: expected a number of at least 1, got {jobs!r}. Give 1 or more.")
     runner = runner or shared_runner()
-    _examine(adapters.values(), runner, where)
+    _examine(adapters.values(), runner, where, jobs)
+    pairs = [(name, check) for name in adapters for check in selected]
+    tasks = [partial(judge_check, runner, adapters[name], check, where) for name, check in pairs]
     if listener is not None:
-        listener.planned(len(adapters) * len(selected))
+        listener.planned(len(pairs))
     results: list[CheckResult] = []
-    for name, adapter in adapters.items():
-        for check in selected:
+    with closing(runner.side_by_side(tasks, jobs)) as answers:
+        for name, check in pairs:
             if listener is not None:
                 listener.started(name, check.name)
-            result = judge_check(runner, adapter, check, where)
+            result = next(answers)
             if check.name in expected[name]:
                 result = result.expecting(expected[name][check.name])
             results.append(result)
@@ -109,6 +118,7 @@ def run_conformance(
         environment=environment(),
         world_sizes=where.world_sizes,
         backend=backend,
+        # One by one: they show times.
         portraits=tuple(_portraits(adapters, where, runner)) if portraits else (),
         seconds=time.perf_counter() - start,
     )
@@ -217,7 +227,7 @@ _EXAMINED: WeakKeyDictionary[CaseRunner, set[tuple[str, int]]] = WeakKeyDictiona
 process, so that nothing about it changes between two checks. What was found unfit is examined again."""
 
 
-def _examine(adapters: Iterable[Adapter], runner: CaseRunner, where: Where) -> None:
+def _examine(adapters: Iterable[Adapter], runner: CaseRunner, where: Where, jobs: int = 1) -> None:
     """Examine each adapter on ranks before its implementation is judged for the first time.
 
     Raises:
@@ -227,9 +237,10 @@ def _examine(adapters: Iterable[Adapter], runner: CaseRunner, where: Where) -> N
         return  # the examination is about names and values on the CPU; other devices have checks of their own
     size = min(where.world_sizes)
     fit = _EXAMINED.setdefault(runner, set())
-    for adapter in adapters:
-        if (adapter.reference, size) not in fit:
-            validation.validate(adapter, runner.on_ranks, world_size=size)
+    new = [adapter for adapter in adapters if (adapter.reference, size) not in fit]
+    tasks = [partial(validation.validate, adapter, runner.on_ranks, world_size=size) for adapter in new]
+    with closing(runner.side_by_side(tasks, jobs)) as examined:
+        for adapter, _ in zip(new, examined):
             fit.add((adapter.reference, size))
 
 
@@ -243,7 +254,8 @@ def select_checks(patterns: Sequence[str], *, extended: bool = False) -> list[Ch
         return [check for check in CHECKS.values() if extended or check.profile == "default"]
     unknown = [pattern for pattern in patterns if not any(check.matches((pattern,)) for check in CHECKS.values())]
     if unknown:
-        near = sorted({match for pattern in unknown for match in difflib.get_close_matches(pattern, CHECKS, n=3)})
+        known = [*dict.fromkeys(name.partition(".")[0] for name in CHECKS), *CHECKS]
+        near = sorted({match for pattern in unknown for match in difflib.get_close_matches(pattern, known, n=3)})
         hint = f"Did you mean {', '.join(near)}?" if near else "`fsdp-verify list checks` shows every name."
         raise InvalidArgument(f"checks: expected names or patterns of checks, got {unknown}. {hint}")
     return [check for check in CHECKS.values() if check.matches(patterns)]

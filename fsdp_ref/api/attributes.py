@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_ref.access.full_state import not_yet
 from fsdp_ref.annotations import unit_of
-from fsdp_ref.checkpoint import settings
+from fsdp_ref.checkpoint import optim_state, settings
 from fsdp_ref.config import (
     BackwardPrefetch,
     CPUOffload,
@@ -74,11 +73,11 @@ class UnitAttributes:
     set_state_dict_type = staticmethod(settings.set_state_dict_type)
     get_state_dict_type = staticmethod(settings.get_state_dict_type)
     state_dict_type = staticmethod(settings.state_dict_type)
-    optim_state_dict = staticmethod(not_yet("optim_state_dict"))
-    optim_state_dict_to_load = staticmethod(not_yet("optim_state_dict_to_load"))
-    full_optim_state_dict = staticmethod(not_yet("full_optim_state_dict"))
-    sharded_optim_state_dict = staticmethod(not_yet("sharded_optim_state_dict"))
-    shard_full_optim_state_dict = staticmethod(not_yet("shard_full_optim_state_dict"))
-    flatten_sharded_optim_state_dict = staticmethod(not_yet("flatten_sharded_optim_state_dict"))
-    scatter_full_optim_state_dict = staticmethod(not_yet("scatter_full_optim_state_dict"))
-    rekey_optim_state_dict = staticmethod(not_yet("rekey_optim_state_dict"))
+    optim_state_dict = staticmethod(optim_state.optim_state_dict)
+    optim_state_dict_to_load = staticmethod(optim_state.optim_state_dict_to_load)
+    full_optim_state_dict = staticmethod(optim_state.full_optim_state_dict)
+    sharded_optim_state_dict = staticmethod(optim_state.sharded_optim_state_dict)
+    shard_full_optim_state_dict = staticmethod(optim_state.shard_full_optim_state_dict)
+    flatten_sharded_optim_state_dict = staticmethod(optim_state.flatten_sharded_optim_state_dict)
+    scatter_full_optim_state_dict = staticmethod(optim_state.scatter_full_optim_state_dict)
+    rekey_optim_state_dict = staticmethod(optim_state.rekey_optim_state_dict)

@@ -32,7 +32,7 @@ from fsdp_ref.states import READABLE, LifeCycle, ReshardReason, TrainingState, U
 from fsdp_ref.storage.precision import BufferCaster
 
 if TYPE_CHECKING:
-    from fsdp_ref.access.full_state import OpenState
+    from fsdp_ref.checkpoint.model_state import OpenState
     from fsdp_ref.runtime.root import Root
 
 

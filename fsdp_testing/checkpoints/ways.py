@@ -81,7 +81,8 @@ class Source:
         if self._full is not None:
             adapter.load_full_optimizer_state(model, optimizer, self._full["optimizer"])
             return
-        sharded = "sharded_optimizer_state" not in adapter.missing
+        # Shards are filled in place, so that an optimizer that never stepped has to have them already.
+        sharded = "load_sharded_optimizer_state" not in adapter.missing
         state: dict[str, Any]
         if sharded:
             state = {"optimizer": _optimizer_shards(adapter, model, optimizer)}

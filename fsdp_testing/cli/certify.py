@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_testing.cli.options import Subparsers, add_timeout, allowance, count, seconds
+from fsdp_testing.cli.options import Command, Subparsers, add_timeout, allowance, count, declare, seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,15 +24,9 @@ with everything on disk.
 REASONS_SHOWN = 8
 
 
-def add(commands: Subparsers[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+def add(commands: Subparsers[Command]) -> Command:
     """Declare the command."""
-    command = commands.add_parser(
-        "certify",
-        help="run every small case",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    command = declare(commands, "certify", "run every small case", DESCRIPTION)
     command.add_argument("name", metavar="NAME", help="implementation")
     what = command.add_argument_group("what is run")
     what.add_argument("--sample", type=count, metavar="N", help="only N cells, spread over all faces")

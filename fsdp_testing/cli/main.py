@@ -14,11 +14,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from fsdp_testing.cli import certify, checkpoints, doctor, fuzz, list_command, museum, parity, plan, replay, run
+from fsdp_testing.cli import certify, checkpoints, doctor, fuzz, list_command, museum, parity, plan, replay, run, train
 from fsdp_testing.errors import HarnessError, PoolBroken
 
 PROGRAM = "fsdp-verify"
-COMMANDS: tuple[ModuleType, ...] = (run, fuzz, certify, checkpoints, replay, parity, museum, list_command, plan, doctor)
+COMMANDS: tuple[ModuleType, ...] = (
+    run,
+    train,
+    fuzz,
+    certify,
+    checkpoints,
+    replay,
+    parity,
+    museum,
+    list_command,
+    plan,
+    doctor,
+)
 BAD_USAGE = 2
 UNKNOWN = 3
 INTERRUPTED = 130

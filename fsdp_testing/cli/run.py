@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_testing import env
-from fsdp_testing.cli.options import Command, Subparsers, add_timeout, add_world_sizes, allowance, declare
+from fsdp_testing.cli.options import Command, Subparsers, add_timeout, add_world_sizes, allowance, count, declare
 from fsdp_testing.errors import BackendUnavailable, InvalidArgument
 
 if TYPE_CHECKING:
@@ -44,6 +45,12 @@ def add(commands: Subparsers[Command]) -> Command:
     what.add_argument("--extended", action="store_true", help="the extended profile too: more cases, more time")
     add_timeout(what, 60.0)
     what.add_argument(
+        "--jobs",
+        type=count,
+        metavar="N",
+        help="checks under way at a time (default: by processors and room; at least 2)",
+    )
+    what.add_argument(
         "--expected-failures",
         type=Path,
         metavar="FILE",
@@ -60,13 +67,15 @@ def add(commands: Subparsers[Command]) -> Command:
     out.add_argument("--html", type=Path, metavar="DIR", help="write DIR/index.html")
     out.add_argument("--json", type=Path, metavar="FILE", help="write the report as one JSON document")
     out.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML")
-    out.add_argument("--full", action="store_true", help="show complete tracebacks and every failing case")
+    out.add_argument("--full", action="store_true", help="show every check, and complete accounts of what failed")
     return command
 
 
 def execute(options: argparse.Namespace) -> int:
     """Judge, print, write."""
     from fsdp_testing.implementations import registry
+    from fsdp_testing.judging.side_by_side import capacity
+    from fsdp_testing.pool import default_pool
     from fsdp_testing.report import TEXTS, check_writable, report_exit_code, write_atomically
     from fsdp_testing.report.terminal import open_console, print_report
 
@@ -80,11 +89,18 @@ def execute(options: argparse.Namespace) -> int:
         raise InvalidArgument(f"run: expected names or --all, got both ({', '.join(options.names)}). Drop one of them.")
     for option, path in outputs(options).items():
         check_writable(path, option)
+    default_pool().start()  # torch is imported there and, for what comes next, here: at the same time
     check_backend(options.backend, max(options.world_size))
-    names = registry.names() if options.all else tuple(options.names)
+    names = every_name() if options.all else tuple(options.names)
     expected = expectations(options.expected_failures, names)
+    room = capacity(max(options.world_size))
+    options.jobs = room.jobs(options.jobs)
     console = open_console()
+    console.say(f"checks under way at a time: {options.jobs} ({room.processors} processors, room for {room.most})")
     report, interrupted = judged(names, expected, options, console)
+    # A registered name is the adapter's own; an import string is not.
+    own = {name: registry.adapter_of(name).name for name in report.implementations if ":" in name}
+    report = replace(report, own_names=own)
     print_report(report, console, full=options.full)
     if interrupted:
         # A report of half a run must not replace one of a whole run.
@@ -94,6 +110,13 @@ def execute(options: argparse.Namespace) -> int:
         write_atomically(path, TEXTS[option](report), option)
         console.say(f"written: {path}")
     return report_exit_code(report)
+
+
+def every_name() -> tuple[str, ...]:
+    """Return the names of all registered implementations."""
+    from fsdp_testing.implementations import registry
+
+    return registry.names()
 
 
 def check_backend(name: str, size: int) -> None:
@@ -113,9 +136,13 @@ def check_backend(name: str, size: int) -> None:
 def expectations(path: Path | None, names: tuple[str, ...]) -> dict[str, dict[str, str]]:
     """Expected failures of the implementations that are run; tables of others are left alone.
 
+    A page that a reason names and that lies beside the list is named by its path, so that it can be opened from here.
+
     Raises:
         InvalidArgument: The file cannot be read, or is not of the form that the help text shows.
     """
+    from fsdp_testing.report.summary import PAGE
+
     if path is None:
         return {}
     try:
@@ -134,7 +161,12 @@ def expectations(path: Path | None, names: tuple[str, ...]) -> dict[str, dict[st
             f'--expected-failures: expected one table of `"check" = "reason"` per implementation, got {wrong} '
             f"in {str(path)!r}. Write [{wrong[0]}] and one line for each check."
         )
-    return {name: document[name] for name in names if name in document}
+    beside = {page.name: str(page) for page in path.parent.glob("*.md")}
+    return {
+        name: {check: PAGE.sub(lambda page: beside.get(page[0], page[0]), reason) for check, reason in table.items()}
+        for name, table in document.items()
+        if name in names
+    }
 
 
 def judged(
@@ -159,6 +191,7 @@ def judged(
                 portraits=options.html is not None,
                 listener=progress,
                 runner=CaseRunner(timeout=options.timeout),
+                jobs=options.jobs,
             )
         except KeyboardInterrupt:
             if not progress.results:

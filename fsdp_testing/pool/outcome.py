@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from fsdp_testing.pool.cause import Cause
 
 _SHOWN_CHARACTERS = 20_000
+# How a rank came to call what it was given: frames of ours, of its start, and of every import on the way.
+_MACHINERY = ("/fsdp_testing/pool/", '"<string>"', '"<frozen importlib')
 
 
 class Fate(StrEnum):
@@ -161,7 +163,11 @@ class WorldOutcome:
 
 
 def account_lines(rank: RankOutcome, hidden: Sequence[str] = ()) -> list[str]:
-    """Return error, last collectives and stack of a rank, without the frames of files whose names hold a part in `hidden`."""
+    """Return error, last collectives and stack of a rank, without the frames of the pool and of imports.
+
+    Those of files whose names hold a part in `hidden` are left out, too.
+    """
+    hidden = (*_MACHINERY, *hidden)
     lines = _without(hidden, rank.error.traceback) if rank.error is not None else []
     if rank.fate is not Fate.RETURNED and rank.collectives:
         lines.append("last collectives:")

@@ -269,7 +269,7 @@ def _failed_lead(outcome: WorldOutcome, accounts: Sequence[Account], failed: Seq
     return "; ".join([lead, *(account.clause() for account in others)])
 
 
-_MACHINERY = ("/_pytest/", "/pluggy/", "/fsdp_testing/pool/", "/fsdp_testing/pytest_plugin/", '"<string>"')
+_MACHINERY = ("/_pytest/", "/pluggy/", "/fsdp_testing/pytest_plugin/")
 
 
 def _fate_lines(rank: RankOutcome) -> list[str]:

@@ -78,6 +78,7 @@ class RunReport:
         backend: Backend run.
         seconds: Wall time of the whole run.
         portraits: How implementations that report their units went through a short run, where that was asked for.
+        own_names: What adapters call themselves, where that is not the name by which they were asked for.
     """
 
     results: tuple[CheckResult, ...]
@@ -87,6 +88,7 @@ class RunReport:
     backend: str = "gloo"
     seconds: float = 0.0
     portraits: tuple[Portrait, ...] = ()
+    own_names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def exit_code(self) -> int:

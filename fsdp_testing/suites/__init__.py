@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from fsdp_testing.suites import (
     accumulation,
+    backwards,
     beside_ddp,
     buffers,
     checkpointing,
@@ -22,6 +23,7 @@ from fsdp_testing.suites import (
     mixed_precision,
     not_finite,
     offload,
+    options,
     outputs,
     parameter_hooks,
     pending_gradients,
@@ -45,6 +47,7 @@ _SUITES = (
     training,
     accumulation,
     pending_gradients,
+    backwards,
     zero_grad,
     forward_only,
     unused,
@@ -64,6 +67,7 @@ _SUITES = (
     saving,
     checkpointing,
     prefetch,
+    options,
     comm_hooks,
     exceptions,
     conversion,

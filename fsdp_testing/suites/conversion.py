@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import nn
@@ -11,12 +12,23 @@ from torch import nn
 from fsdp_testing.checkers.copies import Copied, CopyingObservation, review_copies
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.judging.case_runner import RunMode
+from fsdp_testing.operations import CallUnit, Substitute
 from fsdp_testing.pool import Failed
 from fsdp_testing.pool.world import current_world
 from fsdp_testing.programs import models, rank_jobs
 from fsdp_testing.programs.execute import RankProgram
 from fsdp_testing.programs.observe import snapshot_of
-from fsdp_testing.records import Batch, BuildOptimizer, Case, Move, Observe, RankObservation, Step
+from fsdp_testing.records import (
+    Batch,
+    BuildOptimizer,
+    Case,
+    Move,
+    Observe,
+    RankObservation,
+    Step,
+    WrappingPlan,
+    ZeroGrad,
+)
 from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Place, Suite
 from fsdp_testing.suites.schedules import forward, iteration, iterations, micro_batch
 
@@ -83,9 +95,45 @@ def _cast_buffers(place: Place) -> Iterable[Case]:
     yield place.case("buffers", Move("float32"), BuildOptimizer(), *iterations(2))
 
 
+@SUITE.check("conversion.dtype_later", source="torch.nn.Module.to; B078", needs={"dtype_cast_later"})
+def _cast_later(place: Place) -> Iterable[Case]:
+    """`module.to(dtype)` between iterations: training goes on in that dtype."""
+    program = (BuildOptimizer(), *iteration(0), Move("float64"), BuildOptimizer(), *iterations(2, first=1))
+    yield place.case("mlp", *program, optimizer=PLAIN_SGD, dtype="float32")
+
+
 @SUITE.check("conversion.deepcopy", source="copy.deepcopy; B077", mode=RunMode(run_copying, review=review_copies))
 def _copied(place: Place) -> Iterable[Case]:
     """A deep copy trains by itself and leaves the original alone, or is refused on every rank."""
     after = (micro_batch(1), Observe(), Step())
     yield place.case("mlp", *iteration(0), Observe(_COPY), *after, optimizer=PLAIN_SGD)
     yield place.case("mlp", Observe(_COPY), *after, optimizer=PLAIN_SGD)
+
+
+_MUST_COPY = RunMode(run_copying, review=partial(review_copies, may_refuse=False))
+
+
+@SUITE.check("conversion.copied", source="copy.deepcopy; B077", needs={"deep_copies"}, mode=_MUST_COPY)
+def _must_copy(place: Place) -> Iterable[Case]:
+    """A deep copy is made, trains by itself and leaves the original alone."""
+    yield place.case("mlp", *iteration(0), Observe(_COPY), micro_batch(1), Observe(), Step(), optimizer=PLAIN_SGD)
+
+
+@SUITE.check("conversion.modules_replaced", source="pytorch PR 87837")
+def _module_replaced(place: Place) -> Iterable[Case]:
+    """A module that takes another one's place before the first forward is trained like the others."""
+    program = (Substitute("layers.0"), micro_batch(0), Observe(), ZeroGrad(), micro_batch(1))
+    yield place.case("mlp", *program, wrapping=WrappingPlan())
+
+
+@SUITE.check("conversion.parameters_replaced", source="pytorch issue 132721")
+def _parameter_replaced(place: Place) -> Iterable[Case]:
+    """A parameter that takes another one's place between forwards is what the next forward computes with."""
+    program = (forward(0, "no_grad"), Substitute("layers.0", parameters=True), forward(1), micro_batch(2))
+    yield place.case("mlp", *program, wrapping=WrappingPlan())
+
+
+@SUITE.check("conversion.unit_alone", source="pytorch PR 90862, 87900", needs={"nested_wrapping"})
+def _unit_alone(place: Place) -> Iterable[Case]:
+    """A unit that is called by itself before the model is changes nothing."""
+    yield place.case("mlp", CallUnit("layers.0"), *iteration(0), CallUnit("layers.2"), *iteration(1))

@@ -59,6 +59,15 @@ def test_selection_and_stopping(run: Runner) -> None:
     assert "stopping after 1 failures" in verdict.text
 
 
+def test_sizes_are_words_for_selection(tmp_path: Path, run_folder: Runner) -> None:
+    marked = "import pytest\n@pytest.mark.world({})\ndef test_{}(world): ...\n"
+    (tmp_path / "test_sizes.py").write_text(marked.format("[2, 3]", "listed") + marked.format(3, "single"))
+    verdict = run_folder(tmp_path, "--collect-only", "-q", "-k", "world3")
+    assert "test_listed[world=3]" in verdict.text
+    assert "test_single" in verdict.text
+    assert "2/3 tests collected (1 deselected)" in verdict.text
+
+
 def test_only_what_failed_last_and_how_to_debug_it(first: Any, folder: Path, run_in: Runner) -> None:
     again = run_in(folder, THREE, "-p", "cacheprovider", "--lf", "--pdb")
     assert again.counts() == (0, 1, 0), again.text

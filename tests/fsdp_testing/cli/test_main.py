@@ -6,6 +6,7 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -30,6 +31,16 @@ def test_help_and_version(verify: Callable[..., Any], arguments: tuple[str, ...]
     ended = verify(*arguments)
     assert ended.code == 0
     assert "fsdp-verify" in ended.out
+
+
+@pytest.mark.parametrize("width", [72, 100])
+@pytest.mark.parametrize("module", main.COMMANDS)
+def test_help_is_as_wide_as_the_terminal(
+    verify: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, module: ModuleType, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    lines = verify(module.__name__.rpartition(".")[2].removesuffix("_command"), "--help").out.splitlines()
+    assert not [line for line in lines if len(line) > width and " " in line.strip()]
 
 
 def test_help_documents_the_exit_codes(verify: Callable[..., Any]) -> None:

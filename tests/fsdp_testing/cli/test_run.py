@@ -89,7 +89,7 @@ def test_errors_before_any_result(
 def test_options_reach_the_judge(verify: Callable[..., Any], judge: Callable[..., Judge]) -> None:
     asked = judge(Verdict.PASS)
     options = ("--world-size", "3,2", "--backend", "fake", "--check", "a.*", "--check", "b", "--extended")
-    assert verify("run", "one", "two", *options, "--timeout", "7.5").code == 3, "two has no result"
+    assert verify("run", "one", "two", *options, "--timeout", "7.5", "--jobs", "3").code == 3, "two has no result"
     assert asked.asked.pop("runner")._timeout == 7.5
     assert asked.asked == {
         "names": ("one", "two"),
@@ -100,7 +100,20 @@ def test_options_reach_the_judge(verify: Callable[..., Any], judge: Callable[...
         "extended": True,
         "explain": 10.0,
         "portraits": False,
+        "jobs": 3,
     }
+
+
+def test_how_much_goes_on_at_a_time_is_said_and_too_much_refused(
+    verify: Callable[..., Any], judge: Callable[..., Judge]
+) -> None:
+    asked = judge(Verdict.PASS)
+    first = verify("run", "torch-ddp", "--jobs", "1").out.splitlines()[0]
+    assert first.startswith("checks under way at a time: 1 (")
+    ended = verify("run", "torch-ddp", "--jobs", "1000")
+    assert ended.code == 2
+    assert "jobs: expected at most" in ended.err
+    assert asked.asked["jobs"] == 1, "nothing ran"
 
 
 def test_explanations_can_be_switched_off_and_drawings_are_asked_for(
@@ -164,6 +177,11 @@ def test_expected_failures_are_read_per_implementation(
     path.write_text('[torch-ddp]\n"a.b" = "why"\n[other]\n"c.d" = "why not"\n', encoding="utf-8")
     assert verify("run", "torch-ddp", "--expected-failures", str(path)).code == 0
     assert asked.asked["expected_failures"] == {"torch-ddp": {"a.b": "why"}}
+    (tmp_path / "page.md").touch()
+    path.write_text('[torch-ddp]\n"a.b" = "why: page.md"\n"c.d" = "absent.md"\n', encoding="utf-8")
+    verify("run", "torch-ddp", "--expected-failures", str(path))
+    said = {"a.b": f"why: {tmp_path / 'page.md'}", "c.d": "absent.md"}
+    assert asked.asked["expected_failures"] == {"torch-ddp": said}, "a page is named by a path that opens"
 
 
 @pytest.mark.parametrize("text", [None, "[", "a = 1", "[torch-ddp]\na = 1", "\udcff"])

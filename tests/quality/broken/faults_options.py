@@ -1,0 +1,257 @@
+"""Faults that show under options that change no number, and in backwards that are not one of the last forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from fault import fault
+from faults_kinds import kind
+from toy import Toy
+from toy_more import MoreAdapter, MoreToy
+
+from fsdp_testing.records.capabilities import SETTINGS
+
+
+class OptionsAdapter(MoreAdapter):
+    """Claims every option, of which most mean nothing to a toy."""
+
+    def __init__(self, toy: type[Toy], name: str) -> None:
+        assert issubclass(toy, MoreToy)
+        super().__init__(toy, name)
+        self.capabilities |= {*SETTINGS, "hybrid", "policy_wrapping"}
+
+
+class Optional(MoreToy):
+    """Halves gradients if it is given twice the number of ranks to divide by."""
+
+    def asked(self, setting: str) -> bool:
+        return setting in self.setup.settings
+
+    def contribution(self, fqn: str) -> torch.Tensor:
+        return super().contribution(fqn) * (0.5 if self.asked("divide_factor") else 1.0)
+
+
+OPTIONS = OptionsAdapter(Optional, "OPTIONS")
+
+
+@kind(OptionsAdapter, "options.static_graph")
+class FirstIsNotReduced(Optional):
+    """What a static graph collects before its first reduction is dropped."""
+
+    def accumulate(self, fqn: str, gradient: torch.Tensor) -> None:
+        if self.synchronize or not self.asked("static_graph"):
+            super().accumulate(fqn, gradient)
+
+
+@kind(OptionsAdapter, "options.gradient_views")
+class ViewsAreOverwritten(Optional):
+    """A bucket that gradients are views of holds the last micro-batch only."""
+
+    def accumulate(self, fqn: str, gradient: torch.Tensor) -> None:
+        if self.asked("gradient_views"):
+            self.sums.pop(fqn, None)
+        super().accumulate(fqn, gradient)
+
+
+@kind(OptionsAdapter, "options.small_buckets")
+class LastBucketForgotten(Optional):
+    """Of many buckets the last one is not divided."""
+
+    def store_piece(self, fqn: str, piece: torch.Tensor) -> None:
+        last = self.asked("small_buckets") and fqn == list(self.full)[-1]
+        super().store_piece(fqn, piece * self.size if last else piece)
+
+
+@kind(OptionsAdapter, "options.divide_factor")
+class DividesTwice(Optional):
+    """Gradients are divided by the factor in float64 only."""
+
+    def contribution(self, fqn: str) -> torch.Tensor:
+        mine = super().contribution(fqn)
+        return mine * 2 if self.asked("divide_factor") and mine.dtype == torch.float32 else mine
+
+
+@kind(OptionsAdapter, "options.sum_reduction")
+class SumIsLeft(Optional):
+    """A sum that is divided apart is not divided."""
+
+    def average(self, flat: torch.Tensor, output: torch.Tensor | None) -> torch.Tensor:
+        return super().average(flat, output) * (self.size if self.asked("sum_reduction") else 1)
+
+
+class Kept(Optional):
+    """Keeps what was gathered first, where `setting` is asked for."""
+
+    setting = ""
+    kept: dict[str, torch.Tensor] | None = None
+
+    def gather(self, fqn: str) -> torch.Tensor:
+        if not self.asked(self.setting):
+            return super().gather(fqn)
+        self.kept = {} if self.kept is None else self.kept
+        return self.kept.setdefault(fqn, super().gather(fqn)).clone()
+
+
+@kind(OptionsAdapter, "options.kept_after_backward")
+class KeptForGood(Kept):
+    """What is kept between micro-batches is kept over the step."""
+
+    setting = "kept_after_backward"
+
+
+@kind(OptionsAdapter, "options.partial_reshard")
+class PartIsStale(Kept):
+    """What stays sharded over fewer ranks is not new after the step."""
+
+    setting = "partial_reshard"
+
+
+@kind(OptionsAdapter, "options.last_dimension")
+class PutTogetherAlongTheFirst(Optional):
+    """Shards of the last dimension are put together along the first."""
+
+    def gather(self, fqn: str) -> torch.Tensor:
+        whole, shape = super().gather(fqn), self.shapes[fqn]
+        return whole.view(shape).t().reshape(-1) if self.asked("last_dimension") and len(shape) == 2 else whole
+
+
+@kind(OptionsAdapter, "options.default_device")
+class AnotherDevice(Optional):
+    """Looks for a device that the machine has not."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.asked("default_device"):
+            raise RuntimeError("no accelerator")
+        return super().forward(*args, **kwargs)
+
+
+class OfGroups(Optional):
+    """Leaves out the replicas, where `setting` is asked for."""
+
+    setting = ""
+
+    def average(self, flat: torch.Tensor, output: torch.Tensor | None) -> torch.Tensor:
+        scale = self.size if self.asked(self.setting) and self.rank else 1
+        return super().average(flat * scale, output)
+
+
+@kind(OptionsAdapter, "options.default_groups")
+class GroupsOfOne(OfGroups):
+    """Groups chosen by default weigh ranks otherwise."""
+
+    setting = "default_groups"
+
+
+@kind(OptionsAdapter, "options.late_all_reduce")
+class LateIsWeighed(OfGroups):
+    """A late reduction over the replicas weighs ranks otherwise."""
+
+    setting = "late_all_reduce"
+
+
+@kind(OptionsAdapter, "options.late_all_reduce_cleared")
+class LateIsNotCleared(Optional):
+    """What awaits the replicas is not cleared."""
+
+    def clear_sums(self, set_to_none: bool) -> None:
+        if not self.asked("late_all_reduce"):
+            super().clear_sums(set_to_none)
+
+
+@kind(OptionsAdapter, "options.own_state")
+class StatesAreOneBuffer(Optional):
+    """All states of a parameter are gathered into one buffer, and the last one stays in it."""
+
+    def saved_optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        saved = super().saved_optimizer(optimizer)
+        for entries in saved["state"].values() if self.asked("own_state") else ():
+            entries["exp_avg"] = entries["exp_avg_sq"]
+        return saved
+
+
+@kind(OptionsAdapter, "options.offloaded_state")
+class OffloadedIsWritten(Optional):
+    """What was gathered on the CPU is written back, asked for or not."""
+
+    @contextmanager
+    def full_parameters(self, *, writeback: bool) -> Iterator[Mapping[str, torch.Tensor]]:
+        with super().full_parameters(writeback=writeback or self.asked("offloaded_state")) as whole:
+            yield whole
+
+
+# ----------------------------------------------------------------------------------------------- backwards
+
+
+class Counting(Toy):
+    """Knows how many backwards came since the last forward."""
+
+    backwards = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.backwards = 0
+        self.synchronized_forward = self.synchronize
+        return super().forward(*args, **kwargs)
+
+    def finish_backward(self) -> None:
+        self.backwards += 1
+        super().finish_backward()
+
+
+@fault("backward.twice")
+class SecondIsLocal(Counting):
+    """Only the first backward after a forward is reduced (B159)."""
+
+    def mean(self, fqn: str, contribution: torch.Tensor) -> torch.Tensor:
+        mean = super().mean(fqn, contribution)
+        return mean if self.backwards == 1 else contribution
+
+
+@fault("backward.after_no_sync")
+class ForwardDecides(Counting):
+    """Whether a backward is reduced was decided in forward (B160)."""
+
+    def mean(self, fqn: str, contribution: torch.Tensor) -> torch.Tensor:
+        mean = super().mean(fqn, contribution)
+        return mean if self.synchronized_forward else contribution
+
+
+@fault("backward.penalty")
+class GradientsAreConstants(Toy):
+    """Parameters are gathered for the second time as constants: what gradients depend on is lost (B137)."""
+
+    def accumulate(self, fqn: str, gradient: torch.Tensor) -> None:
+        super().accumulate(fqn, gradient if not gradient.requires_grad else gradient.detach())
+
+    def queue(self, gradient: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError("storage of size 0")
+        super().queue(gradient)
+
+
+@fault("backward.inner")
+class InnerIsLocal(Toy):
+    """A forward through the module inside finds the hooks gone (B161)."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.bypassed = False
+
+    @property
+    def module(self) -> Any:
+        self.unshard()
+        self.bypassed = True
+        return self._inside
+
+    def _inside(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+    def mean(self, fqn: str, contribution: torch.Tensor) -> torch.Tensor:
+        mean = super().mean(fqn, contribution)
+        return contribution if self.bypassed else mean
+
+    def reduce(self) -> None:
+        super().reduce()
+        self.bypassed = False
