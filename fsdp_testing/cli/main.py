@@ -20,6 +20,7 @@ from fsdp_testing.cli import (
     doctor,
     fuzz,
     list_command,
+    merge,
     museum,
     new_adapter,
     parity,
@@ -33,6 +34,7 @@ from fsdp_testing.errors import HarnessError, PoolBroken
 PROGRAM = "fsdp-verify"
 COMMANDS: tuple[ModuleType, ...] = (
     run,
+    merge,
     train,
     fuzz,
     certify,

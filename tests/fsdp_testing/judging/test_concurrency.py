@@ -32,6 +32,16 @@ def test_two_go_on_at_once_and_come_out_in_order():
     assert not job_threads()
 
 
+def test_one_that_is_done_first_waits_for_its_turn():
+    second = threading.Event()
+
+    def first():
+        assert second.wait(WAIT)
+        return "first"
+
+    assert list(in_order([first, lambda: second.set() or "second"], 2, lambda: None)) == ["first", "second"]
+
+
 def test_one_job_stays_in_the_calling_thread():
     assert list(in_order([threading.current_thread] * 3, 1, lambda: None)) == [threading.current_thread()] * 3
 
