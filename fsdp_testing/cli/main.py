@@ -14,7 +14,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from fsdp_testing.cli import certify, doctor, fuzz, list_command, merge, museum, parity, plan, replay, run, train
+from fsdp_testing.cli import (
+    certify,
+    checkpoints,
+    doctor,
+    fuzz,
+    list_command,
+    merge,
+    museum,
+    new_adapter,
+    parity,
+    plan,
+    replay,
+    run,
+    train,
+)
 from fsdp_testing.errors import HarnessError, PoolBroken
 
 PROGRAM = "fsdp-verify"
@@ -24,9 +38,11 @@ COMMANDS: tuple[ModuleType, ...] = (
     train,
     fuzz,
     certify,
+    checkpoints,
     replay,
     parity,
     museum,
+    new_adapter,
     list_command,
     plan,
     doctor,

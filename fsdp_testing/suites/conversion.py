@@ -12,7 +12,6 @@ from torch import nn
 from fsdp_testing.checkers.copies import Copied, CopyingObservation, review_copies
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.judging.case_runner import RunMode
-from fsdp_testing.operations import CallUnit, Substitute
 from fsdp_testing.pool import Failed
 from fsdp_testing.pool.world import current_world
 from fsdp_testing.programs import models, rank_jobs
@@ -26,8 +25,6 @@ from fsdp_testing.records import (
     Observe,
     RankObservation,
     Step,
-    WrappingPlan,
-    ZeroGrad,
 )
 from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Place, Suite
 from fsdp_testing.suites.schedules import forward, iteration, iterations, micro_batch
@@ -117,23 +114,3 @@ _MUST_COPY = RunMode(run_copying, review=partial(review_copies, may_refuse=False
 def _must_copy(place: Place) -> Iterable[Case]:
     """A deep copy is made, trains by itself and leaves the original alone."""
     yield place.case("mlp", *iteration(0), Observe(_COPY), micro_batch(1), Observe(), Step(), optimizer=PLAIN_SGD)
-
-
-@SUITE.check("conversion.modules_replaced", source="pytorch PR 87837")
-def _module_replaced(place: Place) -> Iterable[Case]:
-    """A module that takes another one's place before the first forward is trained like the others."""
-    program = (Substitute("layers.0"), micro_batch(0), Observe(), ZeroGrad(), micro_batch(1))
-    yield place.case("mlp", *program, wrapping=WrappingPlan())
-
-
-@SUITE.check("conversion.parameters_replaced", source="pytorch issue 132721")
-def _parameter_replaced(place: Place) -> Iterable[Case]:
-    """A parameter that takes another one's place between forwards is what the next forward computes with."""
-    program = (forward(0, "no_grad"), Substitute("layers.0", parameters=True), forward(1), micro_batch(2))
-    yield place.case("mlp", *program, wrapping=WrappingPlan())
-
-
-@SUITE.check("conversion.unit_alone", source="pytorch PR 90862, 87900", needs={"nested_wrapping"})
-def _unit_alone(place: Place) -> Iterable[Case]:
-    """A unit that is called by itself before the model is changes nothing."""
-    yield place.case("mlp", CallUnit("layers.0"), *iteration(0), CallUnit("layers.2"), *iteration(1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import faults_gradients  # noqa: F401 - registers its faults
@@ -23,7 +24,7 @@ SOME = {
     "faults_gradients:LastLocalLost": "lacks micro-batch 1 of operation 0",
     "faults_gradients:OneUlp": "",
 }
-"""Planted faults with the cause that is reported; one unit in the last place has none that one process could name."""
+"""Planted faults with what one process names; one unit in the last place has a place alone."""
 
 
 def campaign(
@@ -46,7 +47,9 @@ def test_a_planted_fault_is_found_within_500_cases(name: str, tmp_path: Path):
     assert len(found[0].case.program) <= 4, found[0].case.program
     if name in SOME:
         assert SOME[name] in found[0].cause
-        assert bool(SOME[name]) == bool(found[0].cause)
+        cause, _, place = found[0].cause.rpartition("; ")
+        assert bool(SOME[name]) == bool(cause)
+        assert re.search(r"the gradient of its \w+ is wrong", place)
 
 
 def test_nothing_is_found_where_nothing_is(tmp_path: Path):
