@@ -109,7 +109,6 @@ class CheckpointProgram(RankProgram):
         self.subject = SUBJECTS[item.subject]
         self.stage = Stage.LOADING if item.loads else Stage.TRAINING
         self.settings: Settings | None = None
-        self._size = world.size
         super().__init__(case_of(self.subject, layout, adapter), adapter, world.rank, partial(setup_on, world))
 
     def run(self, *, observe_all: bool = False) -> StateObservation:
@@ -135,7 +134,7 @@ class CheckpointProgram(RankProgram):
         folder = Path(self.item.folder)
         self.index = -1
         with self._inside():
-            save(self.item.way, self.adapter, self.model, optimizer, folder, self.rank, self._size)
+            save(self.item.way, self.adapter, self.model, optimizer, folder)
 
     def _load(self) -> None:
         """Load as a user does: into what was built from another seed and with other settings."""

@@ -156,9 +156,10 @@ def _asked(truth: Entries, item: Item, actual: Entries) -> Entries:
 
 
 def _of_step(adapter: Adapter, layout: Layout, item: Item, ranks: Sequence[StateObservation], place: str) -> Verdict:
-    """Judge the step that follows: the oracle's within its bound, and the saver's own where nothing else is different."""
+    """Judge the step that follows: the oracle's within its bound, and the saver's own where no sum can be another."""
     truth: Truth = loads((Path(item.folder) / _TRUTH).read_bytes())
-    if item.optimizer and truth.place == place:
+    # Of three ranks and more the order of a sum may depend on what came before: DDP sorts its buckets after the first step.
+    if item.optimizer and truth.place == place and layout.size <= 2:
         try:
             wrong = first_difference(truth.later, of_ranks(ranks, later=True))
         except Contradiction as text:

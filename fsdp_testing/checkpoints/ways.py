@@ -18,11 +18,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.pool.channel import dumps, loads
+from fsdp_testing.pool.world import current_world
 
 _OBJECTS, _FILE, _DIRECTORY = "objects.pickle", "state.pt", "shards"
 
 
-def save(way: str, adapter: Adapter, model: nn.Module, optimizer: Any, folder: Path, rank: int, size: int) -> None:
+def save(way: str, adapter: Adapter, model: nn.Module, optimizer: Any, folder: Path) -> None:
     """Save model and optimizer (None: the model alone) below `folder`.
 
     Collectives: those of the adapter, and of `torch.distributed.checkpoint.save`; every rank calls.
@@ -34,10 +35,11 @@ def save(way: str, adapter: Adapter, model: nn.Module, optimizer: Any, folder: P
         return
     full: dict[str, Any] = {"model": dict(adapter.full_state_dict(model))}
     full |= {} if optimizer is None else {"optimizer": adapter.full_optimizer_state(model, optimizer)}
+    rank, last = current_world().rank, current_world().size - 1
     # Every rank has the complete state: one way takes the first rank's, the other the last one's.
     if way == "file" and rank == 0:
         torch.save(full, folder / _FILE)
-    elif way == "memory" and rank == size - 1:
+    elif way == "memory" and rank == last:
         (folder / _OBJECTS).write_bytes(dumps(full))
 
 
@@ -81,7 +83,8 @@ class Source:
         if self._full is not None:
             adapter.load_full_optimizer_state(model, optimizer, self._full["optimizer"])
             return
-        sharded = "sharded_optimizer_state" not in adapter.missing
+        # Shards are filled in place, so that an optimizer that never stepped has to have them already.
+        sharded = "load_sharded_optimizer_state" not in adapter.missing
         state: dict[str, Any]
         if sharded:
             state = {"optimizer": _optimizer_shards(adapter, model, optimizer)}

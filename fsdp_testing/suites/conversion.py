@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from functools import partial
 
 import torch
 from torch import nn
@@ -37,6 +36,7 @@ class CopyingProgram(RankProgram):
     """A program that copies its model at a marked point and trains the copy before it goes on."""
 
     copied: Copied | None = None
+    may_refuse = True
 
     def observe(self, label: str) -> None:
         """Take a snapshot, after the copy has done the next micro-batch and one step."""
@@ -47,7 +47,9 @@ class CopyingProgram(RankProgram):
     def _copy(self, batch: Batch) -> Copied:
         try:
             twin: nn.Module = copy.deepcopy(self.model)
-        except Exception as refused:  # noqa: BLE001 - whatever it raises, it refuses
+        except Exception as refused:  # whatever it raises, it refuses
+            if not self.may_refuse:
+                raise
             return Copied(f"{type(refused).__name__}: {refused}")
         inputs = models.make_inputs(self.case, batch, self.rank)
         forwarded = models.forward(twin, self.case, batch, self.rank, inputs)
@@ -59,12 +61,13 @@ class CopyingProgram(RankProgram):
         return Copied("", forwarded.values(), snapshot)
 
 
-def run_copying(adapter: Adapter, case: Case, observe_all: bool) -> RankObservation | Failed:
-    """Run the case, copying the model where it says so.
+def run_copying(adapter: Adapter, case: Case, observe_all: bool, may_refuse: bool = True) -> RankObservation | Failed:
+    """Run the case, copying the model where it says so; if the copy may not be refused, what it raises counts.
 
     Collectives: those of the implementation; every rank of the world runs the same call.
     """
     program = CopyingProgram(case, adapter, current_world().rank)
+    program.may_refuse = may_refuse
     seen = rank_jobs.run_program(program, observe_all)
     return seen if isinstance(seen, Failed) else seen.extended(CopyingObservation, copied=program.copied)
 
@@ -107,7 +110,7 @@ def _copied(place: Place) -> Iterable[Case]:
     yield place.case("mlp", Observe(_COPY), *after, optimizer=PLAIN_SGD)
 
 
-_MUST_COPY = RunMode(run_copying, review=partial(review_copies, may_refuse=False))
+_MUST_COPY = RunMode(run_copying, (False,), review=review_copies)
 
 
 @SUITE.check("conversion.copied", source="copy.deepcopy; B077", needs={"deep_copies"}, mode=_MUST_COPY)

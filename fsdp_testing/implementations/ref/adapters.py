@@ -130,6 +130,12 @@ def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     return fsdp_ref.optim_state_dict(model, optimizer)
 
 
+def sharded_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
+    """Return `optim_state_dict` as DTensors. Collectives: gathers; every rank calls."""
+    with fsdp_ref.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        return fsdp_ref.optim_state_dict(model, optimizer)
+
+
 def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Every rank gives the complete state and takes its part of it."""
     fsdp_ref.optim_state_dict_to_load(model, optimizer, dict(state), load_directly=True)
@@ -208,6 +214,7 @@ def _implementation(name: str, apply: Apply, without: frozenset[str] = frozenset
         load_local_state_dict=partial(load_in, StateDictType.LOCAL_STATE_DICT),
         full_optimizer_state=full_optimizer_state,
         load_full_optimizer_state=load_full_optimizer_state,
+        sharded_optimizer_state=sharded_optimizer_state,
         units=units,
         trace_units=trace_units,
         gathered_bytes=gathered_bytes,

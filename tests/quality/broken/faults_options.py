@@ -175,6 +175,17 @@ class StatesAreOneBuffer(Optional):
         return saved
 
 
+@kind(OptionsAdapter, "options.own_state_of_a_part")
+class WantsEveryState(Optional):
+    """Saving wants a state of every parameter (B095)."""
+
+    def saved_optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        lacking = [fqn for fqn, shard in self.shards.items() if shard not in optimizer.state]
+        if lacking and self.asked("own_state"):
+            raise KeyError(f"{lacking[0]} is not in the optimizer's state")
+        return super().saved_optimizer(optimizer)
+
+
 @kind(OptionsAdapter, "options.offloaded_state")
 class OffloadedIsWritten(Optional):
     """What was gathered on the CPU is written back, asked for or not."""
