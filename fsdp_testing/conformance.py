@@ -101,17 +101,8 @@ def run_conformance(
     tasks = [partial(judge_check, runner, adapters[name], check, where) for name, check in pairs]
     if listener is not None:
         listener.planned(len(pairs))
-    results: list[CheckResult] = []
     with closing(runner.side_by_side(tasks, jobs)) as answers:
-        for name, check in pairs:
-            if listener is not None:
-                listener.started(name, check.name)
-            result = next(answers)
-            if check.name in expected[name]:
-                result = result.expecting(expected[name][check.name])
-            results.append(result)
-            if listener is not None:
-                listener.finished(result)
+        results = list(_heard(pairs, answers, expected, listener))
     explained = tuple(results)
     if explain > 0:
         explained = explain_results(results, _how_of, runner, explain, draw=portraits)
@@ -126,6 +117,24 @@ def run_conformance(
         seconds=time.perf_counter() - start,
         shard=shard,
     )
+
+
+def _heard(
+    pairs: Sequence[tuple[str, Check]],
+    answers: Iterator[CheckResult],
+    expected: Mapping[str, Mapping[str, str]],
+    listener: RunListener | None,
+) -> Iterator[CheckResult]:
+    """Yield the result of each pair as the user expects it, and let the listener hear when it is its turn."""
+    for name, check in pairs:
+        if listener is not None:
+            listener.started(name, check.name)
+        result = next(answers)
+        if check.name in expected[name]:
+            result = result.expecting(expected[name][check.name])
+        if listener is not None:
+            listener.finished(result)
+        yield result
 
 
 def _how_of(check: str) -> How | None:
