@@ -116,7 +116,7 @@ def _coalesce_in_single_precision(optimizer: Optimizer) -> None:
             grad = param.grad
             if grad is not None and grad.is_sparse and grad.dtype == torch.float16 and not grad.is_coalesced():
                 summed = grad.to(torch.float32).coalesce()
-                half = torch.sparse_coo_tensor(
-                    summed.indices(), summed.values().to(torch.float16), summed.shape, is_coalesced=True
+                values = summed.values().to(torch.float16)
+                param.grad = torch.sparse_coo_tensor(
+                    summed.indices(), values, summed.shape, is_coalesced=True, check_invariants=False
                 )
-                param.grad = half

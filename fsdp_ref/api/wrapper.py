@@ -246,6 +246,10 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
                 f"{self._unit.training_state}. Finish the present operation first."
             )
 
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Tell ``torch.distributed.checkpoint.state_dict`` which attribute names of entries leave out."""
+        return {"": FSDP_WRAPPED_MODULE}
+
     @property
     def _unit(self) -> Unit:
         unit = unit_of(self)

@@ -275,3 +275,12 @@ def is_named(state: Mapping[str, Any]) -> bool:
     """Return whether an optimizer's own state dict is keyed by names."""
     keys = [*state.get("state", {}), *(key for group in state.get("param_groups", ()) for key in group["params"])]
     return bool(keys) and isinstance(keys[0], str)
+
+
+def same_settings(one: Any, other: Any) -> bool:
+    """Return whether two values of settings, or two dictionaries of them, are equal; tensors by shape and values."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and bool((one.detach().cpu() == other.detach().cpu()).all())
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(same_settings(value, other[key]) for key, value in one.items())
+    return type(one) is type(other) and bool(one == other)

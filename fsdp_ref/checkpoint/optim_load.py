@@ -8,50 +8,33 @@ the model first, and all that is wrong is listed at once.
 from __future__ import annotations
 
 import copy
-import sys
+import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fsdp_ref.checkpoint.optim_index import ModelIndex, Original, Stepped
-from fsdp_ref.comm.collectives import as_bytes, broadcast_object, collectives_for, gather_objects
-from fsdp_ref.errors import FsdpRuntimeError, FsdpValueError, explain, listing
+from fsdp_ref.checkpoint.optim_index import ModelIndex, Original, Stepped, same_settings
+from fsdp_ref.checkpoint.optim_source import (
+    Broadcast,
+    Fetch,
+    Outline,
+    Source,
+    Value,
+    compare_names,
+    gathered,
+    malformed,
+    of_all_ranks,
+    outlined,
+)
+from fsdp_ref.checkpoint.shards import is_spread
+from fsdp_ref.comm.collectives import broadcast_object
+from fsdp_ref.errors import FsdpValueError, explain, listing
 from fsdp_ref.handle.flat_handle import FlatHandle
-
-
-class Source(Enum):
-    """Who has the state that is loaded."""
-
-    EVERY_RANK = auto()
-    """Whole values on each rank."""
-    SHARDS = auto()
-    """DTensors, or whole values, under the same names on each rank."""
-    FIRST_RANK = auto()
-    """Whole values on rank 0; what other ranks pass is not looked at."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outline:
-    """What a tensor is, without its values."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions."""
-        return len(self.shape)
-
-
-Value = Tensor | Outline | Any
-Fetch = Callable[[str, str, Any], Tensor]
-"""Returns the whole tensor of one entry; all ranks call it for the same entries in the same order."""
 
 
 def load_optim_state(
@@ -75,137 +58,38 @@ def load_optim_state(
         FsdpRuntimeError: ranks pass different names.
 
     Collectives:
-        None for EVERY_RANK. For SHARDS one exchange of names and an all-gather per entry; for FIRST_RANK one broadcast of
-        names and one per entry, over the groups of the outermost unit. All ranks must call.
+        None for EVERY_RANK. For SHARDS an exchange of names and an all-gather per entry; for FIRST_RANK a broadcast of names
+        and one per entry, over the groups of the outermost unit; for both one exchange of what does not fit. All ranks
+        must call.
     """
+    mine = source is not Source.FIRST_RANK or index.is_first_rank
+    problem = malformed(saved, source) if mine else ""
+    outline: Any = saved
+    fetch: Fetch = gathered
     if source is Source.FIRST_RANK:
-        mine = _outlined(saved) if index.is_first_rank else None
-        outline: Any = broadcast_object(mine, (index.groups.replicate, index.groups.shard))
-        fetch: Fetch = _Broadcast(index, saved if index.is_first_rank else None)
-    else:
-        outline = saved
-        fetch = _gathered if source is Source.SHARDS else _own
-    problem = _malformed(outline, source)
-    if source is Source.SHARDS:
-        _compare_names(index, outline, problem)
+        told = (problem, outlined(saved) if mine and not problem else None)
+        problem, outline = broadcast_object(told, (index.groups.replicate, index.groups.shard))
+        fetch = Broadcast(index, saved if mine else None)
+    elif source is Source.SHARDS:
+        compare_names(index, saved, problem)
     if problem:
         raise FsdpValueError(problem)
     loading = _Loading(index, groups, optim, outline, fetch)
-    loading.check()
+    problems = loading.problems()
+    if source is not Source.EVERY_RANK:
+        problems = of_all_ranks(index, problems)  # optimizers may differ, and a rank that raises must not be waited for
+    if problems:
+        raise FsdpValueError(
+            explain(
+                "optim_state_dict_to_load",
+                expected="state of the parameters that the model and its optimizer have",
+                got=listing(problems),
+                remedy="Load state that was saved from the same model and optimizer class",
+            )
+        )
     state = loading.state()
     loaded = {key: copy.deepcopy(value) for key, value in outline.items() if key not in {"state", "param_groups"}}
     return loaded | {"state": state | loading.of_users(), "param_groups": loading.param_groups()}
-
-
-def _malformed(saved: Any, source: Source) -> str:
-    if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
-        got = listing(saved) if isinstance(saved, Mapping) else f"a {type(saved).__name__}"
-        return explain(
-            "optim_state_dict_to_load",
-            expected="a dictionary that must have the keys 'state' (a dictionary itself) and 'param_groups'",
-            got=got,
-            remedy="Pass what optim_state_dict() returned",
-        )
-    ids = [key for key in saved["state"] if not isinstance(key, str)]
-    ids += [key for group in saved.get("param_groups", ()) for key in group["params"] if not isinstance(key, str)]
-    if ids:
-        return explain(
-            "optim_state_dict_to_load",
-            expected="names of parameters as keys",
-            got=listing(dict.fromkeys(ids)),
-            remedy="Turn positions into names with rekey_optim_state_dict(state, OptimStateKeyType.PARAM_NAME, plain_model)",
-        )
-    sharded = [
-        f"{key}.{name} ({type(value).__name__})"
-        for key, state in saved["state"].items()
-        if isinstance(state, Mapping)
-        for name, value in state.items()
-        if type(value).__name__ == "ShardedTensor" or (_is_spread(value) and source is not Source.SHARDS)
-    ]
-    if sharded:
-        return explain(
-            "optim_state_dict_to_load",
-            expected="whole tensors, or DTensors under the state-dict type SHARDED_STATE_DICT",
-            got=listing(sharded),
-            remedy="Set the type under which the state was saved; give torch's FSDP a device_mesh, and it saves DTensors",
-        )
-    return ""
-
-
-def _compare_names(index: ModelIndex, saved: Any, problem: str) -> None:
-    """Refuse on all ranks what one of them could not load: they would wait for one another's gathers."""
-    state = {} if problem else saved["state"]
-    mine = problem or [(key, list(value) if isinstance(value, Mapping) else None) for key, value in state.items()]
-    for group in (index.groups.shard, index.groups.replicate):
-        if group is not None and group.size() > 1:
-            of_ranks = gather_objects(mine, group)
-            others = [str(rank) for rank, theirs in enumerate(of_ranks) if theirs != of_ranks[0]]
-            if others:
-                raise FsdpRuntimeError(
-                    explain(
-                        "optim_state_dict_to_load",
-                        expected="the same names in the same order on all ranks",
-                        got=f"others than on rank 0 of the group on ranks {listing(others)}",
-                        remedy="Load the same sharded state on every rank",
-                    )
-                )
-
-
-def _outlined(saved: Any) -> Any:
-    """Return a dictionary of state without the values of tensors that have dimensions."""
-    if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
-        return saved
-    state = {
-        key: {name: _outline(value) for name, value in entries.items()} if isinstance(entries, Mapping) else entries
-        for key, entries in saved["state"].items()
-    }
-    return {**saved, "state": state}
-
-
-def _outline(value: Any) -> Any:
-    return Outline(value.shape, value.dtype) if isinstance(value, Tensor) and value.ndim else value
-
-
-def _own(key: str, name: str, value: Any) -> Tensor:
-    assert isinstance(value, Tensor)  # checked before
-    return value.detach()
-
-
-def _gathered(key: str, name: str, value: Any) -> Tensor:
-    if not _is_spread(value):
-        return _own(key, name, value)
-    with torch.no_grad():
-        # Saved state may lie on the host; its mesh communicates between devices.
-        whole: Tensor = value.to(value.device_mesh.device_type).full_tensor()
-    return whole
-
-
-def _is_spread(value: object) -> bool:
-    """Return whether ``value`` is a DTensor (without the import, where nobody can have made one)."""
-    module: Any = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
-
-
-class _Broadcast:
-    """Gives every rank the whole tensors that rank 0 has."""
-
-    def __init__(self, index: ModelIndex, saved: Any) -> None:
-        self._device = index.device
-        self._saved = saved
-        pair = (index.groups.replicate, index.groups.shard)
-        self._groups = [group for group in pair if group is not None and group.size() > 1]
-
-    def __call__(self, key: str, name: str, value: Any) -> Tensor:
-        """Return the tensor that rank 0 has under ``key`` and ``name``; ``value`` says what it is."""
-        if self._saved is None:
-            whole = torch.empty(value.shape, dtype=value.dtype, device=self._device)
-        else:
-            # A copy: the result of a broadcast is written where it is sent from.
-            whole = self._saved["state"][key][name].detach().to(self._device, copy=True).contiguous()
-        for group in self._groups if whole.numel() else ():
-            flat = as_bytes(whole.view(-1))
-            collectives_for(group, self._device).broadcast(flat, 0, group, key).wait()
-        return whole
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -226,12 +110,8 @@ class _Loading:
         groups = self.saved.get("param_groups", ())
         return {name: number for number, group in enumerate(groups) for name in group["params"]}
 
-    def check(self) -> None:
-        """Compare names and shapes with the model.
-
-        Raises:
-            FsdpValueError: something does not fit.
-        """
+    def problems(self) -> list[str]:
+        """Compare names, shapes and dtypes with the model and one another; return all that does not fit."""
         known, listed = self.index.by_name(), self._listed()
         problems = [f"{name}: no parameter of the model" for name in listed if name not in known]
         if "param_groups" in self.saved:
@@ -248,15 +128,7 @@ class _Loading:
                 problems += self._misshapen(original, self.saved["state"][key])
         for handle, members in self._flat():
             problems += self._unlike(handle, members)
-        if problems:
-            raise FsdpValueError(
-                explain(
-                    "optim_state_dict_to_load",
-                    expected="state of the parameters that the model and its optimizer have",
-                    got=listing(problems),
-                    remedy="Load state that was saved from the same model and optimizer class",
-                )
-            )
+        return problems
 
     def _flat(self) -> Iterator[tuple[FlatHandle, list[Original]]]:
         for group in self.groups:
@@ -268,39 +140,31 @@ class _Loading:
         """Return whether a value has one element per element of the parameter, to be cut like it."""
         if not isinstance(value, (Tensor, Outline)) or tuple(value.shape) != original.shape:
             return False
-        return value.ndim > 0 or (original.handle is not None and self._like_parameters(name))
+        return math.prod(original.shape) != 1 or self._like_parameters(name)
 
     def _like_parameters(self, name: str) -> bool:
-        """Return whether an entry is shaped like the parameter: for a scalar one a step count looks the same."""
+        """Return whether an entry is shaped like its parameter: where that has one element, a step count looks the same."""
         known = self.index.by_name()
         told = [
-            state[name].ndim > 0
+            tuple(state[name].shape) == known[key].shape
             for key, state in self.saved["state"].items()
-            if key in known and known[key].shape and isinstance(state.get(name), (Tensor, Outline))
+            if key in known and math.prod(known[key].shape) != 1 and isinstance(state.get(name), (Tensor, Outline))
         ]
         return any(told) if told else name != "step"
 
     def _misshapen(self, original: Original, state: Mapping[str, Any]) -> Iterator[str]:
         if original.handle is None:
             return
-        values = {name: value for name, value in state.items() if isinstance(value, (Tensor, Outline)) and value.ndim}
+        values = {name: value for name, value in state.items() if isinstance(value, (Tensor, Outline))}
         fits = {name for name, value in values.items() if tuple(value.shape) == original.shape}
-        for name in values.keys() - fits:
-            # An entry of the user's, of whatever shape, beside entries that fit: copied as it is.
-            if not fits or self._fits_elsewhere(name):
+        for name in (name for name, value in values.items() if value.ndim and name not in fits):
+            # An entry of another kind (the user's, a step count) stands beside entries that fit, and is copied as it is.
+            if not fits or self._like_parameters(name):
                 yield f"{original.name}.{name}: shape {tuple(values[name].shape)} for {original.shape}"
-
-    def _fits_elsewhere(self, name: str) -> bool:
-        known = self.index.by_name()
-        return any(
-            key in known and name in state and self._shaped(known[key], name, state[name])
-            for key, state in self.saved["state"].items()
-            if isinstance(state, Mapping)
-        )
 
     def _unlike(self, handle: FlatHandle, members: Sequence[Original]) -> Iterator[str]:
         """Say why the state of several originals cannot be that of one flat parameter."""
-        states = {original: self._state(original) for original in members}
+        states = {original: self._state(original) or None for original in members}
         having = {original: state for original, state in states.items() if state is not None}
         if not having:
             return
@@ -315,7 +179,7 @@ class _Loading:
                     yield f"{original.name}.{name}: another kind of value than that of {first.name}"
                 elif shaped and state[name].dtype != value.dtype:
                     yield f"{original.name}.{name}: dtype {state[name].dtype}, {value.dtype} in {first.name}"
-                elif not shaped and not _same(state[name], value):
+                elif not shaped and not same_settings(state[name], value):
                     yield f"{original.name}.{name}: {state[name]}, {value} in {first.name} of the same flat parameter"
             for name in (state or {}).keys() - like.keys():
                 yield f"{original.name}.{name}: missing in {first.name} of the same flat parameter"
@@ -337,8 +201,8 @@ class _Loading:
             if key is not None and stepped is not None and stepped.present:
                 found.setdefault(stepped.key, {})
             for name, value in entries.items():
-                is_tensor = isinstance(value, Outline) or (isinstance(value, Tensor) and value.ndim > 0)
-                whole = self.fetch(key or "", name, value) if is_tensor else value
+                elsewhere = isinstance(value, Outline) or is_spread(value)
+                whole = self.fetch(key or "", name, value) if elsewhere else value
                 if stepped is None or not stepped.present:
                     continue
                 state = found[stepped.key]
@@ -396,7 +260,7 @@ class _Loading:
             names = [name for stepped in group for original in stepped.originals for name in original.names]
             numbers = list(dict.fromkeys(listed[name] for name in names if name in listed))
             sources = [{k: v for k, v in given[n].items() if k not in {"params", "param_names"}} for n in numbers]
-            if any(not _same(source, sources[0]) for source in sources[1:]):
+            if any(not same_settings(source, sources[0]) for source in sources[1:]):
                 raise FsdpValueError(
                     explain(
                         "optim_state_dict_to_load",
@@ -429,11 +293,3 @@ class _Loading:
 
 def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and bool((one.detach().cpu() == other.detach().cpu()).all())
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
-    return type(one) is type(other) and bool(one == other)

@@ -9,61 +9,33 @@ nothing of a parameter returns its state too, and ranks that disagree are named 
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from fsdp_ref.checkpoint.optim_index import Key, ModelIndex, Original, Stepped, is_named, stepped_groups
+from fsdp_ref.checkpoint.optim_index import (
+    Key,
+    ModelIndex,
+    Original,
+    Stepped,
+    is_named,
+    same_settings,
+    stepped_groups,
+)
+from fsdp_ref.checkpoint.optim_records import Record, entry_of, merged, plain_names
+from fsdp_ref.checkpoint.shards import Spread
 from fsdp_ref.comm.collectives import gather_objects
 from fsdp_ref.config import FullOptimStateDictConfig, StateDictSettings, StateDictType
 from fsdp_ref.errors import FsdpRuntimeError, FsdpValueError, explain, listing
 from fsdp_ref.handle.flat_handle import FlatHandle
-from fsdp_ref.layout import row_major_stride
 from fsdp_ref.naming import clean_tensor_name
 from fsdp_ref.storage.views import flat_views
-
-_COMPARED: Final = (bool, int, float, complex, str, type(None))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Entry:
-    """What ranks tell one another of one entry.
-
-    Attributes:
-        dtype: of a tensor that is shaped like this rank's piece of the parameter; None for anything else.
-        value: anything else, tensors on the CPU.
-    """
-
-    dtype: torch.dtype | None
-    value: Any = None
-
-    def differs(self, other: Entry) -> bool:
-        """Return whether two ranks have different things. Objects that cannot be compared are taken for equal."""
-        if self.dtype is not None or other.dtype is not None:
-            return self.dtype != other.dtype
-        mine, others = self.value, other.value
-        if isinstance(mine, Tensor) and isinstance(others, Tensor):
-            same = mine.dtype == others.dtype and mine.shape == others.shape
-            return not (same and torch.allclose(mine, others, rtol=0, atol=0, equal_nan=True))
-        if isinstance(mine, _COMPARED) and isinstance(others, _COMPARED):
-            return mine != others and not _is_nan(mine, others)
-        return type(mine) is not type(others)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Record:
-    """What a rank has of one original: the number of its parameter group, and its entries; None for none."""
-
-    group: int | None
-    entries: dict[str, Entry] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +122,7 @@ class _Saving:
     local: dict[Original, dict[str, Any]] = field(default_factory=dict)
     numbers: dict[Original, int] = field(default_factory=dict)
     records: dict[Original, Record] = field(default_factory=dict)
-    elsewhere: dict[Original, int] = field(default_factory=dict)
+    elsewhere: dict[Original, dict[str, Any]] = field(default_factory=dict)
 
     def read(self) -> None:
         """Sort this rank's entries by original."""
@@ -192,55 +164,42 @@ class _Saving:
         problems: list[str] = []
         for group, handles in per_group.items():
             mine = [self._record(original) for _, originals in handles for original in originals]
-            of_ranks = gather_objects(mine, group)
+            per_rank = gather_objects((mine, [_settings(each) for each in self.own.get("param_groups", ())]), group)
+            of_ranks = [records for records, _ in per_rank]
             members = [(handle, original) for handle, originals in handles for original in originals]
+            plain = plain_names(record for records in of_ranks for record in records)
             for place, (handle, original) in enumerate(members):
-                problems += self._merge(handle, original, [records[place] for records in of_ranks])
-            self._place_elsewhere([original for _, original in members], of_ranks)
+                holders = handle.shard_map.owner_ranks(original.index) or range(len(of_ranks))
+                self.records[original], differing = merged({rank: of_ranks[rank][place] for rank in holders}, plain)
+                problems += [f"{original.name}{each}" for each in differing]
+            self._place_elsewhere([original for _, original in members], of_ranks, [each for _, each in per_rank])
+        for group in [*per_group, *per_group] if len(per_group) > 1 else ():
+            # Twice over all groups: what one of them found every rank of another learns, before some wait for others.
+            problems = [problem for theirs in gather_objects(problems, group) for problem in theirs]
         if problems:
             raise FsdpRuntimeError(
                 explain(
                     "optim_state_dict",
                     expected="each rank to have the state of every parameter of which it holds elements, alike on all ranks",
-                    got=listing(problems),
+                    got=listing(dict.fromkeys(problems)),
                     remedy="Step the same parameters on every rank, and change state on all of them",
                 )
             )
 
     def _record(self, original: Original) -> Record:
         state = self.local.get(original)
-        entries = None if state is None else {name: _entry(original, value) for name, value in state.items()}
+        entries = None if state is None else {name: entry_of(original, value) for name, value in state.items()}
         return Record(self.numbers.get(original), entries)
 
-    def _merge(self, handle: FlatHandle, original: Original, records: Sequence[Record]) -> Iterator[str]:
-        """Take the record of the first rank that holds elements; yield how others that hold some differ from it."""
-        holders = handle.shard_map.owner_ranks(original.index) or range(len(records))
-        first, *others = [(rank, records[rank].entries) for rank in holders]
-        self.records[original] = records[holders[0]]
-        for rank, entries in others:
-            if entries is not None and first[1] is not None:
-                yield from _differences(original.name, (first[0], first[1]), (rank, entries))
-            elif entries is not first[1]:
-                has, lacks = (rank, first[0]) if first[1] is None else (first[0], rank)
-                yield f"{original.name}: state on rank {has}, none on rank {lacks}"
-
-    def _place_elsewhere(self, members: Sequence[Original], of_ranks: Sequence[Sequence[Record]]) -> None:
-        """Find the parameter group of what other ranks optimize and this one does not: that of its neighbours there."""
-        if "param_groups" not in self.own:
-            return
+    def _place_elsewhere(
+        self, members: Sequence[Original], of_ranks: Sequence[Sequence[Record]], settings: Sequence[Sequence[Any]]
+    ) -> None:
+        """Find the settings of what other ranks optimize and this one leaves out."""
         for place, original in enumerate(members):
-            found = [
-                (r, records[place].group) for r, records in enumerate(of_ranks) if records[place].group is not None
-            ]
-            if original in self.numbers or not found:
-                continue
-            rank, number = found[0]
-            neighbours = (
-                self.numbers[other]
-                for other, record in zip(members, of_ranks[rank])
-                if record.group == number and other in self.numbers
-            )
-            self.elsewhere[original] = next(neighbours, min(number or 0, len(self.own["param_groups"]) - 1))
+            for rank, records in enumerate(of_ranks):
+                number = records[place].group
+                if original not in self.numbers and number is not None:
+                    self.elsewhere.setdefault(original, settings[rank][number])
 
     def collect(self) -> dict[str, dict[str, Any]]:
         """Return all values by name.
@@ -256,9 +215,8 @@ class _Saving:
                     if entry.dtype is not None:
                         wanted.setdefault((name, entry.dtype), []).append(original)
             for (name, dtype), having in wanted.items():
-                views = self._whole(handle, name, dtype, having)
-                for original in having if self.form.kept else ():
-                    values.setdefault(original, {})[name] = self._returned(handle, views[original])
+                for original, value in self._returned(handle, name, dtype, having).items():
+                    values.setdefault(original, {})[name] = value
         if not self.form.kept:
             return {}
         state: dict[str, dict[str, Any]] = {}
@@ -279,8 +237,9 @@ class _Saving:
         entries = self.records[original].entries
         if entries is None:
             return None
-        # Its own value where this rank has one, on the device where the optimizer keeps it.
-        return {name: (local or {}).get(name, entry.value) for name, entry in entries.items()}
+        # Its own values where this rank has elements, on the device where the optimizer keeps them.
+        mine = (local or {}) if original.handle.originals.present(original.index) else {}
+        return {name: mine.get(name, entry.value) for name, entry in entries.items()}
 
     def _whole(
         self, handle: FlatHandle, name: str, dtype: torch.dtype, having: Sequence[Original]
@@ -300,10 +259,18 @@ class _Saving:
         views = flat_views(full_F, handle.layout)
         return {original: views[original.index] for original in having}
 
-    def _returned(self, handle: FlatHandle, whole: Tensor) -> Any:
-        if not self.form.sharded or not handle.sharded or not whole.ndim:
-            return self.form.copied(whole)
-        return _chunked(self.form.copied(whole[_rows(whole.shape[0], handle)]), whole.shape, handle)
+    def _returned(
+        self, handle: FlatHandle, name: str, dtype: torch.dtype, having: Sequence[Original]
+    ) -> dict[Original, Any]:
+        """Return copies of one entry of a unit's originals in the wanted form; the unit's whole buffer goes with the call."""
+        views = self._whole(handle, name, dtype, having)
+        if not self.form.kept:
+            return {}
+        if not self.form.sharded or not handle.sharded:
+            return {original: self.form.copied(view) for original, view in views.items()}
+        spread = Spread(handle)
+        chunks = {original: spread.chunk(view) for original, view in views.items()}
+        return {original: chunk.cpu() if self.form.offload else chunk for original, chunk in chunks.items()}
 
     def of_users(self) -> dict[str, Any]:
         """Return what the user keeps in the state beside parameters."""
@@ -318,23 +285,36 @@ class _Saving:
         return {key: self.form.copied(value) for key, value in found.items()}
 
     def param_groups(self) -> list[dict[str, Any]]:
-        """Return the settings of each group with the names of its parameters."""
+        """Return the settings of each group with the names of its parameters.
+
+        What this rank leaves out, because it has no element of it, is in the first group with the settings that it has
+        on other ranks.
+        """
+        groups = [
+            (_settings(group), [o for key in group["params"] for o in self._stepped(key).originals])
+            for group in self.own["param_groups"]
+        ]
+        for original, settings in self.elsewhere.items():
+            found = next((members for own, members in groups if same_settings(own, settings)), None)
+            if found is None:
+                groups.append((settings, [original]))
+            else:
+                found.append(original)
         saved: list[dict[str, Any]] = []
-        for number, group in enumerate(self.own["param_groups"]):
-            members = [original for key in group["params"] for original in self._stepped(key).originals]
-            here = [original for original, where in self.elsewhere.items() if where == number]
-            if here or len(members) > len(group["params"]):
-                # The optimizer says nothing of the order inside of a flat parameter.
-                members = [original for original in self.index.originals if original in {*members, *here}]
-            saved.append({key: self.form.copied(value) for key, value in group.items() if key != "params"})
-            saved[-1]["params"] = [original.name for original in members]
-            if "param_names" in group:
-                saved[-1]["param_names"] = list(saved[-1]["params"])
+        for settings, members in groups:
+            if self.elsewhere or any(each.optimized is not each.param for each in members):
+                # Optimizers say nothing of the order inside of a flat parameter, nor of what they leave out.
+                members = [original for original in self.index.originals if original in set(members)]
+            names = [original.name for original in members]
+            called = {"param_names": list(names)} if "param_names" in settings else {}
+            saved.append(
+                {**{key: self.form.copied(value) for key, value in settings.items()}, **called, "params": names}
+            )
         return saved
 
 
-def _is_nan(*values: Any) -> bool:
-    return all(isinstance(value, float) and math.isnan(value) for value in values)
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _clean(key: Any) -> Any:
@@ -354,41 +334,3 @@ def _by_original(stepped: Stepped, state: Mapping[str, Any]) -> Iterator[tuple[O
     }
     for original in stepped.originals:
         yield original, {name: cut[name][original.index] if name in cut else value for name, value in state.items()}
-
-
-def _entry(original: Original, value: Any) -> Entry:
-    if not isinstance(value, Tensor):
-        return Entry(None, value)
-    assert original.handle is not None  # records are made of what units hold
-    if value.shape == original.handle.originals.shard_views()[original.index].shape:
-        return Entry(value.dtype)
-    return Entry(None, value.detach().cpu())
-
-
-def _differences(
-    called: str, one: tuple[int, Mapping[str, Entry]], other: tuple[int, Mapping[str, Entry]]
-) -> Iterator[str]:
-    for name in dict.fromkeys((*one[1], *other[1])):
-        mine, others = one[1].get(name), other[1].get(name)
-        if mine is None or others is None or mine.differs(others):
-            has = [f"rank {rank}: {_told(entries.get(name))}" for rank, entries in (one, other)]
-            yield f"{called}.{name}: {', '.join(has)}"
-
-
-def _told(entry: Entry | None) -> str:
-    return "missing" if entry is None else str(entry.dtype or entry.value)
-
-
-def _rows(size: int, handle: FlatHandle) -> slice:
-    """Return this rank's part of a dimension as DTensor cuts it; possibly empty."""
-    step = -(-size // handle.shard_size)
-    return slice(handle.shard_rank * step, (handle.shard_rank + 1) * step)
-
-
-def _chunked(rows: Tensor, shape: torch.Size, handle: FlatHandle) -> Tensor:
-    """Return this rank's rows of a tensor as a DTensor over the unit's shard group, in row-major order."""
-    from torch.distributed.tensor import DTensor, Shard  # torch needs half a second for this import
-
-    mesh = DeviceMesh.from_group(handle.groups.shard, handle.config.device.type)
-    stride = row_major_stride(shape)
-    return DTensor.from_local(rows.contiguous(), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)

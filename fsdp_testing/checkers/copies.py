@@ -39,18 +39,28 @@ class CopyingObservation(RankObservation):
     copied: Copied | None = None
 
 
-def review_copies(case: Case, ranks: Sequence[RankObservation], expectation: Expectation) -> Finding | None:
-    """Compare the copies with what the oracle expects of the original's next micro-batch."""
+def review_copies(
+    case: Case, ranks: Sequence[RankObservation], expectation: Expectation, *, may_refuse: bool = True
+) -> Finding | None:
+    """Compare the copies with what the oracle expects of the original's next micro-batch.
+
+    Args:
+        case: What was run.
+        ranks: What each rank reports.
+        expectation: The oracle's.
+        may_refuse: Every rank may refuse the copy instead.
+    """
     copies = [rank.copied if isinstance(rank, CopyingObservation) else None for rank in ranks]
     missing = tuple(rank for rank, one in enumerate(copies) if one is None)
     if missing:
         return _finding(case, missing, "nothing was copied")
     refused = tuple(rank for rank, one in enumerate(copies) if one is not None and one.refused)
     if refused:
-        if len(refused) == len(ranks):
+        if may_refuse and len(refused) == len(ranks):
             return None
         first = copies[refused[0]]
-        return _finding(case, refused, f"was refused on some ranks only: {first.refused if first else ''}")
+        some = " on some ranks only" if len(refused) < len(ranks) else ""
+        return _finding(case, refused, f"was refused{some}: {first.refused if first else ''}")
     # Results of the micro-batch after the copy, and the state that follows it; here they are the copy's own.
     at = _copied_at(case)
     after = [point for point in expectation.points if point.index > at]

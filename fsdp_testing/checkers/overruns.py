@@ -20,6 +20,8 @@ FLAG_BYTES = 16
 """A collective of no more than this is a flag or a norm, and moves no parameter or gradient."""
 
 _FREES_AFTER_FORWARD = ("full_shard", "hybrid_shard")
+_KEEPS = {"kept_after_backward", "partial_reshard"}
+"""Settings with which parameters, or a part of them, stay where the strategy would free them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ def _of_rank(
     for account in accounts:
         operation = case.program[account.index] if 0 <= account.index < len(case.program) else None
         unsharded = dict(account.held)
-        early = case.strategy in _FREES_AFTER_FORWARD
+        early = case.strategy in _FREES_AFTER_FORWARD and not _KEEPS & set(case.wrapping.settings)
         # Without an operation it is a new model, of which nothing has run.
         allowed: frozenset[str] | None = frozenset()
         if operation is not None:

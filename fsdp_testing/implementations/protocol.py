@@ -110,6 +110,7 @@ class Setup:
         forward_prefetch: Ask for prefetching in forward, where the implementation has the option.
         backward_prefetch: One of "pre", "post", "none".
         leaves_unused: Some micro-batch may leave a parameter without a gradient on some rank.
+        settings: Options that change no number (`fsdp_testing.records.capabilities.SETTINGS`), by name.
         extra: Options known to this adapter alone, for its own tests.
     """
 
@@ -136,6 +137,7 @@ class Setup:
     forward_prefetch: bool = False
     backward_prefetch: str = "pre"
     leaves_unused: bool = False
+    settings: frozenset[str] = frozenset()
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def refuse(self, implementation: str, *options: str) -> None:
@@ -146,6 +148,14 @@ class Setup:
         """
         plain = Setup(self.rank, self.world_size, self.device)
         asked = [name for name in options if getattr(self, name) != getattr(plain, name)]
+        self._raise_for(implementation, asked)
+
+    def refuse_settings(self, implementation: str, *known: str) -> None:
+        """Refuse a setup that asks for settings other than the `known` ones; raises as `refuse` does."""
+        self._raise_for(implementation, sorted(self.settings - set(known)))
+
+    @staticmethod
+    def _raise_for(implementation: str, asked: list[str]) -> None:
         if asked:
             raise InvalidImplementation(
                 f"{implementation}: expected a setup without {', '.join(asked)}, for which it has no option. "

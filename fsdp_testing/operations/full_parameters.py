@@ -60,18 +60,31 @@ class ReplaceParameters(OfPatterns):
     """Gathers the full parameters, puts other ones with values multiplied by a factor in their place, and releases them.
 
     Shared parameters are left out: replaced in one of their places only they would be two.
+
+    Attributes:
+        patterns: Which parameters.
+        factor: What their values are multiplied by.
+        storage: The parameters stay, and are given new storage.
     """
 
     kind: ClassVar[str] = "replace_parameters"
-    needs: ClassVar[frozenset[str]] = frozenset({"summon_writeback", "parameter_replacement"})
+    needs: ClassVar[frozenset[str]] = frozenset({"summon_writeback"})
     passes: ClassVar[int | None] = 1
-    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.replace": ("summon_writeback", "parameter_replacement")}
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "op.replace": ("summon_writeback", "parameter_replacement"),
+        "op.replace_storage": ("summon_writeback", "storage_replacement"),
+    }
     writes_parameters: ClassVar[bool] = True
     factor: float
+    storage: bool = False
+
+    def required(self) -> frozenset[str]:
+        return ReplaceParameters.needs | {"storage_replacement" if self.storage else "parameter_replacement"}
 
     @classmethod
     def draw(cls, drawer: OperationDrawer) -> ReplaceParameters:
-        return cls(drawer.patterns(), drawer.choices.pick(_FACTORS))
+        storage = drawer.pick_by_feature({"op.replace": False, "op.replace_storage": True})
+        return cls(drawer.patterns(), drawer.choices.pick(_FACTORS), storage)
 
     def normalise(self, context: ProgramContext) -> Operation | None:
         patterns = context.replaceable(self.patterns)
@@ -85,7 +98,7 @@ class ReplaceParameters(OfPatterns):
     def run(self, program: RankProgram) -> None:
         with program.adapter.full_parameters(program.model, writeback=True) as full:
             chosen = dict(matching(full.items(), self.patterns))
-            user_code.replace_parameters(program.model, chosen, self.factor)
+            user_code.replace_parameters(program.model, chosen, self.factor, storage=self.storage)
 
     def replay(self, replay: Replay) -> None:
         replay.scale(self.patterns, self.factor)

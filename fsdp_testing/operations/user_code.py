@@ -37,8 +37,10 @@ def give_storage(parameters: Iterable[nn.Parameter], factor: float) -> None:
         parameter.data = parameter.data * factor
 
 
-def replace_parameters(model: nn.Module, full: Mapping[str, torch.Tensor], factor: float) -> None:
-    """Put new parameters with the numbers times `factor` on the modules that have these gathered tensors.
+def replace_parameters(
+    model: nn.Module, full: Mapping[str, torch.Tensor], factor: float, *, storage: bool = False
+) -> None:
+    """Put new parameters, or new `storage`, with the numbers times `factor` on the modules that have these tensors.
 
     Raises:
         InvalidImplementation: No module has a parameter where a gathered tensor lies.
@@ -49,9 +51,30 @@ def replace_parameters(model: nn.Module, full: Mapping[str, torch.Tensor], facto
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if wanted.pop((parameter.data_ptr(), parameter.shape), None) is not None:
-                setattr(module, name, nn.Parameter(parameter.detach() * factor, parameter.requires_grad))
+                if storage:
+                    parameter.data = parameter.detach() * factor
+                else:
+                    setattr(module, name, nn.Parameter(parameter.detach() * factor, parameter.requires_grad))
     if wanted:
         raise InvalidImplementation(
             f"full_parameters: expected tensors that share memory with the modules' parameters, got copies of "
             f"{', '.join(wanted.values())}. Yield the parameters' own data, or do not claim parameter_replacement."
         )
+
+
+def part(model: nn.Module, name: str) -> nn.Module:
+    """Return what stands in the wrapped model for the module that was called `name`: its wrapper, if it has one."""
+    return next(m for fqn, m in model.named_modules() if f".{fqn}".endswith(f".{name}"))
+
+
+def substitute(model: nn.Module, name: str, other: nn.Module | None, factor: float) -> None:
+    """Put another module, or for None other parameters with the numbers times `factor`, in the place of one."""
+    from torch import nn
+
+    outer, _, last = name.rpartition(".")
+    if other is not None:
+        setattr(part(model, outer), last, other)
+        return
+    for module in part(model, name).modules():
+        for own, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, own, nn.Parameter(parameter.detach() * factor))

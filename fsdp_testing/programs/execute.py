@@ -85,6 +85,10 @@ class RankProgram:
         self.model = self._model_of(self.case, {})
         if not builds_late(self.case):
             self.build_optimizer()
+        self.run_operations(observe_all=observe_all)
+
+    def run_operations(self, *, observe_all: bool = False) -> None:
+        """Run the case's operations on the model as it is, and take a snapshot at the end."""
         for planned in plan(self.case):
             self.index = planned.index
             if planned.void:
@@ -116,11 +120,24 @@ class RankProgram:
         """Clear gradients as the implementation does."""
         self.adapter.zero_grad(self.model, self.optimizer, set_to_none)
 
-    def call(self, batch: Any) -> models.Forwarded:
-        """Run the wrapped model forward on this rank's inputs."""
+    def call(self, batch: Any, *, inner: bool = False, penalised: bool = False) -> models.Forwarded:
+        """Run the wrapped model forward on this rank's inputs.
+
+        Args:
+            batch: Which inputs.
+            inner: The module inside the wrapper is called, where the wrapper is one around it.
+            penalised: The loss has the squared gradient by the inputs as a part.
+        """
         inputs = models.make_inputs(self.case, batch, self.rank)
+        model = getattr(self.model, "module", self.model) if inner else self.model
         with self._inside():
-            return models.forward(self.model, self.case, batch, self.rank, inputs)
+            if penalised:
+                return models.penalised(model, self.case, batch, self.rank, inputs)
+            return models.forward(model, self.case, batch, self.rank, inputs)
+
+    def plain_part(self, name: str) -> nn.Module:
+        """Return a part of the model as it was before wrapping, built anew."""
+        return models.build_model(self.case).get_submodule(name)
 
     def set_requires_grad(self, patterns: tuple[str, ...], flag: bool) -> None:
         """Set the flag on the parameters that match."""

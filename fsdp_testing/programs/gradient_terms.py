@@ -67,10 +67,12 @@ class _TermReplay(Replay):
         self.terms: list[GradientTerm] = []
         self._uses: dict[int, dict[str, dict[Use, torch.Tensor]]] = {}
 
-    def local_gradients(self, rank: int, batch: Any) -> tuple[models.Forwarded, LocalGradients]:
+    def local_gradients(
+        self, rank: int, batch: Any, *, penalised: bool = False
+    ) -> tuple[models.Forwarded, LocalGradients]:
         watch = _Uses(self.replicas[rank], {id(p): fqn for fqn, p in self.compute.items()})
         with watch.watching():
-            forwarded, gradients = super().local_gradients(rank, batch)
+            forwarded, gradients = super().local_gradients(rank, batch, penalised=penalised)
         self._uses[id(gradients)] = watch.divided(gradients)
         return forwarded, gradients
 

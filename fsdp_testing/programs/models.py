@@ -131,6 +131,24 @@ def forward(model: Callable[..., Any], case: Case, batch: Batch, rank: int, inpu
     return Forwarded(loss_of(output), tuple(tensors_in(output)))
 
 
+def penalised(model: Callable[..., Any], case: Case, batch: Batch, rank: int, inputs: Inputs) -> Forwarded:
+    """Call the model as `forward` does; the squared gradient by the floating-point inputs is a part of the loss."""
+    leaves: list[torch.Tensor] = []
+
+    def leaf(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point():
+            tensor = tensor.detach().requires_grad_()
+            leaves.append(tensor)
+        return tensor
+
+    forwarded = forward(model, case, batch, rank, Inputs(*map_tensors(leaf, (inputs.args, dict(inputs.kwargs)))))
+    if not leaves or not forwarded.loss.requires_grad:
+        return forwarded
+    slopes = torch.autograd.grad(forwarded.loss, leaves, create_graph=True, allow_unused=True)
+    squares = [slope.square().sum() for slope in slopes if slope is not None]
+    return Forwarded(sum(squares, forwarded.loss), forwarded.outputs)
+
+
 def _seed(seed: int) -> None:
     """Seed torch's global generators; `torch.manual_seed` on a machine without CUDA notes a traceback at every call."""
     torch.default_generator.manual_seed(seed)

@@ -128,12 +128,13 @@ class Replay:
 
     # ------------------------------------------------------------------------------------------- computation
 
-    def forward(self, rank: int, batch: Any) -> models.Forwarded:
-        """Run the replica of `rank` on that rank's inputs."""
+    def forward(self, rank: int, batch: Any, *, penalised: bool = False) -> models.Forwarded:
+        """Run the replica of `rank` on that rank's inputs; `penalised` as `models.penalised` does."""
         inputs = models.make_inputs(self.case, batch, rank)
         if self.precision.param_dtype is not None:
             inputs = models.Inputs(*models.cast_floats((inputs.args, dict(inputs.kwargs)), self.precision.param_dtype))
-        return models.forward(self.replicas[rank], self.case, batch, rank, inputs)
+        run = models.penalised if penalised else models.forward
+        return run(self.replicas[rank], self.case, batch, rank, inputs)
 
     def refresh(self) -> None:
         """Cast the stored parameters into the compute parameters; nothing to do where they share their numbers."""
@@ -142,12 +143,14 @@ class Replay:
                 if self.compute[fqn].data_ptr() != parameter.data_ptr():
                     self.compute[fqn].copy_(parameter)
 
-    def local_gradients(self, rank: int, batch: Any) -> tuple[models.Forwarded, LocalGradients]:
+    def local_gradients(
+        self, rank: int, batch: Any, *, penalised: bool = False
+    ) -> tuple[models.Forwarded, LocalGradients]:
         """Run forward and backward of one rank, and return its own gradients."""
         for parameter in self.compute.values():
             parameter.grad = None
         self.disturbance.contributions.clear()
-        forwarded = self.forward(rank, batch)
+        forwarded = self.forward(rank, batch, penalised=penalised)
         if forwarded.loss.requires_grad:
             forwarded.loss.backward()
         return forwarded, gradients_of(self.compute, self.disturbance.contributions)

@@ -48,6 +48,7 @@ def setup_of(
         backward_prefetch=case.wrapping.backward_prefetch,
         sync_module_states=case.wrapping.sync_module_states,
         leaves_unused=leaves_unused(case),
+        settings=frozenset(case.wrapping.settings),
     )
 
 

@@ -11,6 +11,23 @@ from collections.abc import Iterable
 
 from fsdp_testing.errors import InvalidImplementation
 
+SETTINGS: dict[str, str] = {
+    "static_graph": "the user promises that every iteration runs the same graph",
+    "gradient_views": "gradients are views of communication buckets",
+    "small_buckets": "gradients are sent in buckets that hold hardly more than one of them",
+    "divide_factor": "what gradients are divided by is given by hand: twice the number of ranks, which halves them",
+    "sum_reduction": "gradients are summed and divided apart, whatever the backend could do at once",
+    "late_all_reduce": "in `no_sync` hybrid sharding reduces within shard groups, and leaves out the replicas only",
+    "kept_after_backward": "in `no_sync` parameters are not freed after backward",
+    "partial_reshard": "after forward parameters stay sharded over fewer ranks",
+    "last_dimension": "parameters are cut along their last dimension, where ranks divide it",
+    "default_device": "the implementation chooses the device",
+    "default_groups": "the implementation chooses the groups of hybrid sharding",
+    "own_state": "state is saved and loaded by the implementation's own methods, with their defaults",
+    "offloaded_state": "gathered parameters and saved state are moved to the CPU",
+}
+"""Options of some implementations, off by default, that change no number but for `divide_factor`; each is a capability."""
+
 CAPABILITIES: dict[str, str] = {
     # strategies
     "full_shard": "parameters, gradients and optimizer state are sharded; parameters are freed after forward",
@@ -26,6 +43,10 @@ CAPABILITIES: dict[str, str] = {
     "accumulate_without_no_sync": "several reduced backward passes add up",
     "forward_only": "a forward pass need not be followed by a backward pass; eval, no_grad and inference included",
     "several_forwards": "several forward passes may come before their backward passes",
+    "backward_twice": "a second backward may follow through a graph that was kept",
+    "second_order": "a loss may be made of gradients",
+    "backward_after_no_sync": "gradients of a forward inside no_sync are reduced if the backward is outside",
+    "inner_forward": "a forward may run through the module that is inside the wrapper",
     "inference_mode": "forward passes under torch.inference_mode",
     "late_optimizer": "the optimizer may be built after training has begun",
     # parameters
@@ -59,9 +80,15 @@ CAPABILITIES: dict[str, str] = {
     "cpu_offload": "sharded parameters and gradients live on the CPU",
     # access and state
     "dtype_cast": "`module.to(dtype)` between wrapping and the first forward",
+    "dtype_cast_later": "`module.to(dtype)` after forwards have run",
+    "deep_copies": "a wrapped model can be copied by `copy.deepcopy`",
     "data_assignment": "a parameter may be given new storage by `p.data = ...` between iterations",
     "summon_writeback": "full parameters can be gathered, edited and written back",
     "parameter_replacement": "while full parameters are gathered, a module may be given another parameter in place of one",
+    "storage_replacement": "while full parameters are gathered, one may be given new storage by `p.data = ...`",
+    "modules_replaced": "a module inside may be replaced by another one before the first forward",
+    "parameters_replaced": "a module may be given another parameter in place of one after forwards have run",
+    "unit_alone": "a unit may be called by itself before the model is",
     "full_state_dict": "the model's whole state can be saved and loaded",
     "sharded_state_dict": "the model's state can be saved and loaded in shards",
     "local_state_dict": "each rank's raw shards can be saved and loaded",
@@ -79,6 +106,8 @@ CAPABILITIES: dict[str, str] = {
     "unit_trace": "unshard, reshard and free of every unit can be recorded",
     "prefetch": "units are gathered before they are needed",
     "exception_recovery": "an exception in forward or backward leaves the model usable",
+    # options that change no number
+    **SETTINGS,
 }
 
 STRATEGIES: dict[str, str] = {

@@ -14,7 +14,7 @@ from typing import Any
 
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.operations import OPERATIONS, Operation
-from fsdp_testing.records.capabilities import STRATEGIES
+from fsdp_testing.records.capabilities import SETTINGS, STRATEGIES
 from fsdp_testing.records.document import Format, decode, register_union
 
 FORMAT = Format("fsdp_testing/case", 1)
@@ -81,6 +81,7 @@ class WrappingPlan:
         backward_prefetch: `pre`, `post` or `none`: when the next unit of a backward is gathered.
         sync_module_states: Ranks begin with different values, and wrapping gives all of them those of rank 0.
         meta_init: Modules are on the meta device, and wrapping has them initialised.
+        settings: Names of options that change no number (`SETTINGS`).
     """
 
     units: tuple[str, ...] = ()
@@ -93,6 +94,7 @@ class WrappingPlan:
     backward_prefetch: str = "pre"
     sync_module_states: bool = False
     meta_init: bool = False
+    settings: tuple[str, ...] = ()
 
     def required(self) -> frozenset[str]:
         """Return the capabilities that wrapping so needs."""
@@ -105,7 +107,7 @@ class WrappingPlan:
             "prefetch": self.forward_prefetch or self.backward_prefetch != "pre",
         }
         asked |= {name: getattr(self, name) for name in STARTS}
-        return frozenset(tag for tag, value in asked.items() if value)
+        return frozenset(tag for tag, value in asked.items() if value).union(self.settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +212,8 @@ def check_case(case: Case, where: str = "case") -> None:
     demand("wrapping.backward_prefetch", case.wrapping.backward_prefetch, PREFETCH)
     if case.wrapping.policy is not None:
         demand("wrapping.policy.kind", case.wrapping.policy.kind, POLICIES)
+    for name in case.wrapping.settings:
+        demand("wrapping.settings", name, tuple(SETTINGS))
     for name in ("param_dtype", "reduce_dtype", "buffer_dtype") if case.mixed_precision else ():
         if getattr(case.mixed_precision, name) is not None:
             demand(f"mixed_precision.{name}", getattr(case.mixed_precision, name), DTYPES)

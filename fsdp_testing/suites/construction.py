@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fsdp_testing.checkers.comparison import Comparison
-from fsdp_testing.records import Case, Observe, PolicySpec, WrappingPlan
+from fsdp_testing.records import Case, Observe, OptimizerSpec, PolicySpec, WrappingPlan
 from fsdp_testing.suites.check import ADAMW, Place, Suite
-from fsdp_testing.suites.schedules import forward, iterations, micro_batch
+from fsdp_testing.suites.schedules import forward, iteration, iterations, micro_batch
 
 SUITE = Suite(source="https://pytorch.org/docs/stable/fsdp.html")
 
@@ -79,6 +79,16 @@ def _ignored_trained(place: Place) -> Iterable[Case]:
     """Ignored modules that train keep gradients of their own and disturb no one else's."""
     plan = WrappingPlan(units=("layers.1", "layers.2"), ignored=("layers.0",))
     yield place.case("mlp", micro_batch(0), Observe(), wrapping=plan)
+
+
+@SUITE.check("wrapping.ignored_stepped", source="pytorch issue 183207", needs={"nested_wrapping"})
+def _ignored_stepped(place: Place) -> Iterable[Case]:
+    """Parameters that stay outside are stepped with the others, by an optimizer that takes all of them at once."""
+    plan = WrappingPlan(units=("layers.1", "layers.2"), ignored=("layers.0",))
+    at_once = OptimizerSpec("sgd", {"lr": 0.05, "momentum": 0.9, "foreach": True})
+    # Nobody reduces what is ignored: with equal inputs it is equal on all ranks without that.
+    program = (*iteration(0, alike=True), *iteration(1, alike=True))
+    yield place.case("mlp", *program, wrapping=plan, optimizer=at_once)
 
 
 @SUITE.check("wrapping.keyword_inputs", source="pytorch PR 91078")

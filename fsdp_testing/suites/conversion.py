@@ -16,7 +16,15 @@ from fsdp_testing.pool.world import current_world
 from fsdp_testing.programs import models, rank_jobs
 from fsdp_testing.programs.execute import RankProgram
 from fsdp_testing.programs.observe import snapshot_of
-from fsdp_testing.records import Batch, BuildOptimizer, Case, Move, Observe, RankObservation, Step
+from fsdp_testing.records import (
+    Batch,
+    BuildOptimizer,
+    Case,
+    Move,
+    Observe,
+    RankObservation,
+    Step,
+)
 from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Place, Suite
 from fsdp_testing.suites.schedules import forward, iteration, iterations, micro_batch
 
@@ -28,6 +36,7 @@ class CopyingProgram(RankProgram):
     """A program that copies its model at a marked point and trains the copy before it goes on."""
 
     copied: Copied | None = None
+    may_refuse = True
 
     def observe(self, label: str) -> None:
         """Take a snapshot, after the copy has done the next micro-batch and one step."""
@@ -38,7 +47,9 @@ class CopyingProgram(RankProgram):
     def _copy(self, batch: Batch) -> Copied:
         try:
             twin: nn.Module = copy.deepcopy(self.model)
-        except Exception as refused:  # noqa: BLE001 - whatever it raises, it refuses
+        except Exception as refused:  # whatever it raises, it refuses
+            if not self.may_refuse:
+                raise
             return Copied(f"{type(refused).__name__}: {refused}")
         inputs = models.make_inputs(self.case, batch, self.rank)
         forwarded = models.forward(twin, self.case, batch, self.rank, inputs)
@@ -50,12 +61,13 @@ class CopyingProgram(RankProgram):
         return Copied("", forwarded.values(), snapshot)
 
 
-def run_copying(adapter: Adapter, case: Case, observe_all: bool) -> RankObservation | Failed:
-    """Run the case, copying the model where it says so.
+def run_copying(adapter: Adapter, case: Case, observe_all: bool, may_refuse: bool = True) -> RankObservation | Failed:
+    """Run the case, copying the model where it says so; if the copy may not be refused, what it raises counts.
 
     Collectives: those of the implementation; every rank of the world runs the same call.
     """
     program = CopyingProgram(case, adapter, current_world().rank)
+    program.may_refuse = may_refuse
     seen = rank_jobs.run_program(program, observe_all)
     return seen if isinstance(seen, Failed) else seen.extended(CopyingObservation, copied=program.copied)
 
@@ -83,9 +95,25 @@ def _cast_buffers(place: Place) -> Iterable[Case]:
     yield place.case("buffers", Move("float32"), BuildOptimizer(), *iterations(2))
 
 
+@SUITE.check("conversion.dtype_later", source="torch.nn.Module.to; B078", needs={"dtype_cast_later"})
+def _cast_later(place: Place) -> Iterable[Case]:
+    """`module.to(dtype)` between iterations: training goes on in that dtype."""
+    program = (BuildOptimizer(), *iteration(0), Move("float64"), BuildOptimizer(), *iterations(2, first=1))
+    yield place.case("mlp", *program, optimizer=PLAIN_SGD, dtype="float32")
+
+
 @SUITE.check("conversion.deepcopy", source="copy.deepcopy; B077", mode=RunMode(run_copying, review=review_copies))
 def _copied(place: Place) -> Iterable[Case]:
     """A deep copy trains by itself and leaves the original alone, or is refused on every rank."""
     after = (micro_batch(1), Observe(), Step())
     yield place.case("mlp", *iteration(0), Observe(_COPY), *after, optimizer=PLAIN_SGD)
     yield place.case("mlp", Observe(_COPY), *after, optimizer=PLAIN_SGD)
+
+
+_MUST_COPY = RunMode(run_copying, (False,), review=review_copies)
+
+
+@SUITE.check("conversion.copied", source="copy.deepcopy; B077", needs={"deep_copies"}, mode=_MUST_COPY)
+def _must_copy(place: Place) -> Iterable[Case]:
+    """A deep copy is made, trains by itself and leaves the original alone."""
+    yield place.case("mlp", *iteration(0), Observe(_COPY), micro_batch(1), Observe(), Step(), optimizer=PLAIN_SGD)

@@ -73,6 +73,13 @@ def _replaced(place: Place) -> Iterable[Case]:
         yield place.case(model, *program, optimizer=ADAMW)
 
 
+@SUITE.check("summon.storage_replaced", source="pytorch issue 107081")
+def _storage_replaced(place: Place) -> Iterable[Case]:
+    """New storage of a gathered parameter is its value from then on."""
+    replaced = ReplaceParameters(("*.weight",), 0.5, storage=True)
+    yield place.case("mlp", replaced, forward(8), *iteration(0, replaced, Observe()), *iteration(1))
+
+
 @SUITE.check("summon.reading")
 def _read_only(place: Place) -> Iterable[Case]:
     """Gathering to read changes nothing."""

@@ -93,9 +93,10 @@ def _not_reduced(seen: Steps, step: int) -> str:
             f"last one, number {one.backwards}, is not: its gradient stays on its rank. Leave no_sync for the last one."
         )
     if one.local:
+        ran = f"all {passes} run" if one.backwards > 1 else f"the {passes} runs"
         return (
-            f"Cause: the no_sync boundary is off by one. At step {step} all {passes} run inside no_sync and none is "
-            "reduced before the optimizer steps. Leave no_sync for the last one."
+            f"Cause: the no_sync boundary is off by one. At step {step} {ran} inside no_sync and none is reduced before the "
+            "optimizer steps. Leave no_sync for the last one."
         )
     return (
         f"Cause: gradients are not reduced. At step {step} nothing of the gradients' size is reduced between the "

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fsdp_testing.checkers.divergence import DECISIVE
 from fsdp_testing.checkers.tensors import difference
 from fsdp_testing.records.tolerance import UNIT_ROUNDOFF
+from fsdp_testing.training_check.disturbance import RUNS, STAGES, room
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +63,7 @@ def first_difference(
     reference: Quantities,
     other: Quantities,
     roundings: float,
-    room: Room | None = None,
+    admitted: Room | None = None,
     decided: Decided | None = None,
 ) -> Difference | None:
     """Return the first difference in the order of steps, and among the quantities of one step in the order returned.
@@ -71,7 +72,7 @@ def first_difference(
         reference: What it is compared with.
         other: What is judged.
         roundings: Admitted, in units of roundoff of a quantity's dtype times its largest number. 0 demands equality.
-        room: What is admitted beside that, for each number.
+        admitted: What is admitted beside that, for each number.
         decided: Is told how much was compared, and what of it is undecided.
     """
     for name in [*reference, *(name for name in other if name not in reference)]:
@@ -80,7 +81,7 @@ def first_difference(
         if len(reference[name]) != len(other[name]):
             return Difference(name, 0, 1, f"has {len(other[name])} steps, expected {len(reference[name])}")
     for name, step in in_order(reference):
-        found = _compare((name, step), (reference[name], other[name]), roundings, room or {}, decided or Decided())
+        found = _compare((name, step), (reference[name], other[name]), roundings, admitted or {}, decided or Decided())
         if found is not None:
             return found
     return None
@@ -94,11 +95,63 @@ def in_order(quantities: Quantities) -> list[tuple[str, int]]:
     return order + [(name, 0) for name, steps in quantities.items() if len(steps) == 1]
 
 
+def beyond_roundings(
+    reference: Quantities,
+    other: Quantities,
+    roundings: float,
+    disturbed: Callable[[int], Iterable[tuple[Quantities, Quantities]]],
+    decided: Decided,
+) -> Difference | None:
+    """Return the first difference that roundings do not explain, by how far they move both runs.
+
+    Args:
+        reference: What it is compared with.
+        other: What is judged.
+        roundings: As for `first_difference`.
+        disturbed: Given a seed, returns pairs of a run and the same run with roundings made differently.
+        decided: Is told how much was compared, and what of it is undecided.
+    """
+    pairs: list[tuple[Quantities, Quantities]] = []
+    seen = Decided()
+    for seed in range(1, RUNS + 1):
+        pairs += disturbed(seed)
+        if seed in STAGES:
+            seen = Decided()
+            found = first_difference(reference, other, roundings, _room_of(pairs, seed), seen)
+            if found is not None:
+                return found
+    decided.numbers, decided.open = seen.numbers, seen.open
+    return None
+
+
+def _room_of(pairs: Sequence[tuple[Quantities, Quantities]], runs: int) -> Room:
+    import torch
+
+    found: dict[tuple[str, int], torch.Tensor] = {}
+    for here, there in pairs:
+        for place in in_order(here):
+            distance = _distance(there, here, place)
+            found[place] = torch.maximum(found[place], distance) if place in found else distance
+    numbers = sum(tensor.numel() for tensor in found.values())
+    return {place: room(tensor, numbers, runs) for place, tensor in found.items()}
+
+
+def _distance(there: Quantities, here: Quantities, place: tuple[str, int]) -> torch.Tensor:
+    """Return how far a disturbed run is from the run; infinite where it took another way, so that nothing follows."""
+    import torch
+
+    name, step = place
+    value = here[name][step].double().reshape(-1)
+    if len(there.get(name, [])) != len(here[name]) or there[name][step].numel() != value.numel():
+        return torch.full_like(value, torch.inf)
+    return (there[name][step].double().reshape(-1) - value).abs().nan_to_num(nan=torch.inf)
+
+
 def _compare(
     place: tuple[str, int],
     sides: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
     roundings: float,
-    room: Room,
+    admitted: Room,
     decided: Decided,
 ) -> Difference | None:
     name, step = place
@@ -110,7 +163,7 @@ def _compare(
         return None
     one, two = left.double().reshape(-1), right.double().reshape(-1)
     largest = float(one[one.isfinite()].abs().max()) if bool(one.isfinite().any()) else 0.0
-    found = difference(two, one, _floor(left.dtype, roundings) * largest + room.get(place, 0.0))
+    found = difference(two, one, _floor(left.dtype, roundings) * largest + admitted.get(place, 0.0))
     if not found.exceeded:
         decided.numbers += one.numel()
         # As everywhere: what roundings move by as much as the numbers are large decides nothing.
@@ -156,3 +209,26 @@ def suggestion(found: Difference, size: int) -> str:
             "(a no_sync boundary, a micro-batch that is not reduced, a schedule that counts ranks)."
         )
     return "Look for data that is not split evenly, a random number drawn per rank, or a gradient that is not reduced."
+
+
+def side_by_side(
+    reference: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]], size: int, other_size: int
+) -> tuple[str, ...]:
+    """Return lines with loss and norm of the gradient of two worlds, step by step.
+
+    Args:
+        reference: Loss and norm at each step.
+        other: Those of the other world.
+        size: Ranks of the reference.
+        other_size: Ranks of the other world.
+    """
+    titles = [
+        f"{what} ({count} rank{'s' if count > 1 else ''})" for what in ("loss", "norm") for count in (size, other_size)
+    ]
+    rows = [
+        (str(step), *(f"{x:.6g}" for x in (a[0], b[0], a[1], b[1])))
+        for step, (a, b) in enumerate(zip(reference, other))
+    ]
+    table = [("step", *titles), *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    return tuple("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in table)

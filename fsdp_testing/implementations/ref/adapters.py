@@ -27,7 +27,7 @@ from fsdp_testing.implementations.protocol import Division, Setup, WrapPolicy
 from fsdp_testing.implementations.ref import handle_pieces
 from fsdp_testing.implementations.shared import flat_pieces, naming
 from fsdp_testing.implementations.shared.fsdp_options import Apply, FsdpNames
-from fsdp_testing.records.capabilities import CAPABILITIES
+from fsdp_testing.records.capabilities import CAPABILITIES, SETTINGS
 
 _NOT_CLAIMED = frozenset(
     {
@@ -37,6 +37,12 @@ _NOT_CLAIMED = frozenset(
         "explicit_unshard",
         "error_if_nonfinite",
         "mixed_dtype_units",
+        # A module that has run once is no longer the root of what is around it.
+        "inner_forward",
+        "unit_alone",
+        # Units keep to the parameters that they flattened.
+        "modules_replaced",
+        *SETTINGS,
     }
 )
 
@@ -69,6 +75,7 @@ def _shared_across_units(module: nn.Module, setup: Setup) -> bool:
 
 
 def _wrap(apply: Apply, module: nn.Module, setup: Setup) -> nn.Module:
+    setup.refuse_settings("fsdp_ref")
     if setup.units and setup.policy is None and _shared_across_units(module, setup):
         setup = replace(setup, units=(), policy=WrapPolicy(names=setup.units))
     return _FSDP.wrap(module, setup, apply)
@@ -121,6 +128,12 @@ def load_in(form: StateDictType, model: nn.Module, state: Mapping[str, Any]) -> 
 def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
     """Return `optim_state_dict` (the same for both paths). Collectives: gathers; every rank calls."""
     return fsdp_ref.optim_state_dict(model, optimizer)
+
+
+def sharded_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
+    """Return `optim_state_dict` as DTensors. Collectives: gathers; every rank calls."""
+    with fsdp_ref.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        return fsdp_ref.optim_state_dict(model, optimizer)
 
 
 def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -201,6 +214,7 @@ def _implementation(name: str, apply: Apply, without: frozenset[str] = frozenset
         load_local_state_dict=partial(load_in, StateDictType.LOCAL_STATE_DICT),
         full_optimizer_state=full_optimizer_state,
         load_full_optimizer_state=load_full_optimizer_state,
+        sharded_optimizer_state=sharded_optimizer_state,
         units=units,
         trace_units=trace_units,
         gathered_bytes=gathered_bytes,

@@ -25,7 +25,18 @@ from fsdp_testing.implementations.shared.claims import REPLICATED
 _RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
 _NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
 
-CAPABILITIES = REPLICATED | {"ignored_parameters"} | ({"sync_module_states"} if _RENAMED else set())
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "static_graph": {"static_graph": True},
+    "gradient_views": {"gradient_as_bucket_view": True},
+    "small_buckets": {"bucket_cap_mb": 1e-4},
+}
+"""What a setting of a case is among the arguments."""
+
+CAPABILITIES = (
+    REPLICATED
+    | {"ignored_parameters", "second_order", "deep_copies", "unit_alone", *_SETTINGS}
+    | ({"sync_module_states"} if _RENAMED else set())
+)
 
 
 def wrap(module: nn.Module, setup: Setup) -> nn.Module:
@@ -38,6 +49,7 @@ def wrap(module: nn.Module, setup: Setup) -> nn.Module:
             f"torch-ddp: expected strategy 'no_shard', got {setup.strategy!r}. Run only what it claims."
         )
     setup.refuse("torch-ddp", "precision", "cpu_offload", "init_module", "forward_prefetch", "backward_prefetch")
+    setup.refuse_settings("torch-ddp", *_SETTINGS)
     checkpoint_modules(module, setup.checkpointed, reentrant=setup.checkpoint_reentrant)
     inside = tuple(f"{name}." for name in setup.ignored)
     ignored = [fqn for fqn, _ in module.named_parameters(remove_duplicate=False) if fqn.startswith(inside)]
@@ -45,6 +57,8 @@ def wrap(module: nn.Module, setup: Setup) -> nn.Module:
     asked: dict[str, Any] = dict(_NO_BUFFER_SYNC) if next(module.buffers(), None) is not None else {}
     if setup.leaves_unused:
         asked["find_unused_parameters"] = True
+    for name in sorted(setup.settings):
+        asked |= _SETTINGS[name]
     return DistributedDataParallel(module, **asked, **setup.extra)
 
 

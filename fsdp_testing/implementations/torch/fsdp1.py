@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.distributed import fsdp
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
 
 from fsdp_testing.implementations.adapter import TorchStyle
 from fsdp_testing.implementations.protocol import Division, Setup
@@ -34,6 +35,11 @@ _SHARED_CLAIMS = SHARDED | {
     "summon_writeback",
     "comm_hook",
     "meta_init",
+    "backward_after_no_sync",
+    "default_device",
+    "default_groups",
+    "own_state",
+    "offloaded_state",
 }
 
 #: Only with original parameters: one unit may mix frozen and trainable ones, and flags may change.
@@ -43,6 +49,9 @@ _ORIGINAL_CLAIMS = frozenset({"frozen_mixed_unit", "thawed_parameters"})
 _FLAT_CLAIMS = frozenset({"local_state_dict"})
 
 _FSDP = FsdpNames(fsdp, fsdp.wrap)
+
+_SETTINGS: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
+"""What the case of each model asks for that access to its state has to know."""
 
 
 def wrap(module: nn.Module, setup: Setup, *, use_orig_params: bool) -> nn.Module:
@@ -55,9 +64,15 @@ def wrap(module: nn.Module, setup: Setup, *, use_orig_params: bool) -> nn.Module
         options |= _FSDP.strategy(setup, name, "sharding_strategy") | (
             {"use_orig_params": True} if use_orig_params else {}
         )
+        for setting, option in (("default_device", "device_id"), ("default_groups", "device_mesh")):
+            if setting in setup.settings:
+                options.pop(option, None)
         return FullyShardedDataParallel(unit, **options)
 
-    return _FSDP.wrap(module, setup, apply)
+    setup.refuse_settings("torch-fsdp1", *_SHARED_CLAIMS)
+    model = _FSDP.wrap(module, setup, apply)
+    _SETTINGS[model] = setup.settings
+    return model
 
 
 @contextmanager
@@ -78,7 +93,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float) -> torch
 @contextmanager
 def full_parameters(model: nn.Module, *, writeback: bool) -> Iterator[Mapping[str, torch.Tensor]]:
     """`summon_full_params`. Collectives: an all-gather per unit; every rank enters."""
-    with FullyShardedDataParallel.summon_full_params(model, writeback=writeback):
+    asked = {"offload_to_cpu": True} if "offloaded_state" in _SETTINGS.get(model, ()) else {}
+    with FullyShardedDataParallel.summon_full_params(model, writeback=writeback, **asked):
         yield {naming.original(fqn): parameter.data for fqn, parameter in model.named_parameters()}
 
 
@@ -100,9 +116,51 @@ def load_local_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
         model.load_state_dict(dict(state))
 
 
+def full_state_dict(model: nn.Module) -> Mapping[str, torch.Tensor]:
+    """`state_dict` of FSDP itself, where the case asks for that. Collectives: gathers; every rank calls."""
+    settings = _SETTINGS.get(model, frozenset())
+    if "offloaded_state" in settings:
+        config = FullStateDictConfig(offload_to_cpu=True)
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+            return dict(model.state_dict())
+    return dict(model.state_dict()) if "own_state" in settings else saved_state.full_state_dict(model)
+
+
+def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """What loads that state; every rank gives the complete tensors."""
+    if "own_state" in _SETTINGS.get(model, ()):
+        model.load_state_dict(dict(state))
+    else:
+        saved_state.load_full_state_dict(model, state)
+
+
+def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
+    """`optim_state_dict` of FSDP itself, where the case asks for that. Collectives: gathers; every rank calls."""
+    if "own_state" not in _SETTINGS.get(model, ()):
+        return saved_state.full_optimizer_state(model, optimizer)
+    return FullyShardedDataParallel.optim_state_dict(model, optimizer)
+
+
+def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """What loads that state; every rank gives the complete one."""
+    if "own_state" not in _SETTINGS.get(model, ()):
+        saved_state.load_full_optimizer_state(model, optimizer, state)
+        return
+    own = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, dict(state))
+    optimizer.load_state_dict(own)
+
+
 def division(setup: Setup) -> Division:
     """Split the factor in two around the sum, in every dtype."""
     return saved_state.split_division(setup.world_size)
+
+
+_STATE: Mapping[str, Any] = {
+    "full_state_dict": full_state_dict,
+    "load_full_state_dict": load_full_state_dict,
+    "full_optimizer_state": full_optimizer_state,
+    "load_full_optimizer_state": load_full_optimizer_state,
+}
 
 
 def _implementation(name: str, *, use_orig_params: bool) -> TorchStyle:
@@ -122,7 +180,7 @@ def _implementation(name: str, *, use_orig_params: bool) -> TorchStyle:
         register_comm_hook=register_comm_hook,
         local_state_dict=local_state_dict,
         load_local_state_dict=load_local_state_dict,
-        **saved_state.METHODS,
+        **{**saved_state.METHODS, **_STATE},
     )
 
 

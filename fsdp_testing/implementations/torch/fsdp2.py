@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from fsdp_testing.errors import InvalidImplementation
 from fsdp_testing.implementations.adapter import TorchStyle
@@ -35,6 +37,15 @@ CAPABILITIES = SHARDED | {
     "explicit_unshard",
     "error_if_nonfinite",
     "accumulation_hooks",
+    "backward_twice",
+    "backward_after_no_sync",
+    "inner_forward",
+    "divide_factor",
+    "sum_reduction",
+    "late_all_reduce",
+    "kept_after_backward",
+    "partial_reshard",
+    "last_dimension",
 }
 
 _NO_RESHARD = {"shard_grad_op", "hybrid_shard_zero2"}
@@ -43,6 +54,9 @@ _NO_RESHARD = {"shard_grad_op", "hybrid_shard_zero2"}
 #: unsharded yields the gathered tensors, and reading it at any other time would not distinguish a stale shard from a fresh
 #: one.
 _SHARDED: WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = WeakKeyDictionary()
+
+_SETTINGS: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
+"""What the case of each model asks for that `no_sync` has to know."""
 
 
 def wrap(module: nn.Module, setup: Setup) -> nn.Module:
@@ -56,6 +70,7 @@ def wrap(module: nn.Module, setup: Setup) -> nn.Module:
             "Run only what it claims."
         )
     setup.refuse("torch-fsdp2", "policy", "init_module", "sync_module_states")
+    setup.refuse_settings("torch-fsdp2", *CAPABILITIES)
     if setup.precision.buffer_dtype is not None:
         raise InvalidImplementation("torch-fsdp2: expected no buffer_dtype, for which it has no option. Ask for none.")
     checkpoint_modules(module, setup.checkpointed, reentrant=setup.checkpoint_reentrant)
@@ -65,7 +80,25 @@ def wrap(module: nn.Module, setup: Setup) -> nn.Module:
     if setup.wrap_root:
         fully_shard(module, **_options(setup, "", ignored))
     _SHARDED[module] = dict(naming.named_parameters(module))
+    _SETTINGS[module] = setup.settings
+    _set(module, setup)
     return module
+
+
+def _set(model: nn.Module, setup: Setup) -> None:
+    """Call the setters that the case asks for."""
+    units = [unit for _, unit in _units(model)]
+    for place, unit in enumerate(units):
+        if setup.forward_prefetch:
+            unit.set_modules_to_forward_prefetch(units[place + 1 : place + 3])
+        if setup.backward_prefetch == "none":
+            unit.set_modules_to_backward_prefetch([])
+        if setup.backward_prefetch == "post":
+            unit.set_modules_to_backward_prefetch(units[max(place - 2, 0) : place][::-1])
+        if "divide_factor" in setup.settings:
+            unit.set_gradient_divide_factor(2.0 * setup.world_size)
+        if "sum_reduction" in setup.settings:
+            unit.set_force_sum_reduction_for_comms(True)
 
 
 def _options(setup: Setup, name: str, ignored: set[nn.Parameter]) -> dict[str, Any]:
@@ -79,7 +112,18 @@ def _options(setup: Setup, name: str, ignored: set[nn.Parameter]) -> dict[str, A
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     if setup.unit_strategies.get(name, setup.strategy) in _NO_RESHARD:
         options["reshard_after_forward"] = False
+    sharing = setup.shard_size or setup.world_size
+    if "partial_reshard" in setup.settings:
+        options["reshard_after_forward"] = max(sharing // 2, 1)
+    if "last_dimension" in setup.settings:
+        options["shard_placement_fn"] = partial(_last_dimension, sharing)
     return options | ({"ignored_params": ignored} if ignored else {}) | dict(setup.extra)
+
+
+def _last_dimension(ranks: int, parameter: nn.Parameter) -> Shard | None:
+    """Cut along the last dimension, which torch allows where the ranks divide it."""
+    last = parameter.ndim - 1
+    return Shard(last) if last > 0 and parameter.shape[last] % ranks == 0 else None
 
 
 def _precision_policy(precision: Precision) -> MixedPrecisionPolicy:
@@ -97,15 +141,24 @@ def _units(model: nn.Module) -> list[tuple[str, FSDPModule]]:
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Gradient reduction off in every unit, and on again at the end."""
-    roots = _roots(model)
-    for root in roots:
-        root.set_requires_gradient_sync(False, recurse=True)
+    """Gradient reduction off in every unit, and on again at the end; with settings, in the way that they name."""
+    settings = _SETTINGS.get(model, frozenset())
+
+    def switch(flag: bool) -> None:
+        for root in _roots(model):
+            if "late_all_reduce" in settings:
+                root.set_requires_all_reduce(flag, recurse=True)
+            else:
+                root.set_requires_gradient_sync(flag, recurse=True)
+            if "kept_after_backward" in settings:
+                root.set_reshard_after_backward(flag, recurse=True)
+                root.set_is_last_backward(flag)
+
+    switch(False)
     try:
         yield
     finally:
-        for root in roots:
-            root.set_requires_gradient_sync(True, recurse=True)
+        switch(True)
 
 
 def _roots(model: nn.Module) -> list[FSDPModule]:

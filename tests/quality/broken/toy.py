@@ -17,6 +17,7 @@ from torch import nn
 
 from fsdp_testing.implementations.protocol import Division, Piece, Setup
 from fsdp_testing.records import CAPABILITIES
+from fsdp_testing.records.capabilities import SETTINGS
 from fsdp_testing.zoo import tensors_in
 
 NOT_CLAIMED = {
@@ -24,7 +25,8 @@ NOT_CLAIMED = {
     "full_state_dict", "sharded_state_dict", "local_state_dict", "optim_state", "comm_hook",
     "activation_checkpointing", "reentrant_checkpointing", "meta_init", "dtype_cast",
     "sync_module_states", "unit_trace", "explicit_unshard", "prefetch", "exception_recovery", "parameter_replacement",
-    "tensor_hooks", "accumulation_hooks", "error_if_nonfinite",
+    "tensor_hooks", "accumulation_hooks", "error_if_nonfinite", "dtype_cast_later", "deep_copies",
+    "storage_replacement", "modules_replaced", "parameters_replaced", "unit_alone", *SETTINGS,
 }  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp_testing.errors import InvalidImplementation
 from fsdp_testing.implementations.protocol import Precision, Setup, WrapPolicy
 from fsdp_testing.implementations.torch import ddp, fsdp1, fsdp2
+from fsdp_testing.records.capabilities import SETTINGS
 
 MESH: Any = object()
 PLAIN = Setup(0, 2, torch.device("cpu"), mesh=MESH)
@@ -40,6 +41,7 @@ ASKED = (
     replace(PLAIN, forward_prefetch=True),
     replace(PLAIN, backward_prefetch="none"),
     replace(PLAIN, policy=WrapPolicy(classes=(nn.Linear,))),
+    *(replace(PLAIN, settings=frozenset({name})) for name in SETTINGS),
 )
 """Whatever `setup_of` can make of a case, one option at a time."""
 
@@ -48,7 +50,9 @@ _TUNING = "how much is sent at once, and when; the models here fit into one buck
 _ACCELERATOR = "has no effect without an accelerator"
 _OLD_NAME = "an older name of another option"
 _OTHER_FORM = "another form of what a case does set"
-_OPEN = "open: no case asks for it yet"
+_CASTS = "where inputs and outputs are cast is part of the rounding that the oracle replays, as the default does it"
+_LATER = "of a torch later than the one that is judged"
+_PIPELINES = "for schedules of pipelines, which end a backward by a call of their own"
 
 NOT_SET: dict[str, dict[str, str]] = {
     "DistributedDataParallel": {
@@ -59,14 +63,11 @@ NOT_SET: dict[str, dict[str, str]] = {
         "device_mesh": _ELSEWHERE,
         "broadcast_buffers": _OLD_NAME,
         "init_sync": "left on: without it ranks may begin apart, which is the user's own affair then",
-        "bucket_cap_mb": _TUNING,
         "bucket_cap_mb_list": _TUNING,
         "check_reduction": "deprecated, without effect",
-        "gradient_as_bucket_view": _OPEN,
-        "static_graph": _OPEN,
-        "batched_grad_copy": _OPEN,
-        "lazy_bucket_allocation": _OPEN,
-        "require_manual_backward_finalization": _OPEN,
+        "batched_grad_copy": _TUNING,
+        "lazy_bucket_allocation": _LATER,
+        "require_manual_backward_finalization": _PIPELINES,
         "delay_all_reduce_named_params": "takes the model's parameters, which exist only while wrapping",
         "param_to_hook_all_reduce": "takes the model's parameters, which exist only while wrapping",
         "mixed_precision": "its type is private in torch",
@@ -77,36 +78,29 @@ NOT_SET: dict[str, dict[str, str]] = {
         "limit_all_gathers": _ACCELERATOR,
         "ignored_states": _OTHER_FORM,
     },
-    "fully_shard": {"shard_placement_fn": _OPEN, "dp_mesh_dims": _OPEN},
+    "fully_shard": {"dp_mesh_dims": "names the dimensions of a mesh that has others; a mesh here is for data alone"},
     "MixedPrecision": {
-        "keep_low_precision_grads": _OPEN,
-        "cast_forward_inputs": _OPEN,
-        "cast_root_forward_inputs": _OPEN,
+        "keep_low_precision_grads": "gradients of another dtype than their parameters, which torch's optimizers do not promise",
+        "cast_forward_inputs": _CASTS,
+        "cast_root_forward_inputs": _CASTS,
         "_module_classes_to_ignore": "private",
     },
-    "MixedPrecisionPolicy": {"output_dtype": _OPEN, "cast_forward_inputs": _OPEN},
+    "MixedPrecisionPolicy": {"output_dtype": _CASTS, "cast_forward_inputs": _CASTS},
     "FSDPModule": {
-        "set_all_reduce_hook": _OPEN,
+        "set_all_reduce_hook": "a reduction of the user's own, in place of what is judged",
         "set_allocate_memory_from_process_group_for_comm": _ACCELERATOR,
         "set_custom_all_gather": "replaces what is judged",
         "set_custom_reduce_scatter": "replaces what is judged",
-        "set_force_sum_reduction_for_comms": _OPEN,
-        "set_gradient_divide_factor": _OPEN,
-        "set_is_last_backward": _OPEN,
-        "set_keep_unsharded_storage": _OPEN,
-        "set_manual_backward_finalization": _OPEN,
-        "set_modules_to_backward_prefetch": _OPEN,
-        "set_modules_to_forward_prefetch": _OPEN,
+        "set_keep_unsharded_storage": _LATER,
+        "set_manual_backward_finalization": _PIPELINES,
         "set_post_optim_event": _ACCELERATOR,
         "set_reduce_scatter_divide_factor": _OLD_NAME,
         "set_reduce_scatter_max_input_buffers": _ACCELERATOR,
-        "set_reduce_scatter_unused_params": _OPEN,
-        "set_requires_all_reduce": _OPEN,
-        "set_reshard_after_backward": _OPEN,
+        "set_reduce_scatter_unused_params": "for ranks that use different parts of a unit, which is not claimed",
         "set_reshard_after_forward": _OTHER_FORM,
         "set_separate_reduce_scatter_group": _ACCELERATOR,
         "set_symm_mem_for_comm": _ACCELERATOR,
-        "set_unshard_in_backward": _OPEN,
+        "set_unshard_in_backward": "the user promises that backward needs no parameter of the unit",
     },
 }
 """What no case can set, with the reason. Names that this torch does not have may stand here for another one."""
@@ -150,7 +144,8 @@ def wrap_all(setup: Setup) -> None:
         module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2) if buffers else nn.Tanh())
         with suppress(InvalidImplementation):
             ddp.wrap(module, replace(setup, strategy="no_shard", leaves_unused=buffers))
-    fsdp1.wrap(nn.Sequential(nn.Linear(2, 2)), setup, use_orig_params=True)
+    with suppress(InvalidImplementation):
+        fsdp1.wrap(nn.Sequential(nn.Linear(2, 2)), setup, use_orig_params=True)
     with suppress(InvalidImplementation):
         fsdp2.wrap(nn.Sequential(nn.Linear(2, 2)), setup)
 

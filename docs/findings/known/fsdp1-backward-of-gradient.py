@@ -1,0 +1,21 @@
+"""FSDP1: a loss made of gradients (a gradient penalty) makes backward raise."""
+
+import torch
+from ranks import data, error_of, fsdp1, mlp, show
+
+
+def defect(rank):
+    inner = mlp()
+    inner[0] = fsdp1(inner[0])
+    model = fsdp1(inner)
+    x = data(rank).requires_grad_()
+    loss = model(x).square().sum()
+
+    def penalised():
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + slope.square().sum()).backward()
+
+    return error_of(penalised)
+
+
+show(defect)

@@ -1,0 +1,16 @@
+"""FSDP1: a unit that is run by itself before the model makes the model's forward raise."""
+
+import torch
+from ranks import data, error_of, fsdp1, mlp, show
+
+
+def defect(rank):
+    inner = mlp()
+    inner[0] = fsdp1(inner[0])
+    model = fsdp1(inner)
+    with torch.no_grad():
+        model.module[0](data(rank))
+    return error_of(lambda: model(data(rank)).sum().backward())
+
+
+show(defect)

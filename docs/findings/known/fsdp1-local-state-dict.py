@@ -1,0 +1,16 @@
+"""FSDP1 with original parameters: what `LOCAL_STATE_DICT` saves it cannot load."""
+
+import copy
+
+from ranks import error_of, fsdp1, mlp, show
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import StateDictType
+
+
+def defect(rank):
+    model = fsdp1(mlp())
+    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        return error_of(lambda: model.load_state_dict(copy.deepcopy(model.state_dict())))
+
+
+show(defect)

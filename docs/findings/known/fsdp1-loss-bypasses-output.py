@@ -1,0 +1,24 @@
+"""FSDP1: a loss of a tensor that a unit kept, and not of its output, makes backward raise."""
+
+from ranks import data, error_of, fsdp1, mlp, show
+from torch import nn
+
+
+class Keeps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x):
+        self.kept = self.inner(x)
+        return self.kept.detach()
+
+
+def defect(rank):
+    keeps = Keeps()
+    model = fsdp1(nn.Sequential(fsdp1(keeps)))
+    model(data(rank))
+    return error_of(keeps.kept.sum().backward)
+
+
+show(defect)

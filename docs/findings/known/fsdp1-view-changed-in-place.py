@@ -1,0 +1,24 @@
+"""FSDP1: a caller that changes a unit's output in place, where that is a view, makes backward raise."""
+
+from ranks import data, error_of, fsdp1, mlp, show
+from torch import nn
+
+
+class Doubled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.unit = fsdp1(nn.Sequential(nn.Linear(4, 4), nn.Unflatten(1, (2, 2))))
+        self.last = mlp(1)
+
+    def forward(self, x):
+        y = self.unit(x)
+        y += 1
+        return self.last(y.flatten(1))
+
+
+def defect(rank):
+    loss = fsdp1(Doubled())(data(rank)).sum()
+    return error_of(loss.backward)
+
+
+show(defect)

@@ -1,0 +1,16 @@
+"""FSDP2: `p.data = ...` is ignored by the next forward."""
+
+import torch
+from ranks import data, fsdp2, mlp, off, show
+
+
+def defect(rank):
+    plain, model = mlp(), fsdp2(mlp())
+    with torch.no_grad():
+        for changed in (model, plain):
+            for parameter in changed.parameters():
+                parameter.data = parameter.data * 2
+        return off("the output", model(data(rank)), plain(data(rank)))
+
+
+show(defect)

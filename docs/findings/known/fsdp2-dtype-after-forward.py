@@ -1,0 +1,14 @@
+"""FSDP2: `model.double()` after the first iteration makes the next forward raise."""
+
+from ranks import data, error_of, fsdp2, mlp, show
+
+
+def defect(rank):
+    model = fsdp2(mlp())
+    model(data(rank)).sum().backward()
+    model.zero_grad()
+    model.double()
+    return error_of(lambda: model(data(rank).double()).sum().backward())
+
+
+show(defect)

@@ -1,0 +1,23 @@
+"""FSDP2: a loss of a tensor that a unit kept, and not of its output, makes backward raise."""
+
+from ranks import data, error_of, fsdp2, mlp, show
+from torch import nn
+
+
+class Keeps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x):
+        self.kept = self.inner(x)
+        return self.kept.detach()
+
+
+def defect(rank):
+    keeps = Keeps()
+    fsdp2(keeps, nn.Sequential(keeps))(data(rank))
+    return error_of(keeps.kept.sum().backward)
+
+
+show(defect)

@@ -1,0 +1,105 @@
+"""Micro-batches that do not run as one forward through the wrapper and one backward of its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from fsdp_testing.errors import InvalidRecord
+from fsdp_testing.operations.batch import Batch
+from fsdp_testing.operations.micro_batches import ForwardBackward, TrainingPass
+from fsdp_testing.operations.operation import Operation
+
+if TYPE_CHECKING:
+    from fsdp_testing.programs.execute import RankProgram, Values
+    from fsdp_testing.programs.replay import Replay, Results
+    from fsdp_testing.strategies.normal_form import ProgramContext
+    from fsdp_testing.strategies.operation_drawer import OperationDrawer
+
+FORMS: Mapping[str, str] = {
+    "twice": "backward_twice",
+    "penalty": "second_order",
+    "after_no_sync": "backward_after_no_sync",
+    "inner": "inner_forward",
+}
+"""Form of a backward -> the capability that it needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnusualBackward(TrainingPass):
+    """A micro-batch whose gradients are reduced.
+
+    Attributes:
+        batch: Inputs.
+        form: `twice`: two backwards through one graph, which is kept for the second. `penalty`: the squared gradient by
+            the inputs is part of the loss. `after_no_sync`: forward inside `no_sync`, backward outside of it. `inner`:
+            forward of the module inside the wrapper, where the wrapper is a module around it.
+    """
+
+    kind: ClassVar[str] = "unusual_backward"
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "op.backward_twice": ("backward_twice", "accumulate_without_no_sync"),
+        "op.penalty": ("second_order",),
+        "op.after_no_sync": ("backward_after_no_sync", "no_sync"),
+        "op.inner": ("inner_forward",),
+    }
+    batch: Batch
+    form: str
+
+    def __post_init__(self) -> None:
+        if self.form not in FORMS:
+            raise InvalidRecord(f"UnusualBackward.form: expected one of {tuple(FORMS)}, got {self.form!r}. Choose one.")
+
+    def required(self) -> frozenset[str]:
+        return self.batch.required() | {FORMS[self.form]} | ({"no_sync"} if self.form == "after_no_sync" else set())
+
+    @classmethod
+    def draw(cls, drawer: OperationDrawer) -> UnusualBackward:
+        batch = drawer.batch()
+        return cls(batch, drawer.pick_by_feature(dict(zip(cls.features, FORMS))))
+
+    def normalise(self, context: ProgramContext) -> Operation | None:
+        # Second derivatives through casts are rounded where each implementation casts.
+        return ForwardBackward(self.batch) if self.form == "penalty" and context.low_precision else self
+
+    def simpler(self) -> Iterator[Operation]:
+        yield ForwardBackward(self.batch)
+        for batch in self.batch.simpler():
+            yield replace(self, batch=batch)
+
+    def most_passes(self, uses: int, *, frees_early: bool) -> int | None:
+        return None
+
+    def token(self) -> str:
+        return f"{self.kind}[{self.form}]"
+
+    def words(self) -> str:
+        return f"forward-backward ({self.form})"
+
+    def run(self, program: RankProgram) -> Values:
+        if self.form == "after_no_sync":
+            with program.adapter.no_sync(program.model):
+                forwarded = program.call(self.batch)
+        else:
+            forwarded = program.call(self.batch, inner=self.form == "inner", penalised=self.form == "penalty")
+        values = forwarded.values()
+        if self.form == "twice" and forwarded.loss.requires_grad:
+            forwarded.loss.backward(retain_graph=True)
+        program.backward(forwarded.loss)
+        return values
+
+    def replay(self, replay: Replay) -> Results:
+        replay.refresh()
+        values: Results = {}
+        ranks = []
+        for rank in range(replay.size):
+            forwarded, gradients = replay.local_gradients(rank, self.batch, penalised=self.form == "penalty")
+            values |= replay.results(rank, forwarded)
+            ranks.append(gradients)
+        for _ in range(2 if self.form == "twice" else 1):
+            replay.begin_micro_batch()
+            for rank, gradients in enumerate(ranks):
+                replay.accumulate(rank, gradients)
+            replay.reduce_pending()
+        return values

@@ -1,0 +1,28 @@
+"""Backwards that are not one backward of the wrapper's last forward: a second one, one of gradients, one elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+from fsdp_testing.operations import UnusualBackward
+from fsdp_testing.records import Batch, Case, Observe, Step, ZeroGrad
+from fsdp_testing.suites.check import PLAIN_SGD, Place, Suite
+from fsdp_testing.suites.schedules import micro_batch
+
+SUITE = Suite()
+
+
+def _cases(form: str, place: Place) -> Iterable[Case]:
+    for model in ("mlp", "deep_nest"):
+        program = (UnusualBackward(Batch(0), form), Observe(), Step(), ZeroGrad(), micro_batch(1), Observe())
+        yield place.case(model, *program, optimizer=PLAIN_SGD)
+
+
+for name, meaning, source, needs in (
+    ("twice", "A second backward through a kept graph is reduced too.", "pytorch issue 106637", {"accumulate_without_no_sync"}),
+    ("penalty", "A loss made of gradients has the gradient that one process computes.", "pytorch issue 172543", set()),
+    ("after_no_sync", "Whether a backward is reduced depends on where it runs, not its forward.", "pytorch issue 47260", set()),
+    ("inner", "A forward of the module inside the wrapper is no way around the reduction.", "torch.nn.parallel", set()),
+):  # fmt: skip
+    SUITE.add(f"backward.{name}", meaning, partial(_cases, name), source=source, needs=needs)

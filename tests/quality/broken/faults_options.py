@@ -1,0 +1,421 @@
+"""Faults under options that change no number, in unusual backwards, and where parts are replaced, copied or called alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from fault import fault
+from faults_access import IgnoringAdapter, IgnoringToy, Replacing, ReplacingAdapter
+from faults_kinds import WrappingAdapter, kind
+from torch import nn
+from toy import Toy
+from toy_more import MoreAdapter, MoreToy
+
+from fsdp_testing.records.capabilities import SETTINGS
+
+
+class OptionsAdapter(MoreAdapter):
+    """Claims every option, of which most mean nothing to a toy."""
+
+    def __init__(self, toy: type[Toy], name: str) -> None:
+        assert issubclass(toy, MoreToy)
+        super().__init__(toy, name)
+        self.capabilities |= {*SETTINGS, "hybrid", "policy_wrapping"}
+
+
+class Optional(MoreToy):
+    """Halves gradients if it is given twice the number of ranks to divide by."""
+
+    def asked(self, setting: str) -> bool:
+        return setting in self.setup.settings
+
+    def contribution(self, fqn: str) -> torch.Tensor:
+        return super().contribution(fqn) * (0.5 if self.asked("divide_factor") else 1.0)
+
+
+OPTIONS = OptionsAdapter(Optional, "OPTIONS")
+
+
+@kind(OptionsAdapter, "options.static_graph")
+class FirstIsNotReduced(Optional):
+    """What a static graph collects before its first reduction is dropped."""
+
+    def accumulate(self, fqn: str, gradient: torch.Tensor) -> None:
+        if self.synchronize or not self.asked("static_graph"):
+            super().accumulate(fqn, gradient)
+
+
+@kind(OptionsAdapter, "options.gradient_views")
+class ViewsAreOverwritten(Optional):
+    """A bucket that gradients are views of holds the last micro-batch only."""
+
+    def accumulate(self, fqn: str, gradient: torch.Tensor) -> None:
+        if self.asked("gradient_views"):
+            self.sums.pop(fqn, None)
+        super().accumulate(fqn, gradient)
+
+
+@kind(OptionsAdapter, "options.small_buckets")
+class LastBucketForgotten(Optional):
+    """Of many buckets the last one is not divided."""
+
+    def store_piece(self, fqn: str, piece: torch.Tensor) -> None:
+        last = self.asked("small_buckets") and fqn == list(self.full)[-1]
+        super().store_piece(fqn, piece * self.size if last else piece)
+
+
+@kind(OptionsAdapter, "options.divide_factor")
+class DividesTwice(Optional):
+    """Gradients are divided by the factor in float64 only."""
+
+    def contribution(self, fqn: str) -> torch.Tensor:
+        mine = super().contribution(fqn)
+        return mine * 2 if self.asked("divide_factor") and mine.dtype == torch.float32 else mine
+
+
+@kind(OptionsAdapter, "options.sum_reduction")
+class SumIsLeft(Optional):
+    """A sum that is divided apart is not divided."""
+
+    def average(self, flat: torch.Tensor, output: torch.Tensor | None) -> torch.Tensor:
+        return super().average(flat, output) * (self.size if self.asked("sum_reduction") else 1)
+
+
+class Kept(Optional):
+    """Keeps what was gathered first, where `setting` is asked for."""
+
+    setting = ""
+    kept: dict[str, torch.Tensor] | None = None
+
+    def gather(self, fqn: str) -> torch.Tensor:
+        if not self.asked(self.setting):
+            return super().gather(fqn)
+        self.kept = {} if self.kept is None else self.kept
+        return self.kept.setdefault(fqn, super().gather(fqn)).clone()
+
+
+@kind(OptionsAdapter, "options.kept_after_backward")
+class KeptForGood(Kept):
+    """What is kept between micro-batches is kept over the step."""
+
+    setting = "kept_after_backward"
+
+
+@kind(OptionsAdapter, "options.partial_reshard")
+class PartIsStale(Kept):
+    """What stays sharded over fewer ranks is not new after the step."""
+
+    setting = "partial_reshard"
+
+
+@kind(OptionsAdapter, "options.last_dimension")
+class PutTogetherAlongTheFirst(Optional):
+    """Shards of the last dimension are put together along the first."""
+
+    def gather(self, fqn: str) -> torch.Tensor:
+        whole, shape = super().gather(fqn), self.shapes[fqn]
+        return whole.view(shape).t().reshape(-1) if self.asked("last_dimension") and len(shape) == 2 else whole
+
+
+@kind(OptionsAdapter, "options.default_device")
+class AnotherDevice(Optional):
+    """Looks for a device that the machine has not."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.asked("default_device"):
+            raise RuntimeError("no accelerator")
+        return super().forward(*args, **kwargs)
+
+
+class OfGroups(Optional):
+    """Leaves out the replicas, where `setting` is asked for."""
+
+    setting = ""
+
+    def average(self, flat: torch.Tensor, output: torch.Tensor | None) -> torch.Tensor:
+        scale = self.size if self.asked(self.setting) and self.rank else 1
+        return super().average(flat * scale, output)
+
+
+@kind(OptionsAdapter, "options.default_groups")
+class GroupsOfOne(OfGroups):
+    """Groups chosen by default weigh ranks otherwise."""
+
+    setting = "default_groups"
+
+
+@kind(OptionsAdapter, "options.late_all_reduce")
+class LateIsWeighed(OfGroups):
+    """A late reduction over the replicas weighs ranks otherwise."""
+
+    setting = "late_all_reduce"
+
+
+@kind(OptionsAdapter, "options.late_all_reduce_cleared")
+class LateIsNotCleared(Optional):
+    """What awaits the replicas is not cleared."""
+
+    def clear_sums(self, set_to_none: bool) -> None:
+        if not self.asked("late_all_reduce"):
+            super().clear_sums(set_to_none)
+
+
+@kind(OptionsAdapter, "options.own_state")
+class StatesAreOneBuffer(Optional):
+    """All states of a parameter are gathered into one buffer, and the last one stays in it."""
+
+    def saved_optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        saved = super().saved_optimizer(optimizer)
+        for entries in saved["state"].values() if self.asked("own_state") else ():
+            entries["exp_avg"] = entries["exp_avg_sq"]
+        return saved
+
+
+@kind(OptionsAdapter, "options.own_state_of_a_part")
+class WantsEveryState(Optional):
+    """Saving wants a state of every parameter (B095)."""
+
+    def saved_optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        lacking = [fqn for fqn, shard in self.shards.items() if shard not in optimizer.state]
+        if lacking and self.asked("own_state"):
+            raise KeyError(f"{lacking[0]} is not in the optimizer's state")
+        return super().saved_optimizer(optimizer)
+
+
+@kind(OptionsAdapter, "options.offloaded_state")
+class OffloadedIsWritten(Optional):
+    """What was gathered on the CPU is written back, asked for or not."""
+
+    @contextmanager
+    def full_parameters(self, *, writeback: bool) -> Iterator[Mapping[str, torch.Tensor]]:
+        with super().full_parameters(writeback=writeback or self.asked("offloaded_state")) as whole:
+            yield whole
+
+
+# ----------------------------------------------------------------------------------------------- backwards
+
+
+class Counting(Toy):
+    """Knows how many backwards came since the last forward."""
+
+    backwards = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.backwards = 0
+        self.synchronized_forward = self.synchronize
+        return super().forward(*args, **kwargs)
+
+    def finish_backward(self) -> None:
+        self.backwards += 1
+        super().finish_backward()
+
+
+@fault("backward.twice")
+class SecondIsLocal(Counting):
+    """Only the first backward after a forward is reduced (B159)."""
+
+    def mean(self, fqn: str, contribution: torch.Tensor) -> torch.Tensor:
+        mean = super().mean(fqn, contribution)
+        return mean if self.backwards == 1 else contribution
+
+
+@fault("backward.after_no_sync")
+class ForwardDecides(Counting):
+    """Whether a backward is reduced was decided in forward (B160)."""
+
+    def mean(self, fqn: str, contribution: torch.Tensor) -> torch.Tensor:
+        mean = super().mean(fqn, contribution)
+        return mean if self.synchronized_forward else contribution
+
+
+@fault("backward.penalty")
+class GradientsAreConstants(Toy):
+    """Parameters are gathered for the second time as constants: what gradients depend on is lost (B137)."""
+
+    def accumulate(self, fqn: str, gradient: torch.Tensor) -> None:
+        super().accumulate(fqn, gradient if not gradient.requires_grad else gradient.detach())
+
+    def queue(self, gradient: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError("storage of size 0")
+        super().queue(gradient)
+
+
+@fault("backward.inner")
+class InnerIsLocal(Toy):
+    """A forward through the module inside finds the hooks gone (B161)."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.bypassed = False
+
+    @property
+    def module(self) -> Any:
+        self.unshard()
+        self.bypassed = True
+        return self._inside
+
+    def _inside(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+    def mean(self, fqn: str, contribution: torch.Tensor) -> torch.Tensor:
+        mean = super().mean(fqn, contribution)
+        return contribution if self.bypassed else mean
+
+    def reduce(self) -> None:
+        super().reduce()
+        self.bypassed = False
+
+
+# ----------------------------------------------------------------------------------------------- parts
+
+
+class PartsAdapter(WrappingAdapter):
+    """Claims that parts may be replaced and called alone."""
+
+    def __init__(self, toy: type[Toy], name: str) -> None:
+        super().__init__(toy, name)
+        self.capabilities |= {"modules_replaced", "parameters_replaced", "unit_alone"}
+
+    def named_parameters(self, model: Any) -> list[tuple[str, nn.Parameter]]:
+        model.adopt()
+        return super().named_parameters(model)
+
+    def build_optimizer(self, model: Any, make: Any) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = make([shard for _, shard in self.named_parameters(model)])
+        return optimizer
+
+
+class Parts(Toy):
+    """Takes up parameters that it finds in the place of others, and gathers for a part that is called alone."""
+
+    running = False
+
+    def __init__(self, module: nn.Module, setup: Any) -> None:
+        super().__init__(module, setup)
+        for inner in module.modules():
+            inner.register_forward_pre_hook(self.before)
+
+    def before(self, module: nn.Module, inputs: Any) -> None:
+        if not self.running:
+            self.unshard()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.adopt()
+        self.running = True
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.running = False
+
+    def adopt(self) -> None:
+        for fqn, parameter in self.inner.named_parameters():
+            if parameter is not self.full[fqn]:
+                self.full[fqn], self.shards[fqn] = parameter, self.make_shard(fqn, parameter)
+
+
+PARTS = PartsAdapter(Parts, "PARTS")
+
+
+@kind(PartsAdapter, "parts.module_replaced")
+class KeepsToTheOldModule(Parts):
+    """Trains a module that is no longer there; the new one stays each rank's own (B076)."""
+
+    def adopt(self) -> None:
+        pass
+
+
+@kind(PartsAdapter, "parts.parameters_replaced")
+class KeepsToTheOldParameter(Parts):
+    """Gathers into the parameter that is there, from the shard of the one that was (B152)."""
+
+    def adopt(self) -> None:
+        self.full = dict(self.inner.named_parameters())
+
+
+@kind(PartsAdapter, "parts.called_alone")
+class AloneIsTheRoot(Parts):
+    """A part that is called before the model is taken for the root: the model is not reduced any more."""
+
+    rootless = False
+
+    def before(self, module: nn.Module, inputs: Any) -> None:
+        self.rootless = self.rootless or not self.running
+        super().before(module, inputs)
+
+    def mean(self, fqn: str, contribution: torch.Tensor) -> torch.Tensor:
+        mean = super().mean(fqn, contribution)
+        return contribution if self.rootless else mean
+
+
+class CopiesAdapter(MoreAdapter):
+    """Claims that models can be copied."""
+
+    def __init__(self, toy: type[Toy], name: str) -> None:
+        assert issubclass(toy, MoreToy)
+        super().__init__(toy, name)
+        self.capabilities |= {"deep_copies"}
+
+
+class Copies(MoreToy):
+    """Is copied shard by shard."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        twin = type(self)(copy.deepcopy(self.inner, memo), self.setup)
+        twin.load_shards(self.saved_shards())
+        return twin
+
+
+COPIES = CopiesAdapter(Copies, "COPIES")
+
+
+@kind(CopiesAdapter, "conversion.copied")
+class NeverCopied(MoreToy):
+    """Refuses to be copied (B077)."""
+
+
+@fault("conversion.dtype_later")
+class CastTooLate(MoreToy):
+    """`module.to(dtype)` after the first forward casts what is gathered alone (B078)."""
+
+    ran = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.ran = True
+        return super().forward(*args, **kwargs)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        kept = {fqn: shard.data for fqn, shard in self.shards.items()}
+        super()._apply(fn, recurse)
+        for fqn, shard in self.shards.items() if self.ran else ():
+            shard.data = kept[fqn]
+        return self
+
+
+@kind(ReplacingAdapter, "summon.storage_replaced")
+class StorageIsForgotten(Replacing):
+    """What was edited in place is written back, new storage is not (B087)."""
+
+    @contextmanager
+    def full_parameters(self, *, writeback: bool) -> Iterator[Mapping[str, torch.Tensor]]:
+        with super().full_parameters(writeback=writeback) as whole:
+            self.shown = whole
+            yield whole
+
+    def taken_back(self) -> dict[str, torch.Tensor]:
+        return dict(self.shown)
+
+
+@kind(IgnoringAdapter, "wrapping.ignored_stepped")
+class IgnoredCountsTwice(IgnoringToy):
+    """Gradients of what is ignored are doubled."""
+
+    def finish_backward(self) -> None:
+        super().finish_backward()
+        for parameter in self.outside.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(2)
