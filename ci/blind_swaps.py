@@ -60,13 +60,17 @@ REASONS = (
     Reason(
         "*", "gradient shards", "batch_norm: first.bias", "a bias before batch normalisation has no gradient but roundings"
     ),
+    Reason("backward.twice", "micro-batch", "*", "two backwards of one graph give the same gradient: the claim"),
     Reason("training.same_batch_twice", "micro-batch", "*", "the same batch twice is what the check asks about"),
     Reason("zero_grad.then_step", "micro-batch", "*", "the reduced gradient is cleared before anything is compared: the claim"),
     Reason(
         "accumulation.cleared", "micro-batch", "*: 2 and 1",
         "cleared to zeros before any reduction: it is to count for nothing",
     ),
-    Reason("clipping.ignored_trained", "rank", "*", "ranks have equal inputs, for nobody reduces what is ignored"),
+    *(
+        Reason(check, "rank", "*", "ranks have equal inputs, for nobody reduces what is ignored")
+        for check in ("clipping.ignored_trained", "wrapping.ignored_stepped")
+    ),
     Reason(
         "clipping.unit_dtypes", "gradient shards", "two_dtypes: narrow.*",
         "bfloat16 beside float32, freely, has wide bounds; sizes.two_dtypes notices it in wider dtypes",
