@@ -60,13 +60,17 @@ REASONS = (
     Reason(
         "*", "gradient shards", "batch_norm: first.bias", "a bias before batch normalisation has no gradient but roundings"
     ),
+    Reason("backward.twice", "micro-batch", "*", "two backwards of one graph give the same gradient: the claim"),
     Reason("training.same_batch_twice", "micro-batch", "*", "the same batch twice is what the check asks about"),
     Reason("zero_grad.then_step", "micro-batch", "*", "the reduced gradient is cleared before anything is compared: the claim"),
     Reason(
         "accumulation.cleared", "micro-batch", "*: 2 and 1",
         "cleared to zeros before any reduction: it is to count for nothing",
     ),
-    Reason("clipping.ignored_trained", "rank", "*", "ranks have equal inputs, for nobody reduces what is ignored"),
+    *(
+        Reason(check, "rank", "*", "ranks have equal inputs, for nobody reduces what is ignored")
+        for check in ("clipping.ignored_trained", "wrapping.ignored_stepped")
+    ),
     Reason(
         "clipping.unit_dtypes", "gradient shards", "two_dtypes: narrow.*",
         "bfloat16 beside float32, freely, has wide bounds; sizes.two_dtypes notices it in wider dtypes",
@@ -109,7 +113,7 @@ class SwappedReplay(Replay):
         frozen = {fqn for fqn in names if not self.parameters[fqn].requires_grad}
         return self.computed and (bool(names & self._used or frozen) or not self._latest)
 
-    def forward(self, rank: int, batch: Any) -> models.Forwarded:
+    def forward(self, rank: int, batch: Any, *, penalised: bool = False) -> models.Forwarded:
         """Run forward on the inputs, or with the parameters, that the swap makes of them."""
         swap = self.swap
         if swap.kind == "inputs" and rank == swap.one:
@@ -118,22 +122,24 @@ class SwappedReplay(Replay):
             kept = self.replicas[swap.other]
             self.replicas[swap.other] = self.replicas[rank]
             try:
-                return super().forward(swap.other, batch)
+                return super().forward(swap.other, batch, penalised=penalised)
             finally:
                 self.replicas[swap.other] = kept
         if swap.kind not in ("parameters", "parameter shards") or self._inside:
-            return super().forward(rank, batch)
+            return super().forward(rank, batch, penalised=penalised)
         with _Exchanged(self, swap):
-            return super().forward(rank, batch)
+            return super().forward(rank, batch, penalised=penalised)
 
-    def local_gradients(self, rank: int, batch: Any) -> tuple[models.Forwarded, LocalGradients]:
+    def local_gradients(
+        self, rank: int, batch: Any, *, penalised: bool = False
+    ) -> tuple[models.Forwarded, LocalGradients]:
         """Run forward and backward with the parameters that the swap makes of them."""
         if self.swap.kind not in ("parameters", "parameter shards"):
-            return super().local_gradients(rank, batch)
+            return super().local_gradients(rank, batch, penalised=penalised)
         with _Exchanged(self, self.swap):
             self._inside = True
             try:
-                return super().local_gradients(rank, batch)
+                return super().local_gradients(rank, batch, penalised=penalised)
             finally:
                 self._inside = False
 

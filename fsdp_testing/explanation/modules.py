@@ -62,7 +62,9 @@ def first_wrong_module(
         own = {one.part for one, _ in compared if one[:5] == seen[:5] and one.what == PARAMETER}
         more = "; its parameters are right" if own and seen.what == OUTPUT else ""
         return _of_call(case, _Wrong(seen, alike, found), more or _like(seen, ranks, calls))
-    return _of_state(case, last, [seen for seen, _ in compared], wrong)
+    return _of_state(
+        case, last, [seen for seen in calls if seen.operation == last], {seen for seen, _ in compared}, wrong
+    )
 
 
 def _compared(ranks: Sequence[Shown], seen: Seen, one: Expected) -> Difference | None:
@@ -101,19 +103,21 @@ def _of_call(case: Case, wrong: _Wrong, more: str) -> str:
     if seen.what == PARAMETER:
         return f"{name} is the first module that computes with wrong numbers: its {seen.part} {where} {size}{more}"
     if seen.what == INPUT:
-        return f"what comes into {name} is the first that is wrong, {where} {size}; what is computed before it is right"
+        before = "; what is computed before it is right" if seen.module else ""
+        return f"what comes into {name} is the first that is wrong, {where} {size}{before}"
     if seen.what == OUTPUT:
         return f"{name} is the first module whose output is wrong, {where} {size}{more}"
     return f"every output is right; the gradient of the output of {name} is the first that is wrong, {where} {size}"
 
 
-def _of_state(case: Case, last: int, right: Sequence[Seen], wrong: Sequence[Divergence]) -> str:
+def _of_state(case: Case, last: int, now: Sequence[Seen], right: set[Seen], wrong: Sequence[Divergence]) -> str:
     """What is wrong although every call of every module was right.
 
     Args:
         case: The case.
         last: The operation after which it is.
-        right: What was compared, in order.
+        now: What its calls compute, in order.
+        right: What was compared, of all operations.
         wrong: What diverges after the operation.
     """
     sorts = {divergence.quantity.kind for divergence in wrong}
@@ -122,7 +126,6 @@ def _of_state(case: Case, last: int, right: Sequence[Seen], wrong: Sequence[Dive
         return ""
     found = [divergence for divergence in wrong if divergence.quantity.kind == sort]
     # Gradients come into being from the last module to the first.
-    now = [seen for seen in right if seen.operation == last]
     used = {_fqn(seen): place for place, seen in enumerate(now) if seen.what == PARAMETER}
     first = max(found, key=lambda one: used.get(one.quantity.fqn, -1)) if sort == "gradient" else found[0]
     module, _, part = first.quantity.fqn.rpartition(".")
@@ -131,18 +134,20 @@ def _of_state(case: Case, last: int, right: Sequence[Seen], wrong: Sequence[Dive
     more = f" (and that of {others} more)" if others and sort == "gradient" else ""
     ranks = first.ranks or (() if first.quantity.rank < 0 else (first.quantity.rank,))
     where = f" on {ranks_text(ranks)}" if ranks else ""
-    before = _what_is_right({seen.what for seen in now if seen.module == module}, case, last, computes=bool(now))
-    return f"{module_text(module)}: {before}, {what} is wrong{where}{more}"
-
-
-def _what_is_right(whats: set[str], case: Case, last: int, *, computes: bool) -> str:
-    """What a module shows that is as in one process, in an operation after which something else is wrong."""
+    own = [seen for seen in now if seen.module == module]
     operation = f"operation {last}, {case.program[last].words()}"
-    if not computes:
-        return f"what it computed before {operation}, is right"
+    before = _what_is_right(own, right) if own else f"it is not called in {operation}, "
+    if not now:
+        before = f"what it computed before {operation}, is right, "
+    return f"{module_text(module)}: {before}{what} is wrong{where}{more}"
+
+
+def _what_is_right(own: Sequence[Seen], right: set[Seen]) -> str:
+    """What a module shows that is as in one process on every rank; empty where something was not compared."""
+    whats = {seen.what for seen in own} - {seen.what for seen in own if seen not in right}
     if OUTPUT not in whats:
-        return f"it is not called in {operation}"
-    return "its output and the gradient of its output are right" if GRADIENT in whats else "its output is right"
+        return ""
+    return "its output and the gradient of its output are right, " if GRADIENT in whats else "its output is right, "
 
 
 def module_text(module: str) -> str:

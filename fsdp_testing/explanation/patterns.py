@@ -75,7 +75,7 @@ def _tried(
     if factor:
         small = Fraction(factor).limit_denominator(_LARGEST_DENOMINATOR)
         exact = abs(float(small) - factor) < 1e-9 * abs(factor)
-        yield "scaled", f"{small if exact else f'{factor:.6g}'} times what is due", due * factor
+        yield "scaled", f"{small if exact else f'{factor:.9g}'} times what is due", due * factor
     for other, one in others.items():
         same = (other.kind, other.part) == (quantity.kind, quantity.part) and other.rank in (-1, quantity.rank)
         if same and other != quantity and one.value is not None and one.value.shape == due.shape:

@@ -109,6 +109,8 @@ def test_what_was_not_seen_is_not_spoken_of() -> None:
     gradients = tuple(s for s in ALL if s.what == GRADIENT)
     wrong = [Divergence(FailureKind.DIVERGED, Quantity("gradient", "a.w"), 1, (0,), "is off")]
     assert told({}, wrong, gradients) == "`a`: its output is right, the gradient of its w is wrong on rank 0"
+    # Whether an output is right is not known where one rank did not show it.
+    assert told({}, wrong, (seen(OUTPUT, "a", 1),)) == "`a`: the gradient of its w is wrong on rank 0"
     assert "parameters" not in told({seen(OUTPUT, "a", 0): 1.0}, hidden=(seen(PARAMETER, "a", 0),))
 
 
