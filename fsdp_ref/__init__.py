@@ -13,6 +13,8 @@ from fsdp_ref.api.trees import (
     unshard_params,
 )
 from fsdp_ref.api.wrapper import FullyShardedDataParallel
+from fsdp_ref.checkpoint.optim_state import optim_state_dict, optim_state_dict_to_load
+from fsdp_ref.checkpoint.settings import get_state_dict_type, set_state_dict_type, state_dict_type
 from fsdp_ref.config import (
     BackwardPrefetch,
     CPUOffload,
@@ -52,8 +54,13 @@ __all__ = [
     "StateDictType",
     "clip_grad_norm_",
     "fully_shard",
+    "get_state_dict_type",
     "no_sync",
+    "optim_state_dict",
+    "optim_state_dict_to_load",
     "register_comm_hook",
     "register_fsdp_forward_method",
+    "set_state_dict_type",
+    "state_dict_type",
     "unshard_params",
 ]

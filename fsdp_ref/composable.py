@@ -10,15 +10,23 @@ from fsdp_ref.api.trees import (
     unshard_params,
 )
 from fsdp_ref.build.contract import _get_registry, contract
+from fsdp_ref.checkpoint.optim_state import optim_state_dict, optim_state_dict_to_load, rekey_optim_state_dict
+from fsdp_ref.checkpoint.settings import get_state_dict_type, set_state_dict_type, state_dict_type
 
 __all__ = [
     "_get_registry",
     "clip_grad_norm_",
     "contract",
     "fully_shard",
+    "get_state_dict_type",
     "no_sync",
+    "optim_state_dict",
+    "optim_state_dict_to_load",
     "register_comm_hook",
     "register_fsdp_forward_method",
+    "rekey_optim_state_dict",
     "replicate",
+    "set_state_dict_type",
+    "state_dict_type",
     "unshard_params",
 ]

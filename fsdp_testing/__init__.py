@@ -14,18 +14,31 @@ if TYPE_CHECKING:
     from fsdp_testing.pool.world import current_world as current_world
     from fsdp_testing.pytest_plugin.conformance_checks import parametrize_with_checks as parametrize_with_checks
     from fsdp_testing.run import run_ranks as run_ranks
+    from fsdp_testing.script_check import batch as batch
+    from fsdp_testing.script_check import check_script as check_script
     from fsdp_testing.training_check import check_training as check_training
 
 _HOMES = {
     "World": "fsdp_testing.pool.world",
     "current_world": "fsdp_testing.pool.world",
+    "batch": "fsdp_testing.script_check.feeding",
+    "check_script": "fsdp_testing.script_check",
     "check_training": "fsdp_testing.training_check",
     "parametrize_with_checks": "fsdp_testing.pytest_plugin.conformance_checks",
     "run_conformance": "fsdp_testing.conformance",
     "run_ranks": "fsdp_testing.run",
 }
 
-__all__ = ["World", "check_training", "current_world", "parametrize_with_checks", "run_conformance", "run_ranks"]
+__all__ = [
+    "World",
+    "batch",
+    "check_script",
+    "check_training",
+    "current_world",
+    "parametrize_with_checks",
+    "run_conformance",
+    "run_ranks",
+]
 
 
 def __getattr__(name: str) -> Any:

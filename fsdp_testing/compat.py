@@ -84,3 +84,29 @@ def backend_select_key() -> Any:
 def other_threads() -> int:
     """Return how many Python threads there are besides the main one; `threading.active_count` costs ten times as much."""
     return _thread._count()
+
+
+def each_operation(see: Callable[[str, list[Any], list[Any]], None]) -> Any:
+    """Return a context in which `see(name, inputs, results)` is called after each operation that torch computes.
+
+    `name` is as in "aten.add_.Tensor". Backward passes of the CPU are included. A tensor subclass (DTensor) is taken apart
+    first: what it computes with is seen.
+    """
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    def tensors(tree: Any) -> list[Any]:
+        if isinstance(tree, torch.Tensor):
+            return [tree]
+        return [found for part in tree for found in tensors(part)] if isinstance(tree, (list, tuple)) else []
+
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if any(kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for kind in types):
+                return NotImplemented
+            result = func(*args, **(kwargs or {}))
+            # An operation in place on a list returns nothing: it wrote to its first argument.
+            see(str(func), tensors(args), tensors(args[0] if result is None and args else result))
+            return result
+
+    return Seeing()  # type: ignore[no-untyped-call]  # torch annotates the method, not the constructor

@@ -9,6 +9,8 @@ import platform
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -48,12 +50,14 @@ def run_conformance(
     world_sizes: Sequence[int] = (2,),
     backend: str = "gloo",
     checks: Sequence[str] = (),
+    shard: tuple[int, int] | tuple[()] = (),
     expected_failures: Mapping[str, str] | Mapping[str, Mapping[str, str]] | None = None,
     extended: bool = False,
     explain: float = shortest.SECONDS,
     portraits: bool = False,
     listener: RunListener | None = None,
     runner: CaseRunner | None = None,
+    jobs: int = 1,
 ) -> RunReport:
     """Judge implementations by name.
 
@@ -63,6 +67,7 @@ def run_conformance(
         backend: Backend of the worlds.
         checks: Patterns (fnmatch) of check names, or names of suites; all of the profile by default. A check named
             without wildcards runs whatever its profile.
+        shard: `(i, n)`: judge only the i-th of n parts, counted from 1, of the pairs of implementation and check.
         expected_failures: Reason by check name, for all implementations; or per implementation such a mapping.
         extended: Run the extended profile too.
         explain: Seconds that may be spent on the failures of one implementation, to find the shortest schedule that
@@ -71,6 +76,8 @@ def run_conformance(
             drawings of the report.
         listener: Hears of progress.
         runner: Where cases run; by default `shared_runner()`.
+        jobs: Checks under way at a time, each on worlds of its own. Results, their order and what the listener hears are
+            the same for any number.
 
     Returns:
         One result for every implementation and check.
@@ -85,16 +92,21 @@ def run_conformance(
     selected = select_checks(checks, extended=extended)
     expected = _expectations(expected_failures, names)
     where = _place(world_sizes, backend)
+    if not isinstance(jobs, int) or isinstance(jobs, bool) or jobs < 1:
+        raise InvalidArgument(f"jobs: expected a number of at least 1, got {jobs!r}. Give 1 or more.")
     runner = runner or shared_runner()
-    _examine(adapters.values(), runner, where)
+    _examine(adapters.values(), runner, where, jobs)
+    first, of = shard or (1, 1)
+    pairs = [(name, check) for name in adapters for check in selected][first - 1 :: of]
+    tasks = [partial(judge_check, runner, adapters[name], check, where) for name, check in pairs]
     if listener is not None:
-        listener.planned(len(adapters) * len(selected))
+        listener.planned(len(pairs))
     results: list[CheckResult] = []
-    for name, adapter in adapters.items():
-        for check in selected:
+    with closing(runner.side_by_side(tasks, jobs)) as answers:
+        for name, check in pairs:
             if listener is not None:
                 listener.started(name, check.name)
-            result = judge_check(runner, adapter, check, where)
+            result = next(answers)
             if check.name in expected[name]:
                 result = result.expecting(expected[name][check.name])
             results.append(result)
@@ -109,8 +121,10 @@ def run_conformance(
         environment=environment(),
         world_sizes=where.world_sizes,
         backend=backend,
+        # One by one: they show times.
         portraits=tuple(_portraits(adapters, where, runner)) if portraits else (),
         seconds=time.perf_counter() - start,
+        shard=shard,
     )
 
 
@@ -217,7 +231,7 @@ _EXAMINED: WeakKeyDictionary[CaseRunner, set[tuple[str, int]]] = WeakKeyDictiona
 process, so that nothing about it changes between two checks. What was found unfit is examined again."""
 
 
-def _examine(adapters: Iterable[Adapter], runner: CaseRunner, where: Where) -> None:
+def _examine(adapters: Iterable[Adapter], runner: CaseRunner, where: Where, jobs: int = 1) -> None:
     """Examine each adapter on ranks before its implementation is judged for the first time.
 
     Raises:
@@ -227,9 +241,10 @@ def _examine(adapters: Iterable[Adapter], runner: CaseRunner, where: Where) -> N
         return  # the examination is about names and values on the CPU; other devices have checks of their own
     size = min(where.world_sizes)
     fit = _EXAMINED.setdefault(runner, set())
-    for adapter in adapters:
-        if (adapter.reference, size) not in fit:
-            validation.validate(adapter, runner.on_ranks, world_size=size)
+    new = [adapter for adapter in adapters if (adapter.reference, size) not in fit]
+    tasks = [partial(validation.validate, adapter, runner.on_ranks, world_size=size) for adapter in new]
+    with closing(runner.side_by_side(tasks, jobs)) as examined:
+        for adapter, _ in zip(new, examined):
             fit.add((adapter.reference, size))
 
 
@@ -243,7 +258,8 @@ def select_checks(patterns: Sequence[str], *, extended: bool = False) -> list[Ch
         return [check for check in CHECKS.values() if extended or check.profile == "default"]
     unknown = [pattern for pattern in patterns if not any(check.matches((pattern,)) for check in CHECKS.values())]
     if unknown:
-        near = sorted({match for pattern in unknown for match in difflib.get_close_matches(pattern, CHECKS, n=3)})
+        known = [*dict.fromkeys(name.partition(".")[0] for name in CHECKS), *CHECKS]
+        near = sorted({match for pattern in unknown for match in difflib.get_close_matches(pattern, known, n=3)})
         hint = f"Did you mean {', '.join(near)}?" if near else "`fsdp-verify list checks` shows every name."
         raise InvalidArgument(f"checks: expected names or patterns of checks, got {unknown}. {hint}")
     return [check for check in CHECKS.values() if check.matches(patterns)]

@@ -98,6 +98,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         parametrize_sizes(metafunc)
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Let `-k world3` select what runs on 3 ranks; the `=` of an id such as `[world=3]` is no part of a word there."""
+    if item.get_closest_marker("world") is not None:
+        from fsdp_testing.pytest_plugin.selection import size_words
+
+        item.extra_keyword_matches.update(size_words(item))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Find out which items run on ranks, and which of them cannot."""

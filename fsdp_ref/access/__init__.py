@@ -1,1 +1,1 @@
-"""How do users get at full parameters: summoned, as a state dict, edited, gathered early?"""
+"""How do users get at full parameters, and what becomes of their edits?"""

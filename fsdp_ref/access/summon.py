@@ -103,17 +103,26 @@ def _check(units: list[Unit], options: SummonOptions) -> None:
             f"{listing(replicated)}. Their parameters are whole already; copy what you need."
         )
     for unit in units:
-        busy = compat.in_backward() and unit.root is not None and unit.root.in_backward()
-        if unit.state is UnitState.FORWARD or busy:
-            raise UnshardConflictError(
-                "Cannot manually unshard parameters during forward/backward: expected an idle unit, got "
-                f"{unit!r} while it runs. Summon before or after."
-            )
+        refuse_running(unit)
         if unit.state is UnitState.SUMMONED:
             raise UnshardConflictError(
                 "Cannot manually unshard parameters when already unsharding parameters: expected a unit whose "
                 f"parameters nobody has summoned, got {unit!r}. Use the surrounding context."
             )
+
+
+def refuse_running(unit: Unit) -> None:
+    """Refuse a unit whose forward or backward is under way.
+
+    Raises:
+        UnshardConflictError: It is.
+    """
+    busy = compat.in_backward() and unit.root is not None and unit.root.in_backward()
+    if unit.state is UnitState.FORWARD or busy:
+        raise UnshardConflictError(
+            "Cannot manually unshard parameters during forward/backward: expected an idle unit, got "
+            f"{unit!r} while it runs. Summon, save or load before or after."
+        )
 
 
 @contextmanager

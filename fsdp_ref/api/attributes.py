@@ -9,9 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_ref.access.full_state import not_yet
 from fsdp_ref.annotations import unit_of
-from fsdp_ref.config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_ref.checkpoint import optim_state, settings
+from fsdp_ref.config import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    OptimStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictType,
+)
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.states import TrainingState
 
@@ -50,17 +58,26 @@ class UnitAttributes:
     _comm_hook: Callable[..., Any] | None = _setting(lambda unit: unit.comm_hook, "The registered hook.")
     _comm_hook_state: Any = _setting(lambda unit: unit.comm_hook_state, "The registered hook's state.")
     _sync_gradients: bool = _setting(lambda unit: unit.sync_gradients, "Whether backward reduces.")
+    _state_dict_type: StateDictType = _setting(
+        lambda unit: unit.state_dict_settings.state_dict_type, "Form of its state."
+    )
+    _state_dict_config: StateDictConfig = _setting(
+        lambda unit: unit.state_dict_settings.state_dict_config, "Options of that form."
+    )
+    _optim_state_dict_config: OptimStateDictConfig = _setting(
+        lambda unit: unit.state_dict_settings.optim_state_dict_config, "The same for the optimizer's state."
+    )
     _ignored_modules: Any = _setting(lambda unit: set(unit.ignored.modules), "Modules left alone.")
     _ignored_params: Any = _setting(lambda unit: set(unit.ignored.params), "Parameters left alone.")
 
-    set_state_dict_type = staticmethod(not_yet("set_state_dict_type"))
-    get_state_dict_type = staticmethod(not_yet("get_state_dict_type"))
-    state_dict_type = staticmethod(not_yet("state_dict_type"))
-    optim_state_dict = staticmethod(not_yet("optim_state_dict"))
-    optim_state_dict_to_load = staticmethod(not_yet("optim_state_dict_to_load"))
-    full_optim_state_dict = staticmethod(not_yet("full_optim_state_dict"))
-    sharded_optim_state_dict = staticmethod(not_yet("sharded_optim_state_dict"))
-    shard_full_optim_state_dict = staticmethod(not_yet("shard_full_optim_state_dict"))
-    flatten_sharded_optim_state_dict = staticmethod(not_yet("flatten_sharded_optim_state_dict"))
-    scatter_full_optim_state_dict = staticmethod(not_yet("scatter_full_optim_state_dict"))
-    rekey_optim_state_dict = staticmethod(not_yet("rekey_optim_state_dict"))
+    set_state_dict_type = staticmethod(settings.set_state_dict_type)
+    get_state_dict_type = staticmethod(settings.get_state_dict_type)
+    state_dict_type = staticmethod(settings.state_dict_type)
+    optim_state_dict = staticmethod(optim_state.optim_state_dict)
+    optim_state_dict_to_load = staticmethod(optim_state.optim_state_dict_to_load)
+    full_optim_state_dict = staticmethod(optim_state.full_optim_state_dict)
+    sharded_optim_state_dict = staticmethod(optim_state.sharded_optim_state_dict)
+    shard_full_optim_state_dict = staticmethod(optim_state.shard_full_optim_state_dict)
+    flatten_sharded_optim_state_dict = staticmethod(optim_state.flatten_sharded_optim_state_dict)
+    scatter_full_optim_state_dict = staticmethod(optim_state.scatter_full_optim_state_dict)
+    rekey_optim_state_dict = staticmethod(optim_state.rekey_optim_state_dict)

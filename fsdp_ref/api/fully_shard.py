@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_ref.access.full_state import install
 from fsdp_ref.annotations import is_replicated, unit_of
 from fsdp_ref.build.attach import attach
 from fsdp_ref.build.contract import check_one_module, contract
@@ -21,6 +20,7 @@ from fsdp_ref.build.ignored import resolve_ignored
 from fsdp_ref.build.plan import PlannedUnit
 from fsdp_ref.build.resolve import UNIT_OPTIONS
 from fsdp_ref.build.wrap_policy import PolicyObject
+from fsdp_ref.checkpoint.model_state import install
 from fsdp_ref.compat import RunningCall
 from fsdp_ref.config import BackwardPrefetch
 from fsdp_ref.errors import AlreadyAppliedError, ConfigError, listing

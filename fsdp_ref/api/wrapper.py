@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_ref.access.full_state import install
 from fsdp_ref.access.summon import SummonOptions, summon
 from fsdp_ref.annotations import unit_of, units_in, units_under
 from fsdp_ref.api.attributes import UnitAttributes
@@ -24,6 +23,7 @@ from fsdp_ref.build.attach import attach
 from fsdp_ref.build.contract import check_one_module
 from fsdp_ref.build.ignored import resolve_ignored
 from fsdp_ref.build.plan import PlannedUnit
+from fsdp_ref.checkpoint.model_state import install
 from fsdp_ref.config import BackwardPrefetch
 from fsdp_ref.errors import TrainingStateError
 from fsdp_ref.handle.writeback import refuse_other_device
@@ -245,6 +245,10 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
                 f"{type(self).__name__}: expected to be in states {allowed} but current state is "
                 f"{self._unit.training_state}. Finish the present operation first."
             )
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Tell ``torch.distributed.checkpoint.state_dict`` which attribute names of entries leave out."""
+        return {"": FSDP_WRAPPED_MODULE}
 
     @property
     def _unit(self) -> Unit:

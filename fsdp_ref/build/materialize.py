@@ -80,7 +80,10 @@ def materialize_units(units: Sequence[ResolvedUnit], ignored: Ignored) -> dict[n
         Exception: Whatever the user's function raises. Either way every module has its own tensors again.
     """
     with _put_back_on_failure(units):
-        return {each.planned.module: _materialized(each, ignored) for each in units}
+        touched = {module for each in units for module in _initialized(each, ignored)}
+        # Once all are initialized: a tied parameter may hang on modules of several units.
+        _check_places(units, touched, ignored)
+        return {each.planned.module: _read_again(each, touched) for each in units}
 
 
 @contextmanager
@@ -101,13 +104,14 @@ def _put_back_on_failure(units: Sequence[ResolvedUnit]) -> Iterator[None]:
         raise
 
 
-def _materialized(unit: ResolvedUnit, ignored: Ignored) -> list[ManagedParam]:
+def _initialized(unit: ResolvedUnit, ignored: Ignored) -> list[nn.Module]:
+    """Initialize the unit's modules if one of them is on the meta device; return those that may have other tensors now."""
     planned = unit.planned
     depth = {module: name.count(".") + bool(name) for name, module in planned.module.named_modules()}
     modules = sorted(planned.modules, key=depth.__getitem__)  # breadth first
     pending = [module for module in modules if _on_meta(module, ignored)]
     if not pending:
-        return list(planned.params)
+        return []
     with _ignored_params_kept(modules, ignored):
         if callable(unit.options["param_init_fn"]):
             for module in modules:
@@ -115,7 +119,7 @@ def _materialized(unit: ResolvedUnit, ignored: Ignored) -> list[ManagedParam]:
         else:
             for module in pending:
                 _reset(module, unit.config.device)
-    return _read_again(unit, ignored)
+    return modules
 
 
 @contextmanager
@@ -137,27 +141,32 @@ def _ignored_params_kept(modules: Sequence[nn.Module], ignored: Ignored) -> Iter
                 data.copy_(value)
 
 
-def _read_again(unit: ResolvedUnit, ignored: Ignored) -> list[ManagedParam]:
-    """Tie what was tied, and check what came: initializing may have put other parameters on the modules."""
-    planned, config = unit.planned, unit.config
-    sites = [(site.module, site.name) for managed in planned.params for site in managed.sites]
-    found = [
-        (module, name)
-        for module in planned.modules
-        for name, param in module._parameters.items()
-        if param is not None and param not in ignored.params
-    ]
-    changed = [f"{type(module).__name__}.{name}" for module, name in {*sites} ^ {*found}]
+def _check_places(units: Sequence[ResolvedUnit], touched: set[nn.Module], ignored: Ignored) -> None:
+    """Check that initializing left a parameter wherever there was one, and put none elsewhere."""
+    wanted: dict[nn.Module, set[str]] = {module: set() for module in touched}
+    for site in (site for each in units for managed in each.planned.params for site in managed.sites):
+        wanted.get(site.module, set()).add(site.name)
+    changed: dict[str, None] = {}
+    for module, names in wanted.items():
+        found = {name for name, p in module._parameters.items() if p is not None and p not in ignored.params}
+        changed |= {f"{type(module).__name__}.{name}": None for name in names ^ found}
     if changed:
         raise FsdpRuntimeError(
-            f"param_init_fn: expected the parameters of unit {planned.fqn or 'root'!r} to be there afterwards and no "
-            f"others, got a difference in {listing(sorted(changed))}. Initialize parameters, and add or remove none."
+            "param_init_fn: expected the parameters that were there to be there afterwards and no others, got a difference "
+            f"in {listing(sorted(changed))}. Initialize parameters, and add or remove none."
         )
+
+
+def _read_again(unit: ResolvedUnit, touched: set[nn.Module]) -> list[ManagedParam]:
+    """Tie what was tied, and check what came: initializing may have put other parameters on the modules."""
+    planned, config = unit.planned, unit.config
+    if touched.isdisjoint(site.module for managed in planned.params for site in managed.sites):
+        return list(planned.params)
     params = []
     for managed in planned.params:
         first = managed.sites[0]
         value = first.module._parameters[first.name]
-        assert value is not None  # compared above
+        assert value is not None  # see _check_places
         for site in managed.sites[1:]:
             site.module._parameters[site.name] = value
         params.append(dataclasses.replace(managed, param=value))

@@ -10,7 +10,7 @@ sent, and nobody reads what is received.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
 import torch
@@ -235,6 +235,15 @@ def gather_objects(mine: T, group: dist.ProcessGroup) -> list[T]:
     per_rank: list[T] = [mine] * group.size()
     dist.all_gather_object(per_rank, mine, group=group)
     return per_rank
+
+
+def broadcast_object(mine: T, groups: Iterable[dist.ProcessGroup | None]) -> T:
+    """Return the object of rank 0 of each group in turn (None: no group). All their ranks must call; the call waits."""
+    box = [mine]
+    for group in groups:
+        if group is not None and group.size() > 1:
+            dist.broadcast_object_list(box, group=group, group_src=0)
+    return box[0]
 
 
 def as_bytes(flat: Tensor) -> Tensor:

@@ -25,10 +25,12 @@ class DataParallelGroups:
     Attributes:
         shard: ranks with one shard each of the unit's parameters.
         replicate: ranks with the same shard in other shard groups; None without replication.
+        mesh: the mesh that the user gave, with axes (replicate, shard) or (shard); None where groups were given or made.
     """
 
     shard: dist.ProcessGroup
     replicate: dist.ProcessGroup | None = None
+    mesh: DeviceMesh | None = None
 
     @property
     def rank(self) -> int:
@@ -78,7 +80,7 @@ def resolve_groups(
         return _hybrid_groups(process_group, device_mesh, strategy, automatic=automatic)
     if device_mesh is not None:
         _require_axes(device_mesh, 1, strategy)
-        return DataParallelGroups(device_mesh.get_group(mesh_dim=0))
+        return DataParallelGroups(device_mesh.get_group(mesh_dim=0), mesh=device_mesh)
     if process_group is None:
         return DataParallelGroups(default_group())
     if not isinstance(process_group, dist.ProcessGroup):
@@ -117,7 +119,7 @@ def _hybrid_groups(
 ) -> DataParallelGroups | None:
     if device_mesh is not None:
         _require_axes(device_mesh, 2, strategy)
-        return DataParallelGroups(device_mesh.get_group(mesh_dim=1), device_mesh.get_group(mesh_dim=0))
+        return DataParallelGroups(device_mesh.get_group(mesh_dim=1), device_mesh.get_group(mesh_dim=0), device_mesh)
     if process_group is None:
         if not automatic:
             raise ConfigError(

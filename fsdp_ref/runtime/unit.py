@@ -16,7 +16,13 @@ import torch
 from torch import nn
 
 from fsdp_ref.autograd.graph_ties import GraphSide
-from fsdp_ref.config import UnitConfig
+from fsdp_ref.config import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    StateDictSettings,
+    StateDictType,
+    UnitConfig,
+)
 from fsdp_ref.errors import FsdpRuntimeError, FsdpTypeError
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.writeback import absorb_params
@@ -26,7 +32,7 @@ from fsdp_ref.states import READABLE, LifeCycle, ReshardReason, TrainingState, U
 from fsdp_ref.storage.precision import BufferCaster
 
 if TYPE_CHECKING:
-    from fsdp_ref.access.full_state import OpenState
+    from fsdp_ref.checkpoint.model_state import OpenState
     from fsdp_ref.runtime.root import Root
 
 
@@ -53,6 +59,7 @@ class Unit:
     Attributes:
         life: where the unit is in its life, shared with the handle.
         ahead: who asked for full parameters ahead of need; None for nobody.
+        state_dict_settings: in which form its state is saved and loaded.
         awaits_backward: an output of the latest forward may be differentiated.
         backward_task: the backward pass that state BACKWARD began in, -1 in other states.
     """
@@ -76,6 +83,9 @@ class Unit:
         self.name = ""
         self.comm_hook: Callable[..., Any] | None = None
         self.comm_hook_state: Any = None
+        self.state_dict_settings = StateDictSettings(
+            StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
+        )
         self._begin_life()
 
     def _begin_life(self) -> None:

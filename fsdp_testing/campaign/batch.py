@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -81,7 +82,7 @@ def run_batch(adapter: Adapter, cases: Sequence[Case], directory: str, watch: Wa
             models.append((index, model))
             record_stream.append(file, record)
             error = record.observation.error
-            if record.leaks or (error is not None and not _everyone_raised(directory, world, index, error)):
+            if record.leaks or (error is not None and not everyone_raised(directory, world, index, error)):
                 return Failed(index + 1)
         survivors = _survivors(models)
         for index in survivors if watch.models else ():
@@ -99,7 +100,7 @@ def _garbage_kept() -> Iterator[None]:
         gc.enable()
 
 
-def _everyone_raised(directory: str, world: World, index: int, mine: RaisedError) -> bool:
+def everyone_raised(directory: str, world: World, index: int, mine: RaisedError) -> bool:
     """Return whether every other rank raised the same kind of exception in the same operation; wait a moment for them.
 
     Asked through the files, since the ranks may no longer agree about their next collective. The answer only decides
@@ -123,17 +124,8 @@ def _everyone_raised(directory: str, world: World, index: int, mine: RaisedError
 def _run(
     adapter: Adapter, case: Case, world: World, index: int, watch: Watch
 ) -> tuple[CaseRecord, weakref.ref[nn.Module]]:
-    mesh = _mesh(world, case.world.mesh_shape)
     before = _fingerprint()
-
-    def make_setup(asked: Case, module: nn.Module) -> Setup:
-        # Translated as for a flat world, since the translation would make a mesh of its own.
-        flat = replace(asked, world=WorldSpec(asked.world.size, asked.world.backend))
-        setup = setup_of(flat, module, world.rank, world.device, world.group, mesh)
-        shape = asked.world.mesh_shape
-        return replace(setup, shard_size=shape[-1]) if len(shape) == 2 else setup
-
-    program = program_for(case, adapter, world.rank, make_setup)
+    program = program_for(case, adapter, world.rank, partial(setup_on, world))
     accounted = program if isinstance(program, AccountedProgram) else None
     issued = _Issued(accounted)
     with listen(issued):
@@ -175,6 +167,19 @@ def _survivors(models: list[tuple[int, weakref.ref[nn.Module]]]) -> list[int]:
         # What is imported and cached by now stays for good; leaving it out makes each later collection cheap.
         gc.freeze()
     return [index for index, model in models if model() is not None]
+
+
+def setup_on(world: World, case: Case, module: nn.Module) -> Setup:
+    """Translate `case` for this rank; a two-dimensional mesh is made once for each world and shape.
+
+    Collectives: those of making a mesh; every rank calls.
+    """
+    shape = case.world.mesh_shape
+    mesh = _mesh(world, shape)
+    # Translated as for a flat world, since the translation would make a mesh of its own.
+    flat = replace(case, world=WorldSpec(case.world.size, case.world.backend))
+    setup = setup_of(flat, module, world.rank, world.device, world.group, mesh)
+    return replace(setup, shard_size=shape[-1]) if len(shape) == 2 else setup
 
 
 def _mesh(world: World, shape: tuple[int, ...]) -> DeviceMesh:

@@ -90,8 +90,8 @@ class Compared:
             self.within(point, quantity, ranks, found)
             return
         several = expected.value is not None and expected.value.numel() > 1
-        where = f", element {found.position} is" if several else ":"
-        sentence = f"is off by {found.error:.3g} (bound {found.bound:.3g}){where} {found.text}"
+        where = f", element {found.position}" if several else ""
+        sentence = f"is off by {found.error:.3g} (bound {found.bound:.3g}){where}: {found.text}"
         self.add(Divergence.sized(quantity, point.index, ranks, sentence, found, expected.derivation))
 
     def within(self, point: ExpectedPoint, quantity: Quantity, ranks: tuple[int, ...], found: Difference) -> None:

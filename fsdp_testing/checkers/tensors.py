@@ -7,6 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+GARBAGE = 1e37
+"""Fresh memory holds larger numbers while a case is judged (`programs.fresh_memory`), half and a quarter of them too."""
+TINY = 1e-7
+"""Numbers that are smaller than garbage by this factor are no garbage themselves."""
+
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -36,10 +41,17 @@ class Difference:
 
     @property
     def text(self) -> str:
-        """Both numbers, and for a NaN that nobody expected what it may be the mark of."""
-        text = f"{self.actual!r} for {self.expected!r}"
-        unexpected = math.isnan(self.actual) and math.isfinite(self.expected)
-        return text + (", which may be a collective's result read before it was waited for" if unexpected else "")
+        """Both numbers, and of one that is not finite or out of all proportion what it may be the mark of."""
+        text = f"got {self.actual!r}, expected {self.expected!r}"
+        if not abs(self.expected) < GARBAGE * TINY:
+            return text
+        if math.isnan(self.actual):
+            return f"{text}; NaN may be a collective's result read before it was waited for"
+        if math.isinf(self.actual):
+            return f"{text}; an infinity may be an overflow, or memory that nobody wrote to, added up"
+        if abs(self.actual) > GARBAGE:
+            return f"{text}; numbers as large as this may be padding or a buffer that nobody wrote to"
+        return text
 
 
 EQUAL = Difference(0.0, 0.0, 0, 0.0, exceeded=False, actual=0.0, expected=0.0)

@@ -20,6 +20,7 @@ from enum import Enum
 from pathlib import Path
 
 from fsdp_testing import env
+from fsdp_testing.judging.concurrency import MEMORY_BYTES_PER_RANK, memory_available, usable_processors
 from fsdp_testing.pool.controller import missing_system_calls
 from fsdp_testing.pool.forkserver import COMMAND
 
@@ -27,7 +28,6 @@ MIB = 1 << 20
 SUPPORTED_TORCH = ((2, 11), (2, 15))
 SHARED_MEMORY_BYTES = 64 * MIB
 OPEN_FILES = 1024
-MEMORY_BYTES_PER_RANK = 400 * MIB
 TRIAL_SECONDS = 30.0
 SLOW_SECONDS = 10.0
 # Variables that change what ranks do, and that people forget in their shells.
@@ -67,14 +67,26 @@ broken = functools.partial(Symptom, Condition.BROKEN)
 
 
 def examine() -> Iterator[tuple[str, Symptom]]:
-    """Yield what is examined and what was found, in the order in which a fault would explain the later ones."""
-    for examination in EXAMINATIONS:
-        try:
-            symptom = examination()
-        except Exception as error:  # noqa: BLE001  (whatever goes wrong while looking is itself the finding)
-            first = next(iter(str(error).splitlines()), "")
-            symptom = broken(f"{type(error).__name__}: {first}", "Mend this first.")
-        yield examination.__name__.replace("_", " "), symptom
+    """Yield what is examined and what was found, in the order in which a fault would explain the later ones.
+
+    Nothing is broken where the trial world works: what looks so is odd then.
+    """
+    symptoms = {examination: _symptom_of(examination) for examination in EXAMINATIONS}
+    trial = symptoms.get(trial_world)
+    works = trial is not None and trial.condition is not Condition.BROKEN
+    for examination, symptom in symptoms.items():
+        spared = works and symptom.condition is Condition.BROKEN
+        said = f"{symptom.said}; ranks work all the same" if spared else symptom.said
+        name = examination.__name__.replace("_", " ")
+        yield name, odd(said, symptom.remedy) if spared else symptom
+
+
+def _symptom_of(examination: Callable[[], Symptom]) -> Symptom:
+    try:
+        return examination()
+    except Exception as error:  # noqa: BLE001  (whatever goes wrong while looking is itself the finding)
+        first = next(iter(str(error).splitlines()), "")
+        return broken(f"{type(error).__name__}: {first}", "Mend this first.")
 
 
 def python() -> Symptom:
@@ -169,7 +181,7 @@ def limits() -> Symptom:
 
 def processors() -> Symptom:
     """Processors that this process may use, and the threads that torch would start on them in every rank."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = usable_processors()
     quota = _cgroup_processors()
     threads = env.get("OMP_NUM_THREADS")
     said = f"{usable} usable" + (f", {quota:g} by quota" if quota else "")
@@ -189,10 +201,8 @@ def _cgroup_processors() -> float | None:
 
 def memory() -> Symptom:
     """Return how many ranks fit in the memory that is free now."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
+    free = memory_available()
+    if free is None:
         return odd("unknown: there is no /proc/meminfo")
     ranks = free // MEMORY_BYTES_PER_RANK
     said = f"{free // MIB} MiB available, room for about {ranks} ranks"

@@ -18,9 +18,10 @@ def add(commands: Subparsers[Command]) -> Command:
         commands,
         "list",
         "implementations, checks, capabilities, models, backends",
-        "List what can be named on the command line; without KIND all of it.",
+        "List what can be named on the command line: names alone, or all that is known of one KIND.",
     )
     command.add_argument("kind", nargs="?", choices=KINDS, metavar="KIND", help=", ".join(KINDS))
+    command.add_argument("--all", action="store_true", help="all that is known of every kind")
     return command
 
 
@@ -32,15 +33,36 @@ def execute(options: argparse.Namespace) -> int:
     from fsdp_testing.report.terminal import open_console
 
     console = open_console()
+    at_length = options.all or options.kind
     for kind in [options.kind] if options.kind else KINDS:
         console.print(Text(kind, style="bold"))
         table = Table.grid(padding=(0, 2))
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
-        for name, said in LISTS[kind]():
+        for name, said in LISTS[kind]() if at_length else _names(kind):
             table.add_row(Text(f"  {name}"), Text(said))
         console.print(table)
+    if not at_length:
+        console.say("`fsdp-verify list KIND` says what each is, `fsdp-verify list --all` of all kinds", style="dim")
     return 0
+
+
+def _names(kind: str) -> Iterator[tuple[str, str]]:
+    """Names that belong together in one line: checks by suite; of implementations and backends what is said of them."""
+    from fsdp_testing.report.summary import suite_of
+
+    listed = list(LISTS[kind]())
+    if kind == "implementations":
+        yield from ((name, said.partition("; claims ")[0]) for name, said in listed)
+    elif kind == "checks":
+        suites: dict[str, list[str]] = {}
+        for name, _ in listed:
+            suites.setdefault(suite_of(name), []).append(name.partition(".")[2])
+        yield from ((suite, ", ".join(names)) for suite, names in suites.items())
+    elif kind == "backends":
+        yield from listed
+    else:
+        yield "", ", ".join(name for name, _ in listed)
 
 
 def _implementations() -> Iterator[tuple[str, str]]:

@@ -14,11 +14,39 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from fsdp_testing.cli import certify, doctor, fuzz, list_command, museum, parity, plan, replay, run
+from fsdp_testing.cli import (
+    certify,
+    checkpoints,
+    doctor,
+    fuzz,
+    list_command,
+    merge,
+    museum,
+    new_adapter,
+    parity,
+    plan,
+    replay,
+    run,
+    train,
+)
 from fsdp_testing.errors import HarnessError, PoolBroken
 
 PROGRAM = "fsdp-verify"
-COMMANDS: tuple[ModuleType, ...] = (run, fuzz, certify, replay, parity, museum, list_command, plan, doctor)
+COMMANDS: tuple[ModuleType, ...] = (
+    run,
+    merge,
+    train,
+    fuzz,
+    certify,
+    checkpoints,
+    replay,
+    parity,
+    museum,
+    new_adapter,
+    list_command,
+    plan,
+    doctor,
+)
 BAD_USAGE = 2
 UNKNOWN = 3
 INTERRUPTED = 130

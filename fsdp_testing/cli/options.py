@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import math
+import shutil
 import sys
+import textwrap
 from contextlib import suppress
 from typing import Any
 
@@ -15,11 +17,20 @@ Subparsers = argparse._SubParsersAction  # the only name argparse gives it
 Command = argparse.ArgumentParser
 
 
-def declare(commands: Subparsers[Command], name: str, summary: str, description: str, **others: Any) -> Command:
-    """Declare a command: its name, and what its help says."""
-    plain = argparse.RawDescriptionHelpFormatter if "\n" in description else argparse.HelpFormatter
+def declare(commands: Subparsers[Command], name: str, summary: str, description: str, epilog: str = "") -> Command:
+    """Declare a command: its name, and what its help says, in paragraphs as wide as the terminal."""
+    width = shutil.get_terminal_size().columns - 2  # as argparse does for options
+
+    def filled(text: str) -> str:
+        return "\n\n".join(textwrap.fill(" ".join(part.split()), width) for part in text.split("\n\n"))
+
     return commands.add_parser(
-        name, help=summary, description=description, formatter_class=plain, allow_abbrev=False, **others
+        name,
+        help=summary,
+        description=filled(description),
+        epilog=filled(epilog),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
 
 
@@ -51,6 +62,14 @@ def sizes(text: str) -> tuple[int, ...]:
         if min(found) >= 1:
             return found
     raise argparse.ArgumentTypeError(f"expected sizes of at least 1, such as 2 or 2,3, got {text!r}")
+
+
+def part(text: str) -> tuple[int, int]:
+    """Parse a part, `I/N`."""
+    first, _, of = text.partition("/")
+    if not (first.isdecimal() and of.isdecimal() and 1 <= int(first) <= int(of)):
+        raise argparse.ArgumentTypeError(f"expected I/N with I from 1 to N, such as 2/8, got {text!r}")
+    return int(first), int(of)
 
 
 def add_timeout(group: argparse._ActionsContainer, default: float) -> argparse.Action:

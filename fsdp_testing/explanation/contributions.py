@@ -8,19 +8,21 @@ only if they are small fractions of it, and if the sum with just these weights i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
 
+from fsdp_testing.checkers.explain import ranks_text
 from fsdp_testing.checkers.quantities import Expected
 from fsdp_testing.programs.gradient_terms import ELSEWHERE, GradientTerm, Use
 from fsdp_testing.records import Case, RankObservation
 
 _LARGEST_DENOMINATOR = 64
 _NEAR = 1e-6
-"""How near a weight is to its fraction. The bound of the comparison decides whether the fraction is right."""
+"""How near a weight is to its fraction at least, if it is 1. The bound of the comparison decides whether it is right."""
 _DEPENDENT = 1e-9
 """Singular values below this share of the largest: terms that cannot be told apart."""
 
@@ -80,14 +82,16 @@ def contributions(
     expected: Mapping[str, Expected],
     ranks: Sequence[RankObservation],
     terms: Sequence[GradientTerm],
+    unit_roundoff: float = 0.0,
 ) -> Contributions | None:
     """Return what the wrong gradients after operation `index` are the sum of, or None if that is not certain.
 
     Args:
         index: Operation after which gradients are wrong.
-        expected: What each wrong gradient should be, with its bound.
+        expected: What each wrong gradient should be (zeros where one process has none), with its bound.
         ranks: What each rank reported.
         terms: What each backward added, in one process.
+        unit_roundoff: Of the narrowest dtype in which they are added up, where bounds do not allow for another sum.
     """
     due = {fqn: one.value for fqn, one in expected.items() if one.value is not None}
     held = [_flat(rank, index, due) for rank in ranks]
@@ -98,10 +102,10 @@ def contributions(
             columns = _columns(terms, fqns, due, by_use=by_use)
             wanted = {fqn: expected[fqn] for fqn in fqns}
             if everything is not None:
-                found = _decoded(columns, wanted, everything)
+                found = _decoded(columns, wanted, everything, len(ranks), unit_roundoff)
                 if found is not None and _any_wrong(found):
                     return Contributions(found, fqns, _uses(terms, fqns))
-            parts = [(number, _decoded(columns, wanted, one)) for number, one in by_rank]
+            parts = [(number, _decoded(columns, wanted, one, len(ranks), unit_roundoff)) for number, one in by_rank]
             if parts and all(found is not None for _, found in parts):
                 return _first_wrong(parts, fqns, _uses(terms, fqns))
     return None
@@ -113,7 +117,8 @@ def _first_wrong(
     """What the first rank with wrong weights has, with the other ranks that have the same."""
     for _, found in parts:
         if found is not None and _any_wrong(found):
-            return Contributions(found, fqns, uses, tuple(number for number, other in parts if other == found))
+            ranks = tuple(number for number, other in parts if other == found)
+            return Contributions(found, fqns, uses, ranks if len(ranks) < max(len(parts), 2) else ())
     return None
 
 
@@ -133,8 +138,10 @@ def _flat(rank: RankObservation, index: int, due: Gradients) -> dict[str, torch.
     for fqn, expected in due.items():
         flat = torch.full((expected.numel(),), torch.nan, dtype=torch.float64)
         seen = snapshot.parameters.get(fqn) if snapshot is not None else None
-        for piece in (seen.grad_pieces or ()) if seen is not None else ():
-            flat[piece.start : piece.stop] = piece.value.double()
+        if seen is not None:
+            for piece in seen.pieces if seen.grad_pieces is None else seen.grad_pieces:
+                # Where there is no gradient, there is nothing of any term.
+                flat[piece.start : piece.stop] = 0.0 if seen.grad_pieces is None else piece.value.double()
         result[fqn] = flat
     return result
 
@@ -169,7 +176,7 @@ def _columns(
 
 
 def _decoded(
-    columns: Mapping[_Key, Gradients], wanted: Mapping[str, Expected], got: Gradients
+    columns: Mapping[_Key, Gradients], wanted: Mapping[str, Expected], got: Gradients, size: int, unit_roundoff: float
 ) -> tuple[Weight, ...] | None:
     """The weights of the terms in `got`; None if they are not unique, no fractions, or do not give these numbers."""
     due = torch.cat([one.value.double().reshape(-1) for one in wanted.values() if one.value is not None])
@@ -179,18 +186,26 @@ def _decoded(
     if not columns or int(known.sum()) < len(columns):
         return None
     matrix = torch.stack([torch.cat([column[fqn] for fqn in wanted]) for column in columns.values()], dim=1)[known]
-    size = matrix.abs().amax(dim=0)
-    if not bool((size > 0).all()) or not _independent(matrix / size) or bool(have[known.logical_not()].isinf().any()):
+    largest = matrix.abs().amax(dim=0)
+    if not bool((largest > 0).all()) or not _independent(matrix / largest) or bool(have[~known].isinf().any()):
         return None
-    solved = torch.linalg.lstsq(matrix / size, torch.stack([due, have], dim=1)[known]).solution / size[:, None]
-    unit = float(solved[:, 0].abs().max())
-    if unit == 0.0:
+    solver = torch.linalg.pinv(matrix / largest) / largest[:, None]
+    solved = solver @ torch.stack([due, have], dim=1)[known]
+    # A sound term counts once in the mean over ranks; where no term is due, nothing else tells.
+    unit = float(solved[:, 0].abs().max()) if bool(due[known].any()) else 1.0 / size
+    # Rounded each time that a term is added, divided or cast.
+    rounded = (len(columns) + size + 2) * unit_roundoff * unit * matrix.abs().sum(dim=1)
+    often = max(1.0, float(solved[:, 1].abs().max()) / unit)
+    apart = often * max(_NEAR, float((solver.abs() @ rounded).max()) / unit)
+    denominator = min(_LARGEST_DENOMINATOR, math.isqrt(int(1 / (2 * apart))))
+    if denominator < 2 * size:
         return None
-    expected, weights = ([_fraction(float(value) / unit) for value in solved[:, side]] for side in (0, 1))
+    pairs = [[_fraction(float(value) / unit, denominator, apart) for value in solved[:, side]] for side in (0, 1)]
+    expected, weights = pairs
     if None in weights or set(expected) - {Fraction(0), Fraction(1)}:
         return None
     exact = torch.tensor([float(weight or 0) for weight in weights], dtype=torch.float64)
-    room = bound[known] * max(1.0, float(exact.abs().max()))
+    room = (bound[known] + rounded) * max(1.0, float(exact.abs().max()))
     if not bool(((matrix @ (exact * unit) - have[known]).abs() <= room).all()):
         return None
     return tuple(
@@ -208,9 +223,10 @@ def _independent(matrix: torch.Tensor) -> bool:
     return float(spread[-1]) > _DEPENDENT * float(spread[0])
 
 
-def _fraction(value: float) -> Fraction | None:
-    near = Fraction(value).limit_denominator(_LARGEST_DENOMINATOR)
-    return near if abs(float(near) - value) <= _NEAR * max(1.0, abs(value)) else None
+def _fraction(value: float, denominator: int, apart: float) -> Fraction | None:
+    """The one fraction that `value` can be, of those with small denominators; two of them are further apart."""
+    near = Fraction(value).limit_denominator(denominator)
+    return near if abs(float(near) - value) <= apart else None
 
 
 # ---------------------------------------------------------------------------------------------------------- sentences
@@ -219,7 +235,7 @@ def _fraction(value: float) -> Fraction | None:
 def sentence(case: Case, found: Contributions) -> str:
     """Return what is wrong with the sum, such as "the gradient of a on rank 1 lacks operation 0 of rank 2"."""
     name = found.fqns[0] if len(found.fqns) == 1 else f"{found.fqns[0]} (and of {len(found.fqns) - 1} more)"
-    where = f" on rank {', '.join(map(str, found.ranks))}" if found.ranks else ""
+    where = f" on {ranks_text(found.ranks)}" if found.ranks else ""
     return f"the gradient of {name}{where} {', and '.join(_clauses(case, found))}"
 
 
@@ -244,15 +260,17 @@ def _clauses(case: Case, found: Contributions) -> list[str]:
     extra = [weight for weight in found.weights if not weight.due and weight.got]
     if extra:
         often = {weight.got for weight in extra}
-        suffix = "" if often == {Fraction(1)} else f" {_times(max(often))}"
-        clauses.append(f"still contains {_terms(case, found, extra).rstrip(',')}, which was cleared{suffix}")
+        terms = f"{_terms(case, found, extra).rstrip(',')}, which was cleared"
+        clauses.append(
+            f"still contains {terms}" if often == {Fraction(1)} else f"still counts {terms}, {_times(max(often))}"
+        )
     return clauses
 
 
 def _of_all(found: Contributions, factor: Fraction, size: int) -> str:
     """Every term counts so many times; "as if" says what would do that, and no more."""
     if not factor:
-        return "is zero"
+        return "lacks every term"
     often = f"{factor} times what is due" if factor > 1 else f"{factor} of what is due"
     busy = len({weight.rank for weight in found.weights if weight.due})
     if found.uses > 1 and factor in (found.uses, Fraction(1, found.uses)):

@@ -31,6 +31,8 @@ def render(finding: Finding, like: Hypothesis | None, unsharded: UnshardedUnits,
         return f"{after}: {cast}; {_what_is_wrong(finding)}, and is what one process gives with that cast."
     if like is None:
         return f"{wrong}."
+    if like.pattern is not None:
+        return f"{wrong}, and is {like.pattern.words}."
     return f"{after}: {clause(case, like, unsharded)}; {_what_is_wrong(finding)}, {_equal_to(case, like)}."
 
 
@@ -49,6 +51,8 @@ def clause(case: Case, like: Hypothesis, unsharded: UnshardedUnits) -> str:
     """Return what happened, without the schedule and the numbers."""
     if like.contributions is not None:
         return sentence(case, like.contributions)
+    if like.pattern is not None:
+        return f"what is wrong is {like.pattern.words}"
     operation = case.program[like.left_out]
     name = f"operation {like.left_out}, {operation.words()}"
     if like.kinds == {"result"} and operation.writes_parameters:

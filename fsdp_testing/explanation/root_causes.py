@@ -10,25 +10,30 @@ it is enough that the program holds the schedule.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from fsdp_testing.checkers import gathered_state
 from fsdp_testing.checkers.comparison import Comparison
+from fsdp_testing.checkers.gathered_state import GatheredState
 from fsdp_testing.checkers.lifecycle import unsharded_before
 from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.explanation.casts import other_cast
 from fsdp_testing.explanation.hypotheses import Hypothesis, WrongNumbers, contradict
+from fsdp_testing.explanation.modules import first_wrong_module
 from fsdp_testing.explanation.rendering import clause, render
 from fsdp_testing.explanation.shortest import Budget, shorten, with_schedule
 from fsdp_testing.implementations import registry
 from fsdp_testing.judging.case_runner import ORDINARY, CaseRunner, RunMode
+from fsdp_testing.judging.numbers import compare_numbers
 from fsdp_testing.judging.signature import FineSignature, Signature, fine_signature_of, signature_of
 from fsdp_testing.programs import rank_jobs
 from fsdp_testing.programs.fitting import as_observed
 from fsdp_testing.programs.gradient_terms import GradientTerm
+from fsdp_testing.programs.module_values import WatchedObservation
 from fsdp_testing.records import (
     LOSES_RANKS,
     RAISES,
@@ -166,7 +171,9 @@ def cause_of(runner: CaseRunner, implementation: str, case: Case) -> str:
         return ""
     explainer = _Explainer(runner, implementation, Budget(0.0), False)
     like = explainer.hypothesis(finding, how, None)
-    return explainer.cast(finding, how) if like is None else clause(finding.case, like, {})
+    happened = explainer.cast(finding, how) if like is None or like.pattern is not None else ""
+    happened = happened or ("" if like is None else clause(finding.case, like, {}))
+    return "; ".join(filter(None, (happened, explainer.module(finding, how))))
 
 
 @dataclass(slots=True)
@@ -178,6 +185,8 @@ class _Explainer:
     _budget: Budget
     _draw: bool
     _expectations: dict[str, Expectation] = field(default_factory=dict)
+    _added_up: list[_Cause] = field(default_factory=list)
+    """Causes of which it is known what wrong gradients are the sum of: the same sum is the same cause, however it looks."""
 
     def causes(self, places: Sequence[_Failing]) -> list[_Cause]:
         """Return every root cause found, each with the findings that belong to it."""
@@ -190,7 +199,9 @@ class _Explainer:
             if cause is None:
                 if self._budget.exhausted:
                     continue
-                alike = found.setdefault(fine.alike, [])
+                # Where ranks hold the same, they may disagree in what diverges where each holds a part.
+                kind = FailureKind.DIVERGED if fine.alike.kind in WRONG_NUMBERS else fine.alike.kind
+                alike = found.setdefault(fine.alike._replace(kind=kind), [])
                 cause = self._same(place, alike) or self._new(place, alike)
                 here.append(cause)
             cause.members.append(place)
@@ -204,16 +215,22 @@ class _Explainer:
         return judge
 
     def _same(self, place: _Failing, causes: Sequence[_Cause]) -> _Cause | None:
-        """The cause whose schedule shows this failure too, with numbers that do not contradict it."""
+        """The cause whose schedule shows this failure too, with numbers that do not contradict it.
+
+        Wrong gradients may look different (None, other numbers, not alike on all ranks) and be the same wrong sum.
+        """
         if place.how is None:
             return None
-        for cause in causes:
+        others = [one for one in self._added_up if one not in causes] if place.finding.sort == "gradient" else []
+        for cause in (*causes, *others):
             for case in with_schedule(place.finding.case, cause.explanation.case.program):
-                found = self._judge(place.how)(case)
-                if found is not None and signature_of(found) == signature_of(place.finding):
-                    known = cause.hypothesis
-                    if known is None or not contradict(self.hypothesis(found, place.how, None), known):
-                        return cause
+                found, known = self._judge(place.how)(case), cause.hypothesis
+                alike = found is not None and signature_of(found) == signature_of(place.finding)
+                if found is None or not (alike or (cause in others and found.sort == "gradient")):
+                    continue
+                like = None if known is None else self.hypothesis(found, place.how, None)
+                if (alike or like is not None) and not contradict(like, known):
+                    return cause
         return None
 
     def _new(self, place: _Failing, causes: list[_Cause]) -> _Cause:
@@ -225,10 +242,12 @@ class _Explainer:
         case = short.finding.case
         traced = self._traced(short.finding)
         like = self.hypothesis(short.finding, place.how, traced)
-        for known in causes:
+        alike = [*causes, *(known for known in self._added_up if like is not None and like.contributions)]
+        for known in alike:
             if known.shape == _shape(case) and not contradict(like, known.hypothesis):
                 return known
-        cast = self.cast(short.finding, place.how) if like is None else ""
+        # A cast that gives the very numbers says more than what they are like.
+        cast = self.cast(short.finding, place.how) if like is None or like.pattern is not None else ""
         unsharded = unsharded_before(traced.history, like.left_out) if traced is not None and like is not None else {}
         explanation = Explanation(
             sentence=render(short.finding, like, unsharded, cast),
@@ -238,6 +257,7 @@ class _Explainer:
             runs=budget.runs,
             seconds=budget.seconds,
             complete=short.complete,
+            place="" if self._budget.exhausted else self.module(short.finding, place.how),
             portrait=portrait_of(traced) if traced is not None and self._draw else None,
         )
         return self._cause(short.finding, explanation, causes, like)
@@ -256,6 +276,8 @@ class _Explainer:
         label = f"{kind}: {sort} in {operation} ({' > '.join(_shape(explanation.case))})"
         cause = _Cause(label if not causes else f"{label}, number {len(causes) + 1}", explanation, hypothesis)
         causes.append(cause)
+        if hypothesis is not None and hypothesis.contributions is not None:
+            self._added_up.append(cause)
         return cause
 
     def hypothesis(self, finding: Finding, how: How, traced: Trace | None) -> Hypothesis | None:
@@ -272,7 +294,10 @@ class _Explainer:
         with suppress(HarnessError):  # an oracle that cannot run a variant leaves the failure without a hypothesis
             ranks = self._runner.observe(self._name, finding.case, observe_all=True)
             comparison = as_observed(how.comparison, registry.adapter_of(self._name))
-            return WrongNumbers(finding.case, ranks, comparison, self._oracle, self._terms).hypothesis(unsharded)
+            adopted = gathered_state.states(ranks) if comparison.lockstep else None
+            oracle = self._oracle if adopted is None else partial(self._lockstep, adopted=adopted)
+            terms = partial(self._terms, adopted=adopted)
+            return WrongNumbers(finding.case, ranks, comparison, oracle, terms).hypothesis(unsharded)
         return None
 
     def cast(self, finding: Finding, how: How) -> str:
@@ -282,16 +307,32 @@ class _Explainer:
             return ""
         with suppress(HarnessError):  # an oracle that cannot run a variant leaves the failure without a cause
             ranks = self._runner.observe(self._name, finding.case, observe_all=True)
-            adopted = gathered_state.states(ranks)
-
-            def oracle(case: Case) -> Expectation:
-                expected: Expectation = self._runner.on_ranks(
-                    rank_jobs.expect_lockstep, case, self._name, adopted, size=1
-                )[0]
-                return expected
-
+            oracle = partial(self._lockstep, adopted=gathered_state.states(ranks))
             return other_cast(finding.case, ranks, as_observed(how.comparison, registry.adapter_of(self._name)), oracle)
         return ""
+
+    def module(self, finding: Finding, how: How) -> str:
+        """Which module is the first whose numbers are wrong; empty if that is not seen, or not with modules watched."""
+        if finding.kind not in WRONG_NUMBERS or how.mode != ORDINARY:
+            return ""
+        with suppress(HarnessError):  # what cannot be watched is explained without it
+            case, watched = finding.case, RunMode(job=rank_jobs.run_watched)
+            seen = self._runner.judge(self._name, case, how.comparison, closely=True, mode=watched)
+            ranks = [one for one in seen.ranks if isinstance(one, WatchedObservation)]
+            same = seen.finding is not None and signature_of(seen.finding) == signature_of(finding)
+            if not same or len(ranks) < case.world.size:
+                return ""
+            adopted = gathered_state.states(ranks) if how.comparison.lockstep else None
+            expected = self._runner.on_ranks(rank_jobs.expect_modules, case, self._name, adopted, size=1)[0]
+            truth = self._oracle(case) if adopted is None else self._lockstep(case, adopted)
+            comparison = as_observed(how.comparison, registry.adapter_of(self._name))
+            wrong = compare_numbers(case, truth, ranks, comparison).tally.divergences
+            return first_wrong_module(case, finding.operation, expected, [one.modules or {} for one in ranks], wrong)
+        return ""
+
+    def _lockstep(self, case: Case, adopted: Mapping[int, GatheredState]) -> Expectation:
+        expected: Expectation = self._runner.on_ranks(rank_jobs.expect_lockstep, case, self._name, adopted, size=1)[0]
+        return expected
 
     def _traced(self, finding: Finding) -> Trace | None:
         claimed = "unit_trace" in registry.adapter_of(self._name).capabilities
@@ -308,8 +349,8 @@ class _Explainer:
             self._expectations[case.identity] = self._runner.on_ranks(rank_jobs.expect_free, case, True, size=1)[0]
         return self._expectations[case.identity]
 
-    def _terms(self, case: Case, last: int) -> Sequence[GradientTerm]:
-        terms: Sequence[GradientTerm] = self._runner.on_ranks(rank_jobs.gradient_terms, case, last, size=1)[0]
+    def _terms(self, case: Case, last: int, adopted: Mapping[int, GatheredState] | None) -> Sequence[GradientTerm]:
+        terms: Sequence[GradientTerm] = self._runner.on_ranks(rank_jobs.gradient_terms, case, last, adopted, size=1)[0]
         return terms
 
 

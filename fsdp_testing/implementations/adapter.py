@@ -59,8 +59,11 @@ class TorchStyle:
         load_sharded_state_dict: Load what `sharded_state_dict` gave on the same world size.
         local_state_dict: This rank's shards as they lie in memory, for a model that is wrapped just so; no collective.
         load_local_state_dict: Load what `local_state_dict` gave on the same rank.
-        full_optimizer_state: `{"state": {fqn: {name: value}}, "param_groups": [...]}` with complete tensors, on every rank.
+        full_optimizer_state: `{"state": {fqn: {name: value}}, "param_groups": [...]}` with complete tensors, on every rank;
+            each group names its parameters under `params`.
         load_full_optimizer_state: Load what `full_optimizer_state` gave, also into a fresh optimizer.
+        sharded_optimizer_state: This rank's part in the same form, as torch.distributed.checkpoint saves it and fills it.
+        load_sharded_optimizer_state: Load what `sharded_optimizer_state` gave and torch.distributed.checkpoint filled.
         register_comm_hook: `(model, state, hook)`: the user's hook reduces gradients from now on; called once, before the
             first forward. Once per unit and synchronised backward the hook is called with `state`, the unit's whole
             gradient on this rank (flat, undivided, in the dtype that goes on the wire) and, where the unit is sharded,
@@ -109,6 +112,8 @@ class TorchStyle:
     load_local_state_dict: Callable[[Model, State], None] = LEFT_OUT
     full_optimizer_state: Callable[[Model, Optimizer], State] = LEFT_OUT
     load_full_optimizer_state: Callable[[Model, Optimizer, State], None] = LEFT_OUT
+    sharded_optimizer_state: Callable[[Model, Optimizer], State] = LEFT_OUT
+    load_sharded_optimizer_state: Callable[[Model, Optimizer, State], None] = LEFT_OUT
     register_comm_hook: Callable[[Model, object, Callable[..., Any]], None] = LEFT_OUT
     unshard: Callable[[Model, str], None] = LEFT_OUT
     reshard: Callable[[Model, str], None] = LEFT_OUT

@@ -63,6 +63,8 @@ OPTIONAL_WITHOUT_DEFAULT = (
     "load_local_state_dict",
     "full_optimizer_state",
     "load_full_optimizer_state",
+    "sharded_optimizer_state",
+    "load_sharded_optimizer_state",
     "register_comm_hook",
     "unshard",
     "reshard",

@@ -66,8 +66,16 @@ def validate(adapter: Adapter, run_on_ranks: Callable[..., list[Any]], world_siz
 
 
 def _account(failed: WorldFailed) -> str:
-    """Return what the ranks that raised said, each text once; the whole account where none did (a rank died or hung)."""
-    errors = [rank.error for rank in getattr(failed.outcome, "ranks", ()) if rank.error is not None]
+    """Return what the ranks that raised said, each text once; the whole account where one died, or none raised.
+
+    What the others raise after a death (that a connection was closed) is no cause.
+    """
+    ranks = getattr(failed.outcome, "ranks", ())
+    dead = [rank for rank in ranks if rank.fate == "died"]
+    if dead:
+        said = "\n".join(f"  - {rank.headline()} in `wrap`, or in what the adapter shows of it" for rank in dead)
+        return f"{said}\n{failed}"
+    errors = [rank.error for rank in ranks if rank.error is not None]
     texts = [error.message for error in errors if error.type_name.endswith("InvalidImplementation")]
     return "\n".join(f"  - {text}" for text in dict.fromkeys(texts)) or str(failed)
 

@@ -6,11 +6,11 @@ every implementation, strategy and wrapping.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from fsdp_testing.checkers import gathered_state
 from fsdp_testing.checkers.comparison import Comparison
@@ -19,9 +19,11 @@ from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.errors import PoolBroken
 from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
+from fsdp_testing.judging.concurrency import Shared, in_order
 from fsdp_testing.judging.judge import Judgement, Review, judge
 from fsdp_testing.judging.numbers import Numbers, compare_numbers
 from fsdp_testing.pool import Pool, WorldOutcome, default_pool
+from fsdp_testing.pool.world_on_loan import PooledWorld
 from fsdp_testing.programs import rank_jobs
 from fsdp_testing.programs.fitting import as_observed, fitted, oracle_view
 from fsdp_testing.records import (
@@ -39,6 +41,8 @@ from fsdp_testing.run import raise_unless_ok
 
 _ORACLE_CACHE = 512
 _KEPT = 16
+
+A = TypeVar("A")
 
 LOCATABLE = (FailureKind.DIVERGED, FailureKind.DISAGREED, FailureKind.MISSING)
 """Kinds of findings whose first operation an observation after every operation may show."""
@@ -87,10 +91,11 @@ class JudgedCase:
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """One case on one implementation, and how it is judged."""
+    """One case on one implementation, and how it is judged; its identity is made once, which takes a while."""
 
     adapter: Adapter
     case: Case
+    identity: str
     comparison: Comparison
     mode: RunMode
 
@@ -104,7 +109,7 @@ class _Unjudged(Exception):
 
 
 class CaseRunner:
-    """Runs cases on the worlds of one pool.
+    """Runs cases on the worlds of one pool; several threads may each have a case judged.
 
     Args:
         pool: Where worlds come from; the process's own by default.
@@ -114,8 +119,11 @@ class CaseRunner:
     def __init__(self, pool: Pool | None = None, *, timeout: float = 60.0) -> None:
         self._pool = pool or default_pool()
         self._timeout = timeout
-        self._expectations: OrderedDict[str, Expectation] = OrderedDict()
-        self._kept: OrderedDict[Any, WorldOutcome] = OrderedDict()
+        self._expectations: Shared[Expectation] = Shared(_ORACLE_CACHE)
+        self._kept: Shared[WorldOutcome] = Shared(_KEPT)
+        self._lock = threading.Lock()
+        self._busy: set[PooledWorld] = set()
+        self._interrupted = False
 
     @property
     def pool(self) -> Pool:
@@ -141,7 +149,7 @@ class CaseRunner:
         closely = closely or comparison.lockstep
         adapter = registry.adapter_of(implementation)
         case = fitted(case, adapter)
-        asked = _Question(adapter, case, as_observed(comparison, adapter), mode)
+        asked = _Question(adapter, case, case.identity, as_observed(comparison, adapter), mode)
         try:
             found, ranks = self._attempt(asked, observe_all=closely)
             if found.finding is not None and found.finding.kind in LOCATABLE and not closely:
@@ -152,7 +160,7 @@ class CaseRunner:
             found, ranks = Judgement(Verdict.UNKNOWN, reason=str(reason)), ()
         except PoolBroken as broken:
             found, ranks = Judgement(Verdict.UNKNOWN, reason=f"the pool was lost: {broken}"), ()
-        return JudgedCase(_outcome(case, found, start), found.finding, ranks)
+        return JudgedCase(_outcome(asked, found, start), found.finding, ranks)
 
     def on_ranks(self, function: Callable[..., Any], *args: Any, size: int) -> list[Any]:
         """Call `function(*args)` on a world of the runner's pool; raise `WorldFailed` unless every rank returned."""
@@ -180,13 +188,12 @@ class CaseRunner:
         case, mode = asked.case, asked.mode
         name = asked.adapter.reference
         arguments = (asked.adapter, case, observe_all, *mode.arguments)
-        key = (name, case.identity, mode.job, observe_all)
-        outcome = self._kept.get(key) if mode.kept else None
-        if outcome is None:
-            outcome = self._execute(case.world, mode.job, arguments, f"{name} {case.identity}")
-        if mode.kept and outcome.ok:
-            self._kept[key] = outcome
-            self._kept.popitem(last=False) if len(self._kept) > _KEPT else None
+
+        def run() -> WorldOutcome:
+            return self._execute(case.world, mode.job, arguments, f"{name} {asked.identity}")
+
+        key = (name, asked.identity, mode.job, observe_all)
+        outcome = self._kept.get(key, run, keep=lambda ran: ran.ok) if mode.kept else run()
         ranks = _observations(outcome)
 
         def ask(seen: Sequence[RankObservation]) -> Numbers:
@@ -227,13 +234,8 @@ class CaseRunner:
         return self._free_expectation(case, observe_all=observe_all)
 
     def _free_expectation(self, case: Case, *, observe_all: bool) -> Expectation:
-        key = f"{oracle_view(case).identity}/{observe_all}"
-        if key not in self._expectations:
-            self._expectations[key] = self._ask_oracle(rank_jobs.expect_free, (case, observe_all), case)
-            if len(self._expectations) > _ORACLE_CACHE:
-                self._expectations.popitem(last=False)
-        self._expectations.move_to_end(key)
-        return self._expectations[key]
+        key = oracle_view(case).identity, observe_all
+        return self._expectations.get(key, lambda: self._ask_oracle(rank_jobs.expect_free, (case, observe_all), case))
 
     def _ask_oracle(self, job: Callable[..., Expectation], arguments: tuple[Any, ...], case: Case) -> Expectation:
         outcome = self._execute(WorldSpec(1), job, arguments, f"oracle {case.identity}")
@@ -247,9 +249,31 @@ class CaseRunner:
     def _execute(self, spec: WorldSpec, job: Callable[..., Any], arguments: tuple[Any, ...], name: str) -> WorldOutcome:
         world = self._pool.world(spec.size, backend=spec.backend)
         try:
+            with self._lock:
+                if self._interrupted:
+                    raise PoolBroken("the run was interrupted")
+                self._busy.add(world)
             return world.execute(job, arguments, timeout=self._timeout, name=name)
         finally:
+            with self._lock:
+                self._busy.discard(world)
             world.release()
+
+    def side_by_side(self, tasks: Sequence[Callable[[], A]], jobs: int) -> Generator[A]:
+        """Yield what the tasks return, in their order, with up to `jobs` under way, each on worlds of its own.
+
+        If the iteration ends early, the ranks of tasks under way are ended, and what they ask for later is refused.
+        """
+        try:
+            yield from in_order(tasks, jobs, self._interrupt)
+        finally:
+            self._interrupted = False
+
+    def _interrupt(self) -> None:
+        with self._lock:
+            self._interrupted = True
+            for world in self._busy:
+                world.kill_ranks()
 
 
 def _observations(outcome: WorldOutcome) -> tuple[RankObservation, ...]:
@@ -262,13 +286,13 @@ def _reason(found: Judgement) -> str:
     return f"{found.reason}\n{found.detail}".strip()
 
 
-def _outcome(case: Case, found: Judgement, start: float) -> CaseOutcome:
+def _outcome(asked: _Question, found: Judgement, start: float) -> CaseOutcome:
     counted = found.tally if found.verdict is not Verdict.UNKNOWN else Compared()
     return CaseOutcome(
-        identity=case.identity,
+        identity=asked.identity,
         verdict=found.verdict,
-        world_size=case.world.size,
-        strategy=case.strategy,
+        world_size=asked.case.world.size,
+        strategy=asked.case.strategy,
         seconds=time.perf_counter() - start,
         worst_ratio=counted.worst_ratio,
         comparisons=counted.comparisons,

@@ -78,7 +78,13 @@ class Recorder:
         self._deadlocks = deadlock.Deadlocks(memory, rank)
         # Starts of file names of code that issues collectives for others: torch, this package, what wraps calls.
         torch = importlib.util.find_spec("torch")
-        folders = [str(Path(__file__).parent), *((torch and torch.submodule_search_locations) or ())]
+        here = Path(__file__).parent
+        # What stands in for functions of torch while a training is watched is no caller either.
+        folders = [
+            str(here),
+            str(here.parent / "training_check"),
+            *((torch and torch.submodule_search_locations) or ()),
+        ]
         self._skipped = ("<frozen", "<string>", contextlib.__file__, *(f"{folder}/" for folder in folders))
         self._rare = threading.Lock()
         self.listener: Listener | None = None

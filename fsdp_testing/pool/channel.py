@@ -30,11 +30,12 @@ def rebuild_tensor(data: bytes, dtype: str, shape: tuple[int, ...], requires_gra
     count = 1
     for extent in shape:
         count *= extent
-    flat = torch.frombuffer(bytearray(data), dtype=kind) if count else torch.empty(0, dtype=kind)
-    tensor = flat.reshape(shape)
+    tensor = torch.frombuffer(bytearray(data), dtype=kind) if count else torch.empty(0, dtype=kind)
+    if shape != (count,):
+        tensor = tensor.reshape(shape)
     if is_parameter:
         return torch.nn.Parameter(tensor, requires_grad=requires_grad)
-    return tensor.requires_grad_(requires_grad)
+    return tensor.requires_grad_() if requires_grad else tensor
 
 
 def reduce_tensor(tensor: Any) -> tuple[Any, ...]:
@@ -44,8 +45,14 @@ def reduce_tensor(tensor: Any) -> tuple[Any, ...]:
     """
     import torch
 
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    data = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    try:
+        data = tensor.detach().numpy().tobytes()  # most of what ranks report, and several times as fast
+    except (
+        TypeError,
+        RuntimeError,
+    ):  # on a device, lazily conjugated or negated, or of a dtype that numpy does not know
+        plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        data = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
     dtype = str(tensor.dtype).removeprefix("torch.")
     parameter = type(tensor) is torch.nn.Parameter
     return rebuild_tensor, (data, dtype, tuple(tensor.shape), bool(tensor.requires_grad), parameter)

@@ -20,7 +20,7 @@ from fsdp_testing.pool.server import ForkServer
 from fsdp_testing.pool.world import current_world, inside_rank
 from fsdp_testing.pool.world_on_loan import PooledWorld, WorldKey
 
-_MOST_PROCESSES = 256
+MOST_PROCESSES = 256
 _MOST_IDLE_RANKS = 64
 # What ranks are made with and watched by. Windows has none of it, macOS some: asked when ranks are, never at import.
 _NEEDED = ((os, "fork"), (os, "register_at_fork"), (os, "memfd_create"), (socket, "SOCK_SEQPACKET"), (select, "poll"))
@@ -203,9 +203,9 @@ def _validate(size: int, backend: str, isolation: str) -> None:
         raise InvalidArgument(
             f"world: expected a backend among {known}, got {backend!r}. Check the name or register it."
         )
-    if size > _MOST_PROCESSES and not backend_named(backend).single_process:
+    if size > MOST_PROCESSES and not backend_named(backend).single_process:
         raise InvalidArgument(
-            f"world: expected at most {_MOST_PROCESSES} ranks that are processes of this machine, got {size}. "
+            f"world: expected at most {MOST_PROCESSES} ranks that are processes of this machine, got {size}. "
             "Use backend='fake', which runs any rank of any size in one process."
         )
 

@@ -85,6 +85,10 @@ class RankProgram:
         self.model = self._model_of(self.case, {})
         if not builds_late(self.case):
             self.build_optimizer()
+        self.run_operations(observe_all=observe_all)
+
+    def run_operations(self, *, observe_all: bool = False) -> None:
+        """Run the case's operations on the model as it is, and take a snapshot at the end."""
         for planned in plan(self.case):
             self.index = planned.index
             if planned.void:

@@ -6,7 +6,7 @@ contribution of that call. What is used in any other way is the rest of the grad
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_testing.checkers.gathered_state import GatheredState
 from fsdp_testing.programs import models
 from fsdp_testing.programs.pending import LocalGradients
 from fsdp_testing.programs.replay import Replay
@@ -43,9 +44,17 @@ class GradientTerm:
     uses: dict[str, dict[Use, torch.Tensor]]
 
 
-def gradient_terms(case: Case, last: int) -> tuple[GradientTerm, ...]:
-    """Return the terms of every gradient that exists after operation `last`, in the order in which they came into being."""
-    replay = _TermReplay(replace(case, program=case.program[: last + 1]))
+def gradient_terms(
+    case: Case, last: int, adopted: Mapping[int, GatheredState] | None = None
+) -> tuple[GradientTerm, ...]:
+    """Return the terms of every gradient that exists after operation `last`, in the order in which they came into being.
+
+    Args:
+        case: The case.
+        last: Index of an operation.
+        adopted: The implementation's state after every operation, for a replay in lockstep; None for a free one.
+    """
+    replay = _TermReplay(replace(case, program=case.program[: last + 1]), adopted)
     replay.run()
     return tuple(replay.terms)
 
@@ -53,8 +62,8 @@ def gradient_terms(case: Case, last: int) -> tuple[GradientTerm, ...]:
 class _TermReplay(Replay):
     """The oracle's run of a program, with the terms that it adds up."""
 
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
+    def __init__(self, case: Case, adopted: Mapping[int, GatheredState] | None) -> None:
+        super().__init__(case, adopted=adopted)
         self.terms: list[GradientTerm] = []
         self._uses: dict[int, dict[str, dict[Use, torch.Tensor]]] = {}
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from fsdp_testing.checkers.gathered_state import GatheredState
-from fsdp_testing.checkers.quantities import Expectation
+from fsdp_testing.checkers.quantities import Expectation, Expected
 from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.ledger.interception import listen
@@ -18,6 +18,8 @@ from fsdp_testing.programs.accounts import AccountedObservation, AccountedProgra
 from fsdp_testing.programs.execute import RankProgram
 from fsdp_testing.programs.gradient_terms import GradientTerm
 from fsdp_testing.programs.gradient_terms import gradient_terms as terms_of
+from fsdp_testing.programs.module_values import Seen, WatchedObservation, WatchedProgram
+from fsdp_testing.programs.module_values import expect_modules as modules_of
 from fsdp_testing.programs.setup import division_of
 from fsdp_testing.records import Case, RankObservation
 
@@ -65,13 +67,33 @@ def expect_free(case: Case, observe_all: bool) -> Expectation:
         return oracle.expect_free(case, observe_all=observe_all)
 
 
+def run_watched(implementation: Adapter | str, case: Case, observe_all: bool) -> RankObservation | Failed:
+    """Run `case` through an implementation, with what every call of every module computes.
+
+    Collectives: those of the implementation; every rank of the world runs the same call.
+    """
+    program = WatchedProgram(case, registry.adapter_of(implementation), current_world().rank)
+    seen = run_program(program, observe_all)
+    return seen if isinstance(seen, Failed) else seen.extended(WatchedObservation, modules=program.watch.values)
+
+
+def expect_modules(
+    case: Case, implementation: Adapter | str, adopted: Mapping[int, GatheredState] | None
+) -> dict[Seen, Expected]:
+    """Return what every call of every module gives in one process, in this process alone."""
+    with no_warnings():
+        return modules_of(case, division_of(case, registry.adapter_of(implementation)), adopted)
+
+
 def expect_lockstep(case: Case, implementation: Adapter | str, adopted: Mapping[int, GatheredState]) -> Expectation:
     """Run the oracle in lockstep with what an implementation did, in this process alone."""
     with no_warnings():
         return oracle.expect_lockstep(case, division_of(case, registry.adapter_of(implementation)), adopted)
 
 
-def gradient_terms(case: Case, last: int) -> tuple[GradientTerm, ...]:
+def gradient_terms(
+    case: Case, last: int, adopted: Mapping[int, GatheredState] | None = None
+) -> tuple[GradientTerm, ...]:
     """Return what each backward added to gradients, up to operation `last`, in this process alone."""
     with no_warnings():
-        return terms_of(case, last)
+        return terms_of(case, last, adopted)

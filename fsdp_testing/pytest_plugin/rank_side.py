@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from fsdp_testing import compat
+from fsdp_testing.errors import CollectiveMismatch
 from fsdp_testing.pool.hygiene import Snapshot, take_snapshot
 from fsdp_testing.pool.world import World, current_world
 from fsdp_testing.pytest_plugin.records import Phase, WarningRecord
@@ -23,6 +24,14 @@ from fsdp_testing.pytest_plugin.selection import SIZE_FIXTURE, collected_id, par
 from fsdp_testing.records.dirt import Dirt
 
 NAME = "fsdp_testing.rank"
+# Between a user's call of a collective and the mismatch that the ledger raises there.
+_NOTICING = (
+    "torch/distributed/distributed_c10d.py",
+    "torch/distributed/c10d_logger.py",
+    "fsdp_testing/ledger/interception.py",
+    "fsdp_testing/ledger/recorder.py",
+)
+_TORCHS_LOG = re.compile(r"\w+ +c10d-NullHandler-default:")
 _SET_PER_TEST = frozenset({"warnings filters", "logging"})
 
 
@@ -73,9 +82,23 @@ class RankPlugin:
         """Return how many leading nodes of `chain` have fixtures set up, counted up to the deepest that has."""
         return max((i + 1 for i, node in enumerate(chain) if node in self._guards), default=0)
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_makereport(self, call: pytest.CallInfo[Any]) -> None:
+        """Let the account of a mismatch end where the collective was called: how it was noticed helps nobody."""
+        if call.excinfo is None or not isinstance(call.excinfo.value, CollectiveMismatch):
+            return
+        last = trace = call.excinfo.value.__traceback__
+        while trace is not None:
+            if not trace.tb_frame.f_code.co_filename.endswith(_NOTICING):
+                last = trace
+            trace = trace.tb_next
+        if last is not None:
+            last.tb_next = None
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         plain = report.outcome == "passed" and not report.sections
         longrepr = None
+        report.sections = [(title, text) for title, text in map(_without_torchs_log, report.sections) if text]
         if not plain:
             data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
             longrepr = data["longrepr"]
@@ -239,6 +262,14 @@ class RankTemporaryPaths:
         path = self._base / name
         path.mkdir(exist_ok=True)
         return path
+
+
+def _without_torchs_log(section: tuple[str, str]) -> tuple[str, str]:
+    """Leave out the lines in which torch logs that a collective raised: the exception itself is told."""
+    title, text = section
+    if not title.startswith("Captured log"):
+        return section
+    return title, "\n".join(line for line in text.splitlines() if not _TORCHS_LOG.match(line))
 
 
 def group_count() -> int:

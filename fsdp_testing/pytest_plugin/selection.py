@@ -91,6 +91,14 @@ def world_request(item: pytest.Item) -> WorldRequest:
     return request.at(size if size is not None else request.sizes[0])
 
 
+def size_words(item: pytest.Item) -> set[str]:
+    """Return the word by which `-k` selects a marked item by its size; none where the marker is wrong."""
+    try:
+        return {f"world{world_request(item).size}"}
+    except InvalidArgument:
+        return set()  # told where tests that cannot run are told
+
+
 def refusal_to_draw(item: pytest.Item) -> str | None:
     """Return why a Hypothesis test cannot run on ranks; None for a test that draws nothing, or the same everywhere."""
     function: Any = getattr(item, "obj", None)

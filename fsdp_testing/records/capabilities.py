@@ -131,6 +131,6 @@ def check_capabilities(claimed: Iterable[str], where: str) -> frozenset[str]:
     if unknown:
         raise InvalidImplementation(
             f"{where}: expected tags out of {', '.join(sorted(CAPABILITIES))}, got {unknown}. "
-            "Correct the spelling; `fsdp-verify list` shows every tag with its meaning."
+            "Correct the spelling; `fsdp-verify list capabilities` shows every tag with its meaning."
         )
     return tags

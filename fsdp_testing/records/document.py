@@ -23,6 +23,7 @@ from fsdp_testing.errors import InvalidRecord
 R = TypeVar("R")
 
 _TAGGED: dict[type[Any], Callable[[str], type[Any] | None]] = {}
+_AS_THEY_ARE = frozenset({str, int, bool, type(None)})
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
@@ -38,8 +39,11 @@ def register_union(base: type[Any], find: Callable[[str], type[Any] | None]) -> 
 
 def encode(value: Any) -> Any:
     """Return `value` as plain JSON data: records become objects, tuples become arrays, non-finite floats strings."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        data = {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if type(value) in _AS_THEY_ARE:
+        return value
+    names = _fields_of(type(value))  # type: ignore[arg-type]  # classes are hashable, but mypy doubts it of type[Any]
+    if names is not None:
+        data = {name: encode(getattr(value, name)) for name in names}
         kind = getattr(type(value), "kind", None)
         return {"kind": kind, **data} if isinstance(kind, str) else data
     if isinstance(value, enum.Enum):
@@ -57,6 +61,14 @@ def encode(value: Any) -> Any:
         f"record: expected JSON data, got a {type(value).__name__}. "
         "Keep tensors and other live objects out of records that are written to files."
     )
+
+
+@functools.lru_cache(maxsize=512)
+def _fields_of(kind: Hashable) -> tuple[str, ...] | None:
+    """Names of the fields of a record's class; None for any other class."""
+    if not dataclasses.is_dataclass(kind):
+        return None
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 def decode(cls: type[R], data: Any, where: str | None = None) -> R:

@@ -22,6 +22,7 @@ class Explanation:
         runs: How many programs were run to find out.
         seconds: Time that took.
         complete: Whether every single operation that remains is needed; else time or runs were used up.
+        place: The first module whose numbers are wrong, in a sentence; empty if none was seen.
         portrait: The shortest schedule as it ran, if the implementation can be traced.
     """
 
@@ -32,6 +33,7 @@ class Explanation:
     runs: int
     seconds: float
     complete: bool
+    place: str = ""
     portrait: Portrait | None = None
 
 

@@ -78,6 +78,8 @@ class RunReport:
         backend: Backend run.
         seconds: Wall time of the whole run.
         portraits: How implementations that report their units went through a short run, where that was asked for.
+        shard: `(i, n)`: only the i-th of n parts of a run, counted from 1; empty for a whole one.
+        own_names: What adapters call themselves, where that is not the name by which they were asked for.
     """
 
     results: tuple[CheckResult, ...]
@@ -87,6 +89,8 @@ class RunReport:
     backend: str = "gloo"
     seconds: float = 0.0
     portraits: tuple[Portrait, ...] = ()
+    own_names: Mapping[str, str] = field(default_factory=dict)
+    shard: tuple[int, ...] = ()
 
     @property
     def exit_code(self) -> int:

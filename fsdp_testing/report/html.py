@@ -6,6 +6,7 @@ copying of replay lines. Everything that comes from a run is escaped by the temp
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from importlib import resources
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from fsdp_testing.records import CheckResult, Portrait, RunReport, Verdict
-from fsdp_testing.report import summary
+from fsdp_testing.report import answers, summary
 from fsdp_testing.report.causes import Cause, causes, explanation_line
 from fsdp_testing.report.drawings import layout, live_bytes, timeline
 
@@ -22,15 +23,22 @@ Item = TypeVar("Item")
 
 SLOWEST_SHOWN = 10
 FINDINGS_SHOWN = 20
+CAUSES_AT_SIGHT = 4
 
 
 def html_text(report: RunReport) -> str:
     """Return the page."""
     environment = new_environment()
+    environment.filters["own_name"] = lambda name: report.own_names.get(name, name)
     environment.globals.update(
         summary=summary,
+        linked=linked,
         replay=lambda result: summary.replay_line(result, report),
         explanation_line=explanation_line,
+        moments=answers.moments,
+        wrong_at=lambda cause: next((at for at, moment in enumerate(answers.moments(cause)) if moment.said), None),
+        causes_at_sight=CAUSES_AT_SIGHT,
+        suite_state=suite_state,
         begun=lambda text: text[:1].upper() + text[1:],
         drawing_patterns=Markup(resource("patterns.html")),
         timeline=timeline,
@@ -48,6 +56,15 @@ def html_text(report: RunReport) -> str:
     )
 
 
+def linked(text: str) -> Markup:
+    """Return the text, escaped, with its web addresses as links; nothing else becomes one."""
+    pieces = re.split(f"({summary.ADDRESS})", text)
+    return Markup("").join(
+        Markup('<a href="{0}" rel="noreferrer">{0}</a>').format(piece) if index % 2 else piece
+        for index, piece in enumerate(pieces)
+    )
+
+
 def new_environment() -> Environment:
     """Templates that escape whatever they are given, and fail on a name that they are not given."""
     return Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -61,14 +78,24 @@ def resource(name: str) -> str:
 def _page(report: RunReport) -> dict[str, Any]:
     anchors = {id(result): f"r{index}" for index, result in enumerate(report.results)}
     found = causes(report)
+    explained_first = sorted(found, key=lambda cause: cause.explanation is None)
+    new = [cause for cause in found if any(result.verdict is Verdict.FAIL for result in cause.results)]
+    places: dict[str, list[tuple[str, Cause | summary.Known]]] = {
+        "c": [(f"c{index}", cause) for index, cause in enumerate(new)],
+        "k": [(f"k{index}", group) for index, group in enumerate(summary.known_failures(report))],
+    }
     troubles = [(verdict, summary.attention(report, verdict)) for verdict in summary.ATTENTION]
     return {
         "matrix": summary.matrix(report),
         "tallies": summary.tallies(report),
         "troubles": [(verdict, results) for verdict, results in troubles if results],
-        "causes": _grouped(((f"c{index}", cause) for index, cause in enumerate(found)), lambda item: item[1]),
-        "causes_of": lambda result: [
-            (f"c{index}", cause) for index, cause in enumerate(found) if any(r is result for r in cause.results)
+        "causes": places["c"],
+        "known": [
+            (place, group, [cause for cause in explained_first if _overlap(cause.results, group.results)])
+            for place, group in places["k"]
+        ],
+        "places_of": lambda result: [
+            (place, group) for named in places.values() for place, group in named if _overlap((result,), group.results)
         ],
         "portraits": _grouped(report.portraits, lambda portrait: portrait),
         "not_claimed": _grouped(summary.attention(report, Verdict.NOT_CLAIMED), lambda result: result),
@@ -76,9 +103,17 @@ def _page(report: RunReport) -> dict[str, Any]:
         "nearest": summary.nearest(report),
         "slowest": sorted(report.results, key=lambda result: -result.seconds)[:SLOWEST_SHOWN],
         "conclusion": summary.conclusion(report),
-        "code": summary.report_exit_code(report),
+        "headline": summary.headline(report),
+        "state": answers.state(report),
+        "trust": answers.trust(report),
+        "advice": answers.advice(report),
         "facts": _facts(report),
     }
+
+
+def _overlap(one: tuple[CheckResult, ...], other: tuple[CheckResult, ...]) -> bool:
+    """Whether a result is in both; by identity, for comparing two that are equal takes long."""
+    return not {id(result) for result in one}.isdisjoint(map(id, other))
 
 
 def _facts(report: RunReport) -> dict[str, str]:
@@ -92,9 +127,17 @@ def _facts(report: RunReport) -> dict[str, str]:
     }
 
 
-def _grouped(
-    items: Iterable[Item], of: Callable[[Item], CheckResult | Cause | Portrait]
-) -> list[tuple[str, list[Item]]]:
+def suite_state(rows: Iterable[summary.Row]) -> tuple[str, bool]:
+    """Return how the checks of one suite came out, in words, and whether a reader must look at them."""
+    verdicts = [result.verdict for row in rows for result in row.results if result is not None]
+    counts = {verdict: verdicts.count(verdict) for verdict in Verdict if verdict in verdicts}
+    if set(counts) <= {Verdict.PASS, Verdict.NOT_CLAIMED} and Verdict.PASS in counts:
+        return "all that is claimed holds", False
+    words = ", ".join(f"{count} {summary.WORDS[verdict]}" for verdict, count in counts.items())
+    return words, bool({Verdict.FAIL, Verdict.UNKNOWN, Verdict.STALE} & set(counts))
+
+
+def _grouped(items: Iterable[Item], of: Callable[[Item], CheckResult | Portrait]) -> list[tuple[str, list[Item]]]:
     """Items by implementation, in the order of the run."""
     found: dict[str, list[Item]] = {}
     for item in items:

@@ -7,6 +7,7 @@ computed here, so that they cannot disagree.
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from dataclasses import astuple, dataclass
 
@@ -91,6 +92,51 @@ class Tally:
         return ", ".join(parts)
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Expected failures with one explanation: those whose reasons name the same page, else the very same reason.
+
+    Attributes:
+        page: File or address that the reasons name; empty if they name none.
+        reason: The first reason, without the page.
+        results: In the order of the run.
+        threads: Other addresses that the reasons name.
+    """
+
+    page: str
+    reason: str
+    results: tuple[CheckResult, ...]
+    threads: tuple[str, ...] = ()
+
+    @property
+    def sentence(self) -> str:
+        """What is known, on which implementations, and where it is written up."""
+        whose = ", ".join(dict.fromkeys(result.implementation for result in self.results))
+        return f"{self.reason} ({whose})" + (f": {self.page}" if self.page else "")
+
+
+ADDRESS = r"https?://[^\s<>\"'(),;]*[\w/]"
+PAGE = re.compile(rf"{ADDRESS}|[\w./-]+\.(?:md|rst|html)\b")
+
+
+def known_failures(report: RunReport) -> tuple[Known, ...]:
+    """Return the expected failures by the page that explains them, the largest group first."""
+    groups: dict[str, list[tuple[str, CheckResult]]] = {}
+    for result in attention(report, Verdict.EXPECTED_FAILURE):
+        found = PAGE.search(result.expected)
+        page = found.group() if found else ""
+        reason = result.expected[: found.start()].rstrip(" :;,(") if found else result.expected
+        groups.setdefault(page or reason, []).append((reason or result.expected, result))
+    known = [_known(key, members[0][0], tuple(result for _, result in members)) for key, members in groups.items()]
+    return tuple(sorted(known, key=lambda group: -len(group.results)))
+
+
+def _known(key: str, reason: str, results: tuple[CheckResult, ...]) -> Known:
+    threads = dict.fromkeys(found for result in results for found in re.findall(ADDRESS, result.expected))
+    threads.pop(key, None)
+    return Known(key if PAGE.fullmatch(key) else "", reason, results, tuple(threads))
+
+
 def implementations(report: RunReport) -> tuple[str, ...]:
     """Return the names asked for, then any other that has results."""
     return tuple(dict.fromkeys([*report.implementations, *(result.implementation for result in report.results)]))
@@ -148,8 +194,8 @@ def report_exit_code(report: RunReport) -> int:
 
 
 def _idle(report: RunReport) -> list[str]:
-    """Implementations of which no claim was checked."""
-    return [tally.implementation for tally in tallies(report) if tally.asked == 0]
+    """Implementations of which no claim was checked; of a part of a run none: another part may have checked them."""
+    return [] if report.shard else [tally.implementation for tally in tallies(report) if tally.asked == 0]
 
 
 def conclusion(report: RunReport) -> str:
@@ -159,7 +205,36 @@ def conclusion(report: RunReport) -> str:
     if code == 3 and (idle or not report.results) and not report.count(Verdict.UNKNOWN):
         whose = f" of {', '.join(idle)}" if idle else ""
         return f"exit code 3: no claim{whose} was checked, so nothing is known"
+    foreseen = report.count(Verdict.EXPECTED_FAILURE)
+    if code == 0 and foreseen:
+        return f"exit code 0: no new failure; {checks(foreseen)} failed as expected"
     return f"exit code {code}: {EXIT_MEANINGS[code]}"
+
+
+def headline(report: RunReport) -> str:
+    """Return what a reader should know first: how much is new, unknown and known, and how much holds."""
+    failed, unknown, stale, foreseen = (report.count(verdict) for verdict in ATTENTION)
+    held = report.count(Verdict.PASS) + stale
+    parts = []
+    if failed:
+        parts.append(f"{failed} new failure{'s' if failed > 1 else ''}")
+    if unknown:
+        parts.append(f"{unknown} unknown")
+    if foreseen:
+        parts.append(f"{foreseen} known failure{'s' if foreseen > 1 else ''}" + ("" if failed else ", none new"))
+    if stale:
+        parts.append(f"{stale} listed as known that do{'es' if stale == 1 else ''} not fail")
+    idle = _idle(report)
+    if idle or not report.results:
+        parts.append(f"nothing was checked{' of ' + ', '.join(idle) if idle else ''}")
+    if not parts:
+        return f"All {held} claims that were checked hold" if held > 1 else "The one claim that was checked holds"
+    return f"{', '.join(parts)}; {held} claim{'s' if held != 1 else ''} hold{'s' if held == 1 else ''}"
+
+
+def checks(count: int) -> str:
+    """Return the number with its noun."""
+    return f"{count} check{'' if count == 1 else 's'}"
 
 
 # ------------------------------------------------------------------------------------------------ one failure

@@ -1,4 +1,7 @@
-"""How does a report look in a terminal? A table by check and implementation, then every failure, then what it means."""
+"""How does a report look in a terminal? What is new by its cause, what was known in a line, then the tallies.
+
+Complete accounts and every check are for those who ask (`full`).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from rich.text import Text
 from fsdp_testing import env
 from fsdp_testing.records import CheckResult, Finding, RunReport, Verdict
 from fsdp_testing.report import summary
-from fsdp_testing.report.causes import causes, explanation_line
+from fsdp_testing.report.causes import Cause, causes, explanation_line
 
 # Colour repeats what the word says; colour alone says nothing.
 STYLES = {
@@ -35,12 +38,21 @@ SHORT = {
     Verdict.STALE: "stale",
     None: ".",
 }
+TITLES = {
+    Verdict.FAIL: "new failures",
+    Verdict.UNKNOWN: "unknown, so neither pass nor fail",
+    Verdict.STALE: "stale: expected to fail, and do not",
+    Verdict.EXPECTED_FAILURE: "known failures, as expected",
+}
 LONGEST_WORD = max(map(len, summary.WORDS.values()))
 HEAD_LINES = 4
 TAIL_LINES = 12
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-SHORT_FINDINGS = 4
+ACCOUNTS_AT_LENGTH = 4
 LOG_WIDTH = 120
+# A report that is not full: how many causes are shown at length, and how many checks still make a table of their own.
+CAUSES_AT_LENGTH = 3
+ROWS_AT_SIGHT = 10
 
 
 class Output(Console):
@@ -60,30 +72,97 @@ def open_console() -> Output:
 
 
 def print_report(report: RunReport, console: Console, *, full: bool = False) -> None:
-    """Print the whole report.
+    """Print the report: about twenty lines where nothing is new, all of it where `full`.
 
     Args:
         report: What was found.
         console: Where to; its width decides the layout.
-        full: Show complete tracebacks and all findings instead of their beginning.
+        full: Show every check, complete tracebacks and all findings, of what was expected too.
     """
-    table, troubles = verdict_table(report, console.width), _troubles(report, full=full)
-    for part in (*table, *troubles, *cause_lines(report), Text(), *closing_lines(report)):
+    if full:
+        parts = (*verdict_table(report, console.width), *_troubles(report), *cause_lines(report), Text())
+    else:
+        parts = tuple(in_short(report, console.width))
+    for part in (*parts, *closing_lines(report)):
         # Tables fit the width; text keeps its own lines, so that replay lines and paths can be copied.
         console.print(part, soft_wrap=isinstance(part, Text))
 
 
-def _troubles(report: RunReport, *, full: bool) -> Iterator[RenderableType]:
+def in_short(report: RunReport, width: int) -> Iterator[RenderableType]:
+    """Return what is new by its cause, what nothing is known of, what is stale, and what was expected by its page."""
+    few = 0 < len(summary.matrix(report).rows) <= ROWS_AT_SIGHT
+    yield from (*verdict_table(report, width), Text()) if few else ()
+    yield from _new_failures(report)
+    unknown: dict[tuple[str, str], list[CheckResult]] = {}
+    for result in summary.attention(report, Verdict.UNKNOWN):
+        unknown.setdefault((result.implementation, summary.sentence(result)), []).append(result)
+    if unknown:
+        yield _title(report, Verdict.UNKNOWN)
+    for results in unknown.values():
+        yield from result_account(results[0], report, full=False)
+        if results[1:]:
+            yield plain(f"  the same: {', '.join(result.check for result in results[1:])}")
+        yield Text()
+    stale = summary.attention(report, Verdict.STALE)
+    if stale:
+        yield _title(report, Verdict.STALE)
+        yield from (plain(f"  {result.implementation} {result.check}: {result.expected}") for result in stale)
+        yield Text()
+    known = summary.known_failures(report)
+    if known:
+        yield _title(report, Verdict.EXPECTED_FAILURE, f", {len(known)} reason{'s' if len(known) > 1 else ''}")
+        yield from (plain(f"  {len(group.results):>3}  {group.sentence}") for group in known)
+        yield Text()
+
+
+def _new_failures(report: RunReport) -> Iterator[RenderableType]:
+    """Every cause of an unexpected failure, the first few at length, and failures of which no finding tells."""
+    failed = summary.attention(report, Verdict.FAIL)
+    if not failed:
+        return
+    new = [cause for cause in causes(report) if any(result.verdict is Verdict.FAIL for result in cause.results)]
+    yield _title(report, Verdict.FAIL, f", {len(new)} cause{'s' if len(new) > 1 else ''}" if new else "")
+    for cause in new[:CAUSES_AT_LENGTH]:
+        yield from _cause_account(cause, report)
+    for cause in new[CAUSES_AT_LENGTH:]:
+        yield Text.assemble((cause.implementation, "bold"), "  ", plain(cause.sentence))
+        yield plain(f"  breaks: {', '.join(result.check for result in cause.results)}")
+    for result in failed:
+        if not result.findings:
+            yield from result_account(result, report, full=False)
+    yield Text()
+
+
+def _title(report: RunReport, verdict: Verdict, more: str = "") -> Rule:
+    title = Text(f"{TITLES[verdict]}: {summary.checks(report.count(verdict))}{more}", style=STYLES[verdict])
+    return Rule(title, style=STYLES[verdict], align="left")
+
+
+def _cause_account(cause: Cause, report: RunReport) -> Iterator[RenderableType]:
+    """Return one cause: what happens, the facts of its first finding, the schedule that shows it, and what it breaks."""
+    result = next(result for result in cause.results if result.verdict is Verdict.FAIL)
+    finding = next(finding for finding in result.findings if finding in cause.findings)
+    yield Text.assemble((cause.implementation, "bold"), "  ", plain(cause.sentence))
+    if len(cause.results) == 1:
+        yield plain(f"  {result.check}: {result.meaning}")
+    yield Padding(_finding_table(finding, cause.sentence), (0, 0, 0, 2))
+    if cause.explanation is not None:
+        yield plain("\n".join(f"    {line}" for line in cause.explanation.schedule), style="cyan")
+    elif finding.detail:
+        yield _account(finding.detail, full=False)
+    if len(cause.results) > 1:
+        yield plain(f"  breaks: {', '.join(result.check for result in cause.results)}")
+    yield Text.assemble("  replay: ", (summary.replay_line(result, report), "bold"))
+
+
+def _troubles(report: RunReport) -> Iterator[RenderableType]:
     for verdict in summary.ATTENTION:
         results = summary.attention(report, verdict)
         if results:
-            noun = "check" if len(results) == 1 else "checks"
-            title = Text(f"{summary.WORDS[verdict]}: {len(results)} {noun}", style=STYLES[verdict])
-            yield from (Text(), Rule(title, style=STYLES[verdict], align="left"))
-            yield Text(summary.MEANINGS[verdict], style="dim")
+            yield from (Text(), _title(report, verdict), Text(summary.MEANINGS[verdict], style="dim"))
             for result in results:
                 yield Text()
-                yield from result_account(result, report, full=full)
+                yield from result_account(result, report, full=True)
 
 
 def verdict_table(report: RunReport, width: int) -> Iterator[RenderableType]:
@@ -119,21 +198,16 @@ def cell(result: CheckResult | None, *, short: bool) -> Text:
 def result_account(result: CheckResult, report: RunReport, *, full: bool) -> Iterator[RenderableType]:
     """Everything that a reader needs about one result that did not simply pass.
 
-    The first failing case at length, the others in a line each, unless all of them are wanted in full.
+    The first failing case, unless all of them are wanted in full.
     """
     yield Text.assemble((result.implementation, "bold"), "  ", (result.check, "bold cyan"), f"  {result.meaning}")
     yield plain(f"  {summary.sentence(result)}")
     at_length = result.findings if full else result.findings[:1]
     for finding in at_length:
-        yield Padding(_finding_table(finding, result), (0, 0, 0, 2))
+        yield Padding(_finding_table(finding, summary.sentence(result)), (0, 0, 0, 2))
         if finding.detail:
             yield _account(finding.detail, full=full)
-    in_short = result.findings[len(at_length) :]
-    for finding in in_short[:SHORT_FINDINGS]:
-        yield plain(f"  also: {summary.world_text(finding.case)}: {finding.explanation}")
-    if len(in_short) > SHORT_FINDINGS:
-        yield Text(f"  and {len(in_short) - SHORT_FINDINGS} more failing cases (--full shows them)")
-    for account in summary.accounts(result)[: None if full else SHORT_FINDINGS]:
+    for account in summary.accounts(result)[: None if full else ACCOUNTS_AT_LENGTH]:
         yield _account(account, full=full)
     if result.expected:
         yield plain(f"  expected because: {result.expected}")
@@ -152,6 +226,8 @@ def cause_lines(report: RunReport) -> Iterator[RenderableType]:
         yield Text()
         yield Text.assemble((cause.implementation, "bold"), "  ", plain(cause.sentence))
         if cause.explanation is not None:
+            if cause.explanation.place:
+                yield plain(f"  module by module: {cause.explanation.place}")
             for line in cause.explanation.schedule:
                 yield plain(f"    {line}", style="cyan")
             yield Text(f"  {explanation_line(cause.explanation)}", style="dim")
@@ -160,12 +236,11 @@ def cause_lines(report: RunReport) -> Iterator[RenderableType]:
         yield plain(f"  breaks{expected}: {', '.join(result.check for result in cause.results)}")
 
 
-def _finding_table(finding: Finding, result: CheckResult) -> Table:
+def _finding_table(finding: Finding, said: str) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
     table.add_column(overflow="fold")
-    # The first finding's sentence is the result's own; said once.
-    if finding.explanation and finding.explanation != summary.sentence(result):
+    if finding.explanation and finding.explanation != said:
         table.add_row(finding.kind, plain(finding.explanation))
     table.add_row("first at", plain(summary.place_text(finding)))
     table.add_row("tensor" if finding.max_error is not None else "what", plain(finding.quantity))
@@ -199,6 +274,8 @@ def closing_lines(report: RunReport) -> Iterator[Text]:
         style = next((STYLES[v] for v in summary.ATTENTION if tally.counts[v]), STYLES[Verdict.PASS])
         line = f"{tally.implementation:<{width}}  {tally.sentence}  ({tally.cases} cases, {tally.seconds:.1f} s)"
         yield Text(line, style=style)
+    if summary.attention(report, Verdict.EXPECTED_FAILURE) or summary.attention(report, Verdict.FAIL):
+        yield Text("--full shows every check and complete accounts, --html DIR draws them", style="dim")
     facts = [f"{key} {value}" for key, value in report.environment.items()]
     worlds = ", ".join(map(str, report.world_sizes))
     facts.append(f"{report.backend} on worlds of {worlds}" if worlds else report.backend)

@@ -14,6 +14,8 @@ Steps = Sequence[StepEvidence]
 
 CLOSE = 1e-6
 """Relative; gradients of other world sizes differ by roundings."""
+ROUNDINGS = 8
+"""Roundings of a narrow dtype in which a norm may differ: few, since those of many numbers cancel in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +93,10 @@ def _not_reduced(seen: Steps, step: int) -> str:
             f"last one, number {one.backwards}, is not: its gradient stays on its rank. Leave no_sync for the last one."
         )
     if one.local:
+        ran = f"all {passes} run" if one.backwards > 1 else f"the {passes} runs"
         return (
-            f"Cause: the no_sync boundary is off by one. At step {step} all {passes} run inside no_sync and none is "
-            "reduced before the optimizer steps. Leave no_sync for the last one."
+            f"Cause: the no_sync boundary is off by one. At step {step} {ran} inside no_sync and none is reduced before the "
+            "optimizer steps. Leave no_sync for the last one."
         )
     return (
         f"Cause: gradients are not reduced. At step {step} nothing of the gradients' size is reduced between the "
@@ -138,33 +141,41 @@ def _norm(seen: Steps) -> float:
     return seen[0].gradient_norm
 
 
+def _close(seen: Steps) -> float:
+    return max(CLOSE, ROUNDINGS * seen[0].roundoff)
+
+
+def _exactly(seen: Steps) -> str:
+    return "exactly" if _close(seen) == CLOSE else "within roundings"
+
+
 def _accumulation(before: Steps, after: Steps, step: int) -> str:
     """As many times more gradient as there are more backward passes."""
     counts = before[0].backwards, after[0].backwards
     if counts[0] == counts[1] or not all(counts) or not _norm(before):
         return ""
     ratio, wanted = _norm(after) / _norm(before), counts[1] / counts[0]
-    if abs(ratio - wanted) > CLOSE * wanted:
+    if abs(ratio - wanted) > _close(before) * wanted:
         return ""
     return (
         f"Cause: the loss is not divided by the number of accumulation steps. At step {step} the gradient is "
-        f"{ratio:.6g} times that of the reference, exactly as {counts[1]} backward passes are to {counts[0]}. Divide the "
-        "loss of each micro-batch by how many of them make a step."
+        f"{ratio:.6g} times that of the reference, {_exactly(before)} as {counts[1]} backward passes are to {counts[0]}. "
+        "Divide the loss of each micro-batch by how many of them make a step."
     )
 
 
 def _scaled(before: Steps, after: Steps, step: int, size: int) -> str:
     if not _norm(before):
         return ""
-    ratio = _norm(after) / _norm(before)
-    if size > 1 and abs(ratio - size) < CLOSE * size:
+    ratio, close, exactly = _norm(after) / _norm(before), _close(before), _exactly(before)
+    if size > 1 and abs(ratio - size) < close * size:
         return (
-            f"Cause: gradients are summed over ranks where a mean is due. At step {step} the gradient is exactly {size} "
+            f"Cause: gradients are summed over ranks where a mean is due. At step {step} the gradient is {exactly} {size} "
             "times that of the reference. Divide by the number of ranks."
         )
-    if size > 1 and abs(ratio - 1 / size) < CLOSE / size:
+    if size > 1 and abs(ratio - 1 / size) < close / size:
         return (
-            f"Cause: gradients are divided by the number of ranks once too often. At step {step} the gradient is exactly "
+            f"Cause: gradients are divided by the number of ranks once too often. At step {step} the gradient is {exactly} "
             f"1/{size} of that of the reference."
         )
     return ""

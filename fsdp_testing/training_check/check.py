@@ -2,43 +2,66 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
 
-from fsdp_testing.checkers.divergence import DECISIVE
-from fsdp_testing.checkers.tensors import difference
-from fsdp_testing.errors import InvalidArgument, WorldFailed
+from fsdp_testing.errors import HarnessError, InvalidArgument, WorldFailed
 from fsdp_testing.ledger.late_delivery import deliver_late
 from fsdp_testing.pool import Pool, default_pool
 from fsdp_testing.pool.targets import Target, resolve, target_of
 from fsdp_testing.pool.world import World, current_world
 from fsdp_testing.programs.fresh_memory import filled_with_garbage
-from fsdp_testing.records.tolerance import UNIT_ROUNDOFF
 from fsdp_testing.training_check import causes
+from fsdp_testing.training_check.comparison import (
+    ROUNDINGS,
+    Decided,
+    Difference,
+    Quantities,
+    beyond_roundings,
+    first_difference,
+    suggestion,
+)
+from fsdp_testing.training_check.disturbance import disturbed
 from fsdp_testing.training_check.evidence import StepEvidence, Witness
-
-if TYPE_CHECKING:
-    import torch
+from fsdp_testing.training_check.launch import as_torchrun_starts
+from fsdp_testing.training_check.observation import Observer, StepSeen
+from fsdp_testing.training_check.whole import comparable, loss_table, only, together
 
 Train = Callable[[World], Mapping[str, Any]]
-Quantities = dict[str, list["torch.Tensor"]]
-
-ROUNDINGS = 4096
-"""Roundings by which two correct runs may differ: sums over ranks and batches in any order, over a short training."""
+View = Callable[["_Run"], list[Quantities]]
+"""What of a run is compared, for each of its ranks: what the loop returned, or what was observed."""
 
 
 class TrainingDiffers(AssertionError):
     """A training loop gives different results on different worlds; the message names the first quantity and step."""
 
 
+class TrainingUndecided(HarnessError):
+    """Roundings alone may make what differs: nothing is known of the loop. The message says what to change."""
+
+
+class TrainingPartlyUndecided(UserWarning):
+    """Worlds agree, and of some numbers nothing is known, since roundings alone move them that far."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One run of the loop: per rank what it returned, each quantity as a list of steps, and what it saw."""
+    """One run of the loop.
+
+    Attributes:
+        size: Number of ranks.
+        ranks: What each returned, each quantity as a list of steps.
+        evidence: What each saw.
+        observed: What no rank returned: losses, gradients and parameters of all ranks, where these agree on them.
+    """
 
     size: int
     ranks: tuple[Quantities, ...]
     evidence: tuple[tuple[StepEvidence, ...], ...]
+    observed: Quantities
 
     @property
     def name(self) -> str:
@@ -58,6 +81,8 @@ def check_training(
 
     `train(world)` must train on the same global data whatever the size, each rank on its share, and return named tensors:
     one for a final quantity, a list for what is recorded at every step. All ranks and all worlds must return the same.
+    Parameters and gradients are compared at each optimizer step without being returned. The loop finds torchrun's variables
+    set, and may make and destroy its default process group.
 
     Args:
         train: An importable function.
@@ -65,46 +90,85 @@ def check_training(
         backend: Backend of the worlds.
         timeout: Seconds until a rank counts as hung.
         roundings: Admissible difference, in units of roundoff of the dtype times the largest number of the quantity; at most
-            a sixteenth of that number.
+            a sixteenth of that number, and at most 4 in dtypes narrower than float32. What exceeds it is judged by how far
+            roundings move the loop (`disturbance`).
         pool: Where worlds come from; the process's own by default.
 
     Raises:
         TrainingDiffers: Names the first quantity and step that differ, and the cause, if what the ranks saw shows one, or
             what the difference suggests. Also when the first world returns NaN.
+        TrainingUndecided: Roundings alone move most of what is returned as far as worlds differ.
         WorldFailed: A rank raised, died or hung.
         InvalidArgument: `train` is not importable, returns something else, or a size is not usable.
     """
     if not world_sizes:
         raise InvalidArgument("check_training: expected at least one world size, got none. Give world_sizes=(1, 2).")
-    target = target_of(train)
-    lender = pool or default_pool()
-    reference = _run(lender, target, world_sizes[0], backend, timeout)
+    runner = _Runner(pool or default_pool(), target_of(train), backend, timeout)
+    target = runner.target
+    reference = runner.run(world_sizes[0])
     _check_numbers(target, reference)
-    again = _run(lender, target, world_sizes[0], backend, timeout)
-    difference = first_difference(reference.ranks[0], again.ranks[0], 0.0)
-    if difference is not None:
-        raise TrainingDiffers(
-            f"{target}: two runs on {reference.name} differ: {difference}. "
-            "The loop is not a function of its seeds; seed every generator it uses, then compare world sizes."
-        )
+    _check_repeats(runner, reference)
     _check_ranks(target, reference, reference)
     for size in world_sizes[1:]:
-        other = _run(lender, target, size, backend, timeout)
+        other = runner.run(size)
         _check_ranks(target, other, reference)
-        found = first_difference(reference.ranks[0], other.ranks[0], roundings)
-        if found is not None:
-            cause = causes.between_sizes(reference.evidence, other.evidence, size) or suggestion(found, size)
-            raise TrainingDiffers(f"{target}: {other.name} differs from {reference.name}: {found}. {cause}")
+        names = comparable(reference.observed, other.observed, roundings)[0]
+        for view in (lambda run: list(run.ranks), lambda run, names=names: [only(run.observed, names)]):
+            found = first_difference(view(reference)[0], view(other)[0], roundings)
+            if found is not None:
+                _judge(runner, (reference, other), view, (found, roundings))
 
 
-def train_here(target: Target) -> tuple[Quantities, tuple[StepEvidence, ...]]:
-    """Run the loop in this rank and return what it gave, each quantity as a list of steps, and what was seen."""
+def _judge(runner: _Runner, runs: tuple[_Run, _Run], view: View, known: tuple[Difference, float]) -> None:
+    """Decide a difference beyond what a count of roundings admits: a mistake, or a loop that amplifies roundings."""
+    reference, other = runs
+    found, roundings = known
+    if found.error is not None:
+        _check_repeats(runner, other)
+        decided = Decided()
+
+        def disturbed_pairs(seed: int) -> list[tuple[Quantities, Quantities]]:
+            moved = [(run, runner.disturbed(run.size, seed)) for run in runs]
+            return [pair for run, there in moved for pair in zip(view(run), view(there))]
+
+        beyond = beyond_roundings(view(reference)[0], view(other)[0], roundings, disturbed_pairs, decided)
+        if beyond is None:
+            _tell_undecided(runner.target, decided)
+            return
+        found = beyond
+    cause = causes.between_sizes(reference.evidence, other.evidence, other.size) or suggestion(found, other.size)
+    table = loss_table(reference.observed, other.observed, reference.size, other.size)
+    raise TrainingDiffers(
+        "\n".join([f"{runner.target}: {other.name} differs from {reference.name}: {found}. {cause}", *table])
+    )
+
+
+def _tell_undecided(target: Target, decided: Decided) -> None:
+    if not decided.open:
+        return
+    what = "; ".join(sentence for _, sentence in list(decided.open.values())[:5])
+    more = f", and {len(decided.open) - 5} more" if len(decided.open) > 5 else ""
+    sentence = f"{target}: roundings alone move these numbers as far as worlds differ: {what}{more}"
+    if not decided.enough:
+        raise TrainingUndecided(
+            f"{sentence}. They are most of what is compared, so nothing is known of the loop. Train fewer steps, in "
+            "float32 or float64 without autocast, or with an optimizer that does not divide gradients by their size."
+        )
+    warnings.warn(f"{sentence}. Of these nothing is known; the rest agrees.", TrainingPartlyUndecided, stacklevel=4)
+
+
+def train_here(target: Target, seed: int) -> tuple[Quantities, tuple[StepEvidence, ...], tuple[StepSeen, ...]]:
+    """Run the loop in this rank and return what it gave, each quantity as a list of steps, and what was seen.
+
+    Roundings are left as they are with seed 0, and made differently on every rank with another one.
+    """
     import torch
 
-    witness = Witness()
+    witness, observer, world = Witness(), Observer(), current_world()
     # Luck is to help nobody: neither a quick network nor memory full of zeros.
-    with witness.watch(), deliver_late(), filled_with_garbage():
-        returned = resolve(target)(current_world())
+    roundings = disturbed(seed * world.size + world.rank) if seed else nullcontext()
+    with as_torchrun_starts(world), witness.watch(), observer.watch(), deliver_late(), filled_with_garbage(), roundings:
+        returned = resolve(target)(world)
     if not isinstance(returned, Mapping):
         raise InvalidArgument(f"{target}: expected a mapping of names to tensors, got {type(returned).__name__}.")
     result: Quantities = {}
@@ -117,37 +181,52 @@ def train_here(target: Target) -> tuple[Quantities, tuple[StepEvidence, ...]]:
                 f"{wrong or type(value).__name__}. Return what the loop computes, detached."
             )
         result[name] = [torch.as_tensor(step).detach().cpu().clone() for step in steps]
-    return result, tuple(witness.steps)
+    return result, tuple(witness.steps), tuple(observer.steps)
 
 
 @dataclass(frozen=True, slots=True)
-class _Difference:
-    """Where two runs differ first."""
+class _Runner:
+    """How the loop is run on a world; disturbed runs are kept by size and seed."""
 
-    quantity: str
-    step: int
-    steps: int
-    sentence: str
-    ratio: float | None = None
-    numbers: int = 0
+    pool: Pool
+    target: Target
+    backend: str
+    timeout: float
+    kept: dict[tuple[int, int], _Run] = field(default_factory=dict)
 
-    def __str__(self) -> str:
-        at = f" at step {self.step}" if self.steps > 1 else ""
-        return f"{self.quantity}{at} {self.sentence}"
+    def disturbed(self, size: int, seed: int) -> _Run:
+        """Return the run on `size` ranks whose roundings are made differently, by each seed otherwise."""
+        if (size, seed) not in self.kept:
+            self.kept[size, seed] = self.run(size, seed)
+        return self.kept[size, seed]
+
+    def run(self, size: int, seed: int = 0) -> _Run:
+        """Run the loop on `size` ranks; with another seed than 0, disturbed."""
+        world = self.pool.world(size, self.backend)
+        name = f"check_training({self.target})"
+        try:
+            outcome = world.execute(train_here, (self.target, seed), timeout=self.timeout, name=name)
+        finally:
+            world.release()
+        if not outcome.ok:
+            error = outcome.ranks[0].error
+            if error is not None and error.type_name == "InvalidArgument":
+                raise InvalidArgument(error.message)
+            raise WorldFailed(outcome.describe())
+        returned, evidence, steps = (tuple(column) for column in zip(*outcome.values))
+        observed, disagreements = together(steps)
+        kept = {n: values for n, values in observed.items() if not any(n.startswith(d.kind) for d in disagreements)}
+        return _Run(size, returned, evidence, kept)
 
 
-def _run(pool: Pool, target: Target, size: int, backend: str, timeout: float) -> _Run:
-    world = pool.world(size, backend)
-    try:
-        outcome = world.execute(train_here, (target,), timeout=timeout, name=f"check_training({target})")
-    finally:
-        world.release()
-    if not outcome.ok:
-        error = outcome.ranks[0].error
-        if error is not None and error.type_name == "InvalidArgument":
-            raise InvalidArgument(error.message)
-        raise WorldFailed(outcome.describe())
-    return _Run(size, tuple(value for value, _ in outcome.values), tuple(steps for _, steps in outcome.values))
+def _check_repeats(runner: _Runner, run: _Run) -> None:
+    again = runner.run(run.size)
+    difference = first_difference(run.ranks[0], again.ranks[0], 0.0)
+    if difference is not None:
+        raise TrainingDiffers(
+            f"{runner.target}: two runs on {run.name} differ: {difference}. "
+            "The loop is not a function of its seeds; seed every generator it uses, then compare world sizes."
+        )
 
 
 def _check_numbers(target: Target, run: _Run) -> None:
@@ -175,7 +254,7 @@ def _check_ranks(target: Target, run: _Run, reference: _Run) -> None:
             raise TrainingDiffers(f"{target}: rank {rank} of {run.name} differs from rank 0: {found}. {cause}")
 
 
-def _metric_fact(found: _Difference, run: _Run, reference: _Run) -> causes.MetricFact:
+def _metric_fact(found: Difference, run: _Run, reference: _Run) -> causes.MetricFact:
     """How a quantity that ranks do not share is to that of the reference world: perhaps its mean or its sum."""
     import torch
 
@@ -196,68 +275,3 @@ _RANKS_DIFFER = (
     "Ranks that compute the same must return the same: look for a metric or gradient that is not reduced, a seed that "
     "depends on the rank, or dropout that is out of step."
 )
-
-
-def first_difference(reference: Quantities, other: Quantities, roundings: float) -> _Difference | None:
-    """Return the first difference in the order of steps, and among the quantities of one step in the order returned."""
-    for name in [*reference, *(name for name in other if name not in reference)]:
-        if name not in reference or name not in other:
-            return _Difference(name, 0, 1, "is returned by one of them only")
-        if len(reference[name]) != len(other[name]):
-            return _Difference(name, 0, 1, f"has {len(other[name])} steps, expected {len(reference[name])}")
-    recorded = {name: steps for name, steps in reference.items() if len(steps) > 1}
-    final = [name for name in reference if name not in recorded]
-    length = max((len(steps) for steps in recorded.values()), default=0)
-    order = [(name, step) for step in range(length) for name, steps in recorded.items() if step < len(steps)]
-    for name, step in [*order, *((name, 0) for name in final)]:
-        found = _compare(name, step, reference[name], other[name], roundings)
-        if found is not None:
-            return found
-    return None
-
-
-def _compare(
-    name: str, step: int, references: Sequence[torch.Tensor], others: Sequence[torch.Tensor], roundings: float
-) -> _Difference | None:
-    left, right, steps = references[step], others[step], len(references)
-    if left.shape != right.shape or left.dtype != right.dtype:
-        sentence = f"is {right.dtype}{list(right.shape)}, expected {left.dtype}{list(left.shape)}"
-        return _Difference(name, step, steps, sentence)
-    if not left.numel():
-        return None
-    one, two = left.double().reshape(-1), right.double().reshape(-1)
-    unit = UNIT_ROUNDOFF.get(str(left.dtype).removeprefix("torch."), 0.0)
-    largest = float(one[one.isfinite()].abs().max()) if bool(one.isfinite().any()) else 0.0
-    # So many roundings of a low precision would admit anything.
-    found = difference(two, one, min(roundings * unit, DECISIVE) * largest)
-    if not found.exceeded:
-        return None
-    sentence = f"is off by {found.error:.3g} (bound {found.bound:.3g}), most in element {found.position}: {found.text}"
-    return _Difference(name, step, steps, sentence, _ratio(one, two), one.numel())
-
-
-def _ratio(one: torch.Tensor, two: torch.Tensor) -> float | None:
-    """The factor between two tensors, if it is one factor for all elements."""
-    filled = one.abs() > 1e-12 * float(one.abs().max())
-    if not bool(filled.any()):
-        return None
-    ratios = two[filled] / one[filled]
-    middle = float(ratios.median())
-    return middle if bool(((ratios - middle).abs() <= 1e-6 * abs(middle)).all()) else None
-
-
-def suggestion(found: _Difference, size: int) -> str:
-    """Return what a difference from the reference world suggests, where the evidence shows no cause."""
-    ratio = found.ratio
-    if ratio is not None and abs(ratio - size) < 1e-6 * size:
-        return f"It is exactly {size} times as large: a sum over ranks where a mean is meant."
-    if ratio is not None and abs(ratio - 1 / size) < 1e-6:
-        return f"It is exactly 1/{size} of it: divided by the world size once too often, or not summed."
-    if ratio is not None and found.numbers > 1:  # of one number, a ratio says nothing
-        return f"Every element is {ratio:.6g} times as large: something is scaled by the number of ranks or steps."
-    if found.steps > 1 and found.step > 0:
-        return (
-            f"Step {found.step - 1} still agrees: look at what step {found.step} does for the first time "
-            "(a no_sync boundary, a micro-batch that is not reduced, a schedule that counts ranks)."
-        )
-    return "Look for data that is not split evenly, a random number drawn per rank, or a gradient that is not reduced."

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_testing.ledger import interception
 from fsdp_testing.records import AutogradEvent, CollectiveEvent, Event
+from fsdp_testing.records.tolerance import UNIT_ROUNDOFF
 from fsdp_testing.trace.recorder import TraceRecorder
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -43,6 +44,7 @@ class StepEvidence:
         weights: Digest of the weights before the step.
         gradient_norm: Norm of the gradients that the optimizer is given on this rank.
         gathered: Whether parameters were gathered: then weights and gradients here are shards.
+        roundoff: Unit roundoff of the narrowest dtype that gradients or parameters have, or autocast computes in.
     """
 
     backwards: int
@@ -54,6 +56,7 @@ class StepEvidence:
     weights: str
     gradient_norm: float
     gathered: bool
+    roundoff: float = 0.0
 
 
 class Witness:
@@ -70,6 +73,7 @@ class Witness:
         self._generator = ""
         self._dropout = ""
         self._local = 0
+        self._roundoff = 0.0
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -105,6 +109,9 @@ class Witness:
             self._dropout = _generator_digest()
         if getattr(module, "require_backward_grad_sync", True) is False:
             self._local += 1
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                self._roundoff = max(self._roundoff, _roundoff(torch.get_autocast_dtype(device)))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         # An optimizer or tensor of a kind that nobody thought of must not end a loop that is only watched.
@@ -130,6 +137,7 @@ class Witness:
                 gradient_norm=float(sum(float(g.double().square().sum()) for g in gradients) ** 0.5),
                 # Floating numbers: DDP gathers shapes when it is made.
                 gathered=any("gather" in event.name and "float" in event.dtype for event in collectives),
+                roundoff=max([self._roundoff, *(_roundoff(tensor.dtype) for tensor in [*parameters, *gradients])]),
             )
         )
 
@@ -139,6 +147,10 @@ def _reduced_after_each_backward(events: tuple[Event, ...], due: int) -> Iterato
     for begin, end in zip(begins, [*begins[1:], len(events)]):
         between = [event for event in events[begin:end] if isinstance(event, CollectiveEvent)]
         yield sum(event.numel for event in between if event.name.startswith(REDUCING)) >= max(due, 1)
+
+
+def _roundoff(dtype: torch.dtype) -> float:
+    return UNIT_ROUNDOFF.get(str(dtype).removeprefix("torch."), 0.0)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -181,6 +181,13 @@ def test_a_fate_is_told_and_the_next_test_passes(name: str, fates: dict[str, Any
     assert following.outcome == "passed", following
 
 
+def test_a_mismatch_ends_at_the_users_call(fates: dict[str, Any]) -> None:
+    text = fates[_test("mismatched collective")].text
+    assert not re.search(r"recorder\.py|interception\.py|c10d_logger\.py:\d+: in", text), text
+    assert re.search(r"^> +dist.all_reduce", text, re.MULTILINE), text
+    assert text.count("default group differs") <= 2, text
+
+
 # name: (body, what is told); the test passes with a warning, and fails under --strict-hygiene.
 LEAKS: dict[str, tuple[str, str]] = {
     "group": ("dist.new_group([0, 1])", r"ranks 0, 1 left process group: .* of ranks \[0, 1\] was not destroyed"),

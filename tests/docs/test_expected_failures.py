@@ -30,3 +30,5 @@ def test_every_reason_leads_to_its_page() -> None:
             assert pages, f"{name} {check}: no page"
             for page in pages:
                 assert (FINDINGS / page).exists(), f"{name} {check}: {page} is missing"
+            for thread in re.findall(r"https://[^\s,]+", reason):
+                assert any(thread in (FINDINGS / page).read_text(encoding="utf-8") for page in pages), thread

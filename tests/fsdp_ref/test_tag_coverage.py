@@ -116,8 +116,7 @@ def test_the_account_of_known_bugs_can_fail():
 
 def test_every_citation_is_of_a_known_tag_and_on_a_test():
     names = known()
-    # Model and optimizer state dicts have a milestone, and a list of tags, of their own.
-    wrong = {tag: tests for tag, tests in cited().items() if tag not in names and not tag.startswith(("SD-", "OSD-"))}
+    wrong = {tag: tests for tag, tests in cited().items() if tag not in names}
     assert not wrong, wrong
     helpers = [test for tests in cited().values() for test in tests if not test.rpartition("::")[2].startswith("test")]
     assert not helpers, f"cited by something that is no test: {helpers}"

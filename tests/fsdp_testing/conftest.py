@@ -8,7 +8,11 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 for folder in map(
-    str, (HERE / "campaign", HERE / "certificate", HERE / "operations", HERE.parent / "quality" / "broken")
+    str,
+    (
+        *(HERE / room for room in ("campaign", "certificate", "checkpoints", "operations")),
+        HERE.parent / "quality" / "broken",
+    ),
 ):
     if folder not in sys.path:
         sys.path.insert(0, folder)

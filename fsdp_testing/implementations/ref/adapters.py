@@ -1,7 +1,6 @@
 """The reference as two implementations: `fsdp_ref-wrapper` and `fsdp_ref-composable`, one code path under both.
 
-They claim whatever the reference does; a check that needs what it does not do yet (sharded and optimizer state) is not
-claimed.
+They claim whatever the reference does.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from torch import nn
 
 import fsdp_ref
 import fsdp_ref.wrap
+from fsdp_ref import StateDictType
 from fsdp_ref.build.wrap_policy import choose_by_function
 from fsdp_ref.comm.division import DivideFactors
 from fsdp_ref.handle.flat_handle import FlatHandle
@@ -33,10 +33,6 @@ _NOT_CLAIMED = frozenset(
     {
         # One gather and one reduction per unit, as behind every FSDP of this kind.
         "unused_parameters_differ",
-        # Of state only the full form of the model is there yet.
-        "sharded_state_dict",
-        "local_state_dict",
-        "optim_state",
         # FSDP's API has no word for these.
         "explicit_unshard",
         "error_if_nonfinite",
@@ -117,6 +113,34 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
     model.load_state_dict(dict(state))
 
 
+def state_in(form: StateDictType, model: nn.Module) -> Mapping[str, Any]:
+    """Return the model's state in another form. Collectives: none for local state, else an all-gather per unit."""
+    with fsdp_ref.state_dict_type(model, form):
+        return dict(model.state_dict())
+
+
+def load_in(form: StateDictType, model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load what `state_in` gave. Collectives: none for local state, else gathers per unit and parameter."""
+    with fsdp_ref.state_dict_type(model, form):
+        model.load_state_dict(dict(state))
+
+
+def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
+    """Return `optim_state_dict` (the same for both paths). Collectives: gathers; every rank calls."""
+    return fsdp_ref.optim_state_dict(model, optimizer)
+
+
+def sharded_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
+    """Return `optim_state_dict` as DTensors. Collectives: gathers; every rank calls."""
+    with fsdp_ref.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        return fsdp_ref.optim_state_dict(model, optimizer)
+
+
+def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Every rank gives the complete state and takes its part of it."""
+    fsdp_ref.optim_state_dict_to_load(model, optimizer, dict(state), load_directly=True)
+
+
 def division(setup: Setup) -> Division:
     """Two factors near the square root of the number of ranks, around the sum."""
     factors = DivideFactors.for_world(setup.world_size)
@@ -184,6 +208,13 @@ def _implementation(name: str, apply: Apply, without: frozenset[str] = frozenset
         register_comm_hook=fsdp_ref.register_comm_hook,
         full_state_dict=full_state_dict,
         load_full_state_dict=load_full_state_dict,
+        sharded_state_dict=partial(state_in, StateDictType.SHARDED_STATE_DICT),
+        load_sharded_state_dict=partial(load_in, StateDictType.SHARDED_STATE_DICT),
+        local_state_dict=partial(state_in, StateDictType.LOCAL_STATE_DICT),
+        load_local_state_dict=partial(load_in, StateDictType.LOCAL_STATE_DICT),
+        full_optimizer_state=full_optimizer_state,
+        load_full_optimizer_state=load_full_optimizer_state,
+        sharded_optimizer_state=sharded_optimizer_state,
         units=units,
         trace_units=trace_units,
         gathered_bytes=gathered_bytes,

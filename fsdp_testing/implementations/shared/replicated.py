@@ -27,18 +27,23 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
 def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
     """Return the optimizer's state by original name instead of by place. Collectives: none."""
     named = dict(naming.named_parameters(model))
+    names = {parameter: fqn for fqn, parameter in named.items()}
     state = {fqn: copy.deepcopy(optimizer.state[p]) for fqn, p in named.items() if p in optimizer.state}
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
     return {"state": state, "param_groups": groups}
 
 
 def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Put the state where the parameters of these names are. Collectives: none."""
-    for fqn, parameter in naming.named_parameters(model):
+    """Put state and settings where the parameters of these names are. Collectives: none."""
+    named = dict(naming.named_parameters(model))
+    names = {parameter: fqn for fqn, parameter in named.items()}
+    for fqn, parameter in named.items():
         if fqn in state["state"]:
             optimizer.state[parameter] = copy.deepcopy(state["state"][fqn])
-    for group, kept in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        group.update(kept)
+    kept = {fqn: group for group in state["param_groups"] for fqn in group["params"]}
+    for group in optimizer.param_groups:
+        for parameter in group["params"][:1]:
+            group.update({**kept[names[parameter]], "params": group["params"]})
 
 
 METHODS: Mapping[str, Any] = {

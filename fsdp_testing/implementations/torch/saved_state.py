@@ -51,6 +51,16 @@ def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer
     set_optimizer_state_dict(model, optimizer, dict(state), options=_FULL)
 
 
+def sharded_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
+    """Return this rank's shards of the optimizer state, as torch.distributed.checkpoint would save them."""
+    return dict(get_optimizer_state_dict(model, optimizer))
+
+
+def load_sharded_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Load what torch.distributed.checkpoint put into `sharded_optimizer_state`."""
+    set_optimizer_state_dict(model, optimizer, dict(state))
+
+
 def split_division(world_size: int) -> Division:
     """About the square root of the world size before the sum and the rest after.
 
@@ -70,5 +80,7 @@ METHODS: Mapping[str, Any] = {
     "load_sharded_state_dict": load_sharded_state_dict,
     "full_optimizer_state": full_optimizer_state,
     "load_full_optimizer_state": load_full_optimizer_state,
+    "sharded_optimizer_state": sharded_optimizer_state,
+    "load_sharded_optimizer_state": load_sharded_optimizer_state,
 }
 """The functions of state, as an adapter names them."""

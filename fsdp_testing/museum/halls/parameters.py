@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_ref.access import full_state
 from fsdp_ref.build import plan, resolve
+from fsdp_ref.checkpoint import model_state
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.originals import Originals
 from fsdp_testing.museum.exhibit import Hall
@@ -19,7 +19,7 @@ HALL = Hall()
 
 
 @HALL.exhibit(
-    "B015", full_state, "clean_tensor_name", "pytorch PR 90933", "full_state_dict.other_wrapping", silent=False
+    "B015", model_state, "clean_tensor_name", "pytorch PR 90933", "full_state_dict.other_wrapping", silent=False
 )
 def prefix_stays(_original: Any, name: str) -> str:
     """Names in a state dict keep the prefixes of wrappers.
@@ -94,7 +94,7 @@ def one_copy_for_each_unit(original: Any, *args: Any) -> Any:
     return walk
 
 
-@HALL.exhibit("B157", full_state, "_after_save", "huggingface/accelerate PR 3898, PR 3921", "full_state_dict.buffers")
+@HALL.exhibit("B157", model_state, "_after_save", "huggingface/accelerate PR 3898, PR 3921", "full_state_dict.buffers")
 def buffers_left_empty(original: Any, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Buffers are left out when a model is loaded from a full state dict.
 
@@ -104,6 +104,6 @@ def buffers_left_empty(original: Any, module: nn.Module, state: dict[str, Any], 
     if prefix:
         return
     buffers: Mapping[str, Any] = dict(module.named_buffers())
-    wanted = {full_state.clean_tensor_name(name) for name in buffers}
+    wanted = {model_state.clean_tensor_name(name) for name in buffers}
     for key in [key for key in state if key in wanted]:
         state[key] = torch.zeros_like(state[key])

@@ -19,8 +19,13 @@ LANES = (
 """Label of a lane, and the stretches that it shows."""
 
 
-def timeline(portrait: Portrait) -> Markup:
-    """Return the drawing; empty markup if nothing was recorded."""
+def timeline(portrait: Portrait, wrong: int | None = None) -> Markup:
+    """Return the drawing; empty markup if nothing was recorded.
+
+    Args:
+        portrait: What is drawn.
+        wrong: Index of the operation after which something is wrong; it is marked on every rank.
+    """
     if not portrait.ranks or not portrait.seconds:
         return Markup("")
     rank_height = LANE * (len(LANES) + 1) + RANK_GAP
@@ -29,6 +34,9 @@ def timeline(portrait: Portrait) -> Markup:
     time_axis(drawing, portrait.seconds, LANE, bottom)
     for number, rank in enumerate(portrait.ranks):
         _rank(drawing, rank, number * rank_height, portrait.seconds)
+        operations = [stretch for stretch in rank.stretches if stretch.lane == "operation"]
+        if wrong is not None and wrong < len(operations):
+            _mark(drawing, operations[wrong].stop, number * rank_height, portrait.seconds)
     return drawing.markup()
 
 
@@ -52,6 +60,13 @@ def _stretch(drawing: Drawing, stretch: Stretch, y: float, seconds: float) -> No
         kind = "" if stretch.lane == "operation" else "inside"
         label = shown.partition(" ")[0] if stretch.lane == "collective" else shown
         drawing.label_in(x, y + BAR - 4, width, label, kind)
+
+
+def _mark(drawing: Drawing, time: float, top: float, seconds: float) -> None:
+    """A line at the moment after which something is wrong."""
+    x = LEFT + time * (WIDTH - LEFT - 8) / seconds
+    drawing.line("moment", (x, top + BAR), (x, top + LANE * (len(LANES) + 1)))
+    drawing.text(x, top + BAR - 2, "wrong from here", "moment", "end" if x > WIDTH / 2 else "start")
 
 
 def name_of(stretch: Stretch) -> str:

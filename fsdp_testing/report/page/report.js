@@ -2,10 +2,13 @@
   "use strict";
   const all = (selector, root = document) => [...root.querySelectorAll(selector)];
 
-  for (const row of all("tr.check")) row.classList.toggle("calm", !row.querySelector(".trouble"));
+  for (const part of all("tr.check, details.suite")) part.classList.toggle("calm", !part.querySelector(".trouble"));
   const box = document.getElementById("only-trouble");
   box.closest("p").hidden = false;
-  box.addEventListener("change", () => document.body.classList.toggle("only-trouble", box.checked));
+  box.addEventListener("change", () => {
+    document.body.classList.toggle("only-trouble", box.checked);
+    for (const suite of all("details.suite:not(.calm)")) suite.open = suite.open || box.checked;
+  });
 
   const articles = all("article");
   let current = -1;

@@ -154,6 +154,29 @@ def test_a_users_function_sees_each_managed_module_breadth_first(lab, path):
     assert all((p == 0.25).all() for p in params.values())
 
 
+class Inside(nn.Linear):
+    """Becomes a unit; its weight is tied to a layer of the unit around it, its bias is its own."""
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("META-01", "SHR-06")
+@pytest.mark.parametrize("by_user", [False, True])
+def test_a_parameter_tied_across_units_is_initialized_and_stays_tied(lab, path, by_user):
+    def init(module):
+        module.to_empty(device="cpu", recurse=False)  # puts other parameters on the modules, tied no more
+        for p in module.parameters(recurse=False):
+            nn.init.constant_(p, 2.0)
+
+    model = nn.Sequential(nn.Linear(3, 3, device="meta"), nn.Tanh(), Inside(3, 3, device="meta"))
+    model[2].weight = model[0].weight
+    model = lab.shard(model, path, policy={Inside}, param_init_fn=init if by_user else None)
+    state = model.state_dict()
+    assert state["0.weight"] is state["2.weight"]
+    assert all(value.isfinite().all() for value in state.values())
+    assert not by_user or all((value == 2.0).all() for value in state.values())
+    model(torch.ones(1, 3)).sum().backward()
+
+
 @pytest.mark.world(2)
 @pytest.mark.covers("META-02", "META-03")
 def test_what_cannot_be_materialized(lab, path):

@@ -172,7 +172,7 @@ def test_ranks_that_diverge_are_named():
 def test_results_come_before_state_and_end_the_comparison():
     seen = ranks(snapshot(0), snapshot(1, pieces=pieces(W + 1, 1)), losses=(0.25, 0.5))
     tally = compare(expectation(), seen, Comparison())
-    assert told(tally) == ["diverged: loss on rank 1 is off by 0.25 (bound 1e-12): 0.5 for 0.75"]
+    assert told(tally) == ["diverged: loss on rank 1 is off by 0.25 (bound 1e-12): got 0.5, expected 0.75"]
     tally = compare(expectation(), seen, Comparison(outputs=False))
     assert told(tally)[0].startswith("diverged: parameter w")
 
@@ -218,7 +218,7 @@ def test_optimizer_state_is_compared():
 def test_buffers_are_each_ranks_own():
     swapped = dataclasses.replace(snapshot(1), buffers=snapshot(0).buffers)
     assert told(compare(expectation(), ranks(snapshot(0), swapped), Comparison())) == [
-        "diverged: buffer b on rank 1 is off by 1 (bound 0): 0.0 for 1.0"
+        "diverged: buffer b on rank 1 is off by 1 (bound 0): got 0.0, expected 1.0"
     ]
     gone = dataclasses.replace(snapshot(1), buffers={})
     assert told(compare(expectation(), ranks(snapshot(0), gone), Comparison())) == [
@@ -263,7 +263,7 @@ def test_explanations_name_operation_quantity_ranks_and_size():
     tally = compare(expectation(), ranks(snapshot(0), snapshot(1, pieces=pieces(W + 1, 1))), Comparison())
     sentence = explain(CASE, tally.divergences[0], 2)
     assert sentence == (
-        "after operation 1 step(): parameter w is off by 1 (bound 1e-12), element 3 is 5.0 for 4.0, on rank 1; "
+        "after operation 1 step(): parameter w is off by 1 (bound 1e-12), element 3: got 5.0, expected 4.0, on rank 1; "
         "2 more quantities diverge there"
     )
     finding = finding_of(CASE, tally.divergences[0], 2)

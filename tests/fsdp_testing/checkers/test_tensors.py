@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fsdp_testing.checkers.tensors import difference, same_bits
+from fsdp_testing.programs import fresh_memory
 
 
 def t(*values, dtype=torch.float64):
@@ -88,11 +89,30 @@ def test_bits_of_every_dtype(dtype):
     assert not same_bits(one, other)
 
 
-def test_a_nan_for_a_number_is_told_with_what_it_may_be_the_mark_of():
-    nan, one = torch.tensor([math.nan]), torch.tensor([1.0])
-    assert (
-        difference(nan, one, 0.0).text
-        == "nan for 1.0, which may be a collective's result read before it was waited for"
-    )
-    assert difference(one, nan, 0.0).text == "1.0 for nan"
-    assert difference(torch.tensor([2.0]), one, 0.0).text == "2.0 for 1.0"
+@pytest.mark.parametrize(
+    ("actual", "expected", "hint"),
+    [
+        (math.nan, 1.0, "; NaN may be a collective's result read before it was waited for"),
+        (math.inf, 12.35, "; an infinity may be an overflow, or memory that nobody wrote to, added up"),
+        (-math.inf, 0.0, "; an infinity may be an overflow, or memory that nobody wrote to, added up"),
+        (-5.0e303, 0.5, "; numbers as large as this may be padding or a buffer that nobody wrote to"),
+        (1.0, math.nan, ""),
+        (1.0, math.inf, ""),
+        (-5.0e303, 2.0e303, ""),
+        (2.0, 1.0, ""),
+    ],
+)
+def test_both_numbers_are_named_with_what_a_strange_one_may_be_the_mark_of(
+    actual: float, expected: float, hint: str
+) -> None:
+    found = difference(t(actual), t(expected), 0.0)
+    assert found.text.startswith(f"got {found.actual!r}, expected {found.expected!r}")
+    assert found.text.removeprefix(f"got {found.actual!r}, expected {found.expected!r}") == hint
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_unwritten_memory_of_a_judged_program_is_named_also_where_it_was_averaged(dtype: torch.dtype) -> None:
+    fresh = torch.full((32,), fresh_memory._BYTE ^ 0xFF, dtype=torch.uint8).view(dtype)
+    for world_size in (1, 2, 4):
+        found = difference(fresh / world_size, t(*[1.0] * len(fresh)), 0.0)
+        assert found.text.endswith("that nobody wrote to")

@@ -40,6 +40,30 @@ def test_a_broken_part_is_exit_code_1_and_the_rest_is_still_examined(
     assert "1 broken" in ended.out
 
 
+@pytest.mark.parametrize(
+    ("trial", "code", "said"),
+    [
+        (examinations.good("they ran"), 0, "odd     loopback: no network; ranks work all the same\n"),
+        (examinations.odd("slowly"), 0, "odd     loopback: no network; ranks work all the same\n"),
+        (examinations.broken("they did not run"), 1, "broken  loopback: no network\n"),
+    ],
+)
+def test_nothing_is_broken_where_ranks_work(
+    verify: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, trial: Symptom, code: int, said: str
+) -> None:
+    def loopback() -> Symptom:
+        return examinations.broken("no network", "Mend it.")
+
+    def trial_world() -> Symptom:
+        return trial
+
+    monkeypatch.setattr(examinations, "trial_world", trial_world)
+    monkeypatch.setattr(examinations, "EXAMINATIONS", (loopback, trial_world))
+    ended = verify("doctor")
+    assert ended.code == code
+    assert said in ended.out
+
+
 # A fork server that does not notice the end of its controller: stopped in a system call, say.
 LEFTOVER = """
 import os, subprocess, sys

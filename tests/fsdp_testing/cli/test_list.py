@@ -11,14 +11,26 @@ from fsdp_testing.cli import list_command
 from fsdp_testing.errors import InvalidImplementation
 from fsdp_testing.implementations import registry
 from fsdp_testing.records import CAPABILITIES
+from fsdp_testing.suites import CHECKS
 from fsdp_testing.zoo import MODELS
 
 
-def test_without_a_kind_everything_is_listed(verify: Callable[..., Any]) -> None:
-    ended = verify("list")
+@pytest.mark.parametrize("arguments", [(), ("--all",)])
+def test_without_a_kind_every_name_is_listed(verify: Callable[..., Any], arguments: tuple[str, ...]) -> None:
+    ended = verify("list", *arguments)
     assert ended.code == 0, ended.err
-    for name in (*registry.names(), *CAPABILITIES, *MODELS, *list_command.KINDS, "gloo"):
+    checks = (name.partition(".")[2] for name in CHECKS)
+    for name in (*registry.names(), *checks, *CAPABILITIES, *MODELS, *list_command.KINDS, "gloo"):
         assert name in ended.out
+
+
+def test_names_alone_are_short_and_each_suite_is_one_entry(verify: Callable[..., Any]) -> None:
+    short, long = verify("list").out, verify("list", "--all").out
+    assert short.count("\n") * 3 < long.count("\n")
+    meanings = [check.meaning for check in CHECKS.values()]
+    assert not [meaning for meaning in meanings if meaning in short]
+    for suite in {name.partition(".")[0] for name in CHECKS}:
+        assert short.count(f"\n  {suite} ") == 1
 
 
 def test_one_kind_alone(verify: Callable[..., Any]) -> None:

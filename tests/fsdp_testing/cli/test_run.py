@@ -89,7 +89,9 @@ def test_errors_before_any_result(
 def test_options_reach_the_judge(verify: Callable[..., Any], judge: Callable[..., Judge]) -> None:
     asked = judge(Verdict.PASS)
     options = ("--world-size", "3,2", "--backend", "fake", "--check", "a.*", "--check", "b", "--extended")
-    assert verify("run", "one", "two", *options, "--timeout", "7.5").code == 3, "two has no result"
+    assert verify("run", "one", "two", *options, "--timeout", "7.5", "--jobs", "3", "--shard", "2/3").code == 3, (
+        "two has no result"
+    )
     assert asked.asked.pop("runner")._timeout == 7.5
     assert asked.asked == {
         "names": ("one", "two"),
@@ -100,7 +102,21 @@ def test_options_reach_the_judge(verify: Callable[..., Any], judge: Callable[...
         "extended": True,
         "explain": 10.0,
         "portraits": False,
+        "jobs": 3,
+        "shard": (2, 3),
     }
+
+
+def test_how_much_goes_on_at_a_time_is_said_and_too_much_refused(
+    verify: Callable[..., Any], judge: Callable[..., Judge]
+) -> None:
+    asked = judge(Verdict.PASS)
+    first = verify("run", "torch-ddp", "--jobs", "1").out.splitlines()[0]
+    assert first.startswith("checks under way at a time: 1 (")
+    ended = verify("run", "torch-ddp", "--jobs", "1000")
+    assert ended.code == 2
+    assert "jobs: expected at most" in ended.err
+    assert asked.asked["jobs"] == 1, "nothing ran"
 
 
 def test_explanations_can_be_switched_off_and_drawings_are_asked_for(
@@ -164,6 +180,11 @@ def test_expected_failures_are_read_per_implementation(
     path.write_text('[torch-ddp]\n"a.b" = "why"\n[other]\n"c.d" = "why not"\n', encoding="utf-8")
     assert verify("run", "torch-ddp", "--expected-failures", str(path)).code == 0
     assert asked.asked["expected_failures"] == {"torch-ddp": {"a.b": "why"}}
+    (tmp_path / "page.md").touch()
+    path.write_text('[torch-ddp]\n"a.b" = "why: page.md"\n"c.d" = "absent.md"\n', encoding="utf-8")
+    verify("run", "torch-ddp", "--expected-failures", str(path))
+    said = {"a.b": f"why: {tmp_path / 'page.md'}", "c.d": "absent.md"}
+    assert asked.asked["expected_failures"] == {"torch-ddp": said}, "a page is named by a path that opens"
 
 
 @pytest.mark.parametrize("text", [None, "[", "a = 1", "[torch-ddp]\na = 1", "\udcff"])
@@ -237,3 +258,21 @@ def test_the_page_of_a_real_run_draws_what_was_traced(verify: Callable[..., Any]
     for kind in ("forward", "backward", "collective", "operation", "gathered", "shard0"):
         assert f'<rect class="{kind}"' in page, kind
     assert "within the bound of" in page
+
+
+def test_parts_of_a_run_are_written_and_merged(verify: Callable[..., Any], tmp_path: Path) -> None:
+    def run(*options: str) -> Any:
+        return verify("run", "single-process", "--check", "training.float32", "--check", "shared.accumulated", *options)
+
+    files = [str(tmp_path / f"{number}.json") for number in (1, 2)]
+    for number, file in enumerate(files, start=1):
+        assert run("--shard", f"{number}/2", "--json", file).code == 0
+    ended = verify("merge", *files, "--json", str(tmp_path / "all.json"))
+    assert ended.code == 0
+    whole = RunReport.from_json((tmp_path / "all.json").read_text())
+    assert [result.check for result in whole.results] == ["training.float32", "shared.accumulated"]
+    refused = verify("merge", files[0], "--json", str(tmp_path / "none.json"))
+    assert refused.code == 2
+    assert "part 2 of 2 is missing" in refused.err
+    assert not (tmp_path / "none.json").exists()
+    assert verify("merge", files[0], files[0]).code == verify("merge", str(tmp_path / "no.json")).code == 2

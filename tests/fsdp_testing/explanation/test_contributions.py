@@ -77,7 +77,7 @@ def asked(*ranks: RankObservation, terms: tuple[GradientTerm, ...] = TERMS) -> C
         ({**SOUND, (0, 0): 1.0, (0, 1): 1.0}, "still contains operation 0, forward-backward, which was cleared"),
         (dict.fromkeys(SOUND, 2.0), "is 2 times what is due, as if its 2 uses were multiplied"),
         (dict.fromkeys(SOUND, 2 / 3), "is 2/3 of what is due, as if the sum over ranks were divided by 3 instead of 2"),
-        ({}, "is zero"),
+        ({}, "lacks every term"),
         (
             {**SOUND, (2, 1): 0.0, (3, 0): 2.0},
             "lacks operation 2, forward-backward in no_sync, of rank 1, and counts operation 3, forward-backward, of rank 0 "

@@ -75,7 +75,7 @@ def the_explanation(findings: list[Finding]) -> Explanation:
                     "accumulation.no_sync_then_reduced",
                     "counts operation 0, forward-backward in no_sync, 1/2 t",
                 ),
-                ("ZeroGradByShape", "zero_grad.both_forms", "(and of 5 more) is zero;"),
+                ("ZeroGradByShape", "zero_grad.both_forms", "(and of 5 more) lacks every term;"),
                 (
                     "WeightedByRows",
                     "training.empty_batches",
@@ -86,7 +86,27 @@ def the_explanation(findings: list[Finding]) -> Explanation:
                     "shared.module_called_twice",
                     "is 1/2 of what is due, as if its 2 uses were averaged",
                 ),
+                (
+                    "FrozenIsNotReduced",
+                    "accumulation.frozen",
+                    "(and of 1 more) lacks every term; gradient of layers.1.weight",
+                ),
+                (
+                    "StaleGradientOfUnused",
+                    "unused.sometimes",
+                    "still counts the inputs of rank 0, which was cleared, twice",
+                ),
+                (
+                    "NotReduced",
+                    "training.gradients_are_means",
+                    "on rank 0 is that of its own inputs alone, not reduced over",
+                ),
             )
+        ),
+        (
+            "faults_around:CountsRecomputed",
+            "activation_checkpointing.inside_units",
+            "is 2 times what is due, as if the sum",
         ),
         ("stale_adapter:KEEPS_OLD_WEIGHTS", "forward_only.eval", "the weights from before operation"),
         (

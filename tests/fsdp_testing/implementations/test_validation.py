@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from fsdp_testing import run_ranks
 from fsdp_testing.conformance import run_check
-from fsdp_testing.errors import InvalidImplementation
+from fsdp_testing.errors import InvalidImplementation, WorldFailed
 from fsdp_testing.implementations import registry, validation
 from fsdp_testing.implementations.adapter import Adapter, TorchStyle
+from fsdp_testing.pool.outcome import ErrorRecord, Fate, RankOutcome
 from fsdp_testing.records import Verdict
 
 PREAMBLE = """
@@ -179,3 +182,19 @@ def test_a_claim_without_its_methods_is_named_with_them():
 def test_one_strategy_must_be_claimed():
     with pytest.raises(InvalidImplementation, match="claims no strategy"):
         validation.check_claims(claims("no_sync"))
+
+
+def test_a_death_leads_whatever_the_others_raised_after_it():
+    raised = ErrorRecord(
+        "fsdp_testing.errors.InvalidImplementation", "mlp: RuntimeError: Connection closed by peer", ""
+    )
+    ranks = (RankOutcome(0, Fate.RAISED, error=raised), RankOutcome(1, Fate.DIED, exit_code=3, began=True))
+
+    def run_on_ranks(*_args, **_options):
+        raise WorldFailed("rank 0: connection closed", SimpleNamespace(ranks=ranks))
+
+    with pytest.raises(InvalidImplementation) as caught:
+        validation.validate(claims("full_shard"), run_on_ranks)
+    told = str(caught.value)
+    assert "rank 1 died with exit code 3 in `wrap`" in told
+    assert told.index("rank 1 died") < told.index("connection closed")

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fsdp_testing.pool import outcome as outcome_module
 from fsdp_testing.pool.cause import Cause, EndedBadly, Hung, Stuck, Uneven, Unfinished
-from fsdp_testing.pool.outcome import CollectiveRecord, ErrorRecord, Fate, RankOutcome, WorldOutcome, rank_names
+from fsdp_testing.pool.outcome import (
+    CollectiveRecord,
+    ErrorRecord,
+    Fate,
+    RankOutcome,
+    WorldOutcome,
+    account_lines,
+    rank_names,
+)
 from fsdp_testing.pytest_plugin.longrepr import fold
 from fsdp_testing.pytest_plugin.merge import merge
+from fsdp_testing.pytest_plugin.rank_side import _without_torchs_log
 from fsdp_testing.pytest_plugin.records import Phase, RankResult
 
 PLACE = ("/t.py", 7)
@@ -298,3 +309,27 @@ def test_folding_looks_past_addresses_and_the_rank_itself() -> None:
     first = "<f at 0x7f01> in World(rank=0, size=2)"
     second = "<f at 0x7f02> in World(rank=1, size=2)"
     assert [ranks for ranks, _ in fold([(0, first), (1, second), (2, "else")])] == [[0, 1], [2]]
+
+
+def test_torchs_log_of_a_collective_that_raised_is_left_out() -> None:
+    noise = "DEBUG    c10d-NullHandler-default:c10d_logger.py:87 {'func_name': 'all_gather', 'error': 'differs'}"
+    own = "INFO     mine:test.py:3 c10d-NullHandler-default: is spoken of"
+    title = "Captured log call"
+    assert _without_torchs_log((title, f"{noise}\n{own}\n{noise}")) == (title, own)
+    assert _without_torchs_log((title, noise)) == (title, "")
+    assert _without_torchs_log(("Captured stdout call", noise)) == ("Captured stdout call", noise)
+
+
+def test_frames_of_the_pool_and_of_imports_are_left_out() -> None:
+    stack = f"""Current thread 0x1 (most recent call first):
+  File "/site/torch/__init__.py", line 5 in <module>
+  File "<frozen importlib._bootstrap>", line 241 in _call_with_frames_removed
+  File "/home/me/model.py", line 7 in wrap
+  File "/home/me/tests/fsdp_testing/pool/test_mine.py", line 9 in test_mine
+  File "{Path(outcome_module.__file__).parent}/worker.py", line 243 in _call
+  File "<string>", line 1 in <module>"""
+    kept = account_lines(RankOutcome(0, Fate.STOPPED, stack=stack))
+    assert kept == [
+        "stack of rank 0:",
+        *(line for number, line in enumerate(stack.splitlines()) if number in (0, 1, 3, 4)),
+    ]

@@ -110,10 +110,18 @@ def test_the_page_shows_each_cause_once_with_its_drawing(portrait: Portrait, mak
     findings = (make.diverged(cause="x", shortest=shortest), make.diverged(cause="x"))
     results = tuple(make.result("one", name, Verdict.FAIL, findings=findings) for name in ("a.b", "c.d"))
     page = html_text(RunReport(results))
-    assert page.count("<h4>It is stale.</h4>") == 1
-    assert page.count('Root cause: <a href="#c0">It is stale.</a>') == 2
+    assert page.count("<h3>It is stale. ") == 1
+    assert page.count('Cause: <a href="#c0">It is stale.</a>') == 2
     assert "Breaks 2 checks" in page
     assert page.count("<svg viewBox") == 3
+
+
+def test_the_moment_from_which_something_is_wrong_is_marked_on_every_rank(portrait: Portrait) -> None:
+    operations = sum(stretch.lane == "operation" for stretch in portrait.ranks[0].stretches)
+    assert operations
+    assert timeline(portrait, wrong=operations - 1).count("wrong from here") == len(portrait.ranks)
+    assert "wrong from here" not in timeline(portrait)
+    assert "wrong from here" not in timeline(portrait, wrong=operations), "an operation that nobody recorded"
 
 
 def test_round_numbers_and_sizes() -> None:

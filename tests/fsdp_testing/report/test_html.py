@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from fsdp_testing.records import RunReport, Verdict
+from fsdp_testing.records import Explanation, RunReport, Verdict
 from fsdp_testing.report import write_atomically
 from fsdp_testing.report.html import html_text
 
@@ -93,10 +94,11 @@ def test_the_failure_is_told_completely(mixed: RunReport) -> None:
         "max error 0.37, bound 2e-12 (1.85e+11 times the bound)",
         "12 roundings x u(float64)",
         "fsdp-verify run one --check training.adamw --world-size 2",
-        "Exit code 1: a claim was refuted.",
+        "2 new failures, 1 unknown, 1 known failure, 1 listed as known that does not fail; 3 claims hold.",
+        "Exit code 1: a claim was refuted",
         "2 of 5 claims hold, 1 refuted, 1 unknown, 1 expected to fail, 1 stale, 1 not claimed",
         "what training.sgd shows",
-        "one: 1 checks were not run",
+        "one: 1 check not run",
     ):
         assert part in text, part
 
@@ -107,6 +109,90 @@ def test_every_trouble_is_linked_from_its_cell(mixed: RunReport) -> None:
     articles = [article for article in page.all("article") if (article["id"] or "").startswith("r")]
     assert len(cells) == len(articles) == 5
     assert all(article.get("tabindex") == "-1" for article in articles)
+
+
+def test_the_first_screen_answers_three_questions(mixed: RunReport) -> None:
+    text = re.sub(r"\s+", " ", Page(html_text(mixed)).text)
+    first = text[: text.index("Suites")]
+    for part in (
+        "84 tensors compared with those of one process, in 7 cases on 2 ranks.",
+        "Of 1 check nothing is known; that is never counted as a pass.",
+        "one after operation 0 the gradient of blocks.1.weight is off by 0.37",
+        "Known, and expected: 1 check for 1 reason",
+        "Run the first new failure again, alone: fsdp-verify run one --check training.adamw --world-size 2",
+        "Take off the list of expected failures, for they hold: one clip.one.",
+    ):
+        assert part in first, part
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "state"),
+    [
+        ([Verdict.PASS, Verdict.NOT_CLAIMED], "good"),
+        ([Verdict.PASS, Verdict.EXPECTED_FAILURE], "known"),
+        ([Verdict.PASS, Verdict.STALE], "known"),
+        ([Verdict.PASS, Verdict.UNKNOWN], "unknown"),
+        ([Verdict.NOT_CLAIMED], "unknown"),
+        ([Verdict.UNKNOWN, Verdict.EXPECTED_FAILURE, Verdict.FAIL], "bad"),
+    ],
+)
+def test_only_a_run_in_which_all_claims_hold_is_green(
+    make: SimpleNamespace, verdicts: list[Verdict], state: str
+) -> None:
+    report = RunReport(tuple(make.result("a", f"s.c{number}", verdict) for number, verdict in enumerate(verdicts)))
+    assert f'<p class="banner {state}">' in html_text(report)
+
+
+def test_suites_are_folded_where_nobody_must_look(make: SimpleNamespace) -> None:
+    verdicts = {"good": Verdict.PASS, "known": Verdict.EXPECTED_FAILURE, "idle": Verdict.NOT_CLAIMED}
+    verdicts |= {"bad": Verdict.FAIL, "lost": Verdict.UNKNOWN, "old": Verdict.STALE}
+    report = RunReport(tuple(make.result("a", f"{suite}.c", verdict) for suite, verdict in verdicts.items()))
+    found = re.findall(r'<details class="suite"( open)?><summary><strong>(\w+)</strong>', html_text(report))
+    assert {suite for opened, suite in found if opened} == {"bad", "lost", "old"}
+    assert len(found) == len(verdicts)
+
+
+def test_the_picture_of_a_cause_marks_where_it_goes_wrong(make: SimpleNamespace) -> None:
+    schedule = ("0 forward_backward(batch 0)", "1 step()", "2 forward_backward(batch 1)", "3 observe()")
+    shortest = Explanation("it is wrong", schedule, make.case, left_out=3, runs=1, seconds=0.1, complete=True)
+    finding = make.diverged(
+        operation=9,
+        operation_text="operation 9 forward_backward(batch 1)",
+        ranks=(1,),
+        statement="w is off",
+        shortest=shortest,
+    )
+    text = html_text(RunReport((make.result("a", "s.c", Verdict.FAIL, findings=(finding,)),)))
+    (marked,) = re.findall(r'<li class="wrong">(.*?)</li>', text, re.DOTALL)
+    assert "forward_backward(batch 1)" in marked
+    assert "rank 0 ✓" in marked
+    assert "rank 1 ✗" in marked
+    assert "w is off" in marked
+    elsewhere = replace(finding, operation_text="somewhere in the program")
+    text = html_text(RunReport((make.result("a", "s.c", Verdict.FAIL, findings=(elsewhere,)),)))
+    assert '<li class="wrong">' not in text, "nothing is marked where nobody knows"
+
+
+def test_known_failures_are_one_entry_for_each_page_with_its_threads(make: SimpleNamespace) -> None:
+    thread = "https://github.com/pytorch/pytorch/issues/1"
+    results = tuple(
+        make.result("a", f"s.c{number}", Verdict.EXPECTED_FAILURE, expected=f"so it is: page.md, {thread}. <b>")
+        for number in range(3)
+    )
+    page = Page(html_text(RunReport(results)))
+    assert [article["id"] for article in page.all("article") if (article["id"] or "")[0] == "k"] == ["k0"]
+    links = [link for link in page.all("a") if (link["href"] or "").startswith("https:")]
+    assert {link["href"] for link in links} == {thread}
+
+
+def test_an_adapter_is_called_by_its_own_name_and_run_by_the_other(make: SimpleNamespace) -> None:
+    failed = make.result("pkg.mod:ADAPTER", "s.c", Verdict.FAIL, findings=(make.diverged(),))
+    report = RunReport((failed,), ("pkg.mod:ADAPTER",), own_names={"pkg.mod:ADAPTER": "acme"})
+    assert RunReport.from_json(report.to_json()).own_names == report.own_names
+    text = html_text(report)
+    assert "<h1>acme</h1>" in text
+    assert "<title>acme: " in text
+    assert "fsdp-verify run pkg.mod:ADAPTER --check s.c" in text
 
 
 def test_many_findings_are_cut_and_counted(make: SimpleNamespace) -> None:

@@ -51,6 +51,40 @@ def test_exit_codes(good: RunReport, mixed: RunReport, make: SimpleNamespace) ->
     assert "nothing is known" in summary.conclusion(unknown)
     expected = RunReport(results=(make.result("a", "s.c", Verdict.EXPECTED_FAILURE),))
     assert summary.report_exit_code(expected) == 0
+    assert summary.conclusion(expected) == "exit code 0: no new failure; 1 check failed as expected"
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "said"),
+    [
+        ([Verdict.PASS] * 3, "All 3 claims that were checked hold"),
+        ([Verdict.PASS, Verdict.NOT_CLAIMED], "The one claim that was checked holds"),
+        ([Verdict.EXPECTED_FAILURE] * 2 + [Verdict.PASS] * 2, "2 known failures, none new; 2 claims hold"),
+        ([Verdict.FAIL, Verdict.EXPECTED_FAILURE, Verdict.PASS], "1 new failure, 1 known failure; 1 claim holds"),
+        ([Verdict.UNKNOWN, Verdict.STALE], "1 unknown, 1 listed as known that does not fail; 1 claim holds"),
+        ([Verdict.NOT_CLAIMED], "nothing was checked of a; 0 claims hold"),
+        ([], "nothing was checked; 0 claims hold"),
+    ],
+)
+def test_the_headline_never_says_more_than_is_known(make: SimpleNamespace, verdicts: list[Verdict], said: str) -> None:
+    report = RunReport(tuple(make.result("a", f"s.c{number}", verdict) for number, verdict in enumerate(verdicts)))
+    assert summary.headline(report) == said
+
+
+@pytest.mark.parametrize(
+    ("reason", "page", "said"),
+    [
+        ("weights stay: docs/a.md", "docs/a.md", "weights stay (a): docs/a.md"),
+        ("weights stay (https://host/issues/1)", "https://host/issues/1)", None),
+        ("not written up", "", "not written up (a)"),
+        ("a.md", "a.md", "a.md (a): a.md"),
+    ],
+)
+def test_known_failures_name_their_page(make: SimpleNamespace, reason: str, page: str, said: str | None) -> None:
+    found = make.result("a", "s.c", Verdict.EXPECTED_FAILURE, expected=reason)
+    (group,) = summary.known_failures(RunReport((found,)))
+    assert group.page == page.rstrip(")")
+    assert group.sentence == (said or "weights stay (a): https://host/issues/1")
 
 
 def test_nothing_checked_is_never_a_success(make: SimpleNamespace) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import re
+from collections.abc import Iterable
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from fsdp_testing.records import RunReport, Verdict
+from fsdp_testing.records import CheckResult, RunReport, Verdict
 from fsdp_testing.report.progress import ProgressListener
 from fsdp_testing.report.terminal import open_console, print_report
 
@@ -38,17 +40,62 @@ def test_a_failure_shows_where_what_by_how_much_and_how_to_replay(mixed: RunRepo
         "max error 0.37, bound 2e-12 (1.85e+11 times the bound)",
         "12 roundings x u(float64)",
         "max error 0.37, equal bits were due",
-        "also: mlp, 2 ranks, full_shard, float64: after operation 0 the gradient",
         "fsdp-verify run one --check training.adamw --world-size 2",
-        "expected because: issue 1",
         "exit code 1",
     ):
         assert part in text, part
+    for part in ("0.37 on ranks 0 and 1", "expected because: issue 1"):
+        assert part in drawn(mixed, full=True), part
+
+
+def test_what_is_new_comes_first_and_what_is_known_is_a_line_for_each_page(make: SimpleNamespace) -> None:
+    def known(name: str, check: str, reason: str) -> CheckResult:
+        return make.result(name, check, Verdict.EXPECTED_FAILURE, expected=reason, findings=(make.diverged(),))
+
+    passed = [make.result("one", f"training.c{number}", Verdict.PASS) for number in range(40)]
+    idle = [make.result("one", f"hybrid.c{number}", Verdict.NOT_CLAIMED) for number in range(40)]
+    results = (
+        known("one", "a.b", "weights stay: docs/stale.md"),
+        known("one", "a.c", "other words: docs/stale.md"),
+        known("two", "a.b", "weights stay: docs/stale.md"),
+        known("two", "a.d", "nobody wrote it up"),
+        make.result("two", "a.e", Verdict.FAIL, findings=(make.diverged(),)),
+        *passed,
+        *idle,
+    )
+    lines = drawn(RunReport(results)).splitlines()
+    assert lines[0].startswith("new failures: 1 check, 1 cause")
+    assert "    3  weights stay (one, two): docs/stale.md" in lines
+    assert "    1  nobody wrote it up (two)" in lines
+    assert len(lines) < 30
+    assert not [line for line in lines if "hybrid.c" in line or "training.c" in line]
+    assert "known failures, as expected: 4 checks, 2 reasons" in "\n".join(lines)
+
+
+def test_checks_of_one_cause_are_one_account_and_many_causes_are_short(make: SimpleNamespace) -> None:
+    same = [make.result("one", f"a.c{number}", Verdict.FAIL, findings=(make.diverged(),)) for number in range(3)]
+    others = [
+        make.result("one", f"b.c{number}", Verdict.FAIL, findings=(make.diverged(quantity=f"value {number}"),))
+        for number in range(6)
+    ]
+    text = drawn(RunReport((*same, *others)))
+    assert "new failures: 9 checks, 7 causes" in text
+    assert "breaks: a.c0, a.c1, a.c2" in text
+    assert text.count("replay:") == 3
+    assert all(f"b.c{number}" in text for number in range(6)), "nothing new is left out"
+
+
+def test_a_failure_without_findings_and_an_unknown_verdict_are_shown(make: SimpleNamespace) -> None:
+    lost = [make.result("one", f"a.c{number}", Verdict.UNKNOWN, explanation="PoolBroken: gone") for number in range(9)]
+    text = drawn(RunReport((make.result("one", "b.c", Verdict.FAIL, explanation="it is wrong"), *lost)))
+    assert "it is wrong" in text
+    assert text.count("PoolBroken: gone") == 1
+    assert "the same: a.c1, a.c2" in text
 
 
 @pytest.mark.parametrize("width", [20, 40, 80, 200])
 def test_nothing_is_lost_at_any_width(mixed: RunReport, width: int) -> None:
-    letters = "".join(drawn(mixed, width).split())
+    letters = "".join(drawn(mixed, width, full=True).split())
     for part in ("FAIL", "unknown", "stale", "expected", "training", "adamw", "gradientofblocks.1.weight"):
         assert part in letters
 
@@ -97,24 +144,48 @@ def test_text_of_a_run_is_no_markup(make: SimpleNamespace) -> None:
     assert "[bold]x[/bold] [red" in drawn(report)
 
 
-def test_progress_without_a_terminal_is_one_line_per_trouble_and_implementation(mixed: RunReport) -> None:
-    console = Console(file=io.StringIO(), width=80, color_system=None)
+def lines_of_progress(results: Iterable[CheckResult], *, at_once: bool = False) -> list[str]:
+    """What a log file shows of a run; `at_once`: everything is started before anything is finished."""
+    console, results = Console(file=io.StringIO(), width=80, color_system=None), list(results)
     with ProgressListener(console) as listener:
-        listener.planned(len(mixed.results))
-        for found in mixed.results:
+        listener.planned(len(results))
+        for found in results if at_once else ():
             listener.started(found.implementation, found.check)
+        for found in results:
+            if not at_once:
+                listener.started(found.implementation, found.check)
             listener.finished(found)
     assert isinstance(console.file, io.StringIO)
-    lines = console.file.getvalue().splitlines()
-    assert [line.split(":")[0] for line in lines] == [
+    return [re.sub(r"^ *\d+\.\d s  ", "", line) for line in console.file.getvalue().splitlines()]
+
+
+def test_progress_without_a_terminal_is_a_line_for_each_suite_and_trouble(mixed: RunReport) -> None:
+    lines = lines_of_progress(mixed.results)
+    assert lines[:2] == [
+        "starting ranks and examining the adapters",
+        "8 checks to run; a line for each suite that is through",
+    ], "both come before anything is run"
+    assert [line.split(":")[0] for line in lines[2:]] == [
         "FAIL one training.adamw",
+        "one training",
         "unknown one clip.inf",
         "stale one clip.one",
-        "one",
+        "one clip",
         "FAIL two & co training.sgd",
-        "two & co",
+        "two & co training",
+        "looking for the causes of what failed (3 checks)",
     ]
-    assert lines[3] == "one: 1 pass, 1 FAIL, 1 unknown, 1 not claimed, 1 expected, 1 stale"
+    assert lines[3] == "one training: 1 pass, 1 FAIL (0.8 s); 2 of 8 checks"
+    assert lines[6] == "one clip: 1 unknown, 1 expected, 1 stale (1.2 s); 5 of 8 checks"
+
+
+def test_every_suite_is_counted_once_where_checks_run_side_by_side(mixed: RunReport) -> None:
+    lines = [line for line in lines_of_progress(mixed.results, at_once=True) if " of 8 checks" in line]
+    assert sorted(line.split(" (")[0] for line in lines) == [
+        "one clip: 1 unknown, 1 expected, 1 stale",
+        "one training: 1 pass, 1 FAIL",
+        "two & co training: 1 pass, 1 FAIL",
+    ]
 
 
 def test_progress_in_a_terminal_moves_and_cleans_up(mixed: RunReport) -> None:

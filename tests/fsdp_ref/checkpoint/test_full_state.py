@@ -197,13 +197,6 @@ def test_a_model_whose_state_could_not_be_collected_is_freed(world, api):
     assert watched() is None
 
 
-@pytest.mark.world(2)
-def test_what_is_not_there_yet_says_so(world):
-    model = shard("orig", net())
-    with pytest.raises(NotImplementedError, match="optim_state_dict: .*not there yet"):
-        FullyShardedDataParallel.optim_state_dict(model, None)
-
-
 @pytest.mark.parametrize("load", [False, True])
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.world(2)

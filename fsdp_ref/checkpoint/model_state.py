@@ -1,0 +1,355 @@
+"""How does ``state_dict()`` return the form that is set, and how is such a state loaded?
+
+Through the module's own state-dict hooks, the same for the wrapper and the composable API and unit by unit. Every module
+that shows parameters of a unit has them, so that the state of any part is right. The outermost one opens the unit: for
+full and sharded state it summons the full parameters, and beside the state itself only this unit and those around it are
+full; for local state nothing is gathered. Then each module turns its own entries into the form (see ``shards``), or its
+form into whole tensors, which ``nn.Module`` copies; missing and unexpected keys, and sizes, are reported by
+``nn.Module``. Names lose the wrappers' prefixes.
+
+Collectives: full and sharded, one all-gather for each unit, over its shard group; to load a sharded state, also one
+exchange of descriptions for each tree of units and an all-gather for each parameter. All ranks must call, ``rank0_only``
+included. Local: none.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_ref.access.summon import SummonOptions, refuse_running, summon
+from fsdp_ref.annotations import OWNERS_KEY, owners_of, unit_of, units_in
+from fsdp_ref.checkpoint.shards import Spread, compare_ranks, flat_shard_problem, is_spread, whole
+from fsdp_ref.compat import RunningCall
+from fsdp_ref.config import FullStateDictConfig, ShardingStrategy, StateDictType
+from fsdp_ref.errors import TrainingStateError, UnshardConflictError, UnsupportedError, explain
+from fsdp_ref.naming import FLAT_PARAM, FSDP_WRAPPED_MODULE, clean_tensor_name, join_fqn
+from fsdp_ref.runtime.root import close_ended, lazy_init
+from fsdp_ref.runtime.unit import Unit
+from fsdp_ref.states import ReshardReason, UnitState
+
+
+class OpenState:
+    """A unit whose state, or part of it, is being collected or loaded.
+
+    The hook that ends it does not come when collecting raised: ``collecting`` says so at the unit's next use.
+
+    Attributes:
+        module: the outermost module of that part; its hook ends it.
+        form: the form that the unit's entries have.
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        module: nn.Module,
+        form: StateDictType,
+        parameters: AbstractContextManager[None],
+        *,
+        fresh: bool,
+    ) -> None:
+        self.module = module
+        self.form = form
+        self._unit = unit
+        self._parameters = parameters
+        self._fresh = fresh
+        self._spread: Spread | None = None
+        self._copies: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}
+        self.collecting = RunningCall.of_outermost_module_method()
+
+    @property
+    def spread(self) -> Spread:
+        """Over which ranks entries are spread."""
+        assert self._unit.handle is not None  # units without one are not opened
+        if self._spread is None:
+            self._spread = Spread(self._unit.handle)
+        return self._spread
+
+    def entry(self, value: Tensor) -> Tensor:
+        """Return the entry of a summoned parameter, whose memory goes; one for all names of a tied parameter."""
+        place = (value.data_ptr(), value.shape, value.dtype)
+        if place not in self._copies or not value.numel():
+            self._copies[place] = self._converted(value.detach())
+        return self._copies[place]
+
+    def _converted(self, value: Tensor) -> Tensor:
+        offload = self._unit.state_dict_settings.state_dict_config.offload_to_cpu
+        if self.form is StateDictType.SHARDED_STATE_DICT:
+            chunk = self.spread.chunk(value)
+            return chunk.cpu() if offload else chunk
+        return value.to("cpu", copy=True) if offload else value.clone()
+
+    def close(self, unit: Unit) -> None:
+        """Keep edits, show and free as before, and forget a root that was only made for this."""
+        try:
+            self._parameters.__exit__(None, None, None)
+        finally:
+            if self._fresh and unit.root is not None:
+                # Saving must not decide which unit is the root.
+                unit.root.disband()
+
+
+def install(units: Iterable[Unit]) -> None:
+    """Give the modules of new units, and those that users call for them, their hooks; copies of them have hooks too."""
+    for unit in units:
+        names: dict[nn.Module, list[str]] = {module: [] for module in (unit.holder, *unit.modules)}
+        sites = [] if unit.handle is None else [s for managed in unit.handle.originals.managed for s in managed.sites]
+        elsewhere = {site.module for site in sites} - set(names)
+        if elsewhere:  # a tied parameter, in modules of units below: whoever is around them summons this unit first
+            around = [module for module in unit.module.modules() if not elsewhere.isdisjoint(module.modules())]
+            names |= {module: [] for module in around if module not in names}
+        for site in sites:
+            names[site.module].append(site.name)
+        for module, params in names.items():
+            owners = owners_of(module)
+            if not owners:
+                module.register_state_dict_pre_hook(_before_save)
+                module.register_state_dict_post_hook(_after_save)
+                module.register_load_state_dict_pre_hook(_before_load)
+                module.register_load_state_dict_post_hook(_after_load)
+            owners[unit] = params
+
+
+# ------------------------------------------------------------------------------------------------- opening and closing
+
+
+def _form(unit: Unit) -> StateDictType:
+    """Return the form of the unit's entries: what is set, and full where nothing is sharded."""
+    replicated = unit.config.strategy is ShardingStrategy.NO_SHARD
+    return StateDictType.FULL_STATE_DICT if replicated else unit.state_dict_settings.state_dict_type
+
+
+def _is_open(unit: Unit) -> bool:
+    return unit.open_state is not None and not unit.open_state.collecting.ended()
+
+
+def _closed_units(module: nn.Module, *, loading: bool) -> list[Unit]:
+    """Return the units that own parameters of the module and must be opened, once all below it agree to it."""
+    # Units were made children first, and the outermost decides which is the root.
+    closed = [unit for unit in reversed(owners_of(module)) if unit.handle is not None and not _is_open(unit)]
+    for unit in dict.fromkeys((*closed, *units_in(module))) if closed else ():
+        if unit.handle is not None and not _is_open(unit):
+            _check(unit, module, loading=loading)
+    return [unit for unit in closed if unit.state is not UnitState.SUMMONED]  # what a user has summoned is whole
+
+
+def _open(unit: Unit, module: nn.Module, *, loading: bool) -> None:
+    fresh = unit.root is None
+    form = _form(unit)
+    if form is not unit.state_dict_settings.state_dict_type and not loading:
+        warnings.warn(
+            f"{unit.state_dict_settings.state_dict_type.name} was set for a unit with NO_SHARD "
+            f"({unit.name or type(unit.module).__name__}), which has no shards: full_state_dict will be returned.",
+            UserWarning,
+            stacklevel=4,
+        )
+    parameters: AbstractContextManager[None] = nullcontext()
+    if form is StateDictType.LOCAL_STATE_DICT:
+        lazy_init(unit).recover()
+        unit.absorb()
+    else:
+        rank0_only = not loading and _left_to_rank_zero(unit)
+        parameters = summon(unit.holder, SummonOptions(recurse=False, writeback=loading, rank0_only=rank0_only))
+    parameters.__enter__()
+    unit.open_state = OpenState(unit, module, form, parameters, fresh=fresh)
+
+
+def _check(unit: Unit, module: nn.Module, *, loading: bool) -> None:
+    """Refuse what cannot be saved or loaded now.
+
+    Raises:
+        UnshardConflictError: Forward or backward runs, or a user has summoned parameters that would have to be cut or replaced.
+        TrainingStateError: Loading inside ``no_sync``.
+        UnsupportedError: Local state of a part of a unit.
+    """
+    close_ended(unit)
+    form = _form(unit)
+    call = "load_state_dict" if loading else "state_dict"
+    refuse_running(unit)
+    if unit.state is UnitState.SUMMONED and (loading or form is not StateDictType.FULL_STATE_DICT):
+        raise UnshardConflictError(
+            f"{call} of {unit!r} ({form.name}) inside summon_full_params: expected parameters that nobody has summoned. "
+            f"Call {call} before or after."
+        )
+    if loading and not unit.sync_gradients:
+        raise TrainingStateError(
+            f"load_state_dict of {unit!r} inside no_sync: expected a unit whose gradients are all reduced, got one that "
+            "accumulates gradients of the parameters that would be replaced. Load before or after."
+        )
+    if form is StateDictType.LOCAL_STATE_DICT and _is_cut(unit, list(module.modules())):
+        raise UnsupportedError(
+            explain(
+                f"{call} of {type(module).__name__}",
+                expected=f"a module with whole units, since {form.name} has one flat shard for each",
+                got=f"a part of {unit!r}",
+                remedy="Call it on the unit or on a module around it, or set SHARDED_STATE_DICT",
+            )
+        )
+
+
+def _is_cut(unit: Unit, modules: list[nn.Module]) -> bool:
+    """Return whether ``modules`` show parameters of the unit and lack the module that it shards."""
+    return unit.module not in modules and any(each.__dict__.get(OWNERS_KEY, {}).get(unit) for each in modules)
+
+
+def _left_to_rank_zero(unit: Unit) -> bool:
+    """Return whether the unit's state is another rank's to return."""
+    config, groups = unit.state_dict_settings.state_dict_config, unit.config.groups
+    ranks = groups.rank, 0 if groups.replicate is None else groups.replicate.rank()
+    return isinstance(config, FullStateDictConfig) and config.rank0_only and ranks != (0, 0)
+
+
+def _leave(module: nn.Module) -> None:
+    for unit in owners_of(module):
+        open_state = unit.open_state
+        if open_state is not None and open_state.module is module:
+            unit.open_state = None
+            open_state.close(unit)
+
+
+# --------------------------------------------------------------------------------------------------------------- saving
+
+
+def _before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    for unit in _closed_units(module, loading=False):
+        _open(unit, module, loading=False)
+
+
+def _after_save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for unit in owners_of(module):
+        open_state = unit.open_state
+        if open_state is not None and not _left_to_rank_zero(unit):
+            _convert(unit, open_state, module, state, prefix)
+        for name in module._buffers:  # those that were cast in their own dtype
+            dtype = unit.buffers.original_dtype(module, name)
+            if dtype is not None and prefix + name in state:
+                state[prefix + name] = state[prefix + name].to(dtype)
+        if module is unit.holder or (open_state is not None and open_state.module is module):
+            _finish(unit, state, prefix)
+    if FSDP_WRAPPED_MODULE in module._modules:
+        _rename(state, prefix, clean_tensor_name)
+    _leave(module)
+
+
+def _convert(unit: Unit, open_state: OpenState, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    """Give the module's own entries their form."""
+    for key in [prefix + name for name in owners_of(module)[unit]]:
+        if open_state.form is StateDictType.LOCAL_STATE_DICT:
+            state.pop(key, None)
+        elif isinstance(state.get(key), Tensor):
+            state[key] = open_state.entry(state[key])
+    if open_state.form is StateDictType.LOCAL_STATE_DICT and module is unit.module:
+        assert unit.handle is not None  # it was opened
+        state[prefix + FLAT_PARAM] = open_state.spread.flat_shard(unit.handle)
+
+
+def _finish(unit: Unit, state: dict[str, Any], prefix: str) -> None:
+    """Do what the options say of all entries at and below a unit: another rank has them, or they go to the CPU."""
+    offload = unit.state_dict_settings.state_dict_config.offload_to_cpu
+    if not (offload or _left_to_rank_zero(unit)):
+        return
+    for key in [key for key in state if key.startswith(prefix)]:
+        if _left_to_rank_zero(unit):
+            del state[key]
+        elif isinstance(state[key], Tensor):
+            state[key] = state[key].cpu()
+
+
+def _rename(state: dict[str, Any], prefix: str, change: Callable[[str], str]) -> None:
+    for key in [key for key in state if key.startswith(prefix)]:
+        value = state.pop(key)
+        state[prefix + change(key.removeprefix(prefix))] = value
+
+
+# -------------------------------------------------------------------------------------------------------------- loading
+
+
+def _before_load(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, strict: bool, *reports: list[str]
+) -> None:
+    closed = _closed_units(module, loading=True)
+    # Whoever is open around has compared what is below it.
+    compared = {each.config.groups.shard for unit in closed for each in _tree(unit) if _is_open(each)}
+    for unit in closed:
+        group = unit.config.groups.shard
+        if unit.state_dict_settings.state_dict_type is StateDictType.SHARDED_STATE_DICT and group not in compared:
+            compared.add(group)
+            compare_ranks(state, prefix, group)
+        _open(unit, module, loading=True)
+    if FSDP_WRAPPED_MODULE in module._modules:
+        _rename(state, prefix, lambda name: join_fqn(FSDP_WRAPPED_MODULE, name))
+    for unit, names in owners_of(module).items():
+        if unit.open_state is None:
+            continue
+        if unit.open_state.form is StateDictType.LOCAL_STATE_DICT:
+            _take_flat_shard(unit, module, state, prefix, reports)
+            continue
+        own = state.get(prefix + FLAT_PARAM) if module is unit.module else None
+        if unit.handle is not None and isinstance(own, Tensor) and own.data_ptr() == unit.handle.shard_S.data_ptr():
+            del state[prefix + FLAT_PARAM]  # ``set_model_state_dict`` hands over what the model has, too
+        for name in names:
+            _take_whole(unit, module._parameters.get(name), state, prefix + name, reports[2])
+
+
+def _tree(unit: Unit) -> list[Unit]:
+    return [unit] if unit.root is None else unit.root.units
+
+
+def _take_whole(unit: Unit, param: nn.Parameter | None, state: dict[str, Any], key: str, errors: list[str]) -> None:
+    """Put the whole tensor where ``nn.Module`` looks for it."""
+    value = state.get(key)
+    if not is_spread(value):
+        return
+    if unit.state_dict_settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
+        state[key] = whole(value)
+        return
+    form = unit.state_dict_settings.state_dict_type.name
+    errors.append(
+        f"{clean_tensor_name(key)}: expected a whole tensor, since {form} is set, got a sharded one (DTensor). Set "
+        "SHARDED_STATE_DICT to load it."
+    )
+    state[key] = param
+
+
+def _take_flat_shard(
+    unit: Unit, module: nn.Module, state: dict[str, Any], prefix: str, reports: tuple[list[str], ...]
+) -> None:
+    """Load the flat shard here, and give ``nn.Module`` what it has already to copy."""
+    missing, unexpected, errors = reports
+    handle = unit.handle
+    assert handle is not None  # it was opened
+    for name in owners_of(module)[unit]:
+        if prefix + name in state:
+            unexpected.append(prefix + name)
+            del state[prefix + name]
+        if name in module._parameters:
+            state[prefix + name] = module._parameters[name]
+    if module is not unit.module:
+        return
+    key = prefix + FLAT_PARAM
+    if key not in state:
+        missing.append(key)
+    elif (problem := flat_shard_problem(handle, state[key])) is not None:
+        errors.append(
+            f"{clean_tensor_name(key)}: {problem}. A local state is read by the same units over as many ranks."
+        )
+    else:
+        unit.reshard(ReshardReason.OUT_OF_DATE)
+        mine = state[key].to_local()
+        with torch.no_grad():
+            handle.shard_S[: mine.numel()].copy_(mine)
+    state.pop(key, None)
+    if FLAT_PARAM in module._parameters:
+        state[key] = module._parameters[FLAT_PARAM]
+
+
+def _after_load(module: nn.Module, incompatible: Any) -> None:
+    if unit_of(module) is not None:
+        for names in (incompatible.missing_keys, incompatible.unexpected_keys):
+            names[:] = [clean_tensor_name(name) for name in names]
+    _leave(module)

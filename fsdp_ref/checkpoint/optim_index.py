@@ -1,0 +1,286 @@
+"""Which entry of an optimizer belongs to which original parameters, and under which names?
+
+An optimizer keeps state per tensor that it steps: an original parameter (or this rank's piece of one), a whole flat
+parameter, or a parameter that no unit holds. State dicts are keyed by names of the plain module. Nothing here
+communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fsdp_ref.annotations import units_under
+from fsdp_ref.comm.groups import DataParallelGroups, default_group
+from fsdp_ref.errors import FsdpRuntimeError, FsdpTypeError, FsdpValueError, TrainingStateError, explain, listing
+from fsdp_ref.handle.flat_handle import FlatHandle
+from fsdp_ref.naming import clean_tensor_name, join_fqn
+from fsdp_ref.runtime.unit import Unit
+from fsdp_ref.states import TrainingState
+from fsdp_ref.storage.views import is_flattened
+
+Key = int | str
+"""What an optimizer's own state dict calls a parameter: its position, or a name."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Original:
+    """One parameter of the plain module.
+
+    Attributes:
+        names: its clean names below the model, that of state dicts first.
+        param: the user's own parameter object.
+        handle: the flat parameter that holds it; None outside of units.
+        index: its place in the flat parameter.
+    """
+
+    names: tuple[str, ...]
+    param: nn.Parameter
+    handle: FlatHandle | None = None
+    index: int = 0
+
+    @property
+    def name(self) -> str:
+        """The name in state dicts."""
+        return self.names[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in the plain module."""
+        return tuple(self.param.shape) if self.handle is None else self.handle.layout.params[self.index].shape
+
+    @property
+    def optimized(self) -> nn.Parameter:
+        """The tensor that an optimizer steps for it."""
+        handle = self.handle
+        return self.param if handle is None or handle.config.use_orig_params else handle.flat_param
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelIndex:
+    """The parameters of a model as its state dicts know them.
+
+    Attributes:
+        originals: all of them, in the order of the plain module's.
+        groups: the ranks that load and save together.
+        device: where they communicate.
+        shown: what ``named_parameters()`` calls a tensor now, by its ``id``.
+    """
+
+    originals: tuple[Original, ...]
+    groups: DataParallelGroups
+    device: torch.device
+    shown: Mapping[int, str]
+
+    @classmethod
+    def of(cls, model: nn.Module, group: dist.ProcessGroup | None = None) -> ModelIndex:
+        """Look through a model; ``group`` is that of a model whose units do not say.
+
+        Raises:
+            TrainingStateError: a unit is in forward, in backward, or summoned.
+            FsdpRuntimeError: a parameter was added to a module after its unit was made.
+        """
+        units = [(clean_tensor_name(name), unit) for name, _, unit in units_under(model)]
+        _refuse_busy([unit for _, unit in units])
+        place = {module: number for number, module in enumerate(model.modules())}
+        found = [each for prefix, unit in units for each in _held(prefix, unit, place)]
+        found += _outside(model, [unit for _, unit in units], place)
+        found.sort(key=lambda each: each[0])
+        first = units[0][1].config.groups if units else None
+        groups = DataParallelGroups(group) if group is not None else first or DataParallelGroups(default_group())
+        shown = {id(param): name for name, param in model.named_parameters()}
+        here = next((param.device for param in model.parameters()), torch.device("cpu"))
+        return cls(
+            tuple(original for _, original in found), groups, units[0][1].config.device if units else here, shown
+        )
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this rank is the one that ``rank0_only`` means."""
+        replicate = self.groups.replicate
+        return self.groups.rank == 0 and (replicate is None or replicate.rank() == 0)
+
+    def handles(self) -> list[tuple[FlatHandle, list[Original]]]:
+        """Return the flat parameters with their originals, in the same order on all ranks."""
+        found: dict[FlatHandle, list[Original]] = {}
+        for original in self.originals:
+            if original.handle is not None:
+                found.setdefault(original.handle, []).append(original)
+        return list(found.items())
+
+    def by_name(self) -> dict[str, Original]:
+        """Return every name, further names of tied parameters included."""
+        return {name: original for original in self.originals for name in original.names}
+
+    def steps(self) -> dict[int, list[Original]]:
+        """Return the originals by the ``id`` of the tensor that an optimizer steps for them."""
+        found: dict[int, list[Original]] = {}
+        for original in self.originals:
+            found.setdefault(id(original.optimized), []).append(original)
+        return found
+
+
+def _refuse_busy(units: Iterable[Unit]) -> None:
+    busy = [repr(unit) for unit in units if unit.training_state is not TrainingState.IDLE]
+    if busy:
+        raise TrainingStateError(
+            f"optimizer state: expected to be in states [{TrainingState.IDLE}], got busy units {listing(busy)}. "
+            "Save and load outside of forward, backward and summon_full_params."
+        )
+
+
+def _held(prefix: str, unit: Unit, place: Mapping[nn.Module, int]) -> Iterator[tuple[int, Original]]:
+    handle = unit.handle
+    if handle is None:
+        return
+    for index, (spec, managed) in enumerate(zip(handle.layout.params, handle.originals.managed)):
+        names = tuple(clean_tensor_name(join_fqn(prefix, name)) for name in spec.names)
+        yield place[managed.sites[0].module], Original(names, managed.param, handle, index)
+
+
+def _outside(model: nn.Module, units: Sequence[Unit], place: Mapping[nn.Module, int]) -> Iterator[tuple[int, Original]]:
+    """Return the parameters that no unit holds: ignored, replicated, or of modules around the units."""
+    nearest = {module: unit for unit in units for module in unit.modules}
+    names: dict[nn.Parameter, list[str]] = {}
+    first: dict[nn.Parameter, int] = {}
+    added: list[str] = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            if is_flattened(param):
+                continue
+            called = clean_tensor_name(join_fqn(path, name))
+            if module in nearest and param not in nearest[module].ignored.params:
+                added.append(called)
+            names.setdefault(param, []).append(called)
+            first.setdefault(param, place[module])
+    if added:
+        raise FsdpRuntimeError(
+            explain(
+                "optimizer state",
+                expected="parameters that units hold or ignore",
+                got=f"parameters that were added to modules of units after sharding: {listing(added)}",
+                remedy="Add them before sharding; nobody averages their gradients",
+            )
+        )
+    for param, found in names.items():
+        yield first[param], Original(tuple(dict.fromkeys(found)), param)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stepped:
+    """One tensor that an optimizer steps.
+
+    Attributes:
+        key: what the optimizer's own state dict calls it.
+        originals: the original parameters in it: several for a flat parameter.
+    """
+
+    key: Key
+    originals: tuple[Original, ...]
+
+    @property
+    def flat(self) -> FlatHandle | None:
+        """The handle when this is a whole flat parameter."""
+        handle = self.originals[0].handle
+        return None if handle is None or handle.config.use_orig_params else handle
+
+    @property
+    def present(self) -> bool:
+        """Whether this rank has elements of it to step, or all of an empty one."""
+        first = self.originals[0]
+        return self.flat is not None or first.handle is None or first.handle.originals.present(first.index)
+
+
+def stepped_groups(index: ModelIndex, groups: Sequence[Sequence[Tensor]], *, named: bool) -> list[list[Stepped]]:
+    """Return what an optimizer steps, by its parameter groups.
+
+    Args:
+        index: the model.
+        groups: the tensors of each group.
+        named: keys are the names that ``named_parameters()`` gives now, not positions.
+
+    Raises:
+        FsdpValueError: the optimizer has tensors that are no parameters of the model.
+    """
+    known = index.steps()
+    found: list[list[Stepped]] = []
+    positions: dict[int, int] = {}
+    strangers: list[str] = []
+    for number, group in enumerate(groups):
+        found.append([])
+        for param in group:
+            position = positions.setdefault(id(param), len(positions))
+            originals = known.get(id(param))
+            if originals is None:
+                strangers.append(f"number {position} of shape {tuple(param.shape)} in group {number}")
+            else:
+                key = index.shown.get(id(param), originals[0].name) if named else position
+                found[-1].append(Stepped(key, tuple(originals)))
+    if strangers:
+        raise FsdpValueError(
+            explain(
+                "optimizer state",
+                expected="an optimizer of parameters at or below the model",
+                got=f"others: {listing(strangers)}",
+                remedy="Pass the model that the optimizer was made for, after sharding it",
+            )
+        )
+    return found
+
+
+def tensors_of(optim: Optimizer | None, optim_input: object, model: nn.Module) -> list[list[Tensor]]:
+    """Return the tensors of each parameter group, from an optimizer or from what one was made with.
+
+    Args:
+        optim: the optimizer; it goes first.
+        optim_input: parameters or groups of them, as optimizers take them.
+        model: whose parameters are meant when both are None.
+
+    Raises:
+        FsdpTypeError: ``optim_input`` is neither parameters nor dictionaries with parameters.
+        FsdpValueError: it is empty.
+    """
+    if optim is not None:
+        return [list(group["params"]) for group in optim.param_groups]
+    if optim_input is None:
+        return [list(model.parameters())]
+    if isinstance(optim_input, (Tensor, str, Mapping)) or not isinstance(optim_input, Iterable):
+        raise FsdpTypeError(_input_message(f"a {type(optim_input).__name__}"))
+    items = list(optim_input)
+    if not items:
+        raise FsdpValueError("Optimizer input should not be empty: " + _input_message("nothing"))
+    if all(isinstance(item, Tensor) for item in items):
+        return [items]
+    if not all(isinstance(item, Mapping) and "params" in item for item in items):
+        raise FsdpTypeError(_input_message(listing(sorted({type(item).__name__ for item in items}))))
+    return [[item["params"]] if isinstance(item["params"], Tensor) else list(item["params"]) for item in items]
+
+
+def _input_message(got: str) -> str:
+    return explain(
+        "optim_input",
+        expected="an iterable of parameters, or of dictionaries with the key 'params'",
+        got=got,
+        remedy="Pass optim= instead; it knows its groups",
+    )
+
+
+def is_named(state: Mapping[str, Any]) -> bool:
+    """Return whether an optimizer's own state dict is keyed by names."""
+    keys = [*state.get("state", {}), *(key for group in state.get("param_groups", ()) for key in group["params"])]
+    return bool(keys) and isinstance(keys[0], str)
+
+
+def same_settings(one: Any, other: Any) -> bool:
+    """Return whether two values of settings, or two dictionaries of them, are equal; tensors by shape and values."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and bool((one.detach().cpu() == other.detach().cpu()).all())
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(same_settings(value, other[key]) for key, value in one.items())
+    return type(one) is type(other) and bool(one == other)

@@ -1,0 +1,108 @@
+"""What do ranks tell one another of their optimizer state before they put it together, and where do they disagree?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fsdp_ref.checkpoint.optim_index import Original
+
+_COMPARED: Final = (bool, int, float, complex, str, type(None))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """What ranks tell one another of one entry.
+
+    Attributes:
+        dtype: of a tensor that is shaped like this rank's piece of the parameter; None for anything else.
+        value: anything else, tensors on the CPU. Of a piece of one element too: a step count may look the same, and is
+            told apart by larger pieces.
+    """
+
+    dtype: torch.dtype | None
+    value: Any = None
+
+    def differs(self, other: Entry) -> bool:
+        """Return whether two ranks have different things. Objects that cannot be compared are taken for equal."""
+        if self.dtype is not None or other.dtype is not None:
+            return self.dtype != other.dtype
+        mine, others = self.value, other.value
+        if isinstance(mine, Tensor) and isinstance(others, Tensor):
+            same = mine.dtype == others.dtype and mine.shape == others.shape
+            return not (same and torch.allclose(mine, others, rtol=0, atol=0, equal_nan=True))
+        if isinstance(mine, _COMPARED) and isinstance(others, _COMPARED):
+            return mine != others and not _is_nan(mine, others)
+        return type(mine) is not type(others)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Record:
+    """What a rank has of one original: the number of its parameter group, and its entries; None for none."""
+
+    group: int | None
+    entries: dict[str, Entry] | None
+
+
+def _is_nan(*values: Any) -> bool:
+    return all(isinstance(value, float) and math.isnan(value) for value in values)
+
+
+def entry_of(original: Original, value: Any) -> Entry:
+    """Return what this rank tells of one entry of one original that a unit holds."""
+    if not isinstance(value, Tensor):
+        return Entry(None, value)
+    assert original.handle is not None  # records are made of what units hold
+    if value.shape == original.handle.originals.shard_views()[original.index].shape:
+        return Entry(value.dtype, value.detach().cpu() if value.numel() == 1 else None)
+    return Entry(None, value.detach().cpu())
+
+
+def _as_values(entries: dict[str, Entry] | None, plain: set[str]) -> dict[str, Entry] | None:
+    """Take what is a value elsewhere for one here, too, where a single element looked like a piece."""
+    if entries is None or not plain:
+        return entries
+    return {
+        name: Entry(None, entry.value) if name in plain and entry.value is not None else entry
+        for name, entry in entries.items()
+    }
+
+
+def _differences(one: tuple[int, Mapping[str, Entry]], other: tuple[int, Mapping[str, Entry]]) -> Iterator[str]:
+    for name in dict.fromkeys((*one[1], *other[1])):
+        mine, others = one[1].get(name), other[1].get(name)
+        if mine is None or others is None or mine.differs(others):
+            has = [f"rank {rank}: {_told(entries.get(name))}" for rank, entries in (one, other)]
+            yield f".{name}: {', '.join(has)}"
+
+
+def _told(entry: Entry | None) -> str:
+    return "missing" if entry is None else f"{entry.dtype or entry.value}"
+
+
+def plain_names(records: Iterable[Record]) -> set[str]:
+    """Return the names of entries that somewhere are not shaped like a piece, and so nowhere."""
+    return {name for record in records for name, entry in (record.entries or {}).items() if entry.dtype is None}
+
+
+def merged(records: Mapping[int, Record], plain: set[str]) -> tuple[Record, list[str]]:
+    """Return what ranks have of one original, and how some differ from the first.
+
+    Args:
+        records: of those ranks that hold elements of it.
+        plain: what :func:`plain_names` gave for all originals.
+    """
+    (first, mine), *others = [(rank, _as_values(record.entries, plain)) for rank, record in records.items()]
+    problems: list[str] = []
+    for rank, entries in others:
+        if entries is not None and mine is not None:
+            problems += _differences((first, mine), (rank, entries))
+        elif entries is not mine:
+            has, lacks = (rank, first) if mine is None else (first, rank)
+            problems.append(f": state on rank {has}, none on rank {lacks}")
+    return Record(records[first].group, mine), problems

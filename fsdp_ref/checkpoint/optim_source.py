@@ -1,0 +1,178 @@
+"""Who has the state that an optimizer loads, and how does each rank get a whole entry of it?
+
+From a dictionary of its own, by gathering DTensors, or from rank 0. What cannot be read is refused before ranks wait for
+one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_ref.checkpoint.optim_index import ModelIndex
+from fsdp_ref.checkpoint.shards import is_spread, whole
+from fsdp_ref.comm.collectives import as_bytes, collectives_for, gather_objects
+from fsdp_ref.errors import FsdpRuntimeError, explain, listing
+
+
+class Source(Enum):
+    """Who has the state that is loaded."""
+
+    EVERY_RANK = auto()
+    """Whole values on each rank."""
+    SHARDS = auto()
+    """DTensors, or whole values, under the same names on each rank."""
+    FIRST_RANK = auto()
+    """Whole values on rank 0; what other ranks pass is not looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What a tensor is, without its values."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+
+Value = Tensor | Outline | Any
+Fetch = Callable[[str, str, Any], Tensor]
+"""Returns the whole tensor of one entry; all ranks call it for the same entries in the same order."""
+
+
+def malformed(saved: Any, source: Source) -> str:
+    """Return why a dictionary is no state by name from this source; nothing if it is."""
+    if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
+        got = listing(saved) if isinstance(saved, Mapping) else f"a {type(saved).__name__}"
+        return explain(
+            "optim_state_dict_to_load",
+            expected="a dictionary that must have the keys 'state' (a dictionary itself) and 'param_groups'",
+            got=got,
+            remedy="Pass what optim_state_dict() returned",
+        )
+    state, groups = saved["state"], saved.get("param_groups", ())
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(g, Mapping) and "params" in g for g in groups):
+        return explain(
+            "optim_state_dict_to_load",
+            expected="param_groups to be a list of dictionaries with the key 'params'",
+            got=repr(groups),
+            remedy="Pass what optim_state_dict() returned",
+        )
+    listed = [key for group in groups for key in group["params"]]
+    ids = [key for key in (*state, *listed) if not isinstance(key, str)]
+    if ids:
+        return explain(
+            "optim_state_dict_to_load",
+            expected="names of parameters as keys",
+            got=listing(dict.fromkeys(ids)),
+            remedy="Turn positions into names with rekey_optim_state_dict(state, OptimStateKeyType.PARAM_NAME, plain_model)",
+        )
+    odd = [f"{key}: a {type(state[key]).__name__}" for key in listed if not isinstance(state.get(key, {}), Mapping)]
+    if odd:
+        return explain(
+            "optim_state_dict_to_load",
+            expected="a dictionary of entries for each parameter",
+            got=listing(odd),
+            remedy="Pass what optim_state_dict() returned",
+        )
+    sharded = [
+        f"{key}.{name} ({type(value).__name__})"
+        for key, entries in state.items()
+        if isinstance(entries, Mapping)
+        for name, value in entries.items()
+        if type(value).__name__ == "ShardedTensor" or (is_spread(value) and source is not Source.SHARDS)
+    ]
+    if sharded:
+        return explain(
+            "optim_state_dict_to_load",
+            expected="whole tensors, or DTensors under the state-dict type SHARDED_STATE_DICT",
+            got=listing(sharded),
+            remedy="Set the type under which the state was saved; give torch's FSDP a device_mesh, and it saves DTensors",
+        )
+    return ""
+
+
+def compare_names(index: ModelIndex, saved: Any, problem: str) -> None:
+    """Refuse on all ranks what one of them could not load: they would wait for one another's gathers."""
+    state = {} if problem else saved["state"]
+    mine = problem or [(key, list(value) if isinstance(value, Mapping) else None) for key, value in state.items()]
+    for group in (index.groups.shard, index.groups.replicate):
+        if group is not None and group.size() > 1:
+            of_ranks = gather_objects(mine, group)
+            others = [str(rank) for rank, theirs in enumerate(of_ranks) if theirs != of_ranks[0]]
+            if others:
+                raise FsdpRuntimeError(
+                    explain(
+                        "optim_state_dict_to_load",
+                        expected="the same names in the same order on all ranks",
+                        got=f"others than on rank 0 of the group on ranks {listing(others)}",
+                        remedy="Load the same sharded state on every rank",
+                    )
+                )
+
+
+def of_all_ranks(index: ModelIndex, problems: list[str]) -> list[str]:
+    """Return what does not fit on any rank.
+
+    Collectives:
+        One exchange over the shard group of the outermost unit, and one over its replicas.
+    """
+    for group in (index.groups.shard, index.groups.replicate):
+        if group is not None and group.size() > 1:
+            problems = [problem for theirs in gather_objects(problems, group) for problem in theirs]
+    return list(dict.fromkeys(problems))
+
+
+def outlined(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a dictionary of state without the values of tensors that have dimensions."""
+    state = {
+        key: {name: _outline(value) for name, value in entries.items()} if isinstance(entries, Mapping) else entries
+        for key, entries in saved["state"].items()
+    }
+    return {**saved, "state": state}
+
+
+def _outline(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return Outline(value.shape, value.dtype) if value.ndim else value.detach().cpu()
+
+
+def gathered(key: str, name: str, value: Any) -> Tensor:
+    """Return the whole tensor of a DTensor.
+
+    Collectives:
+        Those of ``DTensor.full_tensor`` over the ranks of its mesh.
+    """
+    return whole(value)
+
+
+class Broadcast:
+    """Gives every rank the whole tensors that rank 0 has."""
+
+    def __init__(self, index: ModelIndex, saved: Any) -> None:
+        self._device = index.device
+        self._saved = saved
+        pair = (index.groups.replicate, index.groups.shard)
+        self._groups = [group for group in pair if group is not None and group.size() > 1]
+
+    def __call__(self, key: str, name: str, value: Any) -> Tensor:
+        """Return the tensor that rank 0 has under ``key`` and ``name``; ``value`` says what it is."""
+        if self._saved is None:
+            full = torch.empty(value.shape, dtype=value.dtype, device=self._device)
+        else:
+            # A copy: the result of a broadcast is written where it is sent from.
+            full = self._saved["state"][key][name].detach().to(self._device, copy=True).contiguous()
+        for group in self._groups if full.numel() else ():
+            flat = as_bytes(full.view(-1))
+            collectives_for(group, self._device).broadcast(flat, 0, group, key).wait()
+        return full

@@ -1,0 +1,155 @@
+"""What does this rank put into a state that no rank has whole, and how is it put together again?
+
+Both forms are DTensors, so that they carry their global shape and their ranks, and that
+``torch.distributed.checkpoint`` saves them once and loads them on any number of ranks.
+
+Sharded: each parameter is cut along its first dimension, into chunks as ``torch.chunk`` makes them; the last ranks may
+have a short one or none. Flat shards are cut elsewhere, inside of rows, so nearly every chunk has elements of several
+ranks: the unit is gathered whole, as for computing, and each rank copies its rows. A scalar is on every rank.
+
+Local: the flat parameter is one tensor of one dimension, and each rank's chunk is its flat shard without right padding.
+Nothing travels, and nobody but a unit of the same layout over as many ranks can read it.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_ref.comm.collectives import gather_objects
+from fsdp_ref.errors import FsdpRuntimeError, explain, listing
+from fsdp_ref.naming import clean_tensor_name
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from fsdp_ref.handle.flat_handle import FlatHandle
+
+
+class Spread:
+    """Over which ranks, and how, the entries of one unit are spread.
+
+    The user's own mesh where the unit was given one, so that its axes keep their names: (replicate, shard) for hybrid
+    strategies. Otherwise a mesh of the shard group alone, which every replica has its own of.
+
+    Attributes:
+        mesh: the ranks.
+        size: how many of them have different chunks.
+    """
+
+    def __init__(self, handle: FlatHandle) -> None:
+        from torch.distributed.tensor import Replicate, Shard  # torch needs half a second for this import
+
+        groups = handle.groups
+        self.mesh = DeviceMesh.from_group(groups.shard, handle.config.device.type)
+        if groups.mesh is not None and _row(groups.mesh) == dist.get_process_group_ranks(groups.shard):
+            self.mesh = (
+                groups.mesh
+            )  # whose ranks may stand in another order than in its groups, and flat shards then too
+        self.size = self.mesh.size(self.mesh.ndim - 1)
+        self._replicated = [Replicate()] * self.mesh.ndim
+        self._sharded = [*self._replicated[:-1], Shard(0)]
+
+    def chunk(self, full: Tensor) -> Tensor:
+        """Return this rank's chunk of a whole parameter, copied, as a DTensor; a scalar is replicated."""
+        if not full.dim():
+            return self._dtensor(full.clone(), full.shape)
+        rows = -(-full.shape[0] // self.size)
+        first = min(self.mesh.get_local_rank(self.mesh.ndim - 1) * rows, full.shape[0])
+        return self._dtensor(full[first : first + rows].clone(memory_format=torch.contiguous_format), full.shape)
+
+    def flat_shard(self, handle: FlatHandle) -> Tensor:
+        """Return a copy of this rank's flat shard without right padding, as a DTensor over the flat parameter."""
+        numel = handle.shard_map.shard_span(handle.shard_rank).numel
+        return self._dtensor(handle.shard_S[:numel].clone(), torch.Size([handle.layout.numel]))
+
+    def _dtensor(self, mine: Tensor, shape: torch.Size) -> Tensor:
+        from torch.distributed.tensor import DTensor
+
+        placements = self._sharded if shape else self._replicated
+        stride = torch.empty(shape, device="meta").stride()
+        with torch.no_grad():
+            return DTensor.from_local(mine.detach(), self.mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _row(mesh: DeviceMesh) -> list[int]:
+    """Return the ranks along the last axis of a mesh, where this rank is."""
+    place: Sequence[int] = mesh.get_coordinate() or ()
+    row: list[int] = mesh.mesh[tuple(place[:-1])].tolist()
+    return row
+
+
+def is_spread(value: object) -> bool:
+    """Return whether ``value`` is a DTensor (without the import, where nobody can have made one)."""
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def whole(value: Any) -> Tensor:
+    """Return the whole tensor of a DTensor, whatever its layout.
+
+    Collectives:
+        Those of ``DTensor.full_tensor``: an all-gather over the ranks of its mesh, all of which must call.
+    """
+    with torch.no_grad():
+        # A state that was offloaded lies on the host; its mesh communicates between devices.
+        full: Tensor = value.to(value.device_mesh.device_type).full_tensor()
+    return full
+
+
+def compare_ranks(state: Mapping[str, Any], prefix: str, group: dist.ProcessGroup) -> None:
+    """Check that all ranks are about to gather the same, before any of them waits for another.
+
+    Raises:
+        FsdpRuntimeError: on every rank, when their DTensors differ in name, shape, dtype or layout.
+
+    Collectives:
+        One exchange of a line for each DTensor.
+    """
+    mine = [
+        f"{clean_tensor_name(key)}: {tuple(value.shape)} of {value.dtype} as {value.placements} on "
+        f"{value.device_mesh.mesh.tolist()}{_of_another_rank(value)}"
+        for key, value in state.items()
+        if key.startswith(prefix) and is_spread(value)
+    ]
+    per_rank = gather_objects(mine, group)
+    if any(lines != per_rank[0] for lines in per_rank):
+        common = set(per_rank[0]).intersection(*per_rank[1:])
+        odd = [f"rank {rank}: {line}" for rank, lines in enumerate(per_rank) for line in lines if line not in common]
+        raise FsdpRuntimeError(
+            explain(
+                "load_state_dict of a sharded state",
+                expected="the same sharded entries in the same order on every rank",
+                got=listing(odd) or "another order of the same entries",
+                remedy="Load the files of all ranks of one save, or use torch.distributed.checkpoint",
+            )
+        )
+
+
+def _of_another_rank(value: Any) -> str:
+    """Return whose chunk ``value`` is unless it is this rank's: a rank may have read the file of another."""
+    place = value.device_mesh.get_coordinate()
+    rank = None if place is None else int(value.device_mesh.mesh[tuple(place)])
+    return "" if rank == dist.get_rank() else f", the chunk of rank {rank}"
+
+
+def flat_shard_problem(handle: FlatHandle, value: Any) -> str | None:
+    """Return why ``value`` cannot be this rank's flat shard; None when it can."""
+    span, size = handle.shard_map.shard_span(handle.shard_rank), handle.shard_size
+    wanted = f"{span.numel} of {handle.layout.numel} elements of {handle.shard_S.dtype}"
+    wanted += f", saved by rank {handle.shard_rank} of {size}"
+    if not is_spread(value):
+        return f"expected a flat shard ({wanted}), got {_described(value)}"
+    rank = (value.device_mesh.get_coordinate() or [None])[-1]
+    ranks = value.device_mesh.size(value.device_mesh.ndim - 1)
+    got = f"{value.to_local().numel()} of {value.numel()} elements of {value.dtype}, saved by rank {rank} of {ranks}"
+    return None if got == wanted and value.dim() == 1 else f"expected {wanted}, got {got}"
+
+
+def _described(value: object) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

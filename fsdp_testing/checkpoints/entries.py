@@ -1,0 +1,168 @@
+"""What is in a state, entry by entry, and which entry of two states is the first that differs?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fsdp_testing.checkers.assemble import assemble
+from fsdp_testing.checkers.tensors import bits, same_bits
+from fsdp_testing.checkpoints.on_ranks import Settings, StateObservation
+from fsdp_testing.errors import InvalidImplementation
+from fsdp_testing.records import ObservedPiece, Snapshot
+
+
+class Entry(NamedTuple):
+    """The name of one entry.
+
+    Attributes:
+        kind: `parameter`, `buffer`, `state` (of the optimizer) or `setting` (of a group).
+        name: Parameter or buffer.
+        part: Name of the state (`exp_avg`) or of the setting (`lr`).
+    """
+
+    kind: str
+    name: str
+    part: str = ""
+
+    def __str__(self) -> str:
+        """Return it as reports name it."""
+        return f"{self.kind} {self.name}" if not self.part else f"{self.part} of {self.name}"
+
+
+Entries = dict[Entry, Any]
+"""Tensors, numbers and settings."""
+
+
+class Contradiction(Exception):
+    """The ranks hold no one state; the text names the first entry about which they differ."""
+
+
+def of_ranks(ranks: Sequence[StateObservation], *, later: bool = False) -> Entries:
+    """Return what all ranks hold together.
+
+    Args:
+        ranks: What each reports, by rank.
+        later: After the further step, when buffers are each rank's own; else as it was saved or loaded.
+
+    Raises:
+        Contradiction: Two ranks hold different bits of one entry, or nobody holds some element.
+    """
+    snapshots = [rank.snapshots[-1 if later else 0] for rank in ranks]
+    shapes = {fqn: seen.shape for snapshot in snapshots for fqn, seen in snapshot.parameters.items()}
+    found: Entries = {}
+    for fqn, shape in shapes.items():
+        held = [(r, s.parameters[fqn].pieces) for r, s in enumerate(snapshots) if fqn in s.parameters]
+        found[Entry("parameter", fqn)] = _whole(Entry("parameter", fqn), held, shape)
+    for fqn in dict.fromkeys(fqn for s in snapshots for fqn in s.buffers if not later):
+        entry = Entry("buffer", fqn)
+        found[entry] = _one(entry, [(r, s.buffers[fqn].value) for r, s in enumerate(snapshots) if fqn in s.buffers])
+    found |= dict(_state(snapshots, shapes))
+    for rank, seen in enumerate(ranks) if not later else ():
+        for entry, value in of_settings(seen.settings or {}):
+            if found.setdefault(entry, value) != value:
+                raise Contradiction(f"{entry} is {found[entry]!r} on rank 0 and {value!r} on rank {rank}")
+    return found
+
+
+def _state(snapshots: Sequence[Snapshot], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[Entry, Any]]:
+    for fqn, shape in shapes.items():
+        states = [(r, s.optimizer[fqn]) for r, s in enumerate(snapshots) if s.optimizer and fqn in s.optimizer]
+        for part in dict.fromkeys(part for _, state in states for part in (*state.tensors, *state.scalars)):
+            entry = Entry("state", fqn, part)
+            pieces = [(r, state.tensors[part]) for r, state in states if part in state.tensors]
+            numbers = [(r, state.scalars[part]) for r, state in states if part in state.scalars]
+            yield entry, _one(entry, numbers) if numbers else _whole(entry, pieces, shape)
+
+
+def _whole(entry: Entry, held: Sequence[tuple[int, Sequence[ObservedPiece]]], shape: Sequence[int]) -> torch.Tensor:
+    whole = assemble(held, shape)
+    if whole is None or not whole.complete:
+        raise Contradiction(f"{entry}: no rank holds element {0 if whole is None else whole.first_hole()}")
+    for one, other, element in whole.contradictions[:1]:
+        raise Contradiction(f"{entry}, element {element}: ranks {one} and {other} hold different numbers")
+    return whole.flat.reshape(tuple(shape))
+
+
+def _one(entry: Entry, held: Sequence[tuple[int, Any]]) -> Any:
+    first, value = held[0]
+    for rank, other in held[1:]:
+        if _differ(value, other):
+            raise Contradiction(f"{entry}: ranks {first} and {rank} hold different numbers")
+    return value
+
+
+def of_settings(settings: Settings) -> Iterator[tuple[Entry, Any]]:
+    """Yield one entry for each setting of each parameter."""
+    for fqn, group in settings.items():
+        yield from ((Entry("setting", fqn, name), value) for name, value in group.items())
+
+
+def of_state(state: Mapping[str, Any]) -> Entries:
+    """Return what a full state holds."""
+    # Which of these are buffers is not written down in a state.
+    found: Entries = {Entry(kind, fqn): t for kind in ("parameter", "buffer") for fqn, t in state["model"].items()}
+    optimizer = state.get("optimizer") or {"state": {}, "param_groups": ()}
+    for fqn, parts in (optimizer.get("state") or {}).items():
+        found |= {Entry("state", fqn, part): value for part, value in parts.items()}
+    for group in optimizer["param_groups"]:
+        if "params" not in group:
+            raise InvalidImplementation(
+                "full_optimizer_state: expected groups with the names of their parameters (`params`), got "
+                f"{sorted(group)}. Correct the adapter (docs/adapters.md)."
+            )
+        settings = {name: value for name, value in group.items() if name != "params"}
+        found |= dict(of_settings(dict.fromkeys(group["params"], settings)))
+    return found
+
+
+def first_difference(expected: Entries, actual: Entries) -> str:
+    """Return the first entry that is not equal to the bit, with both numbers; empty if all are."""
+    return next(_differences(expected.items(), actual), "")
+
+
+def _differences(expected: Iterable[tuple[Entry, Any]], actual: Entries) -> Iterator[str]:
+    for entry, wanted in expected:
+        if entry not in actual:
+            yield f"{entry} is missing"
+            continue
+        got = actual[entry]
+        if entry.kind in ("state", "setting") and not _both_tensors(got, wanted):
+            got, wanted = _number(got), _number(wanted)
+        if _differ(got, wanted):
+            yield f"{entry}{_shown(got, wanted)}"
+
+
+def _both_tensors(one: Any, other: Any) -> bool:
+    return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+
+
+def _number(value: Any) -> Any:
+    """Return what an entry says: counters are numbers for some and tensors without dimensions for others."""
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.numel() == 1 else value
+    # A list where there was a tuple says the same.
+    return tuple(value) if isinstance(value, (list, tuple)) else value
+
+
+def _differ(one: Any, other: Any) -> bool:
+    if _both_tensors(one, other):
+        return not same_bits(one, other)
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return True
+    return bool(one != other)
+
+
+def _shown(got: Any, wanted: Any) -> str:
+    if not _both_tensors(got, wanted):
+        return f": got {got!r:.60}, expected {wanted!r:.60}"
+    if got.shape != wanted.shape:
+        return f": got shape {tuple(got.shape)}, expected {tuple(wanted.shape)}"
+    if got.dtype != wanted.dtype:
+        return f": got {got.dtype}, expected {wanted.dtype}"
+    element = int((bits(got.reshape(-1)) != bits(wanted.reshape(-1))).nonzero()[0])
+    return (
+        f", element {element}: got {got.reshape(-1)[element].item()!r}, expected {wanted.reshape(-1)[element].item()!r}"
+    )

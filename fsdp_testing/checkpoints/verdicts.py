@@ -1,0 +1,223 @@
+"""Is what was saved what was trained, is what was loaded what was saved, and is the next step the right one?
+
+Runs in a process of its own, which reads what the ranks reported. The state of the ranks right before saving is the
+truth: it was read piece by piece, without any code that saves.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdp_testing.checkers import agreement
+from fsdp_testing.checkers.comparison import Comparison
+from fsdp_testing.checkers.explain import finding_of
+from fsdp_testing.checkers.quantities import Expectation
+from fsdp_testing.checkpoints.axes import SUBJECTS, Layout, case_of
+from fsdp_testing.checkpoints.entries import Contradiction, Entries, Entry, first_difference, of_ranks, of_state
+from fsdp_testing.checkpoints.on_ranks import Item, Stage, StateObservation, fresh_case, grouped
+from fsdp_testing.checkpoints.ways import read
+from fsdp_testing.implementations.adapter import Adapter
+from fsdp_testing.judging import record_stream
+from fsdp_testing.pool.channel import dumps, loads
+from fsdp_testing.programs import oracle
+from fsdp_testing.programs.disturbance import Disturbance
+from fsdp_testing.programs.fitting import as_observed
+from fsdp_testing.programs.rank_jobs import no_warnings
+from fsdp_testing.programs.replay import Replay
+from fsdp_testing.records import Case
+
+HOLDS, FAILS, REFUSED, UNKNOWN = "holds", "fails", "refused", "unknown"
+"""What may be said of one state that was saved or loaded. `refused`: every rank raised while it saved or loaded."""
+STATUSES = (FAILS, UNKNOWN, REFUSED, HOLDS)
+"""The first of these that occurs in a cell is the cell's."""
+
+_TRUTH = "truth.pickle"
+_REASON_LENGTH = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is said of one item.
+
+    Attributes:
+        status: Of `STATUSES`.
+        reason: The first entry that differs, or what was raised.
+        alone: Some ranks raised, and others did not come to the end: they may have been left alone.
+    """
+
+    status: str
+    reason: str = ""
+    alone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """What was trained, and what the next step made of it.
+
+    Attributes:
+        entries: Right before saving.
+        later: After one step more.
+        place: Implementation and layout.
+    """
+
+    entries: Entries
+    later: Entries
+    place: str
+
+
+def judge_items(adapter: Adapter, layout: Layout, items: Sequence[Item], directory: str) -> list[Verdict | None]:
+    """Judge what ranks reported; None where a rank reported nothing and none raised. Collectives: none."""
+    everyone = [{r.index: r.observation for r in record_stream.read(directory, rank)} for rank in range(layout.size)]
+    found: list[Verdict | None] = []
+    with no_warnings():
+        for index, item in enumerate(items):
+            ranks: list[Any] = [one.get(index) for one in everyone]
+            raised = [rank for rank in ranks if rank is not None and rank.error is not None]
+            if raised:
+                # What is missing in a state may be what the next step stumbles over.
+                loaded = item.loads and all(rank is not None and rank.settings is not None for rank in ranks)
+                found.append((_of_loaded(item, ranks) if loaded else None) or _of_errors(raised, layout.size))
+            elif None in ranks:
+                found.append(None)
+            else:
+                try:
+                    found.append(_of_numbers(adapter, layout, item, ranks))
+                except Exception as error:  # noqa: BLE001 - what an adapter saved may have any form
+                    found.append(Verdict(UNKNOWN, f"not judged: {type(error).__name__}: {error}"[:_REASON_LENGTH]))
+    return found
+
+
+def _of_errors(raised: Sequence[StateObservation], size: int) -> Verdict:
+    """Judge what ranks raised: a refusal is what every rank raises alike before it goes on training."""
+    first = raised[0]
+    assert first.error is not None
+    text = " ".join(first.error.message.split())
+    reason = f"{first.stage}: {first.error.type_name}: {text}"[:_REASON_LENGTH]
+    if first.error.not_implementation_fault:
+        return Verdict(UNKNOWN, reason)
+    if len(raised) < size:
+        ranks = ", ".join(str(one.rank) for one in raised)
+        return Verdict(FAILS, f"only on rank {ranks} of {size}: {reason}", alone=True)
+    loud = first.stage in (Stage.SAVING, Stage.LOADING) or first.error.not_supported
+    return Verdict(REFUSED if loud else FAILS, reason)
+
+
+def _of_loaded(item: Item, ranks: Sequence[StateObservation]) -> Verdict | None:
+    """Judge the state that ranks loaded; None if it is what was saved."""
+    truth: Truth = loads((Path(item.folder) / _TRUTH).read_bytes())
+    try:
+        entries = of_ranks(ranks)
+    except Contradiction as text:
+        return Verdict(FAILS, f"{Stage.LOADING}: {text}")
+    wrong = first_difference(_asked(truth.entries, item, entries), entries)
+    return Verdict(FAILS, f"{Stage.LOADING}: {wrong}") if wrong else None
+
+
+def _of_saved(item: Item, ranks: Sequence[StateObservation], place: str) -> Verdict | None:
+    """Judge what was saved, and keep the truth of it; None if it is what the ranks held."""
+    folder = Path(item.folder)
+    try:
+        truth = Truth(of_ranks(ranks), of_ranks(ranks, later=True), place)
+    except Contradiction as text:
+        return Verdict(FAILS, f"{Stage.SAVING}: {text}")
+    (folder / _TRUTH).write_bytes(dumps(truth))
+    saved = of_state(read(item.way, folder))
+    wrong = first_difference(_asked(truth.entries, item, saved), saved)
+    return Verdict(FAILS, f"{Stage.SAVING}: {wrong}") if wrong else None
+
+
+def _of_numbers(adapter: Adapter, layout: Layout, item: Item, ranks: Sequence[StateObservation]) -> Verdict:
+    place = f"{adapter.reference} {layout.name}"
+    wrong = _of_loaded(item, ranks) if item.loads else _of_saved(item, ranks, place)
+    return wrong or _of_step(adapter, layout, item, ranks, place)
+
+
+def _asked(truth: Entries, item: Item, actual: Entries) -> Entries:
+    """Return the part of the truth that must be there, with the names that are there for settings.
+
+    A flat parameter has one name for all that is in it; then all parameters have the same settings.
+    """
+    if not item.optimizer:
+        return {entry: value for entry, value in truth.items() if entry.kind in ("parameter", "buffer")}
+    kept = {entry: value for entry, value in truth.items() if entry.kind != "setting"}
+    settings = {entry: value for entry, value in truth.items() if entry.kind == "setting"}
+    named = {entry.name for entry in (*settings, *actual) if entry.kind == "setting"}
+    if not any(name.rpartition(".")[2] == "flat" for name in named):
+        return kept | settings
+    common = {entry.part: value for entry, value in settings.items()}
+    names = dict.fromkeys(entry.name for entry in actual if entry.kind == "setting") or {"every parameter": None}
+    return kept | {Entry("setting", name, part): value for name in names for part, value in common.items()}
+
+
+def _of_step(adapter: Adapter, layout: Layout, item: Item, ranks: Sequence[StateObservation], place: str) -> Verdict:
+    """Judge the step that follows: the oracle's within its bound, and the saver's own where no sum can be another."""
+    truth: Truth = loads((Path(item.folder) / _TRUTH).read_bytes())
+    # Of three ranks and more the order of a sum may depend on what came before: DDP sorts its buckets after the first step.
+    if item.optimizer and truth.place == place and layout.size <= 2:
+        try:
+            wrong = first_difference(truth.later, of_ranks(ranks, later=True))
+        except Contradiction as text:
+            wrong = str(text)
+        if wrong:
+            return Verdict(FAILS, f"{Stage.FURTHER_STEP}: {wrong}, as in the run that was saved")
+    case = case_of(SUBJECTS[item.subject], layout, adapter)
+    step = fresh_case(SUBJECTS[item.subject], case, loaded=item.optimizer or not item.loads)
+    expectation = _expected(step, item, truth)
+    tally = agreement.compare(expectation, ranks, as_observed(Comparison(), adapter))
+    if tally.divergences:
+        found = finding_of(step, agreement.first(tally.divergences), len(tally.divergences) - 1)
+        return Verdict(FAILS, f"{Stage.FURTHER_STEP}: {found.explanation}"[:_REASON_LENGTH])
+    if tally.undecided or not tally.comparisons:
+        return Verdict(UNKNOWN, f"{Stage.FURTHER_STEP}: nothing was compared, or nothing follows from it")
+    return Verdict(HOLDS)
+
+
+def _expected(case: Case, item: Item, truth: Truth) -> Expectation:
+    """Return what the oracle makes of the truth in one step; kept beside it, since it is the same for every loader."""
+    kept = Path(item.folder) / f"expected-{case.world.size}-{item.loads and not item.optimizer}.pickle"
+    if kept.exists():
+        expectation: Expectation = loads(kept.read_bytes())
+        return expectation
+
+    def continued(disturbance: Disturbance) -> Replay:
+        return _Continued(case, item, truth.entries, disturbance)
+
+    expectation = oracle.expect_free(case, make=continued)
+    kept.write_bytes(dumps(expectation))
+    return expectation
+
+
+class _Continued(Replay):
+    """A replay that begins with what was saved."""
+
+    def __init__(self, case: Case, item: Item, entries: Entries, disturbance: Disturbance) -> None:
+        super().__init__(case, disturbance=disturbance)
+        self._entries = entries
+        self._item = item
+        with torch.no_grad():
+            for fqn, parameter in self.parameters.items():
+                parameter.copy_(entries[Entry("parameter", fqn)])
+            for replica in self.replicas:
+                for fqn, buffer in replica.named_buffers():
+                    buffer.copy_(entries[Entry("buffer", fqn)])
+        self.refresh()
+
+    def build_optimizer(self) -> None:
+        """Build it with the groups of the subject, and put the saved state and settings into it."""
+        first = dict(SUBJECTS[self._item.subject].first)
+        carried = self._item.optimizer or not self._item.loads
+        if first and not carried:
+            first = dict.fromkeys(first, 0.3)
+        names = {id(parameter): fqn for fqn, parameter in self.parameters.items()}
+        optimizer: Any = grouped(self.case, names, first, self.parameters.values())
+        self.optimizer = optimizer
+        for entry, value in self._entries.items() if carried else ():
+            if entry.kind == "state":
+                number = value if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+                optimizer.state[self.parameters[entry.name]][entry.part] = copy.deepcopy(number)

@@ -1,0 +1,144 @@
+"""How does a state leave one run and enter another? As objects, as a file, or as a directory of shards.
+
+Each way is what users do: nothing is renamed, cast or completed on the way. What an adapter saves and how it loads is the
+adapter's; what lies in between is torch's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from fsdp_testing.implementations.adapter import Adapter
+from fsdp_testing.pool.channel import dumps, loads
+from fsdp_testing.pool.world import current_world
+
+_OBJECTS, _FILE, _DIRECTORY = "objects.pickle", "state.pt", "shards"
+
+
+def save(way: str, adapter: Adapter, model: nn.Module, optimizer: Any, folder: Path) -> None:
+    """Save model and optimizer (None: the model alone) below `folder`.
+
+    Collectives: those of the adapter, and of `torch.distributed.checkpoint.save`; every rank calls.
+    """
+    if way == "dcp":
+        state: dict[str, Any] = {"model": _shards(adapter, model)[0]}
+        state |= {} if optimizer is None else {"optimizer": _optimizer_shards(adapter, model, optimizer)}
+        dcp.save(state, checkpoint_id=folder / _DIRECTORY)
+        return
+    full: dict[str, Any] = {"model": dict(adapter.full_state_dict(model))}
+    full |= {} if optimizer is None else {"optimizer": adapter.full_optimizer_state(model, optimizer)}
+    rank, last = current_world().rank, current_world().size - 1
+    # Every rank has the complete state: one way takes the first rank's, the other the last one's.
+    if way == "file" and rank == 0:
+        torch.save(full, folder / _FILE)
+    elif way == "memory" and rank == last:
+        (folder / _OBJECTS).write_bytes(dumps(full))
+
+
+def read(way: str, folder: Path) -> dict[str, Any]:
+    """Return what lies below `folder` as complete tensors, without any implementation's help. Collectives: none."""
+    if way == "memory":
+        objects: dict[str, Any] = loads((folder / _OBJECTS).read_bytes())
+        return objects
+    if way == "file":
+        state: dict[str, Any] = torch.load(folder / _FILE, weights_only=True)
+        return state
+    blank = _blank(folder, "")
+    dcp.load(blank, checkpoint_id=folder / _DIRECTORY, no_dist=True)
+    return blank
+
+
+class Source:
+    """A state that lies below a folder, as a loading rank sees it.
+
+    Args:
+        way: How it was saved.
+        folder: Where.
+    """
+
+    def __init__(self, way: str, folder: Path) -> None:
+        self._folder = folder
+        self._full = None if way == "dcp" else read(way, folder)
+
+    def load_model(self, adapter: Adapter, model: nn.Module) -> None:
+        """Load the model. Collectives: those of the adapter, and of `torch.distributed.checkpoint.load`."""
+        if self._full is not None:
+            adapter.load_full_state_dict(model, self._full["model"])
+            return
+        state, sharded = _shards(adapter, model)
+        dcp.load({"model": state}, checkpoint_id=self._folder / _DIRECTORY)
+        load: Any = adapter.load_sharded_state_dict if sharded else adapter.load_full_state_dict
+        load(model, state)
+
+    def load_optimizer(self, adapter: Adapter, model: nn.Module, optimizer: Any) -> None:
+        """Load the optimizer. Collectives: as for the model."""
+        if self._full is not None:
+            adapter.load_full_optimizer_state(model, optimizer, self._full["optimizer"])
+            return
+        # Shards are filled in place, so that an optimizer that never stepped has to have them already.
+        sharded = "load_sharded_optimizer_state" not in adapter.missing
+        state: dict[str, Any]
+        if sharded:
+            state = {"optimizer": _optimizer_shards(adapter, model, optimizer)}
+        else:
+            state = _blank(self._folder, "optimizer")
+            state["optimizer"].setdefault("state", {})  # a directory does not keep what is empty
+        dcp.load(state, checkpoint_id=self._folder / _DIRECTORY)
+        load: Any = adapter.load_sharded_optimizer_state if sharded else adapter.load_full_optimizer_state
+        load(model, optimizer, state["optimizer"])
+
+
+def _shards(adapter: Adapter, model: nn.Module) -> tuple[dict[str, Any], bool]:
+    """Return the model's state for a directory, and whether it is in shards.
+
+    What an implementation calls sharded is its own form; only tensors that say what they are a part of can be put together.
+    """
+    if "sharded_state_dict" in adapter.capabilities:
+        state = dict(adapter.sharded_state_dict(model))
+        if any(isinstance(t, torch.Tensor) and type(t) not in (torch.Tensor, nn.Parameter) for t in state.values()):
+            return state, True
+    return dict(adapter.full_state_dict(model)), False
+
+
+def _optimizer_shards(adapter: Adapter, model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    if "sharded_optimizer_state" in adapter.missing:
+        return dict(adapter.full_optimizer_state(model, optimizer))
+    return dict(adapter.sharded_optimizer_state(model, optimizer))
+
+
+def _blank(folder: Path, part: str) -> dict[str, Any]:
+    """Return room for what a directory holds, as complete tensors.
+
+    Args:
+        folder: As for `read`.
+        part: Only what is saved under this key; all of it if empty.
+    """
+    metadata = FileSystemReader(folder / _DIRECTORY).read_metadata()
+    paths: Mapping[str, tuple[Any, ...]] = metadata.planner_data
+    room: dict[str, Any] = {part: {}} if part else {}
+    entries: Mapping[str, Any] = metadata.state_dict_metadata
+    for key, entry in entries.items():
+        path = paths[key]
+        if part in ("", path[0]):
+            held = room
+            for name in path[:-1]:
+                held = held.setdefault(name, {})
+            whole = isinstance(entry, TensorStorageMetadata)
+            held[path[-1]] = torch.zeros(entry.size, dtype=entry.properties.dtype) if whole else None
+    return {name: _with_lists(held) for name, held in room.items()}
+
+
+def _with_lists(held: Any) -> Any:
+    """Return it with a list wherever a directory numbers what it holds."""
+    if not isinstance(held, dict):
+        return held
+    inner = {name: _with_lists(value) for name, value in held.items()}
+    return [inner[place] for place in sorted(inner)] if inner and all(type(n) is int for n in inner) else inner

@@ -1,0 +1,170 @@
+"""Why does a world of N ranks train otherwise than one process? Only what was seen is named. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fsdp_testing.script_check.whole import WholeRun, first_steps
+from fsdp_testing.training_check import causes
+from fsdp_testing.training_check.comparison import Difference, suggestion
+from fsdp_testing.training_check.whole import Disagreement, assembled
+
+CLOSE = 1e-6
+
+
+def wrong_in_itself(run: WholeRun) -> str:
+    """Return what no comparison is needed for: data, optimizer and reduction as they must not be; empty if right."""
+    return (
+        _same_rows(run) or _strange_optimizer(run) or _no_gradient(run) or _unreduced(run) or _order(run) or _start(run)
+    )
+
+
+def _same_rows(run: WholeRun) -> str:
+    taken = [ranks for ranks in run.rows if ranks[0]]
+    if not taken or any(ranks[0] != ranks[rank] for ranks in taken for rank in range(1, run.size)):
+        return ""
+    return (
+        f"every rank trains on the same rows at every step ({len(taken[0][0])} at step 0): each is seen {run.size} times. "
+        "Cause: the data are not divided among the ranks. Give the DataLoader a DistributedSampler, or take each rank's slice."
+    )
+
+
+def _strange_optimizer(run: WholeRun) -> str:
+    for seen in first_steps(run):
+        if seen.strange and seen.strange == seen.stepped:
+            return (
+                f"the optimizer steps {seen.stepped} tensors, none of which belongs to the model that was run. Cause: the "
+                "optimizer was made before the model was wrapped (or converted), which replaced its parameters. Make it after."
+            )
+    return ""
+
+
+def _no_gradient(run: WholeRun) -> str:
+    for step in range(run.steps):
+        seen = [rank.steps[step] for rank in run.ranks]
+        if not any(one.given for one in seen) and any(one.losses for one in seen):
+            return (
+                f"no parameter has a gradient when the optimizer steps at step {step}, though {len(seen[0].losses)} backward "
+                "passes ran on each rank. Cause: the no_sync boundary is off by one, so that gradients are kept unreduced, or "
+                "they were cleared before the step. Synchronise in the last micro-batch, and clear after the step."
+            )
+    return ""
+
+
+def _unreduced(run: WholeRun) -> str:
+    for rank in run.ranks:
+        for step, seen in enumerate(rank.steps):
+            if seen.unreduced:
+                return (
+                    f"{len(seen.unreduced)} gradients, first that of {seen.unreduced[0]}, are not reduced when the optimizer "
+                    f"steps at step {step}. Cause: the no_sync boundary is off by one. Leave no_sync for the last micro-batch."
+                )
+    return ""
+
+
+def _order(run: WholeRun) -> str:
+    if any(loader.repeats_order for rank in run.ranks for loader in rank.taken.loaders):
+        return (
+            "the second pass over a DataLoader takes the rows in the order of the first. Cause: its DistributedSampler "
+            "shuffles by epoch, and set_epoch is not called. Call sampler.set_epoch(epoch) before each pass."
+        )
+    return ""
+
+
+def _start(run: WholeRun) -> str:
+    before = [seen.before for seen in first_steps(run)]
+    for name in before[0]:
+        odd = assembled([spans.get(name, ()) for spans in before])[1]
+        if odd is not None:
+            return (
+                f"ranks 0 and {odd} start from different weights, first in {name}. Cause: the seed depends on the rank and "
+                "nothing copies the weights of rank 0. Seed every rank alike, or broadcast the parameters."
+            )
+    return ""
+
+
+def of_disagreement(run: WholeRun, found: Disagreement) -> str:
+    """Return why ranks hold different numbers of the same parameter."""
+    metric = causes.MetricFact(found.name, mean_agrees=False, sum_agrees=False)
+    return (
+        (_local_norm(run, found.step) if _reduced(run, found.step) else "")
+        or causes.between_ranks(run.evidence, metric)
+        or ("Each rank changes its own copy: look for a gradient that is not reduced, or a step that one rank skips.")
+    )
+
+
+def _reduced(run: WholeRun, step: int) -> bool:
+    return all(all(rank.evidence[step].reduced[-1:]) for rank in run.ranks)
+
+
+def _local_norm(run: WholeRun, step: int) -> str:
+    norms = [rank.steps[step].norms for rank in run.ranks]
+    if len(set(norms)) == 1:
+        return ""
+    if not all(norms):
+        clips = [rank for rank, given in enumerate(norms) if given]
+        return f"Cause: at step {step} only rank(s) {_listed(clips)} clip the gradient. Clip on every rank, or on none."
+    first = next(rank for rank, norm in enumerate(norms) if norm != norms[0])
+    return (
+        f"Cause: gradients are clipped on a local norm. At step {step} clip_grad_norm_ gives {norms[0][-1]:.6g} on rank 0 and "
+        f"{norms[first][-1]:.6g} on rank {first}. Clip after the reduction, by the norm of the whole gradient."
+    )
+
+
+def of_difference(reference: WholeRun, run: WholeRun, found: Difference) -> str:
+    """Return why a world differs from one process with the same data."""
+    step = found.step
+    return (
+        _rate(reference, run, found)
+        or _local_norm(run, step)
+        or _counts(run, found)
+        or _batch_norm(run, found)
+        or causes.between_sizes(reference.evidence, run.evidence, run.size)
+        or _loss(found)
+        or suggestion(found, run.size)
+    )
+
+
+def _rate(reference: WholeRun, run: WholeRun, found: Difference) -> str:
+    if found.quantity != "learning rate":
+        return ""
+    mine, other = (one.quantities["learning rate"][found.step] for one in (run, reference))
+    ratio = float(mine[0] / other[0]) if float(other[0]) else 0.0
+    scaled = (
+        f" is multiplied by the number of ranks ({ratio:.6g} times)"
+        if abs(ratio - run.size) < CLOSE * run.size
+        else (f" depends on the number of ranks ({ratio:.6g} times that of one process)")
+    )
+    return f"Cause: the learning rate{scaled}. One process with the rows of all ranks takes the mean of the same gradients."
+
+
+def _counts(run: WholeRun, found: Difference) -> str:
+    counts = [len(rank) for rank in run.rows[found.step]]
+    if len(set(counts)) == 1:
+        return ""
+    return (
+        f"Cause: an uneven batch. At step {found.step} the ranks have {_listed(counts)} rows, and the mean of their means is not "
+        "the mean of all rows. Drop or pad the last batch, or weight each rank's loss by its rows."
+    )
+
+
+def _batch_norm(run: WholeRun, found: Difference) -> str:
+    if not run.ranks[0].steps[found.step].batch_norm:
+        return ""
+    return (
+        "Cause: BatchNorm normalises the rows of each rank alone. Use SyncBatchNorm, or another normalisation; without that N "
+        "ranks are not one process."
+    )
+
+
+def _loss(found: Difference) -> str:
+    if found.quantity != "loss":
+        return ""
+    return (
+        "Weights and rows are those of one process, and the mean of the ranks' losses is not its loss: look for a loss that "
+        "is divided by the rank's own count (of tokens, of weights), or scaled by the number of ranks or micro-batches."
+    )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))

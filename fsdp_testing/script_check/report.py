@@ -1,0 +1,74 @@
+"""How does the verdict on a script read? What was compared is listed with every verdict. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fsdp_testing.records import Verdict
+from fsdp_testing.script_check.whole import WholeRun
+from fsdp_testing.training_check.whole import GRADIENT, PARAMETER
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """The verdict on one world size.
+
+    Attributes:
+        size: Number of ranks.
+        verdict: pass, fail or unknown.
+        sentence: Why; for a pass with what it was compared.
+        compared: What was compared, and what was not.
+        table: Loss and norm of both worlds, step by step; of failures.
+    """
+
+    size: int
+    verdict: Verdict
+    sentence: str
+    compared: tuple[str, ...] = ()
+    table: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        """Return the lines of a terminal."""
+        words = {Verdict.PASS: "pass", Verdict.FAIL: "FAIL", Verdict.UNKNOWN: "unknown"}
+        return [
+            f"{self.size} ranks: {words[self.verdict]}: {self.sentence}",
+            *(f"  {line}" for line in (*self.compared, *self.table)),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptReport:
+    """The verdict on a script.
+
+    Attributes:
+        script: As it was given.
+        judgements: Of each world size.
+    """
+
+    script: str
+    judgements: tuple[Judgement, ...] = field(default=())
+
+    @property
+    def verdict(self) -> Verdict:
+        """A failure wins over unknown, and unknown over pass; nothing judged is unknown."""
+        found = {judgement.verdict for judgement in self.judgements}
+        worst = [verdict for verdict in (Verdict.FAIL, Verdict.UNKNOWN) if verdict in found]
+        return worst[0] if worst else Verdict.PASS if found else Verdict.UNKNOWN
+
+    def __str__(self) -> str:
+        return "\n".join([self.script, *(line for judgement in self.judgements for line in judgement.lines())])
+
+
+def compared_lines(run: WholeRun, left_out: Sequence[str], remarks: Sequence[str]) -> tuple[str, ...]:
+    """Return what was compared at each step, and what was not and why."""
+    kinds = {GRADIENT: "gradients as the optimizer is given them", PARAMETER: "parameters after the step"}
+    found = [name for name in run.quantities if not name.startswith(tuple(kinds))]
+    for start, words in kinds.items():
+        tensors = [values[0] for name, values in run.quantities.items() if name.startswith(start)]
+        if tensors:
+            found.append(f"{words} ({len(tensors)} tensors, {sum(t.numel() for t in tensors):,} numbers)")
+    rows = sum(sum(run.union(step).values()) for step in range(run.steps))
+    steps = "1 step" if run.steps == 1 else f"each of {run.steps} steps"
+    lines = [f"compared at {steps}: {', '.join(found)}; {rows} rows of data"]
+    return (*lines, *(f"not compared: {what}" for what in left_out), *remarks)

@@ -1,0 +1,73 @@
+"""What did a whole world compute and see, put together from its ranks? Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fsdp_testing.script_check.launched import RankReport
+from fsdp_testing.training_check.comparison import Quantities
+from fsdp_testing.training_check.evidence import StepEvidence
+from fsdp_testing.training_check.observation import Spans, StepSeen
+from fsdp_testing.training_check.whole import PARAMETER, Disagreement, assembled, together
+
+
+@dataclass(frozen=True, slots=True)
+class WholeRun:
+    """One run of a world.
+
+    Attributes:
+        size: Number of ranks.
+        quantities: By name, of every step: losses, learning rates, norms, gradients, parameters.
+        rows: Of every step, for each rank, the digests of its rows.
+        disagreements: The first of parameters, and the first of gradients.
+        ranks: What each rank reported.
+    """
+
+    size: int
+    quantities: Quantities
+    rows: tuple[tuple[tuple[str, ...], ...], ...]
+    disagreements: tuple[Disagreement, ...]
+    ranks: tuple[RankReport, ...]
+
+    @property
+    def steps(self) -> int:
+        return len(self.rows)
+
+    @property
+    def evidence(self) -> tuple[tuple[StepEvidence, ...], ...]:
+        """What each rank saw; dropout was off, and only what a forward draws makes worlds differ."""
+        return tuple(
+            tuple(replace(one, dropout="", drew=seen.drew) for one, seen in zip(rank.evidence, rank.steps))
+            for rank in self.ranks
+        )
+
+    def union(self, step: int) -> Counter[str]:
+        """Return how often each row was seen by any rank until `step` ended."""
+        return Counter(row for rank in self.rows[step] for row in rank)
+
+    def forwards(self) -> int:
+        """Return the number of forwards of a rank until its first step."""
+        return len(self.ranks[0].steps[0].rows)
+
+
+def whole(size: int, ranks: Sequence[RankReport]) -> WholeRun:
+    """Put the reports of all ranks together; all made as many steps."""
+    quantities, disagreements = together([rank.steps for rank in ranks])
+    rows = tuple(
+        tuple(tuple(row for forward in rank.steps[step].rows for row in forward) for rank in ranks)
+        for step in range(min(len(rank.steps) for rank in ranks))
+    )
+    return WholeRun(size, quantities, rows, disagreements, tuple(ranks))
+
+
+def initial(run: WholeRun) -> Quantities:
+    """Return the parameters with which a run began."""
+    before: list[Spans] = [rank.steps[0].before for rank in run.ranks]
+    return {PARAMETER + name: [assembled([spans.get(name, ()) for spans in before])[0]] for name in before[0]}
+
+
+def first_steps(run: WholeRun) -> list[StepSeen]:
+    """Return what the ranks saw of the first step."""
+    return [rank.steps[0] for rank in run.ranks]

@@ -1,0 +1,234 @@
+"""Where do two runs differ first, beyond what roundings may do? Pure comparison of named tensors, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from fsdp_testing.checkers.divergence import DECISIVE
+from fsdp_testing.checkers.tensors import difference
+from fsdp_testing.records.tolerance import UNIT_ROUNDOFF
+from fsdp_testing.training_check.disturbance import RUNS, STAGES, room
+
+if TYPE_CHECKING:
+    import torch
+
+Quantities = dict[str, list["torch.Tensor"]]
+Room = Mapping[tuple[str, int], "torch.Tensor"]
+"""By name and step: how far roundings alone may move each number."""
+
+ROUNDINGS = 4096
+"""Roundings by which two correct runs may differ: sums over ranks and batches in any order, over a short training."""
+FEW_ROUNDINGS = 4
+"""The same for dtypes narrower than float32, in which that many roundings would admit anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where two runs differ first; `error` is by how much, where both have numbers there."""
+
+    quantity: str
+    step: int
+    steps: int
+    sentence: str
+    ratio: float | None = None
+    numbers: int = 0
+    error: float | None = None
+
+    def __str__(self) -> str:
+        at = f" at step {self.step}" if self.steps > 1 else ""
+        return f"{self.quantity}{at} {self.sentence}"
+
+
+@dataclass(slots=True)
+class Decided:
+    """How much of what was compared is decided: what roundings alone may move as far as it was moved is not.
+
+    Attributes:
+        numbers: How many numbers were compared.
+        open: Of each quantity and step with undecided numbers, how many there are, and a sentence.
+    """
+
+    numbers: int = 0
+    open: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    @property
+    def enough(self) -> bool:
+        """Whether at least half of the numbers are decided."""
+        return 2 * sum(count for count, _ in self.open.values()) <= self.numbers
+
+
+def first_difference(
+    reference: Quantities,
+    other: Quantities,
+    roundings: float,
+    admitted: Room | None = None,
+    decided: Decided | None = None,
+) -> Difference | None:
+    """Return the first difference in the order of steps, and among the quantities of one step in the order returned.
+
+    Args:
+        reference: What it is compared with.
+        other: What is judged.
+        roundings: Admitted, in units of roundoff of a quantity's dtype times its largest number. 0 demands equality.
+        admitted: What is admitted beside that, for each number.
+        decided: Is told how much was compared, and what of it is undecided.
+    """
+    for name in [*reference, *(name for name in other if name not in reference)]:
+        if name not in reference or name not in other:
+            return Difference(name, 0, 1, "is returned by one of them only")
+        if len(reference[name]) != len(other[name]):
+            return Difference(name, 0, 1, f"has {len(other[name])} steps, expected {len(reference[name])}")
+    for name, step in in_order(reference):
+        found = _compare((name, step), (reference[name], other[name]), roundings, admitted or {}, decided or Decided())
+        if found is not None:
+            return found
+    return None
+
+
+def in_order(quantities: Quantities) -> list[tuple[str, int]]:
+    """Return name and step of all there is: what is recorded at every step first, step by step, then final quantities."""
+    recorded = {name: steps for name, steps in quantities.items() if len(steps) > 1}
+    length = max((len(steps) for steps in recorded.values()), default=0)
+    order = [(name, step) for step in range(length) for name, steps in recorded.items() if step < len(steps)]
+    return order + [(name, 0) for name, steps in quantities.items() if len(steps) == 1]
+
+
+def beyond_roundings(
+    reference: Quantities,
+    other: Quantities,
+    roundings: float,
+    disturbed: Callable[[int], Iterable[tuple[Quantities, Quantities]]],
+    decided: Decided,
+) -> Difference | None:
+    """Return the first difference that roundings do not explain, by how far they move both runs.
+
+    Args:
+        reference: What it is compared with.
+        other: What is judged.
+        roundings: As for `first_difference`.
+        disturbed: Given a seed, returns pairs of a run and the same run with roundings made differently.
+        decided: Is told how much was compared, and what of it is undecided.
+    """
+    pairs: list[tuple[Quantities, Quantities]] = []
+    seen = Decided()
+    for seed in range(1, RUNS + 1):
+        pairs += disturbed(seed)
+        if seed in STAGES:
+            seen = Decided()
+            found = first_difference(reference, other, roundings, _room_of(pairs, seed), seen)
+            if found is not None:
+                return found
+    decided.numbers, decided.open = seen.numbers, seen.open
+    return None
+
+
+def _room_of(pairs: Sequence[tuple[Quantities, Quantities]], runs: int) -> Room:
+    import torch
+
+    found: dict[tuple[str, int], torch.Tensor] = {}
+    for here, there in pairs:
+        for place in in_order(here):
+            distance = _distance(there, here, place)
+            found[place] = torch.maximum(found[place], distance) if place in found else distance
+    numbers = sum(tensor.numel() for tensor in found.values())
+    return {place: room(tensor, numbers, runs) for place, tensor in found.items()}
+
+
+def _distance(there: Quantities, here: Quantities, place: tuple[str, int]) -> torch.Tensor:
+    """Return how far a disturbed run is from the run; infinite where it took another way, so that nothing follows."""
+    import torch
+
+    name, step = place
+    value = here[name][step].double().reshape(-1)
+    if len(there.get(name, [])) != len(here[name]) or there[name][step].numel() != value.numel():
+        return torch.full_like(value, torch.inf)
+    return (there[name][step].double().reshape(-1) - value).abs().nan_to_num(nan=torch.inf)
+
+
+def _compare(
+    place: tuple[str, int],
+    sides: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
+    roundings: float,
+    admitted: Room,
+    decided: Decided,
+) -> Difference | None:
+    name, step = place
+    left, right, steps = sides[0][step], sides[1][step], len(sides[0])
+    if left.shape != right.shape or left.dtype != right.dtype:
+        sentence = f"is {right.dtype}{list(right.shape)}, expected {left.dtype}{list(left.shape)}"
+        return Difference(name, step, steps, sentence)
+    if not left.numel():
+        return None
+    one, two = left.double().reshape(-1), right.double().reshape(-1)
+    largest = float(one[one.isfinite()].abs().max()) if bool(one.isfinite().any()) else 0.0
+    found = difference(two, one, _floor(left.dtype, roundings) * largest + admitted.get(place, 0.0))
+    if not found.exceeded:
+        decided.numbers += one.numel()
+        # As everywhere: what roundings move by as much as the numbers are large decides nothing.
+        count = int(((one - two).abs() > DECISIVE * largest).sum()) if found.error else 0
+        if count:
+            where = f"{name} at step {step}" if steps > 1 else name
+            sentence = f"{count} of {one.numel()} numbers of {where}, off by up to {found.error:.3g}"
+            decided.open[where] = count, sentence
+        return None
+    sentence = f"is off by {found.error:.3g} (bound {found.bound:.3g}), most in element {found.position}: {found.text}"
+    return Difference(name, step, steps, sentence, _ratio(one, two), one.numel(), found.error)
+
+
+def _floor(dtype: torch.dtype, roundings: float) -> float:
+    """Return the part of the largest number that so many roundings may make."""
+    unit = UNIT_ROUNDOFF.get(str(dtype).removeprefix("torch."), 0.0)
+    few = unit > UNIT_ROUNDOFF["float32"]
+    return min((min(roundings, FEW_ROUNDINGS) if few else roundings) * unit, DECISIVE)
+
+
+def _ratio(one: torch.Tensor, two: torch.Tensor) -> float | None:
+    """The factor between two tensors, if it is one factor for all elements."""
+    filled = one.abs() > 1e-12 * float(one.abs().max())
+    if not bool(filled.any()):
+        return None
+    ratios = two[filled] / one[filled]
+    middle = float(ratios.median())
+    return middle if bool(((ratios - middle).abs() <= 1e-6 * abs(middle)).all()) else None
+
+
+def suggestion(found: Difference, size: int) -> str:
+    """Return what a difference from the reference world suggests, where the evidence shows no cause."""
+    ratio = found.ratio
+    if ratio is not None and abs(ratio - size) < 1e-6 * size:
+        return f"It is exactly {size} times as large: a sum over ranks where a mean is meant."
+    if ratio is not None and abs(ratio - 1 / size) < 1e-6:
+        return f"It is exactly 1/{size} of it: divided by the world size once too often, or not summed."
+    if ratio is not None and found.numbers > 1:  # of one number, a ratio says nothing
+        return f"Every element is {ratio:.6g} times as large: something is scaled by the number of ranks or steps."
+    if found.steps > 1 and found.step > 0:
+        return (
+            f"Step {found.step - 1} still agrees: look at what step {found.step} does for the first time "
+            "(a no_sync boundary, a micro-batch that is not reduced, a schedule that counts ranks)."
+        )
+    return "Look for data that is not split evenly, a random number drawn per rank, or a gradient that is not reduced."
+
+
+def side_by_side(
+    reference: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]], size: int, other_size: int
+) -> tuple[str, ...]:
+    """Return lines with loss and norm of the gradient of two worlds, step by step.
+
+    Args:
+        reference: Loss and norm at each step.
+        other: Those of the other world.
+        size: Ranks of the reference.
+        other_size: Ranks of the other world.
+    """
+    titles = [
+        f"{what} ({count} rank{'s' if count > 1 else ''})" for what in ("loss", "norm") for count in (size, other_size)
+    ]
+    rows = [
+        (str(step), *(f"{x:.6g}" for x in (a[0], b[0], a[1], b[1])))
+        for step, (a, b) in enumerate(zip(reference, other))
+    ]
+    table = [("step", *titles), *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    return tuple("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in table)

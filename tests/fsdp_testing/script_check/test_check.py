@@ -1,0 +1,118 @@
+"""fsdp-verify train: right scripts of several styles pass, unmodified; each classic mistake is found and its cause named."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fsdp_testing import check_script
+from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.records import Verdict
+from fsdp_testing.script_check import ScriptDiffers, ScriptUndecided, examine
+from fsdp_testing.script_check.check import Launch
+
+SCRIPTS = Path(__file__).parent
+
+
+def judge(script, *arguments, sizes=(2,), steps=2):
+    launch = Launch(str(SCRIPTS / f"with_{script}.py"), arguments, steps=steps, isolation="warm")
+    return examine(launch, sizes)
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "sizes", "how"),
+    [
+        ("ddp", (), (2, 3), r"given the rows of all ranks \(the items of its DataLoader\)"),
+        ("ddp", ("--accumulate", "2", "--dropout", "0.1"), (2,), "the items of its DataLoader"),
+        ("ddp", ("--dtype", "float32", "--optimizer", "AdamW"), (2,), "the items of its DataLoader"),
+        ("shards", ("--shard", "flat"), (2,), "with the same rows at each step"),
+        ("shards", ("--shard", "fsdp2"), (3,), "with the same rows at each step"),
+        ("shards", ("--shard", "reference"), (2,), "with the same rows at each step"),
+        ("indices", (), (2, 3), r"\(the arguments of forward\)"),
+        ("indices", ("--loss", "marked"), (2,), r"\(the line marked with fsdp_testing.batch\)"),
+    ],
+)
+def test_a_right_script_passes_as_it_is(script, arguments, sizes, how):
+    report = judge(script, *arguments, sizes=sizes)
+    assert [judgement.verdict for judgement in report.judgements] == [Verdict.PASS] * len(sizes)
+    assert re.search(how, report.judgements[0].sentence), str(report)
+    compared = report.judgements[0].compared[0]
+    assert re.match(
+        r"compared at each of 2 steps: loss, .*learning rate.*gradients .*parameters after .* [1-9]\d* rows", compared
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [
+        ("ddp", ("--mistake", "twice"), r"loss at step 0.*divided by the number of ranks once too often"),
+        ("ddp", ("--mistake", "undivided"), r"every rank trains on the same rows.*data are not divided"),
+        ("ddp", ("--mistake", "batch norm"), r"BatchNorm normalises the rows of each rank alone"),
+        ("ddp", ("--mistake", "scaled rate"), r"learning rate is multiplied by the number of ranks \(2 times\)"),
+        ("ddp", ("--mistake", "same order"), r"set_epoch is not called"),
+        ("ddp", ("--mistake", "boundary"), r"parameter 0.weight differs .* no_sync boundary is off by one"),
+        ("ddp", ("--mistake", "local norm"), r"only rank\(s\) 0 clip the gradient"),
+        ("ddp", ("--mistake", "early stop"), r"rank 0 waits in all_reduce.*an early stop on a local value"),
+        ("ddp", ("--mistake", "loss of own rows"), r"loss at step 0.*divided by the rank's own count"),
+        (
+            "shards",
+            ("--shard", "fsdp2", "--mistake", "boundary"),
+            r"no parameter has a gradient .* no_sync boundary is off by one",
+        ),
+        (
+            "shards",
+            ("--shard", "fsdp2", "--mistake", "optimizer first"),
+            r"none of which belongs .* made before the model was wrapped",
+        ),
+        ("indices", ("--mistake", "seeds"), r"start from different weights.*seed depends on the rank"),
+        ("indices", ("--mistake", "not divided"), r"not divided by the number of accumulation steps"),
+        ("indices", ("--mistake", "unreduced"), r"differs between ranks 0 and 1 .* gradients are not reduced"),
+        ("indices", ("--mistake", "step skipped"), r"ranks make different numbers of optimizer steps: 3, 2"),
+    ],
+)
+def test_each_mistake_is_found_and_its_cause_named(script, arguments, message):
+    report = judge(script, *arguments, steps=8 if {"same order", "step skipped", "early stop"} & {*arguments} else 2)
+    assert report.verdict is Verdict.FAIL, str(report)
+    assert re.search(message, str(report), re.S), str(report)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--loss", "outside"), r"2 ranks: unknown: .*Mark the line .*`x, y = fsdp_testing.batch\(x, y\)`"),
+        (("--mistake", "exit"), r"2 ranks: unknown: did not end well: .*died with exit code 0"),
+        (("--mistake", "argument"), r"one process .*usage: with_indices.py --mistake argument CONFIG"),
+        (("--mistake", "never"), r"one process never steps an optimizer"),
+        (("--mistake", "unseeded"), r"one process does not repeat itself: two runs differ, first in loss at step 0"),
+        (("--mistake", "shape"), r"2 ranks: unknown: has other parameters than one process, first parameter head"),
+        (("--nonsense",), r"one process ended with exit code 2.*unrecognized arguments: --nonsense"),
+    ],
+)
+def test_what_cannot_be_judged_is_unknown_with_one_sentence(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_bytes(bytes(range(200)))
+    Path("log.txt").write_text("mine")
+    report = judge("indices", *arguments)
+    assert report.verdict is Verdict.UNKNOWN, str(report)
+    assert re.search(message, str(report)), str(report)
+    assert {path.name: path.read_bytes()[:4] for path in tmp_path.iterdir()} == {
+        "text.txt": b"\0\1\2\3",
+        "log.txt": b"mine",
+    }
+
+
+@pytest.mark.parametrize(
+    ("script", "sizes", "message"), [("none", (2,), "expected a file"), ("ddp", (1,), "expected one above 1")]
+)
+def test_bad_arguments_are_refused_before_anything_runs(script, sizes, message):
+    with pytest.raises(InvalidArgument, match=message):
+        judge(script, sizes=sizes)
+
+
+def test_a_script_is_judged_in_new_processes_and_raises_what_it_is():
+    with pytest.raises(ScriptDiffers, match="gradients are not reduced"):
+        check_script(SCRIPTS / "with_indices.py", ["--mistake", "unreduced"], world_sizes=(2,), steps=1)
+    with pytest.raises(ScriptUndecided, match="never steps"):
+        check_script(SCRIPTS / "with_indices.py", ["--mistake", "never"], world_sizes=(2,), steps=1)

@@ -1,0 +1,174 @@
+"""What roundings may do to a loop: right loops in every dtype pass on every world size, and mistakes in the same loops do not."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_testing import check_training
+from fsdp_testing.training_check import TrainingDiffers, TrainingPartlyUndecided, TrainingUndecided
+from fsdp_testing.training_check.disturbance import disturbed
+
+ROWS, STEPS = 6, 2
+OPTIMIZERS = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.05),
+    "momentum": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "adamw": functools.partial(torch.optim.AdamW, lr=1e-3),
+}
+DTYPES = {"autocast": torch.float32, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+
+class Attention(nn.Module):
+    """A block whose key bias has a gradient of zero but for roundings, which AdamW makes a step of full length."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside, self.norm = nn.Linear(6, 8), nn.LayerNorm(8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.outside = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.inside(x)
+        y = self.norm(x)
+        return self.outside(x + self.attention(y, y, y, need_weights=False)[0])
+
+
+MODELS = {
+    "mlp": lambda: nn.Sequential(nn.Linear(6, 32), nn.GELU(), nn.Linear(32, 3)),
+    "deep": lambda: nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)], nn.Linear(6, 3)),
+    "attention": Attention,
+}
+
+
+def train(world, model, optimizer, numbers, mistake):
+    torch.manual_seed(0)
+    plain = MODELS[model]().to(DTYPES[numbers])
+    parallel = DistributedDataParallel(plain) if world.size > 1 and mistake != "unreduced" else plain
+    stepping = OPTIMIZERS[optimizer](plain.parameters())
+    losses, norms = [], []
+    for step in range(STEPS):
+        draw = torch.Generator().manual_seed(step)
+        inputs = torch.randn(ROWS, 4, 6, generator=draw)[world.rank :: world.size].to(DTYPES[numbers])
+        targets = torch.randn(ROWS, 4, 3, generator=draw)[world.rank :: world.size].to(DTYPES[numbers])
+        stepping.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=numbers == "autocast"):
+            loss = nn.functional.mse_loss(parallel(inputs).to(DTYPES[numbers]), targets)
+        (loss / world.size if mistake == "twice" else loss).backward()
+        norms.append(nn.utils.clip_grad_norm_(plain.parameters(), 1e9))
+        loss = loss.detach()
+        dist.all_reduce(loss)
+        losses.append(loss / world.size)
+        stepping.step()
+    return {"loss": losses, "norm": norms, **{name: p.detach() for name, p in plain.named_parameters()}}
+
+
+def loop_of(model, optimizer, numbers, mistake="none"):
+    """Return a loop that ranks can import by name: the name holds its settings."""
+    return f"{__name__}:{model}__{optimizer}__{numbers}__{mistake}"
+
+
+def __getattr__(name):
+    if name.count("__") != 3 or name.startswith("_"):
+        raise AttributeError(name)
+    model, optimizer, numbers, mistake = name.split("__")
+
+    def loop(world):
+        return train(world, model, optimizer, numbers, mistake)
+
+    return loop
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "numbers", "sizes"),
+    [
+        ("mlp", "sgd", "autocast", (1, 2)),
+        ("mlp", "adamw", "autocast", (1, 3)),
+        ("deep", "momentum", "autocast", (1, 2)),
+        ("mlp", "momentum", "bfloat16", (1, 2)),
+        ("attention", "adamw", "float64", (1, 2)),
+        ("deep", "sgd", "float32", (1, 2, 3)),
+        ("mlp", "adamw", "float32", (1, 2, 3)),
+    ],
+)
+def test_a_right_loop_passes_in_every_dtype(model, optimizer, numbers, sizes):
+    check_training(loop_of(model, optimizer, numbers), world_sizes=sizes)
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "numbers", "mistake", "message"),
+    [
+        (
+            "mlp",
+            "sgd",
+            "autocast",
+            "twice",
+            "norm at step 0 .*divided by the number of ranks once too often.*within roundings 1/2",
+        ),
+        ("mlp", "momentum", "bfloat16", "twice", "norm at step 0 .*within roundings 1/2"),
+        ("deep", "adamw", "float32", "twice", "norm at step 0 .*exactly 1/2"),
+        ("mlp", "adamw", "autocast", "unreduced", "rank 1 .*gradients are not reduced"),
+    ],
+)
+def test_a_mistake_in_the_same_loop_does_not(model, optimizer, numbers, mistake, message):
+    with pytest.raises(TrainingDiffers) as caught:
+        check_training(loop_of(model, optimizer, numbers, mistake), world_sizes=(1, 2))
+    assert re.search(message, str(caught.value)), str(caught.value)
+
+
+def amplifies(world):
+    """A sum over ranks rounds in the order of ranks; 60 steps of a chaotic map make that roundings of full size."""
+    numbers = torch.linspace(0.01, 0.03, 12)[world.rank :: world.size].sum()
+    dist.all_reduce(numbers)
+    chaos = numbers.repeat(4)
+    for _ in range(60):
+        chaos = 3.99 * chaos * (1 - chaos)
+    return {"chaos": chaos}
+
+
+def amplifies_a_part(world):
+    return {**amplifies(world), "weight": torch.linspace(0, 1, 5)}
+
+
+def test_numbers_that_roundings_alone_move_are_named_and_the_rest_is_judged():
+    with pytest.warns(TrainingPartlyUndecided, match=r"4 of 4 numbers of chaos, .* nothing is known; the rest agrees"):
+        check_training(amplifies_a_part, world_sizes=(1, 2))
+
+
+def test_where_roundings_decide_everything_there_is_no_verdict():
+    with pytest.raises(
+        TrainingUndecided, match=r"roundings alone move .* chaos, off by .* nothing is known of the loop"
+    ):
+        check_training(amplifies, world_sizes=(1, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_disturbance_is_one_or_two_units_in_the_last_place(dtype):
+    numbers = torch.linspace(-3, 3, 64).to(dtype)
+    with disturbed(1):
+        moved, copied, counted, place = numbers * 1, numbers.clone(), torch.arange(3) + 1, numbers.clone().add_(0)
+        whole = torch.zeros(8, dtype=dtype) + 0
+    for changed in (moved, place):
+        distance = (changed.double() - numbers.double()).abs() / (torch.finfo(dtype).eps * numbers.double().abs())
+        assert 0 < distance.max() <= 2
+        assert 0.2 < (distance == 0).double().mean() < 0.5
+    assert torch.equal(copied, numbers)
+    assert counted.tolist() == [1, 2, 3]
+    assert not whole.any()
+
+
+def test_a_disturbance_reaches_backward_and_leaves_the_generator_of_the_program():
+    weight = torch.ones(16, requires_grad=True)
+    before = torch.get_rng_state()
+    with disturbed(1):
+        (weight.sin() * 3).sum().backward()
+    assert not torch.equal(weight.grad, torch.ones(16).cos() * 3)
+    assert torch.equal(torch.get_rng_state(), before)
+    with disturbed(2):
+        (weight.sin() * 3).sum().backward()
+    assert len(set(weight.grad.tolist())) > 2
