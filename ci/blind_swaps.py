@@ -109,7 +109,7 @@ class SwappedReplay(Replay):
         frozen = {fqn for fqn in names if not self.parameters[fqn].requires_grad}
         return self.computed and (bool(names & self._used or frozen) or not self._latest)
 
-    def forward(self, rank: int, batch: Any) -> models.Forwarded:
+    def forward(self, rank: int, batch: Any, *, penalised: bool = False) -> models.Forwarded:
         """Run forward on the inputs, or with the parameters, that the swap makes of them."""
         swap = self.swap
         if swap.kind == "inputs" and rank == swap.one:
@@ -118,22 +118,24 @@ class SwappedReplay(Replay):
             kept = self.replicas[swap.other]
             self.replicas[swap.other] = self.replicas[rank]
             try:
-                return super().forward(swap.other, batch)
+                return super().forward(swap.other, batch, penalised=penalised)
             finally:
                 self.replicas[swap.other] = kept
         if swap.kind not in ("parameters", "parameter shards") or self._inside:
-            return super().forward(rank, batch)
+            return super().forward(rank, batch, penalised=penalised)
         with _Exchanged(self, swap):
-            return super().forward(rank, batch)
+            return super().forward(rank, batch, penalised=penalised)
 
-    def local_gradients(self, rank: int, batch: Any) -> tuple[models.Forwarded, LocalGradients]:
+    def local_gradients(
+        self, rank: int, batch: Any, *, penalised: bool = False
+    ) -> tuple[models.Forwarded, LocalGradients]:
         """Run forward and backward with the parameters that the swap makes of them."""
         if self.swap.kind not in ("parameters", "parameter shards"):
-            return super().local_gradients(rank, batch)
+            return super().local_gradients(rank, batch, penalised=penalised)
         with _Exchanged(self, self.swap):
             self._inside = True
             try:
-                return super().local_gradients(rank, batch)
+                return super().local_gradients(rank, batch, penalised=penalised)
             finally:
                 self._inside = False
 
