@@ -190,19 +190,7 @@ def test_local(lab, path):
         assert all(a is b for a, b in zip(now, held, strict=True))
         few = {name: value for name, value in state.items() if name != "blocks.0._flat_param"}
         assert other.load_state_dict(few, strict=False).missing_keys == ["blocks.0._flat_param"]
-        with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: .*"inp.weight"'):
-            other.load_state_dict({**state, **want})
-        with pytest.raises(RuntimeError, match=r"\t_flat_param: expected (?s:.*)\todd._flat_param: expected"):
-            other.load_state_dict({**state, "odd._flat_param": state["_flat_param"], "_flat_param": torch.ones(3)})
-        theirs = lab.world.all_gather_object(state)[lab.world.rank - 1]
-        other_rank = (lab.world.rank - 1) % lab.world.size
-        with pytest.raises(
-            RuntimeError, match=rf"saved by rank {lab.world.rank} of \d, got .*, saved by rank {other_rank} of"
-        ):
-            other.load_state_dict(theirs)
         other.load_state_dict(state)
-        with pytest.raises(NotImplementedError, match="a module with whole units"):
-            other.inp.state_dict()
     assert_equal(full_state(other), want)
     lab.loss(other, lab.batch()).backward()
     part = shard(lab, path, zeroed(net(lab)))
@@ -213,6 +201,30 @@ def test_local(lab, path):
     assert full_state(part)["inp.weight"].count_nonzero() == 0
     with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: .*"odd._flat_param"'):
         part.load_state_dict(state)
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("SD-07", "SD-13")
+def test_local_states_that_do_not_fit(lab, path):
+    """All that does not is named at once."""
+    want = net(lab).state_dict()
+    model = shard(lab, path, net(lab))
+    set_state_dict_type(model, LOCAL)
+    state = model.state_dict()
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: .*"inp.weight"'):
+        model.load_state_dict({**state, **want})
+    with pytest.raises(RuntimeError, match=r"\t_flat_param: expected (?s:.*)\todd._flat_param: expected"):
+        model.load_state_dict({**state, "odd._flat_param": state["_flat_param"], "_flat_param": torch.ones(3)})
+    theirs = lab.world.all_gather_object(state)[lab.world.rank - 1]
+    other_rank = (lab.world.rank - 1) % lab.world.size
+    with pytest.raises(
+        RuntimeError, match=rf"saved by rank {lab.world.rank} of \d, got .*, saved by rank {other_rank} of"
+    ):
+        model.load_state_dict(theirs)
+    with pytest.raises(NotImplementedError, match="a module with whole units"):
+        model.inp.state_dict()
+    model.load_state_dict(state)
+    assert_equal(full_state(model), want)
 
 
 @pytest.mark.covers("SD-07")
