@@ -16,6 +16,7 @@ def test_losses_decide_nothing_where_parameters_agree_and_gradients_do():
     names, left = comparable(quantities(), quantities(loss=0.5), 4)
     assert names == ["gradient of w", "learning rate", "parameter w"]
     assert left == ["what need not agree where parameters do: loss"]
+    assert "loss" in comparable(quantities(), quantities(loss=1.01), 4)[0]
     # Adam takes the same step with half of the gradient: that is a mistake.
     assert "gradient of w" in comparable(quantities(), quantities(gradient=1.0), 4)[0]
 
