@@ -50,6 +50,7 @@ def run_conformance(
     world_sizes: Sequence[int] = (2,),
     backend: str = "gloo",
     checks: Sequence[str] = (),
+    shard: tuple[int, int] | tuple[()] = (),
     expected_failures: Mapping[str, str] | Mapping[str, Mapping[str, str]] | None = None,
     extended: bool = False,
     explain: float = shortest.SECONDS,
@@ -66,6 +67,7 @@ def run_conformance(
         backend: Backend of the worlds.
         checks: Patterns (fnmatch) of check names, or names of suites; all of the profile by default. A check named
             without wildcards runs whatever its profile.
+        shard: `(i, n)`: judge only the i-th of n parts, counted from 1, of the pairs of implementation and check.
         expected_failures: Reason by check name, for all implementations; or per implementation such a mapping.
         extended: Run the extended profile too.
         explain: Seconds that may be spent on the failures of one implementation, to find the shortest schedule that
@@ -94,7 +96,8 @@ def run_conformance(
         raise InvalidArgument(f"jobs: expected a number of at least 1, got {jobs!r}. Give 1 or more.")
     runner = runner or shared_runner()
     _examine(adapters.values(), runner, where, jobs)
-    pairs = [(name, check) for name in adapters for check in selected]
+    first, of = shard or (1, 1)
+    pairs = [(name, check) for name in adapters for check in selected][first - 1 :: of]
     tasks = [partial(judge_check, runner, adapters[name], check, where) for name, check in pairs]
     if listener is not None:
         listener.planned(len(pairs))
@@ -121,6 +124,7 @@ def run_conformance(
         # One by one: they show times.
         portraits=tuple(_portraits(adapters, where, runner)) if portraits else (),
         seconds=time.perf_counter() - start,
+        shard=shard,
     )
 
 

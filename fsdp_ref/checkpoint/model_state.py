@@ -153,8 +153,8 @@ def _open(unit: Unit, module: nn.Module, *, loading: bool) -> None:
         lazy_init(unit).recover()
         unit.absorb()
     else:
-        hidden = not loading and _hidden(unit)
-        parameters = summon(unit.holder, SummonOptions(recurse=False, writeback=loading, rank0_only=hidden))
+        rank0_only = not loading and _left_to_rank_zero(unit)
+        parameters = summon(unit.holder, SummonOptions(recurse=False, writeback=loading, rank0_only=rank0_only))
     parameters.__enter__()
     unit.open_state = OpenState(unit, module, form, parameters, fresh=fresh)
 
@@ -197,7 +197,7 @@ def _is_cut(unit: Unit, modules: list[nn.Module]) -> bool:
     return unit.module not in modules and any(each.__dict__.get(OWNERS_KEY, {}).get(unit) for each in modules)
 
 
-def _hidden(unit: Unit) -> bool:
+def _left_to_rank_zero(unit: Unit) -> bool:
     """Return whether the unit's state is another rank's to return."""
     config, groups = unit.state_dict_settings.state_dict_config, unit.config.groups
     ranks = groups.rank, 0 if groups.replicate is None else groups.replicate.rank()
@@ -223,7 +223,7 @@ def _before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 def _after_save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     for unit in owners_of(module):
         open_state = unit.open_state
-        if open_state is not None and not _hidden(unit):
+        if open_state is not None and not _left_to_rank_zero(unit):
             _convert(unit, open_state, module, state, prefix)
         for name in module._buffers:  # those that were cast in their own dtype
             dtype = unit.buffers.original_dtype(module, name)
@@ -251,10 +251,10 @@ def _convert(unit: Unit, open_state: OpenState, module: nn.Module, state: dict[s
 def _finish(unit: Unit, state: dict[str, Any], prefix: str) -> None:
     """Do what the options say of all entries at and below a unit: another rank has them, or they go to the CPU."""
     offload = unit.state_dict_settings.state_dict_config.offload_to_cpu
-    if not (offload or _hidden(unit)):
+    if not (offload or _left_to_rank_zero(unit)):
         return
     for key in [key for key in state if key.startswith(prefix)]:
-        if _hidden(unit):
+        if _left_to_rank_zero(unit):
             del state[key]
         elif isinstance(state[key], Tensor):
             state[key] = state[key].cpu()
@@ -308,9 +308,10 @@ def _take_whole(unit: Unit, param: nn.Parameter | None, state: dict[str, Any], k
     if unit.state_dict_settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
         state[key] = whole(value)
         return
+    form = unit.state_dict_settings.state_dict_type.name
     errors.append(
-        f"{key}: expected a whole tensor, since {unit.state_dict_settings.state_dict_type.name} is set, got a sharded one "
-        "(DTensor). Set SHARDED_STATE_DICT to load it."
+        f"{clean_tensor_name(key)}: expected a whole tensor, since {form} is set, got a sharded one (DTensor). Set "
+        "SHARDED_STATE_DICT to load it."
     )
     state[key] = param
 

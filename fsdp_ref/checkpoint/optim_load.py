@@ -28,8 +28,8 @@ from fsdp_ref.checkpoint.optim_source import (
     compare_names,
     gathered,
     malformed,
+    of_all_ranks,
     outlined,
-    own,
 )
 from fsdp_ref.checkpoint.shards import is_spread
 from fsdp_ref.comm.collectives import broadcast_object
@@ -58,23 +58,35 @@ def load_optim_state(
         FsdpRuntimeError: ranks pass different names.
 
     Collectives:
-        None for EVERY_RANK. For SHARDS one exchange of names and an all-gather per entry; for FIRST_RANK one broadcast of
-        names and one per entry, over the groups of the outermost unit. All ranks must call.
+        None for EVERY_RANK. For SHARDS an exchange of names and an all-gather per entry; for FIRST_RANK a broadcast of names
+        and one per entry, over the groups of the outermost unit; for both one exchange of what does not fit. All ranks
+        must call.
     """
+    mine = source is not Source.FIRST_RANK or index.is_first_rank
+    problem = malformed(saved, source) if mine else ""
+    outline: Any = saved
+    fetch: Fetch = gathered
     if source is Source.FIRST_RANK:
-        mine = outlined(saved) if index.is_first_rank else None
-        outline: Any = broadcast_object(mine, (index.groups.replicate, index.groups.shard))
-        fetch: Fetch = Broadcast(index, saved if index.is_first_rank else None)
-    else:
-        outline = saved
-        fetch = gathered if source is Source.SHARDS else own
-    problem = malformed(outline, source)
-    if source is Source.SHARDS:
-        compare_names(index, outline, problem)
+        told = (problem, outlined(saved) if mine and not problem else None)
+        problem, outline = broadcast_object(told, (index.groups.replicate, index.groups.shard))
+        fetch = Broadcast(index, saved if mine else None)
+    elif source is Source.SHARDS:
+        compare_names(index, saved, problem)
     if problem:
         raise FsdpValueError(problem)
     loading = _Loading(index, groups, optim, outline, fetch)
-    loading.check()
+    problems = loading.problems()
+    if source is not Source.EVERY_RANK:
+        problems = of_all_ranks(index, problems)  # optimizers may differ, and a rank that raises must not be waited for
+    if problems:
+        raise FsdpValueError(
+            explain(
+                "optim_state_dict_to_load",
+                expected="state of the parameters that the model and its optimizer have",
+                got=listing(problems),
+                remedy="Load state that was saved from the same model and optimizer class",
+            )
+        )
     state = loading.state()
     loaded = {key: copy.deepcopy(value) for key, value in outline.items() if key not in {"state", "param_groups"}}
     return loaded | {"state": state | loading.of_users(), "param_groups": loading.param_groups()}
@@ -98,12 +110,8 @@ class _Loading:
         groups = self.saved.get("param_groups", ())
         return {name: number for number, group in enumerate(groups) for name in group["params"]}
 
-    def check(self) -> None:
-        """Compare names and shapes with the model.
-
-        Raises:
-            FsdpValueError: something does not fit.
-        """
+    def problems(self) -> list[str]:
+        """Compare names, shapes and dtypes with the model and one another; return all that does not fit."""
         known, listed = self.index.by_name(), self._listed()
         problems = [f"{name}: no parameter of the model" for name in listed if name not in known]
         if "param_groups" in self.saved:
@@ -120,15 +128,7 @@ class _Loading:
                 problems += self._misshapen(original, self.saved["state"][key])
         for handle, members in self._flat():
             problems += self._unlike(handle, members)
-        if problems:
-            raise FsdpValueError(
-                explain(
-                    "optim_state_dict_to_load",
-                    expected="state of the parameters that the model and its optimizer have",
-                    got=listing(problems),
-                    remedy="Load state that was saved from the same model and optimizer class",
-                )
-            )
+        return problems
 
     def _flat(self) -> Iterator[tuple[FlatHandle, list[Original]]]:
         for group in self.groups:

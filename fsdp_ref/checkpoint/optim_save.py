@@ -173,12 +173,15 @@ class _Saving:
                 self.records[original], differing = merged({rank: of_ranks[rank][place] for rank in holders}, plain)
                 problems += [f"{original.name}{each}" for each in differing]
             self._place_elsewhere([original for _, original in members], of_ranks, [each for _, each in per_rank])
+        for group in [*per_group, *per_group] if len(per_group) > 1 else ():
+            # Twice over all groups: what one of them found every rank of another learns, before some wait for others.
+            problems = [problem for theirs in gather_objects(problems, group) for problem in theirs]
         if problems:
             raise FsdpRuntimeError(
                 explain(
                     "optim_state_dict",
                     expected="each rank to have the state of every parameter of which it holds elements, alike on all ranks",
-                    got=listing(problems),
+                    got=listing(dict.fromkeys(problems)),
                     remedy="Step the same parameters on every rank, and change state on all of them",
                 )
             )

@@ -59,8 +59,16 @@ def malformed(saved: Any, source: Source) -> str:
             got=got,
             remedy="Pass what optim_state_dict() returned",
         )
-    ids = [key for key in saved["state"] if not isinstance(key, str)]
-    ids += [key for group in saved.get("param_groups", ()) for key in group["params"] if not isinstance(key, str)]
+    state, groups = saved["state"], saved.get("param_groups", ())
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(g, Mapping) and "params" in g for g in groups):
+        return explain(
+            "optim_state_dict_to_load",
+            expected="param_groups to be a list of dictionaries with the key 'params'",
+            got=repr(groups),
+            remedy="Pass what optim_state_dict() returned",
+        )
+    listed = [key for group in groups for key in group["params"]]
+    ids = [key for key in (*state, *listed) if not isinstance(key, str)]
     if ids:
         return explain(
             "optim_state_dict_to_load",
@@ -68,11 +76,19 @@ def malformed(saved: Any, source: Source) -> str:
             got=listing(dict.fromkeys(ids)),
             remedy="Turn positions into names with rekey_optim_state_dict(state, OptimStateKeyType.PARAM_NAME, plain_model)",
         )
+    odd = [f"{key}: a {type(state[key]).__name__}" for key in listed if not isinstance(state.get(key, {}), Mapping)]
+    if odd:
+        return explain(
+            "optim_state_dict_to_load",
+            expected="a dictionary of entries for each parameter",
+            got=listing(odd),
+            remedy="Pass what optim_state_dict() returned",
+        )
     sharded = [
         f"{key}.{name} ({type(value).__name__})"
-        for key, state in saved["state"].items()
-        if isinstance(state, Mapping)
-        for name, value in state.items()
+        for key, entries in state.items()
+        if isinstance(entries, Mapping)
+        for name, value in entries.items()
         if type(value).__name__ == "ShardedTensor" or (is_spread(value) and source is not Source.SHARDS)
     ]
     if sharded:
@@ -104,10 +120,20 @@ def compare_names(index: ModelIndex, saved: Any, problem: str) -> None:
                 )
 
 
-def outlined(saved: Any) -> Any:
+def of_all_ranks(index: ModelIndex, problems: list[str]) -> list[str]:
+    """Return what does not fit on any rank.
+
+    Collectives:
+        One exchange over the shard group of the outermost unit, and one over its replicas.
+    """
+    for group in (index.groups.shard, index.groups.replicate):
+        if group is not None and group.size() > 1:
+            problems = [problem for theirs in gather_objects(problems, group) for problem in theirs]
+    return list(dict.fromkeys(problems))
+
+
+def outlined(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return a dictionary of state without the values of tensors that have dimensions."""
-    if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
-        return saved
     state = {
         key: {name: _outline(value) for name, value in entries.items()} if isinstance(entries, Mapping) else entries
         for key, entries in saved["state"].items()
@@ -116,22 +142,18 @@ def outlined(saved: Any) -> Any:
 
 
 def _outline(value: Any) -> Any:
-    return Outline(value.shape, value.dtype) if isinstance(value, Tensor) and value.ndim else value
-
-
-def own(key: str, name: str, value: Any) -> Tensor:
-    """Return the whole tensor that this rank has itself."""
-    assert isinstance(value, Tensor)  # checked before
-    return value.detach()
+    if not isinstance(value, Tensor):
+        return value
+    return Outline(value.shape, value.dtype) if value.ndim else value.detach().cpu()
 
 
 def gathered(key: str, name: str, value: Any) -> Tensor:
-    """Return the whole tensor of a DTensor, or of a rank that has it.
+    """Return the whole tensor of a DTensor.
 
     Collectives:
         Those of ``DTensor.full_tensor`` over the ranks of its mesh.
     """
-    return whole(value) if is_spread(value) else own(key, name, value)
+    return whole(value)
 
 
 class Broadcast:

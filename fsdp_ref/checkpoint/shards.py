@@ -1,6 +1,6 @@
 """What does this rank put into a state that no rank has whole, and how is it put together again?
 
-Both forms are DTensors, so that they carry their global shape and the ranks they are spread over, and that
+Both forms are DTensors, so that they carry their global shape and their ranks, and that
 ``torch.distributed.checkpoint`` saves them once and loads them on any number of ranks.
 
 Sharded: each parameter is cut along its first dimension, into chunks as ``torch.chunk`` makes them; the last ranks may
@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_ref.comm.collectives import gather_objects
 from fsdp_ref.errors import FsdpRuntimeError, explain, listing
+from fsdp_ref.naming import clean_tensor_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Spread:
-    """Over which ranks, and how, the parameters of one unit are spread in a state.
+    """Over which ranks, and how, the entries of one unit are spread.
 
     The user's own mesh where the unit was given one, so that its axes keep their names: (replicate, shard) for hybrid
     strategies. Otherwise a mesh of the shard group alone, which every replica has its own of.
@@ -101,7 +102,7 @@ def whole(value: Any) -> Tensor:
     return full
 
 
-def compare_ranks(state: Mapping[str, object], prefix: str, group: dist.ProcessGroup) -> None:
+def compare_ranks(state: Mapping[str, Any], prefix: str, group: dist.ProcessGroup) -> None:
     """Check that all ranks are about to gather the same, before any of them waits for another.
 
     Raises:
@@ -111,7 +112,8 @@ def compare_ranks(state: Mapping[str, object], prefix: str, group: dist.ProcessG
         One exchange of a line for each DTensor.
     """
     mine = [
-        f"{key}: {tuple(value.shape)} of {value.dtype} as {value.placements} on {value.device_mesh.mesh.tolist()}"  # type: ignore[attr-defined]  # a DTensor
+        f"{clean_tensor_name(key)}: {tuple(value.shape)} of {value.dtype} as {value.placements} on "
+        f"{value.device_mesh.mesh.tolist()}{_of_another_rank(value)}"
         for key, value in state.items()
         if key.startswith(prefix) and is_spread(value)
     ]
@@ -129,17 +131,23 @@ def compare_ranks(state: Mapping[str, object], prefix: str, group: dist.ProcessG
         )
 
 
+def _of_another_rank(value: Any) -> str:
+    """Return whose chunk ``value`` is unless it is this rank's: a rank may have read the file of another."""
+    place = value.device_mesh.get_coordinate()
+    rank = None if place is None else int(value.device_mesh.mesh[tuple(place)])
+    return "" if rank == dist.get_rank() else f", the chunk of rank {rank}"
+
+
 def flat_shard_problem(handle: FlatHandle, value: Any) -> str | None:
     """Return why ``value`` cannot be this rank's flat shard; None when it can."""
-    span = handle.shard_map.shard_span(handle.shard_rank)
-    wanted = (
-        f"{span.numel} of {handle.layout.numel} elements of {handle.shard_S.dtype}, saved by {handle.shard_size} ranks"
-    )
+    span, size = handle.shard_map.shard_span(handle.shard_rank), handle.shard_size
+    wanted = f"{span.numel} of {handle.layout.numel} elements of {handle.shard_S.dtype}"
+    wanted += f", saved by rank {handle.shard_rank} of {size}"
     if not is_spread(value):
         return f"expected a flat shard ({wanted}), got {_described(value)}"
+    rank = (value.device_mesh.get_coordinate() or [None])[-1]
     ranks = value.device_mesh.size(value.device_mesh.ndim - 1)
-    mine = value.to_local()
-    got = f"{mine.numel()} of {value.numel()} elements of {value.dtype}, saved by {ranks} ranks"
+    got = f"{value.to_local().numel()} of {value.numel()} elements of {value.dtype}, saved by rank {rank} of {ranks}"
     return None if got == wanted and value.dim() == 1 else f"expected {wanted}, got {got}"
 
 

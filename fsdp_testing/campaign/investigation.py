@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -108,6 +109,10 @@ class Investigator:
 
     def _cause(self, lane: Lane, case: Case) -> str:
         """What the wrong numbers are equal to; a world that is lost on the way leaves it unknown."""
-        with suppress(HarnessError):
-            return cause_of(CaseRunner(lane.pool), self.name, case)
+        try:
+            with suppress(HarnessError):
+                return cause_of(CaseRunner(lane.pool), self.name, case)
+        except Exception as error:  # noqa: BLE001 - a campaign of an hour must not be lost over an explanation
+            why = f"{self.name}: a finding is not explained: {type(error).__name__}: {error}"
+            warnings.warn(why, RuntimeWarning, stacklevel=2)
         return ""

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_testing.cli.options import Command, Subparsers, add_timeout, allowance, count, declare, seconds
+from fsdp_testing.cli.options import Command, Subparsers, add_timeout, allowance, count, declare, part, seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,7 +30,7 @@ def add(commands: Subparsers[Command]) -> Command:
     command.add_argument("name", metavar="NAME", help="implementation")
     what = command.add_argument_group("what is run")
     what.add_argument("--sample", type=count, metavar="N", help="only N cells, spread over all faces")
-    what.add_argument("--shard", type=shard, default=(1, 1), metavar="I/N", help="the I-th of N parts, for N machines")
+    what.add_argument("--shard", type=part, default=(1, 1), metavar="I/N", help="the I-th of N parts, for N machines")
     what.add_argument("--cells", type=count, metavar="N", help="end after about N cells")
     what.add_argument("--seconds", type=seconds, metavar="N", help="end after N seconds")
     add_timeout(what, 60.0)
@@ -49,14 +49,6 @@ def add(commands: Subparsers[Command]) -> Command:
     where.add_argument("--html", type=Path, metavar="DIR", help="write DIR/index.html, with the cube as a picture")
     where.add_argument("--json", type=Path, metavar="FILE", help="write the certificate as one JSON document")
     return command
-
-
-def shard(text: str) -> tuple[int, int]:
-    """Parse a part, `I/N`."""
-    first, _, of = text.partition("/")
-    if not (first.isdecimal() and of.isdecimal() and 1 <= int(first) <= int(of)):
-        raise argparse.ArgumentTypeError(f"expected I/N with I from 1 to N, such as 2/8, got {text!r}")
-    return int(first), int(of)
 
 
 def execute(options: argparse.Namespace) -> int:

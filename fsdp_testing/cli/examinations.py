@@ -20,7 +20,7 @@ from enum import Enum
 from pathlib import Path
 
 from fsdp_testing import env
-from fsdp_testing.judging.side_by_side import MEMORY_BYTES_PER_RANK, memory_available, usable_processors
+from fsdp_testing.judging.concurrency import MEMORY_BYTES_PER_RANK, memory_available, usable_processors
 from fsdp_testing.pool.controller import missing_system_calls
 from fsdp_testing.pool.forkserver import COMMAND
 

@@ -14,12 +14,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from fsdp_testing.cli import certify, checkpoints, doctor, fuzz, list_command, museum, parity, plan, replay, run, train
+from fsdp_testing.cli import (
+    certify,
+    checkpoints,
+    doctor,
+    fuzz,
+    list_command,
+    merge,
+    museum,
+    new_adapter,
+    parity,
+    plan,
+    replay,
+    run,
+    train,
+)
 from fsdp_testing.errors import HarnessError, PoolBroken
 
 PROGRAM = "fsdp-verify"
 COMMANDS: tuple[ModuleType, ...] = (
     run,
+    merge,
     train,
     fuzz,
     certify,
@@ -27,6 +42,7 @@ COMMANDS: tuple[ModuleType, ...] = (
     replay,
     parity,
     museum,
+    new_adapter,
     list_command,
     plan,
     doctor,

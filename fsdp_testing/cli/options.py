@@ -64,6 +64,14 @@ def sizes(text: str) -> tuple[int, ...]:
     raise argparse.ArgumentTypeError(f"expected sizes of at least 1, such as 2 or 2,3, got {text!r}")
 
 
+def part(text: str) -> tuple[int, int]:
+    """Parse a part, `I/N`."""
+    first, _, of = text.partition("/")
+    if not (first.isdecimal() and of.isdecimal() and 1 <= int(first) <= int(of)):
+        raise argparse.ArgumentTypeError(f"expected I/N with I from 1 to N, such as 2/8, got {text!r}")
+    return int(first), int(of)
+
+
 def add_timeout(group: argparse._ActionsContainer, default: float) -> argparse.Action:
     """Declare `--timeout`."""
     said = f"until a rank counts as hung (default {default:g})"

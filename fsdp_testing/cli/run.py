@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_testing import env
-from fsdp_testing.cli.options import Command, Subparsers, add_timeout, add_world_sizes, allowance, count, declare
+from fsdp_testing.cli.options import Command, Subparsers, add_timeout, add_world_sizes, allowance, count, declare, part
 from fsdp_testing.errors import BackendUnavailable, InvalidArgument
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from fsdp_testing.records import RunReport
+    from fsdp_testing.report.terminal import Output
 
 INTERRUPTED = 130
 
@@ -42,6 +43,13 @@ def add(commands: Subparsers[Command]) -> Command:
         metavar="PATTERN",
         help="checks to run, by name, suite or pattern (`training`, `clipping.*`); repeatable",
     )
+    what.add_argument(
+        "--shard",
+        type=part,
+        default=(),
+        metavar="I/N",
+        help="the I-th of N parts of the checks, for `fsdp-verify merge`",
+    )
     what.add_argument("--extended", action="store_true", help="the extended profile too: more cases, more time")
     add_timeout(what, 60.0)
     what.add_argument(
@@ -63,20 +71,24 @@ def add(commands: Subparsers[Command]) -> Command:
         metavar="SECONDS",
         help="spent on the failures of each implementation, to find the shortest schedules (default 10; 0: none)",
     )
+    add_outputs(command)
+    return command
+
+
+def add_outputs(command: Command) -> None:
+    """Declare in which forms a report may be written."""
     out = command.add_argument_group("what is written")
     out.add_argument("--html", type=Path, metavar="DIR", help="write DIR/index.html")
     out.add_argument("--json", type=Path, metavar="FILE", help="write the report as one JSON document")
     out.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML")
     out.add_argument("--full", action="store_true", help="show every check, and complete accounts of what failed")
-    return command
 
 
 def execute(options: argparse.Namespace) -> int:
     """Judge, print, write."""
-    from fsdp_testing.implementations import registry
-    from fsdp_testing.judging.side_by_side import capacity
+    from fsdp_testing.judging.concurrency import capacity
     from fsdp_testing.pool import default_pool
-    from fsdp_testing.report import TEXTS, check_writable, report_exit_code, write_atomically
+    from fsdp_testing.report import check_writable
     from fsdp_testing.report.terminal import open_console, print_report
 
     if env.torchrun() is not None:
@@ -89,34 +101,40 @@ def execute(options: argparse.Namespace) -> int:
         raise InvalidArgument(f"run: expected names or --all, got both ({', '.join(options.names)}). Drop one of them.")
     for option, path in outputs(options).items():
         check_writable(path, option)
-    default_pool().start()  # torch is imported there and, for what comes next, here: at the same time
+    default_pool().start()  # torch is imported there and, with the registry, here: at the same time
+    from fsdp_testing.implementations import registry
+
     check_backend(options.backend, max(options.world_size))
-    names = every_name() if options.all else tuple(options.names)
+    names = registry.names() if options.all else tuple(options.names)
     expected = expectations(options.expected_failures, names)
     room = capacity(max(options.world_size))
     options.jobs = room.jobs(options.jobs)
     console = open_console()
-    console.say(f"checks under way at a time: {options.jobs} ({room.processors} processors, room for {room.most})")
+    part_of = "part {} of {}; ".format(*options.shard) if options.shard else ""
+    said = f"checks under way at a time: {options.jobs} ({room.processors} processors, room for {room.most})"
+    console.say(part_of + said)
     report, interrupted = judged(names, expected, options, console)
     # A registered name is the adapter's own; an import string is not.
     own = {name: registry.adapter_of(name).name for name in report.implementations if ":" in name}
     report = replace(report, own_names=own)
-    print_report(report, console, full=options.full)
     if interrupted:
+        print_report(report, console, full=options.full)
         # A report of half a run must not replace one of a whole run.
         console.say("interrupted: this is what was known by then; no file was written", style="bold red")
         return INTERRUPTED
+    return present(report, options, console)
+
+
+def present(report: RunReport, options: argparse.Namespace, console: Output) -> int:
+    """Print a report, write it in the forms that are asked for, and return its exit code."""
+    from fsdp_testing.report import TEXTS, report_exit_code, write_atomically
+    from fsdp_testing.report.terminal import print_report
+
+    print_report(report, console, full=options.full)
     for option, path in outputs(options).items():
         write_atomically(path, TEXTS[option](report), option)
         console.say(f"written: {path}")
     return report_exit_code(report)
-
-
-def every_name() -> tuple[str, ...]:
-    """Return the names of all registered implementations."""
-    from fsdp_testing.implementations import registry
-
-    return registry.names()
 
 
 def check_backend(name: str, size: int) -> None:
@@ -186,6 +204,7 @@ def judged(
                 backend=options.backend,
                 checks=tuple(options.check),
                 expected_failures=expected,
+                shard=options.shard,
                 extended=options.extended,
                 explain=options.explain,
                 portraits=options.html is not None,

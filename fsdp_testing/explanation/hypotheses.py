@@ -18,6 +18,7 @@ from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.gathered_state import GatheredState
 from fsdp_testing.checkers.quantities import Expectation, Expected, ExpectedPoint, Quantity
 from fsdp_testing.explanation.contributions import Contributions, contributions
+from fsdp_testing.explanation.norms import norm_of_what
 from fsdp_testing.explanation.patterns import Pattern, pattern_of
 from fsdp_testing.programs.gradient_terms import GradientTerm
 from fsdp_testing.records import UNIT_ROUNDOFF, Case, FailureKind, Freeze, Mismatch, RankObservation
@@ -106,7 +107,7 @@ class WrongNumbers:
             return found
         if not self._comparison.lockstep:
             found = self._without_effect(self._point) or self._stale_units(self._point, unsharded)
-        return found or self._pattern(self._point)
+        return found or self._norm(self._point) or self._pattern(self._point)
 
     def _wrong_gradients(self) -> dict[str, Expected]:
         """What the gradients should be that differ first: numbers, or zeros for None; empty if something else differs too."""
@@ -167,6 +168,26 @@ class WrongNumbers:
             if self._agrees(self._values_at(other, point, point.index + 1), point):
                 return Hypothesis(step, self._kinds, tuple(units))
         return None
+
+    def _norm(self, point: ExpectedPoint) -> Hypothesis | None:
+        """Of which gradients a total norm is; the same on every rank where it is wrong."""
+        if self._comparison.lockstep or any(quantity.name != "total_norm" for quantity in self._wrong):
+            return None
+        before = next((p for p in self._truth.points if p.snapshot and p.index == point.index - 1), None)
+        norm_type = getattr(self._case.program[point.index], "norm_type", None)
+        if before is None or before.pending or norm_type is None:
+            return None
+        gradients = {q.name: one.value for q, one in before.quantities.items() if q.kind == "gradient"}
+        measured = {fqn: value for fqn, value in gradients.items() if value is not None and value.numel()}
+        told = set()
+        for quantity in self._wrong:
+            got, due = self._got(quantity, point, None), point.quantities[quantity]
+            if got is None or due.value is None:
+                return None
+            bound = float(torch.as_tensor(due.bound).max())
+            told.add(norm_of_what(float(got), float(due.value), bound, norm_type, measured))
+        words = told.pop()
+        return Hypothesis(-1, self._kinds, pattern=Pattern("norm", words)) if words and not told else None
 
     def _pattern(self, point: ExpectedPoint) -> Hypothesis | None:
         """What every quantity that is wrong is like, if all are like the same."""

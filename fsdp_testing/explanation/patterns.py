@@ -50,23 +50,20 @@ def pattern_of(
     if due is None or due.numel() < _ENOUGH or not due.is_floating_point() or got.numel() != due.numel():
         return None
     got = got.reshape(due.shape).to(due.dtype)
-    finite = bool(got.isfinite().all() & due.isfinite().all())
-    if not finite or not difference(got, due, expected.bound).exceeded:
+    if not bool(got.isfinite().all() & due.isfinite().all()):
         return None
     unit = UNIT_ROUNDOFF.get(str(due.dtype).removeprefix("torch."), 0.0)
     bound = expected.bound + _ROUNDINGS * unit * due.abs()
-    tried = _tried(quantity, got, due, bound, others)
+    if not difference(got, due, bound).exceeded:
+        return None  # as near to what is due as to anything else
+    tried = _tried(quantity, got, due, others)
     return next(
         (Pattern(kind, words) for kind, words, like in tried if not difference(got, like, bound).exceeded), None
     )
 
 
 def _tried(
-    quantity: Quantity,
-    got: torch.Tensor,
-    due: torch.Tensor,
-    bound: torch.Tensor,
-    others: Mapping[Quantity, Expected],
+    quantity: Quantity, got: torch.Tensor, due: torch.Tensor, others: Mapping[Quantity, Expected]
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
     """Yield kinds of patterns, their words, and the numbers that would be right if it were so."""
     yield "zero", "zero", torch.zeros_like(due)
@@ -78,9 +75,7 @@ def _tried(
     if factor:
         small = Fraction(factor).limit_denominator(_LARGEST_DENOMINATOR)
         exact = abs(float(small) - factor) < 1e-9 * abs(factor)
-        # A factor that is a rounding away from 1 explains nothing.
-        if difference(due * factor, due, bound).exceeded:
-            yield "scaled", f"{small if exact else f'{factor:.6g}'} times what is due", due * factor
+        yield "scaled", f"{small if exact else f'{factor:.6g}'} times what is due", due * factor
     for other, one in others.items():
         same = (other.kind, other.part) == (quantity.kind, quantity.part) and other.rank in (-1, quantity.rank)
         if same and other != quantity and one.value is not None and one.value.shape == due.shape:

@@ -19,9 +19,9 @@ from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.errors import PoolBroken
 from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
+from fsdp_testing.judging.concurrency import Shared, in_order
 from fsdp_testing.judging.judge import Judgement, Review, judge
 from fsdp_testing.judging.numbers import Numbers, compare_numbers
-from fsdp_testing.judging.side_by_side import Shared, in_order
 from fsdp_testing.pool import Pool, WorldOutcome, default_pool
 from fsdp_testing.pool.world_on_loan import PooledWorld
 from fsdp_testing.programs import rank_jobs

@@ -18,12 +18,12 @@ from fsdp_testing.operations.observing import Observe
 from fsdp_testing.operations.operation import Operation, missing_facets
 from fsdp_testing.operations.optimizing import BuildOptimizer, SetLr, Step, ZeroGrad
 from fsdp_testing.operations.reloading import Reload, Save
-from fsdp_testing.operations.unusual_backwards import CallUnit, Substitute, UnusualBackward
+from fsdp_testing.operations.unusual_backwards import UnusualBackward
 
 ALL: tuple[type[Operation], ...] = (
     ForwardBackward, Step, ZeroGrad, Forward, SetLr, Freeze, Thaw, Clip, EditFullParameters, Observe, BuildOptimizer,
     Move, SeveralForwards, Reload, Interrupt, UnshardFirst, AssignData, ReplaceParameters,
-    LocalMicroBatches, Save, UnusualBackward, CallUnit, Substitute,
+    LocalMicroBatches, Save, UnusualBackward,
 )  # fmt: skip
 """Every operation, the simplest first: a drawn program that shrinks moves towards the front."""
 
@@ -54,8 +54,8 @@ OPERATIONS = by_kind(ALL)
 """Every kind of operation by its tag."""
 
 __all__ = [
-    "ALL", "OPERATIONS", "AssignData", "Batch", "BuildOptimizer", "CallUnit", "Clip", "EditFullParameters", "Forward",
+    "ALL", "OPERATIONS", "AssignData", "Batch", "BuildOptimizer", "Clip", "EditFullParameters", "Forward",
     "ForwardBackward", "Freeze", "Interrupt", "LocalMicroBatches", "Move", "Observe", "Operation", "Reload",
-    "ReplaceParameters", "Save", "SetLr", "SeveralForwards", "Step", "Substitute", "Thaw", "UnshardFirst", "UnusualBackward",
+    "ReplaceParameters", "Save", "SetLr", "SeveralForwards", "Step",  "Thaw", "UnshardFirst", "UnusualBackward",
     "ZeroGrad", "by_kind",
 ]  # fmt: skip

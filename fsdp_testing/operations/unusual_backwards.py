@@ -1,4 +1,4 @@
-"""What runs otherwise than as one forward through the wrapper and one backward of its loss; and parts that give way to others."""
+"""Micro-batches that do not run as one forward through the wrapper and one backward of its loss."""
 
 from __future__ import annotations
 
@@ -7,18 +7,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from fsdp_testing.errors import InvalidRecord
-from fsdp_testing.operations import user_code
 from fsdp_testing.operations.batch import Batch
 from fsdp_testing.operations.micro_batches import ForwardBackward, TrainingPass
-from fsdp_testing.operations.operation import Operation, Silent
+from fsdp_testing.operations.operation import Operation
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
     from fsdp_testing.programs.execute import RankProgram, Values
     from fsdp_testing.programs.replay import Replay, Results
-    from fsdp_testing.strategies.features import Swarm
     from fsdp_testing.strategies.normal_form import ProgramContext
     from fsdp_testing.strategies.operation_drawer import OperationDrawer
 
@@ -108,84 +103,3 @@ class UnusualBackward(TrainingPass):
                 replay.accumulate(rank, gradients)
             replay.reduce_pending()
         return values
-
-
-class OfPart(Silent):
-    """An operation on one part of the model, which names it; for checks alone: the fuzzer does not draw it."""
-
-    __slots__ = ()
-    passes: ClassVar[int | None] = None
-
-    @classmethod
-    def weight(cls, swarm: Swarm) -> int:
-        return 0
-
-    def may_stay_unsharded(self, before: frozenset[str], *, frees_early: bool, backward: bool) -> frozenset[str] | None:
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class CallUnit(OfPart):
-    """Calls one linear layer by itself on ones, without gradient."""
-
-    kind: ClassVar[str] = "call_unit"
-    needs: ClassVar[frozenset[str]] = frozenset({"unit_alone", "forward_only"})
-    unit: str = "layers.0"
-
-    def run(self, program: RankProgram) -> Values:
-        return {"called": self._call(user_code.part(program.model, self.unit), program.plain_part(self.unit))}
-
-    def replay(self, replay: Replay) -> Results:
-        replay.refresh()
-        values: Results = {}
-        for rank, replica in enumerate(replay.replicas):
-            called = replica.get_submodule(self.unit)
-            values |= replay.result(rank, "called", self._call(called, called))
-        return values
-
-    @staticmethod
-    def _call(module: nn.Module, plain: nn.Module) -> torch.Tensor:
-        import torch
-
-        weight = next(plain.parameters())
-        with torch.no_grad():
-            output: torch.Tensor = module(torch.ones(2, weight.shape[-1], dtype=weight.dtype))
-        return output.detach().clone()
-
-
-@dataclass(frozen=True, slots=True)
-class Substitute(OfPart):
-    """Puts another module, with the numbers of the beginning times a factor, in the place of one.
-
-    Attributes:
-        unit: The module's name.
-        factor: What the numbers are multiplied by.
-        parameters: The module stays, and each parameter gives way to one with its present numbers times the factor.
-    """
-
-    kind: ClassVar[str] = "substitute"
-    writes_parameters: ClassVar[bool] = True
-    unit: str = "layers.0"
-    factor: float = 0.5
-    parameters: bool = False
-
-    def required(self) -> frozenset[str]:
-        return frozenset({"parameters_replaced" if self.parameters else "modules_replaced"})
-
-    def run(self, program: RankProgram) -> None:
-        other = None if self.parameters else self._scaled(program.plain_part(self.unit))
-        user_code.substitute(program.model, self.unit, other, self.factor)
-
-    def replay(self, replay: Replay) -> None:
-        import torch
-
-        if self.parameters:
-            replay.scale((f"{self.unit}.*",), self.factor)
-            return
-        with torch.no_grad():
-            for name, parameter in self._scaled(replay.plain_part(self.unit)).named_parameters():
-                replay.parameters[f"{self.unit}.{name}"].copy_(parameter)
-
-    def _scaled(self, other: nn.Module) -> nn.Module:
-        user_code.scale(other.parameters(), self.factor)
-        return other

@@ -75,6 +75,6 @@ def substitute(model: nn.Module, name: str, other: nn.Module | None, factor: flo
     if other is not None:
         setattr(part(model, outer), last, other)
         return
-    module = part(model, name)
-    for own, parameter in list(module.named_parameters(recurse=False)):
-        setattr(module, own, nn.Parameter(parameter.detach() * factor))
+    for module in part(model, name).modules():
+        for own, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, own, nn.Parameter(parameter.detach() * factor))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_testing.ledger.reading import CollectiveRecord
@@ -14,8 +15,16 @@ if TYPE_CHECKING:
     from fsdp_testing.pool.cause import Cause
 
 _SHOWN_CHARACTERS = 20_000
-# How a rank came to call what it was given: frames of ours, of its start, and of every import on the way.
-_MACHINERY = ("/fsdp_testing/pool/", '"<string>"', '"<frozen importlib')
+# How a rank came to call what it was given: frames of ours, of pytest, of its start, and of every import on the way.
+_HERE = Path(__file__).parent
+_MACHINERY = (
+    f'"{_HERE}/',
+    f'"{_HERE.parent / "pytest_plugin"}/',
+    "/_pytest/",
+    "/pluggy/",
+    '"<string>"',
+    '"<frozen importlib',
+)
 
 
 class Fate(StrEnum):
@@ -162,18 +171,14 @@ class WorldOutcome:
         return "\n".join(lines)
 
 
-def account_lines(rank: RankOutcome, hidden: Sequence[str] = ()) -> list[str]:
-    """Return error, last collectives and stack of a rank, without the frames of the pool and of imports.
-
-    Those of files whose names hold a part in `hidden` are left out, too.
-    """
-    hidden = (*_MACHINERY, *hidden)
-    lines = _without(hidden, rank.error.traceback) if rank.error is not None else []
+def account_lines(rank: RankOutcome) -> list[str]:
+    """Return error, last collectives and stack of a rank, without the frames by which its code came to be called."""
+    lines = _without(_MACHINERY, rank.error.traceback) if rank.error is not None else []
     if rank.fate is not Fate.RETURNED and rank.collectives:
         lines.append("last collectives:")
         lines += [f"  {record}  ({record.call_site})" for record in rank.collectives[-5:]]
     if rank.stack:
-        lines += [f"stack of rank {rank.rank}:", *_without(hidden, rank.stack)]
+        lines += [f"stack of rank {rank.rank}:", *_without(_MACHINERY, rank.stack)]
     elif rank.fate in (Fate.HUNG, Fate.STOPPED):
         lines.append(f"no stack: rank {rank.rank} did not answer SIGUSR1 (its code may have taken or blocked it)")
     return lines

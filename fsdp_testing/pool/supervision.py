@@ -20,7 +20,7 @@ from fsdp_testing.pool.cause import NotJoined
 from fsdp_testing.pool.channel import loads
 from fsdp_testing.pool.diagnosis import cause_of
 from fsdp_testing.pool.jobs import Job, Report
-from fsdp_testing.pool.outcome import ErrorRecord, Fate, RankOutcome, WorldOutcome
+from fsdp_testing.pool.outcome import ErrorRecord, Fate, RankOutcome, WorldOutcome, account_lines
 from fsdp_testing.pool.processes import Exit, RankProcess
 
 GRACE_SECONDS = 0.5
@@ -78,7 +78,11 @@ class Supervision:
             watch.process.take_output("stacks")
             watch.process.empty_output()
             self._send(watch)
-        passed_deadline = self._watch(watches, started)
+        try:
+            passed_deadline = self._watch(watches, started)
+        except BaseException as end:  # Ctrl-C, or a time limit that another plugin sets
+            end.add_note(self._account_of_running(watches))
+            raise
         running = [watch for watch in watches if not watch.ended]
         # Before stacks are asked for: the signal may end a system call that the rank was stuck in.
         ledgers = [self._ledger_of(watch.process.rank) for watch in watches]
@@ -94,6 +98,17 @@ class Supervision:
         if passed_deadline and late:
             cause = NotJoined(late, _JOIN_SECONDS)
         return WorldOutcome(self.job.name, self.size, self.backend, outcomes, cause, time.monotonic() - started)
+
+    def _account_of_running(self, watches: list[_Watch]) -> str:
+        """Where every rank is that has not ended, for an exception that ends the watching."""
+        running = [watch for watch in watches if not watch.ended]
+        ledgers = [self._ledger_of(watch.process.rank) for watch in running]
+        self._take_stacks(running)
+        lines = [f"{self.job.name}: {len(running)} of {len(watches)} ranks were running"]
+        for watch, ledger in zip(running, ledgers, strict=True):
+            outcome = self._outcome(watch, ledger, passed_deadline=False)
+            lines += [outcome.headline(), *account_lines(outcome)]
+        return "\n".join(lines)
 
     def _send(self, watch: _Watch) -> None:
         # A rank that is gone is known by its exit status, not by the failed write.

@@ -243,10 +243,6 @@ class Replay:
             for _, parameter in matching(self.parameters.items(), patterns):
                 parameter.mul_(factor)
 
-    def plain_part(self, name: str) -> nn.Module:
-        """Return a part of the model as it is in the beginning, built anew."""
-        return models.build_model(self.case).get_submodule(name)
-
     def clear_gradients(self) -> None:
         """Leave no parameter with a gradient, and none that awaits reduction."""
         self._nothing_pending()

@@ -108,4 +108,13 @@ def select(config: pytest.Config, marked: Sequence[pytest.Item]) -> dict[pytest.
             (protocol if attached is None or request.backend == "fake" else attached).take(item, request)
     if problems:
         raise pytest.UsageError(*problems)
+    _warn_of_reruns(config, marked)
     return refused
+
+
+def _warn_of_reruns(config: pytest.Config, marked: Sequence[pytest.Item]) -> None:
+    """Say once that nobody runs failed tests on ranks again, where pytest-rerunfailures was asked to."""
+    asked = getattr(config.option, "reruns", None) or any(item.get_closest_marker("flaky") for item in marked)
+    if asked and config.pluginmanager.hasplugin("rerunfailures"):
+        text = "pytest-rerunfailures does not see tests with the marker world: what fails on ranks is not run again"
+        config.issue_config_time_warning(pytest.PytestWarning(text), stacklevel=2)

@@ -269,14 +269,11 @@ def _failed_lead(outcome: WorldOutcome, accounts: Sequence[Account], failed: Seq
     return "; ".join([lead, *(account.clause() for account in others)])
 
 
-_MACHINERY = ("/_pytest/", "/pluggy/", "/fsdp_testing/pytest_plugin/")
-
-
 def _fate_lines(rank: RankOutcome) -> list[str]:
     # Python's own account of a fatal signal, written to descriptor 2 as the process went down.
     fatal = rank.stderr.find("Fatal Python error") if rank.fate is Fate.DIED else -1
     shown = rank if fatal < 0 else replace(rank, stack=rank.stderr[fatal:])
-    return account_lines(shown, _MACHINERY) or ["it left no traceback and issued no collective"]
+    return account_lines(shown) or ["it left no traceback and issued no collective"]
 
 
 def _with_sections(merged: list[Phase], accounts: Sequence[Account]) -> list[Phase]:

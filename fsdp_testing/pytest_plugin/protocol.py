@@ -76,7 +76,8 @@ class Protocol:
             try:
                 outcome = self._execute(item, request, nextitem)
             except (HarnessError, pytest.fail.Exception) as error:
-                merged = _failed_setup(item, str(error))
+                # Notes say where the ranks were when another plugin's time limit ended the test.
+                merged = _failed_setup(item, "\n".join([str(error), *getattr(error, "__notes__", ())]))
             except Exception:
                 # A fault of this harness fails the one test, with all that is known; the session goes on.
                 text = "the harness failed, so the verdict is unknown\n" + traceback.format_exc()
@@ -175,6 +176,13 @@ class Protocol:
         data = {"$report_type": "TestReport", **facts}
         made: pytest.TestReport = self.config.hook.pytest_report_from_serializable(config=self.config, data=data)
         return made
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Say where the ranks were when Ctrl-C came."""
+        terminal: Any = self.config.pluginmanager.get_plugin("terminalreporter")
+        for note in getattr(excinfo.value, "__notes__", ()) if terminal is not None else ():
+            terminal.ensure_newline()
+            terminal.write_line(note)
 
     def pytest_sessionfinish(self) -> None:
         """Report what went wrong after the last test: it belongs to no test any more."""

@@ -78,6 +78,7 @@ class RunReport:
         backend: Backend run.
         seconds: Wall time of the whole run.
         portraits: How implementations that report their units went through a short run, where that was asked for.
+        shard: `(i, n)`: only the i-th of n parts of a run, counted from 1; empty for a whole one.
         own_names: What adapters call themselves, where that is not the name by which they were asked for.
     """
 
@@ -89,6 +90,7 @@ class RunReport:
     seconds: float = 0.0
     portraits: tuple[Portrait, ...] = ()
     own_names: Mapping[str, str] = field(default_factory=dict)
+    shard: tuple[int, ...] = ()
 
     @property
     def exit_code(self) -> int:

@@ -102,7 +102,8 @@ class ProgressListener:
         for key, suite in list(self._open.items()):
             if key != but and (but is None or len(suite.results) >= suite.started):
                 del self._open[key]
-                if suite.results:
+                # Of what nothing was asked nothing is said; it is counted at the end.
+                if any(result.verdict is not Verdict.NOT_CLAIMED for result in suite.results):
                     done = f"{len(self.results)} of {self._total}" if self._total else f"{len(self.results)}"
                     self._log(f"{key[0]} {key[1]}: {suite.sentence}; {done} checks")
 

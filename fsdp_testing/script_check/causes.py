@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp_testing.script_check.whole import Disagreement, WholeRun, first_steps
+from fsdp_testing.script_check.whole import WholeRun, first_steps
 from fsdp_testing.training_check import causes
 from fsdp_testing.training_check.comparison import Difference, suggestion
+from fsdp_testing.training_check.whole import Disagreement, assembled
 
 CLOSE = 1e-6
 
 
 def wrong_in_itself(run: WholeRun) -> str:
     """Return what no comparison is needed for: data, optimizer and reduction as they must not be; empty if right."""
-    return _same_rows(run) or _strange_optimizer(run) or _unreduced(run) or _order(run) or _start(run)
+    return (
+        _same_rows(run) or _strange_optimizer(run) or _no_gradient(run) or _unreduced(run) or _order(run) or _start(run)
+    )
 
 
 def _same_rows(run: WholeRun) -> str:
@@ -32,6 +35,18 @@ def _strange_optimizer(run: WholeRun) -> str:
             return (
                 f"the optimizer steps {seen.stepped} tensors, none of which belongs to the model that was run. Cause: the "
                 "optimizer was made before the model was wrapped (or converted), which replaced its parameters. Make it after."
+            )
+    return ""
+
+
+def _no_gradient(run: WholeRun) -> str:
+    for step in range(run.steps):
+        seen = [rank.steps[step] for rank in run.ranks]
+        if not any(one.given for one in seen) and any(one.losses for one in seen):
+            return (
+                f"no parameter has a gradient when the optimizer steps at step {step}, though {len(seen[0].losses)} backward "
+                "passes ran on each rank. Cause: the no_sync boundary is off by one, so that gradients are kept unreduced, or "
+                "they were cleared before the step. Synchronise in the last micro-batch, and clear after the step."
             )
     return ""
 
@@ -57,8 +72,6 @@ def _order(run: WholeRun) -> str:
 
 
 def _start(run: WholeRun) -> str:
-    from fsdp_testing.script_check.whole import assembled
-
     before = [seen.before for seen in first_steps(run)]
     for name in before[0]:
         odd = assembled([spans.get(name, ()) for spans in before])[1]

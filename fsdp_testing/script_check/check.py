@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from fsdp_testing.errors import HarnessError, InvalidArgument
 from fsdp_testing.pool import Pool, WorldOutcome, default_pool
 from fsdp_testing.pool.cause import EndedBadly
@@ -20,10 +22,10 @@ from fsdp_testing.records import Verdict
 from fsdp_testing.script_check import causes
 from fsdp_testing.script_check.feeding import Feed, feed_of
 from fsdp_testing.script_check.launched import RankReport, ScriptRun, run_here, show_files
-from fsdp_testing.script_check.report import Judgement, ScriptReport, compared_lines, loss_table
-from fsdp_testing.script_check.whole import GRADIENT, WholeRun, initial, whole
-from fsdp_testing.training_check.comparison import ROUNDINGS, Decided, Difference, Room, first_difference, spread_of
-from fsdp_testing.training_check.disturbance import RUNS
+from fsdp_testing.script_check.report import Judgement, ScriptReport, compared_lines
+from fsdp_testing.script_check.whole import WholeRun, initial, whole
+from fsdp_testing.training_check.comparison import ROUNDINGS, Decided, Quantities, beyond_roundings, first_difference
+from fsdp_testing.training_check.whole import GRADIENT, PARAMETER, comparable, loss_table, only
 
 STEPS = 10
 
@@ -173,8 +175,9 @@ def _judge(runner: _Runner, alone: WholeRun, size: int) -> Judgement:
     _check_start(reference, run)
     for found in run.disagreements:
         if not found.gradient:
-            raise _Failed(f"{found}. {causes.of_disagreement(run, found)}", loss_table(reference, run))
+            raise _Failed(f"{found}. {causes.of_disagreement(run, found)}", _table(reference, run))
     shared, left_out = _comparable(reference, run)
+    _check_trained(shared[1])
     remarks = _compare(runner, *shared, feed)
     sentence = f"{run.steps} steps are those of one process {how}"
     return Judgement(size, Verdict.PASS, sentence, compared_lines(shared[1], left_out, remarks))
@@ -231,16 +234,34 @@ def _check_start(reference: WholeRun, run: WholeRun) -> None:
 
 def _comparable(reference: WholeRun, run: WholeRun) -> tuple[tuple[WholeRun, WholeRun], list[str]]:
     """Return both runs with what both have and ranks agree on, and say what was left out and why."""
-    names = {*reference.quantities} & {*run.quantities}
-    left = [f"{name}, which only one of them gives" for name in sorted({*reference.quantities} ^ {*run.quantities})]
+    names, left = comparable(reference.quantities, run.quantities, ROUNDINGS)
     if run.disagreements:
         left.append("gradients: ranks have their own when the optimizer steps, and yet agree on parameters")
-        names = {name for name in names if not name.startswith(GRADIENT)}
+        names = [name for name in names if not name.startswith(GRADIENT)]
 
     def reduced(one: WholeRun) -> WholeRun:
-        return replace(one, quantities={name: values for name, values in one.quantities.items() if name in names})
+        return replace(one, quantities=only(one.quantities, names))
 
     return (reduced(reference), reduced(run)), left
+
+
+def _table(reference: WholeRun, run: WholeRun) -> tuple[str, ...]:
+    return loss_table(reference.quantities, run.quantities, reference.size, run.size)
+
+
+def _check_trained(run: WholeRun) -> None:
+    """Zeros are equal whatever they came from: a pass takes a gradient that is none."""
+    gradients = [value for name, values in run.quantities.items() if name.startswith(GRADIENT) for value in values]
+    before = initial(run)
+    changed = any(
+        not torch.equal(values[-1], before[name][0])
+        for name, values in run.quantities.items()
+        if name.startswith(PARAMETER) and name in before
+    )
+    if not (changed or any(bool(gradient.any()) for gradient in gradients)):
+        raise _Undecided(
+            "trains nothing that can be seen: gradients are zero and no parameter changes. Compare more steps."
+        )
 
 
 def _compare(runner: _Runner, reference: WholeRun, run: WholeRun, feed: Feed) -> tuple[str, ...]:
@@ -250,10 +271,16 @@ def _compare(runner: _Runner, reference: WholeRun, run: WholeRun, feed: Feed) ->
         return ()
     decided = Decided()
     if found.error is not None:
-        repeated = first_difference(run.quantities, runner.run(run.size).quantities, 0.0)
+        again = only(runner.run(run.size).quantities, run.quantities)
+        repeated = first_difference(run.quantities, again, 0.0)
         if repeated is not None:
             raise _Undecided(f"does not repeat itself: two runs differ, first in {repeated}.")
-        found = _beyond_roundings(runner, reference, run, feed, decided)
+
+        def disturbed(seed: int) -> list[tuple[Quantities, Quantities]]:
+            moved = runner.run(1, feed=feed, seed=seed), runner.run(run.size, seed=seed)
+            return [(here.quantities, there.quantities) for here, there in zip((reference, run), moved)]
+
+        found = beyond_roundings(reference.quantities, run.quantities, ROUNDINGS, disturbed, decided)
     if found is not None:
         cause = causes.of_difference(reference, run, found)
         if any(seen.drew for rank in run.ranks for seen in rank.steps[: found.step + 1]):
@@ -261,7 +288,7 @@ def _compare(runner: _Runner, reference: WholeRun, run: WholeRun, feed: Feed) ->
                 f"differs from one process, {found}, and forward draws random numbers, which cannot be the same for other shares "
                 "of the data. Draw them outside forward, or switch them off for this check."
             )
-        raise _Failed(f"differs from one process: {found}. {cause}", loss_table(reference, run))
+        raise _Failed(f"differs from one process: {found}. {cause}", _table(reference, run))
     if not decided.enough:
         raise _Undecided(
             "roundings alone move most of what is compared as far as it differs. Compare fewer steps (--steps), or in float32."
@@ -269,17 +296,6 @@ def _compare(runner: _Runner, reference: WholeRun, run: WholeRun, feed: Feed) ->
     return tuple(
         f"not decided: {sentence}, as far as roundings alone move them" for _, sentence in decided.open.values()
     )
-
-
-def _beyond_roundings(
-    runner: _Runner, reference: WholeRun, run: WholeRun, feed: Feed, decided: Decided
-) -> Difference | None:
-    moved = [
-        (reference.quantities, [runner.run(1, feed=feed, seed=seed).quantities for seed in range(1, RUNS + 1)]),
-        (run.quantities, [runner.run(run.size, seed=seed).quantities for seed in range(1, RUNS + 1)]),
-    ]
-    room: Room = spread_of([(here, there) for here, several in moved for there in several])
-    return first_difference(reference.quantities, run.quantities, ROUNDINGS, room, decided)
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,6 +340,12 @@ def _put_together(size: int, ranks: list[RankReport]) -> WholeRun:
         raise _Failed(
             f"the ranks make different numbers of optimizer steps: {', '.join(map(str, counts))}. Cause: a rank stops or skips "
             "a step by a number of its own (an early stop on a local value, an uneven number of batches)."
+        )
+    unreadable = next((seen.unreadable for rank in ranks for seen in rank.steps if seen.unreadable), "")
+    if unreadable:
+        raise _Undecided(
+            f"holds its parameters in a way that cannot be read ({unreadable}). Known are plain tensors, DDP, FSDP1, FSDP2 and "
+            "other DTensors without partial placements, and fsdp_ref."
         )
     return whole(size, ranks)
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fsdp_testing.records import Verdict
-from fsdp_testing.script_check.whole import GRADIENT, PARAMETER, WholeRun
-from fsdp_testing.training_check.comparison import side_by_side
+from fsdp_testing.script_check.whole import WholeRun
+from fsdp_testing.training_check.whole import GRADIENT, PARAMETER
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +72,3 @@ def compared_lines(run: WholeRun, left_out: Sequence[str], remarks: Sequence[str
     steps = "1 step" if run.steps == 1 else f"each of {run.steps} steps"
     lines = [f"compared at {steps}: {', '.join(found)}; {rows} rows of data"]
     return (*lines, *(f"not compared: {what}" for what in left_out), *remarks)
-
-
-def loss_table(reference: WholeRun, run: WholeRun) -> tuple[str, ...]:
-    """Return loss and norm of the gradient of both worlds, step by step."""
-    columns = [
-        [(float(one.quantities["loss"][step]), _norm(one, step)) for step in range(min(run.steps, reference.steps))]
-        for one in (reference, run)
-    ]
-    return side_by_side(columns[0], columns[1], reference.size, run.size)
-
-
-def _norm(run: WholeRun, step: int) -> float:
-    squares = [
-        float(values[step].double().square().sum())
-        for name, values in run.quantities.items()
-        if name.startswith(GRADIENT) and step < len(values)
-    ]
-    return float(sum(squares) ** 0.5)

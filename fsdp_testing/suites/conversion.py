@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from functools import partial
 
 import torch
 from torch import nn
@@ -12,7 +11,6 @@ from torch import nn
 from fsdp_testing.checkers.copies import Copied, CopyingObservation, review_copies
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.judging.case_runner import RunMode
-from fsdp_testing.operations import CallUnit, Substitute
 from fsdp_testing.pool import Failed
 from fsdp_testing.pool.world import current_world
 from fsdp_testing.programs import models, rank_jobs
@@ -26,8 +24,6 @@ from fsdp_testing.records import (
     Observe,
     RankObservation,
     Step,
-    WrappingPlan,
-    ZeroGrad,
 )
 from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Place, Suite
 from fsdp_testing.suites.schedules import forward, iteration, iterations, micro_batch
@@ -40,6 +36,7 @@ class CopyingProgram(RankProgram):
     """A program that copies its model at a marked point and trains the copy before it goes on."""
 
     copied: Copied | None = None
+    may_refuse = True
 
     def observe(self, label: str) -> None:
         """Take a snapshot, after the copy has done the next micro-batch and one step."""
@@ -50,7 +47,9 @@ class CopyingProgram(RankProgram):
     def _copy(self, batch: Batch) -> Copied:
         try:
             twin: nn.Module = copy.deepcopy(self.model)
-        except Exception as refused:  # noqa: BLE001 - whatever it raises, it refuses
+        except Exception as refused:  # whatever it raises, it refuses
+            if not self.may_refuse:
+                raise
             return Copied(f"{type(refused).__name__}: {refused}")
         inputs = models.make_inputs(self.case, batch, self.rank)
         forwarded = models.forward(twin, self.case, batch, self.rank, inputs)
@@ -62,12 +61,13 @@ class CopyingProgram(RankProgram):
         return Copied("", forwarded.values(), snapshot)
 
 
-def run_copying(adapter: Adapter, case: Case, observe_all: bool) -> RankObservation | Failed:
-    """Run the case, copying the model where it says so.
+def run_copying(adapter: Adapter, case: Case, observe_all: bool, may_refuse: bool = True) -> RankObservation | Failed:
+    """Run the case, copying the model where it says so; if the copy may not be refused, what it raises counts.
 
     Collectives: those of the implementation; every rank of the world runs the same call.
     """
     program = CopyingProgram(case, adapter, current_world().rank)
+    program.may_refuse = may_refuse
     seen = rank_jobs.run_program(program, observe_all)
     return seen if isinstance(seen, Failed) else seen.extended(CopyingObservation, copied=program.copied)
 
@@ -110,30 +110,10 @@ def _copied(place: Place) -> Iterable[Case]:
     yield place.case("mlp", Observe(_COPY), *after, optimizer=PLAIN_SGD)
 
 
-_MUST_COPY = RunMode(run_copying, review=partial(review_copies, may_refuse=False))
+_MUST_COPY = RunMode(run_copying, (False,), review=review_copies)
 
 
 @SUITE.check("conversion.copied", source="copy.deepcopy; B077", needs={"deep_copies"}, mode=_MUST_COPY)
 def _must_copy(place: Place) -> Iterable[Case]:
     """A deep copy is made, trains by itself and leaves the original alone."""
     yield place.case("mlp", *iteration(0), Observe(_COPY), micro_batch(1), Observe(), Step(), optimizer=PLAIN_SGD)
-
-
-@SUITE.check("conversion.modules_replaced", source="pytorch PR 87837")
-def _module_replaced(place: Place) -> Iterable[Case]:
-    """A module that takes another one's place before the first forward is trained like the others."""
-    program = (Substitute("layers.0"), micro_batch(0), Observe(), ZeroGrad(), micro_batch(1))
-    yield place.case("mlp", *program, wrapping=WrappingPlan())
-
-
-@SUITE.check("conversion.parameters_replaced", source="pytorch issue 132721")
-def _parameter_replaced(place: Place) -> Iterable[Case]:
-    """A parameter that takes another one's place between forwards is what the next forward computes with."""
-    program = (forward(0, "no_grad"), Substitute("layers.0", parameters=True), forward(1), micro_batch(2))
-    yield place.case("mlp", *program, wrapping=WrappingPlan())
-
-
-@SUITE.check("conversion.unit_alone", source="pytorch PR 90862, 87900", needs={"nested_wrapping"})
-def _unit_alone(place: Place) -> Iterable[Case]:
-    """A unit that is called by itself before the model is changes nothing."""
-    yield place.case("mlp", CallUnit("layers.0"), *iteration(0), CallUnit("layers.2"), *iteration(1))

@@ -8,10 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
+import torch
+from torch import nn
+
+from fsdp_testing.checkers.quantities import Expectation
+from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.operations import EditFullParameters, Reload
-from fsdp_testing.records import Case, Observe, Operation, PolicySpec, Step, WrappingPlan, ZeroGrad
-from fsdp_testing.suites.check import ADAMW, HYBRID, PLAIN_SGD, Place, Suite
+from fsdp_testing.pool import Failed
+from fsdp_testing.pool.world import current_world
+from fsdp_testing.programs import models, oracle, rank_jobs
+from fsdp_testing.programs.execute import RankProgram
+from fsdp_testing.programs.replay import Replay
+from fsdp_testing.records import Case, Observe, Operation, PolicySpec, RankObservation, Step, WrappingPlan, ZeroGrad
+from fsdp_testing.suites.check import ADAMW, HYBRID, MOMENTUM, PLAIN_SGD, Place, Suite
 from fsdp_testing.suites.comm_hooks import expect_scaled
 from fsdp_testing.suites.schedules import accumulated, forward, iteration, micro_batch, no_sync_batch
 from fsdp_testing.zoo import MODELS
@@ -67,6 +77,54 @@ def _own_state(place: Place) -> Iterable[Case]:
     """Training goes on from a state that the implementation's own methods saved, model and optimizer."""
     program = (*iteration(0), Reload(), *iteration(1))
     yield place.case("mlp", *program, wrapping=_plan("mlp", "own_state"), optimizer=ADAMW)
+
+
+class _PartlyOptimized(RankProgram):
+    """A program whose optimizer has the first parameters only."""
+
+    def build_optimizer(self) -> None:
+        self.optimizer = self.adapter.build_optimizer(self.model, partial(_over_the_first, self.case))
+
+
+class _PartlyReplayed(Replay):
+    """The oracle's run of it."""
+
+    def build_optimizer(self) -> None:
+        self.optimizer = _over_the_first(self.case, self.parameters.values())
+
+
+def _over_the_first(case: Case, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return models.build_optimizer(case, list(parameters)[:2])
+
+
+def run_partly_optimized(adapter: Adapter, case: Case, observe_all: bool) -> RankObservation | Failed:
+    """Run the case with an optimizer over its first parameters.
+
+    Collectives: those of the implementation; every rank of the world runs the same call.
+    """
+    return rank_jobs.run_program(_PartlyOptimized(case, adapter, current_world().rank), observe_all)
+
+
+def expect_partly_optimized(case: Case, observe_all: bool) -> Expectation:
+    """Return what the case gives so."""
+    with rank_jobs.no_warnings():
+        return oracle.expect_free(
+            case, observe_all=observe_all, make=lambda disturbance: _PartlyReplayed(case, disturbance=disturbance)
+        )
+
+
+@SUITE.check(
+    "options.own_state_of_a_part",
+    source="pytorch PR 76671",
+    # With flat parameters the first one is not that of the model.
+    needs={"own_state", "frozen_mixed_unit"},
+    mode=RunMode(run_partly_optimized, expect=expect_partly_optimized),
+)
+def _own_state_of_a_part(place: Place) -> Iterable[Case]:
+    """An optimizer that has a part of the parameters is saved and loaded, too."""
+    # One unit, of which the optimizer has a part; it would clear the gradients of its own parameters only.
+    program = (micro_batch(0), Step(), Reload(), micro_batch(1), Step())
+    yield place.case("mlp", *program, wrapping=WrappingPlan(settings=("own_state",)), optimizer=MOMENTUM)
 
 
 @SUITE.check("options.offloaded_state", source="pytorch issue 188989")

@@ -20,15 +20,19 @@ from fsdp_testing.training_check.comparison import (
     Decided,
     Difference,
     Quantities,
-    Room,
+    beyond_roundings,
     first_difference,
-    spread_of,
     suggestion,
 )
-from fsdp_testing.training_check.disturbance import RUNS, disturbed
+from fsdp_testing.training_check.disturbance import disturbed
 from fsdp_testing.training_check.evidence import StepEvidence, Witness
+from fsdp_testing.training_check.launch import as_torchrun_starts
+from fsdp_testing.training_check.observation import Observer, StepSeen
+from fsdp_testing.training_check.whole import comparable, loss_table, only, together
 
 Train = Callable[[World], Mapping[str, Any]]
+View = Callable[["_Run"], list[Quantities]]
+"""What of a run is compared, for each of its ranks: what the loop returned, or what was observed."""
 
 
 class TrainingDiffers(AssertionError):
@@ -45,11 +49,19 @@ class TrainingPartlyUndecided(UserWarning):
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One run of the loop: per rank what it returned, each quantity as a list of steps, and what it saw."""
+    """One run of the loop.
+
+    Attributes:
+        size: Number of ranks.
+        ranks: What each returned, each quantity as a list of steps.
+        evidence: What each saw.
+        observed: What no rank returned: losses, gradients and parameters of all ranks, where these agree on them.
+    """
 
     size: int
     ranks: tuple[Quantities, ...]
     evidence: tuple[tuple[StepEvidence, ...], ...]
+    observed: Quantities
 
     @property
     def name(self) -> str:
@@ -69,6 +81,8 @@ def check_training(
 
     `train(world)` must train on the same global data whatever the size, each rank on its share, and return named tensors:
     one for a final quantity, a list for what is recorded at every step. All ranks and all worlds must return the same.
+    Parameters and gradients are compared at each optimizer step without being returned. The loop finds torchrun's variables
+    set, and may make and destroy its default process group.
 
     Args:
         train: An importable function.
@@ -98,25 +112,34 @@ def check_training(
     for size in world_sizes[1:]:
         other = runner.run(size)
         _check_ranks(target, other, reference)
-        found = first_difference(reference.ranks[0], other.ranks[0], roundings)
-        if found is not None:
-            _judge(runner, (reference, other), found, roundings)
+        names = comparable(reference.observed, other.observed, roundings)[0]
+        for view in (lambda run: list(run.ranks), lambda run, names=names: [only(run.observed, names)]):
+            found = first_difference(view(reference)[0], view(other)[0], roundings)
+            if found is not None:
+                _judge(runner, (reference, other), view, (found, roundings))
 
 
-def _judge(runner: _Runner, runs: tuple[_Run, _Run], found: Difference, roundings: float) -> None:
+def _judge(runner: _Runner, runs: tuple[_Run, _Run], view: View, known: tuple[Difference, float]) -> None:
     """Decide a difference beyond what a count of roundings admits: a mistake, or a loop that amplifies roundings."""
     reference, other = runs
-    cause = causes.between_sizes(reference.evidence, other.evidence, other.size)
-    if isinstance(found.error, float):
+    found, roundings = known
+    if found.error is not None:
         _check_repeats(runner, other)
-        spread, decided = _spread(runner, runs), Decided()
-        beyond = first_difference(reference.ranks[0], other.ranks[0], roundings, spread, decided)
+        decided = Decided()
+
+        def disturbed_pairs(seed: int) -> list[tuple[Quantities, Quantities]]:
+            moved = [(run, runner.disturbed(run.size, seed)) for run in runs]
+            return [pair for run, there in moved for pair in zip(view(run), view(there))]
+
+        beyond = beyond_roundings(view(reference)[0], view(other)[0], roundings, disturbed_pairs, decided)
         if beyond is None:
             _tell_undecided(runner.target, decided)
             return
         found = beyond
+    cause = causes.between_sizes(reference.evidence, other.evidence, other.size) or suggestion(found, other.size)
+    table = loss_table(reference.observed, other.observed, reference.size, other.size)
     raise TrainingDiffers(
-        f"{runner.target}: {other.name} differs from {reference.name}: {found}. {cause or suggestion(found, other.size)}"
+        "\n".join([f"{runner.target}: {other.name} differs from {reference.name}: {found}. {cause}", *table])
     )
 
 
@@ -134,29 +157,17 @@ def _tell_undecided(target: Target, decided: Decided) -> None:
     warnings.warn(f"{sentence}. Of these nothing is known; the rest agrees.", TrainingPartlyUndecided, stacklevel=4)
 
 
-def _spread(runner: _Runner, runs: Sequence[_Run]) -> Room:
-    """Run both worlds with roundings made differently, and return how far right runs may be apart, number by number."""
-    return spread_of(
-        [
-            (here, there)
-            for run in runs
-            for moved in runner.disturbed_runs(run.size)
-            for there, here in zip(moved.ranks, run.ranks)
-        ]
-    )
-
-
-def train_here(target: Target, seed: int) -> tuple[Quantities, tuple[StepEvidence, ...]]:
+def train_here(target: Target, seed: int) -> tuple[Quantities, tuple[StepEvidence, ...], tuple[StepSeen, ...]]:
     """Run the loop in this rank and return what it gave, each quantity as a list of steps, and what was seen.
 
     Roundings are left as they are with seed 0, and made differently on every rank with another one.
     """
     import torch
 
-    witness, world = Witness(), current_world()
+    witness, observer, world = Witness(), Observer(), current_world()
     # Luck is to help nobody: neither a quick network nor memory full of zeros.
     roundings = disturbed(seed * world.size + world.rank) if seed else nullcontext()
-    with witness.watch(), deliver_late(), filled_with_garbage(), roundings:
+    with as_torchrun_starts(world), witness.watch(), observer.watch(), deliver_late(), filled_with_garbage(), roundings:
         returned = resolve(target)(world)
     if not isinstance(returned, Mapping):
         raise InvalidArgument(f"{target}: expected a mapping of names to tensors, got {type(returned).__name__}.")
@@ -170,24 +181,24 @@ def train_here(target: Target, seed: int) -> tuple[Quantities, tuple[StepEvidenc
                 f"{wrong or type(value).__name__}. Return what the loop computes, detached."
             )
         result[name] = [torch.as_tensor(step).detach().cpu().clone() for step in steps]
-    return result, tuple(witness.steps)
+    return result, tuple(witness.steps), tuple(observer.steps)
 
 
 @dataclass(frozen=True, slots=True)
 class _Runner:
-    """How the loop is run on a world; disturbed runs are kept by the size of their world."""
+    """How the loop is run on a world; disturbed runs are kept by size and seed."""
 
     pool: Pool
     target: Target
     backend: str
     timeout: float
-    kept: dict[int, list[_Run]] = field(default_factory=dict)
+    kept: dict[tuple[int, int], _Run] = field(default_factory=dict)
 
-    def disturbed_runs(self, size: int) -> list[_Run]:
-        """Return runs on `size` ranks whose roundings are made differently, each time otherwise."""
-        if size not in self.kept:
-            self.kept[size] = [self.run(size, seed) for seed in range(1, RUNS + 1)]
-        return self.kept[size]
+    def disturbed(self, size: int, seed: int) -> _Run:
+        """Return the run on `size` ranks whose roundings are made differently, by each seed otherwise."""
+        if (size, seed) not in self.kept:
+            self.kept[size, seed] = self.run(size, seed)
+        return self.kept[size, seed]
 
     def run(self, size: int, seed: int = 0) -> _Run:
         """Run the loop on `size` ranks; with another seed than 0, disturbed."""
@@ -202,7 +213,10 @@ class _Runner:
             if error is not None and error.type_name == "InvalidArgument":
                 raise InvalidArgument(error.message)
             raise WorldFailed(outcome.describe())
-        return _Run(size, tuple(value for value, _ in outcome.values), tuple(steps for _, steps in outcome.values))
+        returned, evidence, steps = (tuple(column) for column in zip(*outcome.values))
+        observed, disagreements = together(steps)
+        kept = {n: values for n, values in observed.items() if not any(n.startswith(d.kind) for d in disagreements)}
+        return _Run(size, returned, evidence, kept)
 
 
 def _check_repeats(runner: _Runner, run: _Run) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fsdp_testing.checkers.divergence import DECISIVE
 from fsdp_testing.checkers.tensors import difference
 from fsdp_testing.records.tolerance import UNIT_ROUNDOFF
-from fsdp_testing.training_check.disturbance import room
+from fsdp_testing.training_check.disturbance import RUNS, STAGES, room
 
 if TYPE_CHECKING:
     import torch
@@ -95,8 +95,36 @@ def in_order(quantities: Quantities) -> list[tuple[str, int]]:
     return order + [(name, 0) for name, steps in quantities.items() if len(steps) == 1]
 
 
-def spread_of(pairs: Sequence[tuple[Quantities, Quantities]]) -> Room:
-    """Return how far right runs may be apart, number by number, from pairs of a run and the same run disturbed."""
+def beyond_roundings(
+    reference: Quantities,
+    other: Quantities,
+    roundings: float,
+    disturbed: Callable[[int], Iterable[tuple[Quantities, Quantities]]],
+    decided: Decided,
+) -> Difference | None:
+    """Return the first difference that roundings do not explain, by how far they move both runs.
+
+    Args:
+        reference: What it is compared with.
+        other: What is judged.
+        roundings: As for `first_difference`.
+        disturbed: Given a seed, returns pairs of a run and the same run with roundings made differently.
+        decided: Is told how much was compared, and what of it is undecided.
+    """
+    pairs: list[tuple[Quantities, Quantities]] = []
+    seen = Decided()
+    for seed in range(1, RUNS + 1):
+        pairs += disturbed(seed)
+        if seed in STAGES:
+            seen = Decided()
+            found = first_difference(reference, other, roundings, _room_of(pairs, seed), seen)
+            if found is not None:
+                return found
+    decided.numbers, decided.open = seen.numbers, seen.open
+    return None
+
+
+def _room_of(pairs: Sequence[tuple[Quantities, Quantities]], runs: int) -> Room:
     import torch
 
     found: dict[tuple[str, int], torch.Tensor] = {}
@@ -105,7 +133,7 @@ def spread_of(pairs: Sequence[tuple[Quantities, Quantities]]) -> Room:
             distance = _distance(there, here, place)
             found[place] = torch.maximum(found[place], distance) if place in found else distance
     numbers = sum(tensor.numel() for tensor in found.values())
-    return {place: room(tensor, numbers) for place, tensor in found.items()}
+    return {place: room(tensor, numbers, runs) for place, tensor in found.items()}
 
 
 def _distance(there: Quantities, here: Quantities, place: tuple[str, int]) -> torch.Tensor:

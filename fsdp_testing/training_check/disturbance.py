@@ -13,6 +13,7 @@ half of that between a run and a disturbed one.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,8 +24,12 @@ import torch
 from fsdp_testing.compat import each_operation
 from fsdp_testing.records.tolerance import UNIT_ROUNDOFF
 
-RUNS = 8
-"""Disturbed runs of each world."""
+STAGES = {1: (2 / math.pi) ** 0.5, 2: 1.0, 4: 3.0, 8: 105.0}
+"""Numbers of disturbed runs after which a difference is looked at, and the moments of |z| that go with them.
+
+A difference that exceeds the bound of any of them is no rounding: one run shows that of a factor of two in float64.
+"""
+RUNS = max(STAGES)
 
 # Exact: they move numbers, choose among them, or make them without rounding. What draws random numbers is not rounded.
 _EXACT = frozenset(
@@ -87,15 +92,16 @@ def _disturb(tensor: torch.Tensor, generator: torch.Generator) -> None:
     tensor.mul_((1 + 2 * unit * steps.double()).to(tensor.dtype).to(tensor.device))
 
 
-def room(spread: torch.Tensor, numbers: int) -> torch.Tensor:
-    """Return how far two right runs may be apart where `RUNS` disturbed ones were at most `spread` away.
+def room(spread: torch.Tensor, numbers: int, runs: int) -> torch.Tensor:
+    """Return how far two right runs may be apart where disturbed ones were at most `spread` away.
 
-    With z normal, the difference of right runs is at most z/2 deviations of a disturbed run, and the largest of 8
-    disturbed ones is below x deviations with probability of at most (0.8 x)^8. So a difference exceeds c times the
-    spread with probability of at most E[(0.4 z / c)^8] = 105 (0.4 / c)^8. The factor c makes that a millionth over all numbers.
+    With z normal, the difference of right runs is at most z/2 deviations of a disturbed run, and the largest of k disturbed ones
+    is below x deviations with probability of at most (0.8 x)^k. So a difference exceeds c times the spread with probability
+    of at most E[|0.4 z / c|^k] = M (0.4 / c)^k, M the k-th moment of |z|. The factor c makes that a millionth over all numbers.
 
     Args:
         spread: Largest distance of a disturbed run, for each element.
         numbers: How many numbers are compared in all.
+        runs: How many disturbed runs there were (k): one of `STAGES`.
     """
-    return spread * (0.4 * (105e6 * max(numbers, 1)) ** (1 / RUNS))
+    return spread * (0.4 * (STAGES[runs] * 1e6 * max(numbers, 1)) ** (1 / runs))

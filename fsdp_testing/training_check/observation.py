@@ -42,8 +42,10 @@ class StepSeen:
         gradients: As the optimizer is given them; None counts as zeros.
         parameters: After the step.
         unreduced: Parameters whose sharded gradient had not been reduced.
+        given: How many parameters have a gradient on this rank.
         strange: How many tensors the optimizer steps that belong to no model that was seen.
         stepped: How many it steps.
+        unreadable: Why parameters could not be read; empty if they were.
         drew: Whether a forward drew random numbers from the default generator.
         batch_norm: Whether a model in training has batch norms that look at one rank's rows alone.
     """
@@ -56,8 +58,10 @@ class StepSeen:
     gradients: Spans
     parameters: Spans
     unreduced: tuple[str, ...]
+    given: int
     strange: int
     stepped: int
+    unreadable: str
     drew: bool
     batch_norm: bool
 
@@ -90,6 +94,7 @@ class Observer:
         self.keep_calls = False
         self._after_step, self._before_forward = after_step, before_forward
         self._depth = 0
+        self._stepping = 0  # an optimizer may be made of others, whose steps are parts of its own
         self._start_step()
 
     def _start_step(self) -> None:
@@ -100,6 +105,8 @@ class Observer:
         self._before: Spans = {}
         self._gradients: Spans = {}
         self._unreduced: tuple[str, ...] = ()
+        self._given = 0
+        self._unreadable = ""
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -130,7 +137,7 @@ class Observer:
             args, kwargs = observer._before_forward(args, kwargs)
             observer._rows.append(row_digests([*args, *kwargs.values()]))
             state = torch.get_rng_state()
-            observer._depth += 1
+            observer._depth, observer._stepping = observer._depth + 1, 0
             try:
                 output = original(module, *args, **kwargs)
             finally:
@@ -163,13 +170,21 @@ class Observer:
         return clip_grad_norm_
 
     def _before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        self._stepping += 1
+        if self._stepping > 1:
+            return
         held = self._held(optimizer)
         self._gradients = {name: _spans(found, "grad") for name, found in held.items()}
         self._unreduced = tuple(name for name, found in held.items() if any(not piece.reduced for piece in found))
+        self._given = sum(any(piece.grad is not None for piece in found) for found in held.values())
         if not self.steps:
             self._before = {name: _spans(found, "value") for name, found in held.items()}
 
     def _end_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        self._stepping -= 1
+        if self._stepping:
+            return
+        parameters = {name: _spans(found, "value") for name, found in self._held(optimizer).items()}
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
         known = {id(p) for model in self.models for p in model.parameters()}
         self.steps.append(
@@ -180,10 +195,12 @@ class Observer:
                 norms=tuple(self._norms),
                 before=self._before,
                 gradients=self._gradients,
-                parameters={name: _spans(found, "value") for name, found in self._held(optimizer).items()},
+                parameters=parameters,
                 unreduced=self._unreduced,
+                given=self._given,
                 strange=sum(id(p) not in known for p in stepped) if self.models else 0,
                 stepped=len(stepped),
+                unreadable=self._unreadable,
                 drew=self._drew,
                 batch_norm=any(_is_batch_norm(module) for model in self.models for module in model.modules()),
             )
@@ -192,6 +209,14 @@ class Observer:
         self._after_step(len(self.steps))
 
     def _held(self, optimizer: torch.optim.Optimizer) -> Mapping[str, tuple[Piece, ...]]:
+        # An optimizer or tensor of a kind that nobody thought of must not end a training that is only watched.
+        try:
+            return self._pieces(optimizer)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on
+            self._unreadable = f"{type(error).__name__}: {error}"
+            return {}
+
+    def _pieces(self, optimizer: torch.optim.Optimizer) -> Mapping[str, tuple[Piece, ...]]:
         found: dict[str, tuple[Piece, ...]] = {}
         for number, model in enumerate(self.models):
             prefix = f"model {number}: " if number else ""

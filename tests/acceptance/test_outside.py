@@ -269,3 +269,48 @@ def test_ordinary_tests_after_tests_on_ranks_find_nothing_set_up(run_folder: Run
         (tmp_path / name).write_text(source)
     verdict = run_folder(tmp_path)
     assert verdict.counts() == (5, 0, 0), verdict.text
+
+
+ENDED_FROM_OUTSIDE = """
+os.environ.setdefault("CONTROLLER", str(os.getpid()))
+
+def limit(*_):
+    pytest.fail("the time limit of another plugin")
+
+signal.signal(signal.SIGUSR2, limit)
+
+def stop_the_controller(world, name):
+    if world.rank == 1:
+        os.kill(int(os.environ["CONTROLLER"]), name)
+    threading.Event().wait()
+
+@pytest.mark.world(2)
+def test_with_a_limit(world):
+    stop_the_controller(world, signal.SIGUSR2)
+
+@pytest.mark.world(2)
+def test_interrupted(world):
+    stop_the_controller(world, signal.SIGINT)
+"""
+
+
+def test_another_plugins_time_limit_and_an_interrupt_say_where_each_rank_waits(run: Runner) -> None:
+    verdict = run(ENDED_FROM_OUTSIDE)
+    assert verdict.code == pytest.ExitCode.INTERRUPTED
+    assert "the time limit of another plugin" in verdict.text
+    for test in ("test_with_a_limit", "test_interrupted"):
+        account = verdict.text.partition(f"::{test}: 2 of 2 ranks were running\n")[2]
+        for part in ("rank 0 was stopped", "in stop_the_controller", "rank 1 was stopped", "in stop_the_controller"):
+            assert part in account, verdict.text
+            account = account.partition(part)[2]
+
+
+def test_reruns_that_nobody_makes_are_warned_of(tmp_path: Path, run_folder: Runner) -> None:
+    """A stand-in registers under the name of pytest-rerunfailures, with its option."""
+    plugin = "def pytest_addoption(parser): parser.addoption('--reruns', type=int)\n"
+    plugin += "def pytest_configure(config):\n    config.pluginmanager.register(object(), 'rerunfailures')\n"
+    (tmp_path / "conftest.py").write_text(plugin)
+    (tmp_path / "test_one.py").write_text("import pytest\n@pytest.mark.world(2)\ndef test_one(): ...\n")
+    warned = run_folder(tmp_path, "--collect-only", "--reruns", "2").text
+    assert warned.count("what fails on ranks is not run again") == 1, warned
+    assert "is not run again" not in run_folder(tmp_path, "--collect-only").text

@@ -9,7 +9,7 @@ from every_fault import FAULTS
 from faults_access import IgnoringAdapter, MoreWrappingAdapter, PrefetchAdapter, ReplacingAdapter
 from faults_claims import StartingAdapter
 from faults_kinds import HybridAdapter, WrappingAdapter
-from faults_options import OptionsAdapter
+from faults_options import CopiesAdapter, OptionsAdapter, PartsAdapter
 from toy_engine import EngineAdapter
 from toy_more import MoreAdapter
 
@@ -30,6 +30,8 @@ KINDS = {
     StartingAdapter: "faults_claims:STARTING",
     EngineAdapter: "toy_engine:UNBROKEN",
     OptionsAdapter: "faults_options:OPTIONS",
+    CopiesAdapter: "faults_options:COPIES",
+    PartsAdapter: "faults_options:PARTS",
     MoreAdapter: MORE,
     WrappingAdapter: "faults_kinds:WRAPPING",
     HybridAdapter: "faults_kinds:HYBRID",

@@ -21,6 +21,10 @@ DRAWN = 1200
 """So many cases meet each feature many times: the rarest is on in one of twelve."""
 
 BESIDE_CASES = {
+    "deep_copies": "whoever runs a case copies the model at a marked point; no case says so",
+    "modules_replaced": "whoever runs a case replaces a module at a marked point; no case says so",
+    "parameters_replaced": "whoever runs a case replaces parameters at a marked point; no case says so",
+    "unit_alone": "whoever runs a case calls a part at a marked point; no case says so",
     "comm_hook": "whoever runs a case registers the hook around it; no case says so",
     "tensor_hooks": "whoever runs a case registers hooks around it; no case says so",
     "accumulation_hooks": "whoever runs a case registers hooks around it; no case says so",

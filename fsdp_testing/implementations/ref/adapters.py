@@ -39,6 +39,9 @@ _NOT_CLAIMED = frozenset(
         "mixed_dtype_units",
         # A module that has run once is no longer the root of what is around it.
         "inner_forward",
+        "unit_alone",
+        # Units keep to the parameters that they flattened.
+        "modules_replaced",
         *SETTINGS,
     }
 )

@@ -33,7 +33,9 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 """What a setting of a case is among the arguments."""
 
 CAPABILITIES = (
-    REPLICATED | {"ignored_parameters", "second_order", *_SETTINGS} | ({"sync_module_states"} if _RENAMED else set())
+    REPLICATED
+    | {"ignored_parameters", "second_order", "deep_copies", "unit_alone", *_SETTINGS}
+    | ({"sync_module_states"} if _RENAMED else set())
 )
 
 

@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_ref import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
+from fsdp_ref import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+    state_dict_type,
+)
 from fsdp_ref.annotations import units_under
 from fsdp_ref.states import TrainingState
 from fsdp_ref.wrap import ModuleWrapPolicy
@@ -177,12 +184,13 @@ def sharded(api, failures):
 @pytest.mark.world(2)
 @pytest.mark.parametrize("api", APIS)
 def test_a_state_after_one_that_could_not_be_collected(world, api):
-    model, want = sharded(api, failures=1)
-    with pytest.raises(ValueError, match="planted"):
-        model.state_dict()
-    state = model.state_dict()
-    assert all(torch.equal(state[name], value) for name, value in want.items())
-    model(torch.ones(2, 4)).sum().backward()
+    for form in StateDictType:
+        model, want = sharded(api, failures=1)
+        with state_dict_type(model, form), pytest.raises(ValueError, match="planted"):
+            model.state_dict()
+        state = model.state_dict()
+        assert all(torch.equal(state[name], value) for name, value in want.items())
+        model(torch.ones(2, 4)).sum().backward()
 
 
 @pytest.mark.world(2)

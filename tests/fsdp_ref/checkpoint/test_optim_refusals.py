@@ -48,6 +48,11 @@ def of_sgd(saved):
 WRONG = [
     (lambda saved: None, "must have the keys 'state' .*got a NoneType"),
     (lambda saved: without(saved, "state"), "must have the keys 'state'.*got param_groups"),
+    (lambda saved: {**saved, "param_groups": 3}, "expected param_groups to be a list of dictionaries .*, got 3"),
+    (
+        lambda saved: {**saved, "state": {**saved["state"], BIAS: 5}},
+        "of entries for each parameter, got 1.a.bias: a int",
+    ),
     (lambda saved: renamed(saved, WEIGHT, 3), r"expected names of parameters as keys, got 3\..*rekey_optim_state_dict"),
     (
         lambda saved: renamed(saved, WEIGHT, "1.a.w"),
@@ -128,6 +133,18 @@ def test_forms_that_are_not_those_of_the_settings(optim_lab):
             optim_state_dict_to_load(model, optim, None if optim_lab.rank else pieces)
     with pytest.raises(FsdpValueError, match=r"got 0.weight.exp_avg \(DTensor\).*Set the type under which"):
         optim_state_dict_to_load(model, optim, pieces)
+    with state_dict_type(model, *RANK0):
+        with pytest.raises(FsdpValueError, match=r"got 0.weight.exp_avg \(DTensor\)"):
+            optim_state_dict_to_load(model, optim, pieces)
+        # What does not fit the optimizer of one rank is refused by all: nobody waits for a broadcast that does not come.
+        some = optim_lab.adamw(
+            [p for n, p in model.named_parameters() if optim_lab.rank == 0 or not n.endswith("3.bias")]
+        )
+        saved = optim_state_dict(model, optim)
+        for group in saved.get("param_groups", ()):
+            group["params"].remove("3.bias")
+        with pytest.raises(FsdpValueError, match=r"3.bias: in no parameter group of the state"):
+            optim_state_dict_to_load(model, some, saved)
 
 
 @pytest.mark.world(3)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import faults_gradients  # noqa: F401 - registers its faults
 import faults_state  # noqa: F401 - registers its faults
 import pytest
 from fault import FAULTS
 
+from fsdp_testing.campaign import investigation
 from fsdp_testing.campaign.campaign import Campaign, Plan
 from fsdp_testing.campaign.tally import CampaignTally
 from fsdp_testing.findings.discovery import Discovery
@@ -23,7 +26,7 @@ SOME = {
     "faults_gradients:LastLocalLost": "lacks micro-batch 1 of operation 0",
     "faults_gradients:OneUlp": "",
 }
-"""Planted faults with the cause that is reported; one unit in the last place has none that one process could name."""
+"""Planted faults with what one process names; one unit in the last place has a place alone."""
 
 
 def campaign(
@@ -46,7 +49,19 @@ def test_a_planted_fault_is_found_within_500_cases(name: str, tmp_path: Path):
     assert len(found[0].case.program) <= 4, found[0].case.program
     if name in SOME:
         assert SOME[name] in found[0].cause
-        assert bool(SOME[name]) == bool(found[0].cause)
+        cause, _, place = found[0].cause.rpartition("; ")
+        assert bool(SOME[name]) == bool(cause)
+        assert re.search(r"the gradient of its \w+ is wrong", place)
+
+
+def test_a_finding_that_cannot_be_explained_is_kept_without_a_cause(monkeypatch: pytest.MonkeyPatch):
+    def fails(*_: object) -> str:
+        raise ZeroDivisionError("in the explanation")
+
+    monkeypatch.setattr(investigation, "cause_of", fails)
+    asker = investigation.Investigator("torch-ddp", lambda case: case, lambda case: True, 1.0)
+    with pytest.warns(RuntimeWarning, match="torch-ddp: a finding is not explained: ZeroDivisionError: in the expl"):
+        assert asker._cause(SimpleNamespace(pool=default_pool()), None) == ""  # type: ignore[arg-type]
 
 
 def test_nothing_is_found_where_nothing_is(tmp_path: Path):

@@ -80,7 +80,7 @@ class OnceAdapter(GroupsAdapter):
     """Dies the first time, as a machine without memory may have it."""
 
     def zero_grad(self, model: Toy, optimizer: Any, set_to_none: bool) -> None:
-        once = Path(os.environ.get("TMPDIR", "/tmp")) / "certificate-dies-once"
+        once = Path(os.environ.get("CERTIFICATE_DIES_ONCE", "/nowhere"))
         if model.size == 2 and model.rank == 0 and once.exists():
             once.unlink()
             os.kill(os.getpid(), signal.SIGKILL)

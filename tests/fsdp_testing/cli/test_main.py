@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,11 @@ import pytest
 
 from fsdp_testing.cli import doctor, main
 from fsdp_testing.errors import InvalidArgument, InvalidImplementation, InvalidRecord, PoolBroken
+
+
+def name_of(module: ModuleType) -> str:
+    """The command that a module declares."""
+    return module.__name__.rpartition(".")[2].removesuffix("_command").replace("_", "-")
 
 
 @pytest.mark.parametrize(
@@ -39,7 +45,7 @@ def test_help_is_as_wide_as_the_terminal(
     verify: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, module: ModuleType, width: int
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    lines = verify(module.__name__.rpartition(".")[2].removesuffix("_command"), "--help").out.splitlines()
+    lines = verify(name_of(module), "--help").out.splitlines()
     assert not [line for line in lines if len(line) > width and " " in line.strip()]
 
 
@@ -107,5 +113,5 @@ def test_help_needs_neither_torch_nor_rich() -> None:
 def test_every_command_is_declared_once() -> None:
     helps = main.parser().format_help()
     for module in main.COMMANDS:
-        name = module.__name__.rpartition(".")[2].removesuffix("_command")
-        assert helps.count(f"\n    {name} ") == 1
+        name = name_of(module)
+        assert len(re.findall(rf"\n    {name}\s", helps)) == 1

@@ -89,7 +89,9 @@ def test_errors_before_any_result(
 def test_options_reach_the_judge(verify: Callable[..., Any], judge: Callable[..., Judge]) -> None:
     asked = judge(Verdict.PASS)
     options = ("--world-size", "3,2", "--backend", "fake", "--check", "a.*", "--check", "b", "--extended")
-    assert verify("run", "one", "two", *options, "--timeout", "7.5", "--jobs", "3").code == 3, "two has no result"
+    assert verify("run", "one", "two", *options, "--timeout", "7.5", "--jobs", "3", "--shard", "2/3").code == 3, (
+        "two has no result"
+    )
     assert asked.asked.pop("runner")._timeout == 7.5
     assert asked.asked == {
         "names": ("one", "two"),
@@ -101,6 +103,7 @@ def test_options_reach_the_judge(verify: Callable[..., Any], judge: Callable[...
         "explain": 10.0,
         "portraits": False,
         "jobs": 3,
+        "shard": (2, 3),
     }
 
 
@@ -255,3 +258,21 @@ def test_the_page_of_a_real_run_draws_what_was_traced(verify: Callable[..., Any]
     for kind in ("forward", "backward", "collective", "operation", "gathered", "shard0"):
         assert f'<rect class="{kind}"' in page, kind
     assert "within the bound of" in page
+
+
+def test_parts_of_a_run_are_written_and_merged(verify: Callable[..., Any], tmp_path: Path) -> None:
+    def run(*options: str) -> Any:
+        return verify("run", "single-process", "--check", "training.float32", "--check", "shared.accumulated", *options)
+
+    files = [str(tmp_path / f"{number}.json") for number in (1, 2)]
+    for number, file in enumerate(files, start=1):
+        assert run("--shard", f"{number}/2", "--json", file).code == 0
+    ended = verify("merge", *files, "--json", str(tmp_path / "all.json"))
+    assert ended.code == 0
+    whole = RunReport.from_json((tmp_path / "all.json").read_text())
+    assert [result.check for result in whole.results] == ["training.float32", "shared.accumulated"]
+    refused = verify("merge", files[0], "--json", str(tmp_path / "none.json"))
+    assert refused.code == 2
+    assert "part 2 of 2 is missing" in refused.err
+    assert not (tmp_path / "none.json").exists()
+    assert verify("merge", files[0], files[0]).code == verify("merge", str(tmp_path / "no.json")).code == 2

@@ -44,6 +44,8 @@ def test_what_every_element_agrees_with_is_told(got: torch.Tensor, told: str) ->
 
 def test_of_right_numbers_and_of_too_few_nothing_is_told() -> None:
     assert words(DUE) == words(DUE + 1e-13) == words(DUE * torch.nan) == ""
+    exactly = pattern_of(A, torch.nextafter(DUE, DUE + 1), Expected(DUE), POINT)
+    assert exactly is None
     assert words(torch.tensor([2.0]), torch.tensor([1.0])) == ""
     narrow = DUE.float().double()
     assert words(narrow, narrow) == words(narrow + 1.0, narrow) == ""

@@ -171,7 +171,6 @@ def test_progress_without_a_terminal_is_a_line_for_each_suite_and_trouble(mixed:
         "unknown one clip.inf",
         "stale one clip.one",
         "one clip",
-        "one hybrid",
         "FAIL two & co training.sgd",
         "two & co training",
         "looking for the causes of what failed (3 checks)",
@@ -184,7 +183,6 @@ def test_every_suite_is_counted_once_where_checks_run_side_by_side(mixed: RunRep
     lines = [line for line in lines_of_progress(mixed.results, at_once=True) if " of 8 checks" in line]
     assert sorted(line.split(" (")[0] for line in lines) == [
         "one clip: 1 unknown, 1 expected, 1 stale",
-        "one hybrid: 1 not claimed",
         "one training: 1 pass, 1 FAIL",
         "two & co training: 1 pass, 1 FAIL",
     ]

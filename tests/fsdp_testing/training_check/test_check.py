@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import pytest
@@ -358,3 +359,51 @@ def test_a_factor_is_suggested_where_it_says_something(reference, other, suggest
     found = first_difference({"loss": [torch.tensor(reference)]}, {"loss": [torch.tensor(other)]}, 0.0)
     assert found is not None
     assert suggestion(found, 2).startswith(suggested)
+
+
+def starts_as_under_torchrun(world, factor=1.0):
+    """Begins and ends like a script for torchrun, and returns nothing that a wrong gradient changes."""
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == (str(world.rank), str(world.size))
+    assert os.environ["LOCAL_RANK"] == str(world.rank)
+    assert "MASTER_PORT" in os.environ
+    dist.init_process_group("gloo", rank=world.rank, world_size=world.size)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(3, 1).double())
+    steps = torch.optim.AdamW(model.parameters(), lr=0.01, eps=0.0)
+    for step in range(2):
+        inputs, targets = data(step)
+        mine = slice(world.rank, ROWS, world.size)
+        steps.zero_grad()
+        ((model(inputs[mine]) - targets[mine]).square().mean() * (factor if world.size > 1 else 1.0)).backward()
+        steps.step()
+    dist.destroy_process_group()
+    assert dist.is_initialized()
+    return {}
+
+
+def gradient_halved_under_adam(world):
+    return starts_as_under_torchrun(world, 0.5)
+
+
+def takes_another_rank(world):
+    dist.init_process_group("gloo", rank=0, world_size=world.size + 1)
+    return {}
+
+
+def test_torchruns_variables_are_set_and_the_world_is_adopted():
+    before = os.environ.get("WORLD_SIZE")
+    check_training(starts_as_under_torchrun, world_sizes=(1, 2))
+    assert os.environ.get("WORLD_SIZE") == before
+    with pytest.raises(InvalidArgument, match="init_process_group: expected world_size=2, as torchrun says .* got 3"):
+        check_training(takes_another_rank, world_sizes=(2,))
+
+
+def test_gradients_are_compared_without_being_returned_and_both_worlds_are_shown_step_by_step():
+    with pytest.raises(TrainingDiffers) as caught:
+        check_training(gradient_halved_under_adam, world_sizes=(1, 2))
+    text = str(caught.value)
+    assert re.search(r"gradient of weight at step 0 is off by .*exactly 1/2", text), text
+    table = [line.split() for line in text.splitlines()[1:]]
+    assert table[0][:4] == ["step", "loss", "(1", "rank)"]
+    assert [row[0] for row in table[1:]] == ["0", "1"]
+    assert float(table[1][3]) == pytest.approx(2 * float(table[1][4]), rel=1e-4)

@@ -112,7 +112,7 @@ class ReplacingAdapter(ToyAdapter):
 
     def __init__(self, toy: type[Toy], name: str) -> None:
         super().__init__(toy, name)
-        self.capabilities |= {"parameter_replacement"}
+        self.capabilities |= {"parameter_replacement", "storage_replacement"}
 
 
 class Replacing(Toy):

@@ -1,14 +1,17 @@
-"""Faults that show under options that change no number, and in backwards that are not one of the last forward."""
+"""Faults under options that change no number, in unusual backwards, and where parts are replaced, copied or called alone."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from fault import fault
-from faults_kinds import kind
+from faults_access import IgnoringAdapter, IgnoringToy, Replacing, ReplacingAdapter
+from faults_kinds import WrappingAdapter, kind
+from torch import nn
 from toy import Toy
 from toy_more import MoreAdapter, MoreToy
 
@@ -172,6 +175,17 @@ class StatesAreOneBuffer(Optional):
         return saved
 
 
+@kind(OptionsAdapter, "options.own_state_of_a_part")
+class WantsEveryState(Optional):
+    """Saving wants a state of every parameter (B095)."""
+
+    def saved_optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        lacking = [fqn for fqn, shard in self.shards.items() if shard not in optimizer.state]
+        if lacking and self.asked("own_state"):
+            raise KeyError(f"{lacking[0]} is not in the optimizer's state")
+        return super().saved_optimizer(optimizer)
+
+
 @kind(OptionsAdapter, "options.offloaded_state")
 class OffloadedIsWritten(Optional):
     """What was gathered on the CPU is written back, asked for or not."""
@@ -255,3 +269,153 @@ class InnerIsLocal(Toy):
     def reduce(self) -> None:
         super().reduce()
         self.bypassed = False
+
+
+# ----------------------------------------------------------------------------------------------- parts
+
+
+class PartsAdapter(WrappingAdapter):
+    """Claims that parts may be replaced and called alone."""
+
+    def __init__(self, toy: type[Toy], name: str) -> None:
+        super().__init__(toy, name)
+        self.capabilities |= {"modules_replaced", "parameters_replaced", "unit_alone"}
+
+    def named_parameters(self, model: Any) -> list[tuple[str, nn.Parameter]]:
+        model.adopt()
+        return super().named_parameters(model)
+
+    def build_optimizer(self, model: Any, make: Any) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = make([shard for _, shard in self.named_parameters(model)])
+        return optimizer
+
+
+class Parts(Toy):
+    """Takes up parameters that it finds in the place of others, and gathers for a part that is called alone."""
+
+    running = False
+
+    def __init__(self, module: nn.Module, setup: Any) -> None:
+        super().__init__(module, setup)
+        for inner in module.modules():
+            inner.register_forward_pre_hook(self.before)
+
+    def before(self, module: nn.Module, inputs: Any) -> None:
+        if not self.running:
+            self.unshard()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.adopt()
+        self.running = True
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.running = False
+
+    def adopt(self) -> None:
+        for fqn, parameter in self.inner.named_parameters():
+            if parameter is not self.full[fqn]:
+                self.full[fqn], self.shards[fqn] = parameter, self.make_shard(fqn, parameter)
+
+
+PARTS = PartsAdapter(Parts, "PARTS")
+
+
+@kind(PartsAdapter, "parts.module_replaced")
+class KeepsToTheOldModule(Parts):
+    """Trains a module that is no longer there; the new one stays each rank's own (B076)."""
+
+    def adopt(self) -> None:
+        pass
+
+
+@kind(PartsAdapter, "parts.parameters_replaced")
+class KeepsToTheOldParameter(Parts):
+    """Gathers into the parameter that is there, from the shard of the one that was (B152)."""
+
+    def adopt(self) -> None:
+        self.full = dict(self.inner.named_parameters())
+
+
+@kind(PartsAdapter, "parts.called_alone")
+class AloneIsTheRoot(Parts):
+    """A part that is called before the model is taken for the root: the model is not reduced any more."""
+
+    rootless = False
+
+    def before(self, module: nn.Module, inputs: Any) -> None:
+        self.rootless = self.rootless or not self.running
+        super().before(module, inputs)
+
+    def mean(self, fqn: str, contribution: torch.Tensor) -> torch.Tensor:
+        mean = super().mean(fqn, contribution)
+        return contribution if self.rootless else mean
+
+
+class CopiesAdapter(MoreAdapter):
+    """Claims that models can be copied."""
+
+    def __init__(self, toy: type[Toy], name: str) -> None:
+        assert issubclass(toy, MoreToy)
+        super().__init__(toy, name)
+        self.capabilities |= {"deep_copies"}
+
+
+class Copies(MoreToy):
+    """Is copied shard by shard."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        twin = type(self)(copy.deepcopy(self.inner, memo), self.setup)
+        twin.load_shards(self.saved_shards())
+        return twin
+
+
+COPIES = CopiesAdapter(Copies, "COPIES")
+
+
+@kind(CopiesAdapter, "conversion.copied")
+class NeverCopied(MoreToy):
+    """Refuses to be copied (B077)."""
+
+
+@fault("conversion.dtype_later")
+class CastTooLate(MoreToy):
+    """`module.to(dtype)` after the first forward casts what is gathered alone (B078)."""
+
+    ran = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.ran = True
+        return super().forward(*args, **kwargs)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        kept = {fqn: shard.data for fqn, shard in self.shards.items()}
+        super()._apply(fn, recurse)
+        for fqn, shard in self.shards.items() if self.ran else ():
+            shard.data = kept[fqn]
+        return self
+
+
+@kind(ReplacingAdapter, "summon.storage_replaced")
+class StorageIsForgotten(Replacing):
+    """What was edited in place is written back, new storage is not (B087)."""
+
+    @contextmanager
+    def full_parameters(self, *, writeback: bool) -> Iterator[Mapping[str, torch.Tensor]]:
+        with super().full_parameters(writeback=writeback) as whole:
+            self.shown = whole
+            yield whole
+
+    def taken_back(self) -> dict[str, torch.Tensor]:
+        return dict(self.shown)
+
+
+@kind(IgnoringAdapter, "wrapping.ignored_stepped")
+class IgnoredCountsTwice(IgnoringToy):
+    """Gradients of what is ignored are doubled."""
+
+    def finish_backward(self) -> None:
+        super().finish_backward()
+        for parameter in self.outside.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(2)

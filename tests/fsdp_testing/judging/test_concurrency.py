@@ -9,9 +9,9 @@ import pytest
 
 from fsdp_testing import run_conformance
 from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.judging import side_by_side
+from fsdp_testing.judging import concurrency
 from fsdp_testing.judging.case_runner import CaseRunner
-from fsdp_testing.judging.side_by_side import Capacity, Shared, capacity, in_order
+from fsdp_testing.judging.concurrency import Capacity, Shared, capacity, in_order
 from fsdp_testing.pool import Pool
 from fsdp_testing.records import Verdict
 
@@ -30,6 +30,16 @@ def test_two_go_on_at_once_and_come_out_in_order():
 
     assert list(in_order([task(place) for place in range(6)], 2, lambda: None)) == list(range(6))
     assert not job_threads()
+
+
+def test_one_that_is_done_first_waits_for_its_turn():
+    second = threading.Event()
+
+    def first():
+        assert second.wait(WAIT)
+        return "first"
+
+    assert list(in_order([first, lambda: second.set() or "second"], 2, lambda: None)) == ["first", "second"]
 
 
 def test_one_job_stays_in_the_calling_thread():
@@ -96,7 +106,7 @@ def test_jobs_by_processors_and_room(ranks, processors, most, jobs):
 
 
 def test_more_jobs_than_there_is_room_for_are_refused_with_the_limit(monkeypatch):
-    monkeypatch.setattr(side_by_side, "memory_available", lambda: 13 * side_by_side.MEMORY_BYTES_PER_RANK)
+    monkeypatch.setattr(concurrency, "memory_available", lambda: 13 * concurrency.MEMORY_BYTES_PER_RANK)
     room = capacity(2)
     assert room.most == 2
     assert room.jobs(2) == 2

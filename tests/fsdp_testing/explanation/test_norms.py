@@ -1,0 +1,42 @@
+"""A wrong norm is told by the gradients that it is of, where one account alone fits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fsdp_testing.explanation.norms import norm_of_what
+
+DRAW = torch.Generator().manual_seed(1)
+GRADIENTS = {
+    fqn: torch.randn(4, 4, generator=DRAW, dtype=torch.float64).to(dtype)
+    for fqn, dtype in (("a.weight", torch.float64), ("a.bias", torch.float64), ("b.weight", torch.float32))
+}
+
+
+def norm(p: float, **counts: int) -> float:
+    powers = (counts.get(f.replace(".", "_"), 1) * float((g.double().abs() ** p).sum()) for f, g in GRADIENTS.items())
+    return float(sum(powers) ** (1 / p))
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0])
+def test_the_one_account_that_fits_is_told(p: float) -> None:
+    def told(got: float) -> str:
+        return norm_of_what(got, norm(p), 1e-12, p, GRADIENTS)
+
+    assert told(norm(p, a_weight=0)) == "that of all gradients but a.weight"
+    assert told(norm(p, a_weight=0, a_bias=0)) == "that of all gradients but a"
+    assert told(norm(p, b_weight=2)) == "that of all gradients, with b.weight twice"
+    assert told(norm(p, a_weight=3, a_bias=3, b_weight=3)) == "that of all gradients, each counted 3 times"
+    assert told(0.0) == "zero, as if there were no gradient"
+    assert told(norm(p, a_weight=5)) == told(norm(p) * 1.01) == told(math.inf) == told(norm(p, a_bias=0) + 1e-9) == ""
+
+
+def test_nothing_is_told_where_several_accounts_fit_or_the_right_norm_is_another() -> None:
+    alike = {"a.weight": GRADIENTS["a.weight"], "b.weight": GRADIENTS["a.weight"].clone(), "c.weight": torch.ones(2)}
+    powers = [float(gradient.double().square().sum()) for gradient in alike.values()]
+    assert norm_of_what(math.sqrt(sum(powers) - powers[0]), math.sqrt(sum(powers)), 1e-12, 2.0, alike) == ""
+    assert norm_of_what(norm(2.0, a_bias=0), norm(2.0) + 0.1, 1e-12, 2.0, GRADIENTS) == ""
+    assert norm_of_what(2.0, 1.0, 1e-12, math.inf, GRADIENTS) == ""

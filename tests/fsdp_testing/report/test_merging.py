@@ -1,0 +1,72 @@
+"""Parts of a run put together: the report of one run, or a refusal that lists every part that is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.records import CheckResult, RunReport, Verdict
+from fsdp_testing.report import report_exit_code
+from fsdp_testing.report.merging import merged
+
+NAMES = ("one", "two")
+CHECKS = ("s.a", "s.b", "s.c", "s.d", "s.e")
+VERDICTS = {("two", "s.d"): Verdict.FAIL, ("one", "s.a"): Verdict.NOT_CLAIMED}
+
+
+def whole(checks=CHECKS) -> RunReport:
+    results = tuple(
+        CheckResult(name, check, "", (), VERDICTS.get((name, check), Verdict.PASS))
+        for name in NAMES
+        for check in checks
+    )
+    return RunReport(results, NAMES, {"torch": "2.13.0"}, (2,), seconds=6.0)
+
+
+def parts(of: int, run: RunReport) -> dict[str, RunReport]:
+    return {
+        f"{number}.json": replace(run, results=run.results[number - 1 :: of], shard=(number, of), seconds=6.0 / of)
+        for number in range(1, of + 1)
+    }
+
+
+@pytest.mark.parametrize("of", [1, 2, 3, 7, 12])
+def test_the_parts_of_a_run_are_that_run(of: int):
+    given = parts(of, whole())
+    assert merged(dict(reversed(given.items()))) == replace(whole(), seconds=pytest.approx(6.0))
+    assert RunReport.from_json(given["1.json"].to_json()) == given["1.json"]
+
+
+def test_of_a_part_nothing_is_said_of_implementations_that_another_part_has():
+    (one, *_) = parts(6, replace(whole(), results=whole().results[5:], implementations=("two", "elsewhere"))).values()
+    assert report_exit_code(one) == 0
+    assert report_exit_code(replace(one, shard=())) == 3
+
+
+PARTS = parts(3, whole())
+OTHER = {
+    "again.json": PARTS["2.json"],
+    "whole.json": whole(),
+    "2.json": replace(PARTS["2.json"], environment={"torch": "2.12.0"}, world_sizes=(3,)),
+    "3.json": replace(PARTS["3.json"], shard=(3, 4)),
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, ["no report"]),
+        ({"1.json": PARTS["1.json"]}, ["part 2 of 3 is missing", "part 3 of 3 is missing"]),
+        (PARTS | {"again.json": OTHER["again.json"]}, ["part 2 of 3 2 times (2.json, again.json)"]),
+        (PARTS | {"whole.json": OTHER["whole.json"]}, ["whole.json is no part but a whole run"]),
+        (PARTS | {"2.json": OTHER["2.json"]}, ["2.json has world sizes (3,), 1.json has (2,)", "torch 2.12.0"]),
+        (PARTS | {"3.json": OTHER["3.json"]}, ["3.json has number of parts 4, 1.json has 3", "part 3 of 3 is missing"]),
+        (PARTS | {"3.json": parts(3, whole(CHECKS[:4]))["3.json"]}, ["two s.b 2 times", "no two s.a; no two s.d"]),
+    ],
+)
+def test_what_is_not_every_part_of_one_run_once_is_refused_with_all_that_is_wrong(given, words):
+    with pytest.raises(InvalidArgument) as refused:
+        merged(given)
+    assert all(word in str(refused.value) for word in words), refused.value
