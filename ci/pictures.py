@@ -72,10 +72,12 @@ def picture(report: RunReport) -> str:
 
 
 def words(svg: str) -> str:
-    """Return the text of a picture, every number as `#`: times and last digits depend on the machine."""
+    """Return the text of a picture, numbers and identities as `#`: times and last digits depend on the machine."""
     texts = ("".join(part.itertext()) for part in ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}text"))
     return re.sub(
-        r"\b\d[\d.]*(e[+-]?\d+)?\b", "#", " ".join(" ".join(texts).replace("\N{NO-BREAK SPACE}", " ").split())
+        r"\b[0-9a-f]{12}\b|\b\d[\d.]*(e[+-]?\d+)?\b",
+        "#",
+        " ".join(" ".join(texts).replace("\N{NO-BREAK SPACE}", " ").split()),
     )
 
 

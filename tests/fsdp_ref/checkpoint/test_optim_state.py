@@ -79,6 +79,7 @@ def test_every_layout_loads_what_another_saved(optim_lab, source):
             other.load_state_dict(optim_lab.adamw(loaded.parameters()).state_dict())
             with state_dict_type(loaded, *form):
                 mine = optim_state_dict_to_load(loaded, other, state, load_directly=True)
+            assert all(mine["state"].values())  # nothing for what this rank has no element of
             for entries in mine["state"].values():
                 for value in entries.values():
                     assert value.untyped_storage().nbytes() == value.nbytes
@@ -254,14 +255,14 @@ def test_entries_of_other_kinds_survive(optim_lab, api):
     one = saved["state"]["1.b.weight"]
     assert (one["none"], one["word"], one["nested"]) == (None, "x", {"deep": [1, 2]})
     assert torch.equal(one["history"], torch.arange(3.0)[None])
-    assert all(torch.equal(entries["step"], torch.tensor([2.0])) for entries in saved["state"].values())
+    kept = {name: entries for name, entries in saved["state"].items() if name != "mine"}
+    assert all(torch.equal(entries["step"], torch.tensor([2.0])) for entries in kept.values())
     for form, state in ((FULL,), saved), (RANK0, saved if optim_lab.rank == 0 else None):
         with state_dict_type(model, *form), pytest.warns(UserWarning, match="mine"):
             loaded = optim_state_dict_to_load(model, optim, state)
         assert loaded["extra"] == 7
         assert torch.equal(loaded["state"].pop("mine"), torch.ones(2))
         again = optim_state_dict(model, optim, loaded)  # torch's own loading makes a generator of the word
-        kept = {name: state for name, state in saved["state"].items() if name != "mine"}
         optim_lab.same(again["state"], kept)
 
 
@@ -327,16 +328,12 @@ def test_moments_in_another_dtype_than_the_parameters(optim_lab, api):
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"capturable": True, "foreach": False}])
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}])
 @pytest.mark.covers("OSD-03")
 def test_kinds_of_steps(optim_lab, options):
     def make(params):
         return optim_lab.adamw(params, amsgrad=True, **options)
 
-    if options.get("capturable"):
-        pytest.importorskip("torch.cuda")
-        if not torch.cuda.is_available():
-            pytest.skip("capturable optimizers step on devices only")
     for layout in ("orig FULL_SHARD wrapped", "flat FULL_SHARD whole"):
         model, optim = optim_lab.trained(layout, make=make)
         saved = optim_state_dict(model, optim)
