@@ -205,7 +205,9 @@ class Exchange:
         again, judged = self._once(place, items[:1])
         if judged[0] is not None:
             return [judged[0]]
-        same = [rank.fate for rank in outcome.ranks] == [rank.fate for rank in again.ranks]
+        # How the other ranks end depends on who notices first; a death is a death, and a hang a hang.
+        died, died_again = (any(rank.fate is Fate.DIED for rank in one.ranks) for one in (outcome, again))
+        same = died == died_again
         said = _cause(again) if same else f"different results: first {_cause(outcome)}; then, alone, {_cause(again)}"
         return [Verdict(FAILS if same else UNKNOWN, said[:_REASON_LENGTH])]
 

@@ -15,14 +15,14 @@ from torch import nn
 
 from fsdp_testing.campaign.batch import everyone_raised, setup_on
 from fsdp_testing.checkpoints.axes import SUBJECTS, Layout, Subject, case_of, further
-from fsdp_testing.checkpoints.ways import Source, save
+from fsdp_testing.checkpoints.ways import DirectoryRefused, Source, save
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.judging import record_stream
 from fsdp_testing.pool import Failed
 from fsdp_testing.pool.world import World, current_world
 from fsdp_testing.programs import models
 from fsdp_testing.programs.execute import RankProgram
-from fsdp_testing.records import Case, CaseRecord, OptimizerSpec, RankObservation
+from fsdp_testing.records import Case, CaseRecord, OptimizerSpec, RaisedError, RankObservation
 
 Settings = Mapping[str, Mapping[str, Any]]
 """By parameter, the settings of its group: learning rate and the like."""
@@ -150,6 +150,11 @@ class CheckpointProgram(RankProgram):
         if self.item.optimizer:
             with self._inside():
                 source.load_optimizer(self.adapter, self.model, self.optimizer)
+
+    def record(self, raised: Exception) -> RaisedError:
+        """Return what was raised; what torch.distributed.checkpoint refuses is no fault of this harness."""
+        error = super().record(raised)
+        return replace(error, not_implementation_fault=False) if isinstance(raised, DirectoryRefused) else error
 
     def build_optimizer(self) -> None:
         """Build the optimizer, with a group of its own for the parameters that the subject says."""

@@ -6,14 +6,15 @@ adapter's; what lies in between is torch's own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fsdp_testing.implementations.adapter import Adapter
@@ -31,7 +32,8 @@ def save(way: str, adapter: Adapter, model: nn.Module, optimizer: Any, folder: P
     if way == "dcp":
         state: dict[str, Any] = {"model": _shards(adapter, model)[0]}
         state |= {} if optimizer is None else {"optimizer": _optimizer_shards(adapter, model, optimizer)}
-        dcp.save(state, checkpoint_id=folder / _DIRECTORY)
+        with _refusals_as_errors():
+            dcp.save(state, checkpoint_id=folder / _DIRECTORY)
         return
     full: dict[str, Any] = {"model": dict(adapter.full_state_dict(model))}
     full |= {} if optimizer is None else {"optimizer": adapter.full_optimizer_state(model, optimizer)}
@@ -52,8 +54,22 @@ def read(way: str, folder: Path) -> dict[str, Any]:
         state: dict[str, Any] = torch.load(folder / _FILE, weights_only=True)
         return state
     blank = _blank(folder, "")
-    dcp.load(blank, checkpoint_id=folder / _DIRECTORY, no_dist=True)
+    with _refusals_as_errors():
+        dcp.load(blank, checkpoint_id=folder / _DIRECTORY, no_dist=True)
     return blank
+
+
+class DirectoryRefused(RuntimeError):
+    """torch.distributed.checkpoint could not save or load: its own exception is none that `except Exception` catches."""
+
+
+@contextmanager
+def _refusals_as_errors() -> Iterator[None]:
+    try:
+        yield
+    except CheckpointException as refused:
+        reasons = [f"rank {rank}: {type(error).__name__}: {error}" for rank, (error, _) in refused.failures.items()]
+        raise DirectoryRefused("; ".join(reasons)) from refused
 
 
 class Source:
@@ -74,7 +90,8 @@ class Source:
             adapter.load_full_state_dict(model, self._full["model"])
             return
         state, sharded = _shards(adapter, model)
-        dcp.load({"model": state}, checkpoint_id=self._folder / _DIRECTORY)
+        with _refusals_as_errors():
+            dcp.load({"model": state}, checkpoint_id=self._folder / _DIRECTORY)
         load: Any = adapter.load_sharded_state_dict if sharded else adapter.load_full_state_dict
         load(model, state)
 
@@ -91,7 +108,8 @@ class Source:
         else:
             state = _blank(self._folder, "optimizer")
             state["optimizer"].setdefault("state", {})  # a directory does not keep what is empty
-        dcp.load(state, checkpoint_id=self._folder / _DIRECTORY)
+        with _refusals_as_errors():
+            dcp.load(state, checkpoint_id=self._folder / _DIRECTORY)
         load: Any = adapter.load_sharded_optimizer_state if sharded else adapter.load_full_optimizer_state
         load(model, optimizer, state["optimizer"])
 
