@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -179,9 +180,13 @@ def expectations(path: Path | None, names: tuple[str, ...]) -> dict[str, dict[st
             f'--expected-failures: expected one table of `"check" = "reason"` per implementation, got {wrong} '
             f"in {str(path)!r}. Write [{wrong[0]}] and one line for each check."
         )
-    beside = {page.name: str(page) for page in path.parent.glob("*.md")}
+
+    def from_here(page: re.Match[str]) -> str:
+        beside = path.parent / page[0]
+        return str(beside) if beside.is_file() else page[0]
+
     return {
-        name: {check: PAGE.sub(lambda page: beside.get(page[0], page[0]), reason) for check, reason in table.items()}
+        name: {check: PAGE.sub(from_here, reason) for check, reason in table.items()}
         for name, table in document.items()
         if name in names
     }

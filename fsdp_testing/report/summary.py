@@ -116,7 +116,7 @@ class Known:
 
 
 ADDRESS = r"https?://[^\s<>\"'(),;]*[\w/]"
-PAGE = re.compile(rf"{ADDRESS}|[\w./-]+\.(?:md|rst|html)\b")
+PAGE = re.compile(rf"{ADDRESS}|[\w./-]+\.(?:md|rst|html|py)\b")
 
 
 def known_failures(report: RunReport) -> tuple[Known, ...]:
