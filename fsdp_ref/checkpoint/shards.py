@@ -48,9 +48,8 @@ class Spread:
         groups = handle.groups
         self.mesh = DeviceMesh.from_group(groups.shard, handle.config.device.type)
         if groups.mesh is not None and _row(groups.mesh) == dist.get_process_group_ranks(groups.shard):
-            self.mesh = (
-                groups.mesh
-            )  # whose ranks may stand in another order than in its groups, and flat shards then too
+            # Its ranks may stand in another order than in its groups, and flat shards then too.
+            self.mesh = groups.mesh
         self.size = self.mesh.size(self.mesh.ndim - 1)
         self._replicated = [Replicate()] * self.mesh.ndim
         self._sharded = [*self._replicated[:-1], Shard(0)]
