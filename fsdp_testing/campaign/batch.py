@@ -124,6 +124,7 @@ def everyone_raised(directory: str, world: World, index: int, mine: RaisedError)
 def _run(
     adapter: Adapter, case: Case, world: World, index: int, watch: Watch
 ) -> tuple[CaseRecord, weakref.ref[nn.Module]]:
+    _mesh(world, case.world.mesh_shape)  # before what is there is noted: its groups stay for the cases that follow
     before = _fingerprint()
     program = program_for(case, adapter, world.rank, partial(setup_on, world))
     accounted = program if isinstance(program, AccountedProgram) else None
