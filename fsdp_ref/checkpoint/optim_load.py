@@ -67,8 +67,8 @@ def load_optim_state(
     outline: Any = saved
     fetch: Fetch = gathered
     if source is Source.FIRST_RANK:
-        told = (problem, outlined(saved) if mine and not problem else None)
-        problem, outline = broadcast_object(told, (index.groups.replicate, index.groups.shard))
+        message = (problem, outlined(saved) if mine and not problem else None)
+        problem, outline = broadcast_object(message, (index.groups.replicate, index.groups.shard))
         fetch = Broadcast(index, saved if mine else None)
     elif source is Source.SHARDS:
         compare_names(index, saved, problem)
@@ -145,12 +145,12 @@ class _Loading:
     def _like_parameters(self, name: str) -> bool:
         """Return whether an entry is shaped like its parameter: where that has one element, a step count looks the same."""
         known = self.index.by_name()
-        told = [
+        decided = [
             tuple(state[name].shape) == known[key].shape
             for key, state in self.saved["state"].items()
             if key in known and math.prod(known[key].shape) != 1 and isinstance(state.get(name), (Tensor, Outline))
         ]
-        return any(told) if told else name != "step"
+        return any(decided) if decided else name != "step"
 
     def _misshapen(self, original: Original, state: Mapping[str, Any]) -> Iterator[str]:
         if original.handle is None:

@@ -154,7 +154,7 @@ class Exchange:
             yield self._told(Result(place.name, "", item.subject, item.way, verdict.status, verdict.reason))
 
     def _loaded_by(self, place: Place, saved: Sequence[Result]) -> list[Result]:
-        """Load what was saved; what was saved wrong is told as that, and loaded by nobody."""
+        """Load what was saved; what was saved wrong is reported as that, and loaded by nobody."""
         found, items, savers = [], [], []
         carries = {p.name: _has_optimizer(p.adapter) and _has_optimizer(place.adapter) for p in self.places}
         for one in saved:

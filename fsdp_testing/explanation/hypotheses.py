@@ -179,15 +179,15 @@ class WrongNumbers:
             return None
         gradients = {q.name: one.value for q, one in before.quantities.items() if q.kind == "gradient"}
         measured = {fqn: value for fqn, value in gradients.items() if value is not None and value.numel()}
-        told = set()
+        found = set()
         for quantity in self._wrong:
             got, due = self._got(quantity, point, None), point.quantities[quantity]
             if got is None or due.value is None:
                 return None
             bound = float(torch.as_tensor(due.bound).max())
-            told.add(norm_of_what(float(got), float(due.value), bound, norm_type, measured))
-        words = told.pop()
-        return Hypothesis(-1, self._kinds, pattern=Pattern("norm", words)) if words and not told else None
+            found.add(norm_of_what(float(got), float(due.value), bound, norm_type, measured))
+        words = found.pop()
+        return Hypothesis(-1, self._kinds, pattern=Pattern("norm", words)) if words and not found else None
 
     def _pattern(self, point: ExpectedPoint) -> Hypothesis | None:
         """What every quantity that is wrong is like, if all are like the same."""

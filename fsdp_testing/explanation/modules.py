@@ -2,7 +2,7 @@
 
 The inputs and parameters of each call, its outputs and their gradients are compared with those of one process. Where all
 of them are right, it is what the operation left: gradients of parameters, or what a step made of them. Only what was
-seen is told.
+seen is said.
 """
 
 from __future__ import annotations

@@ -265,7 +265,7 @@ class RankTemporaryPaths:
 
 
 def _without_torchs_log(section: tuple[str, str]) -> tuple[str, str]:
-    """Leave out the lines in which torch logs that a collective raised: the exception itself is told."""
+    """Leave out the lines in which torch logs that a collective raised: the exception itself is shown."""
     title, text = section
     if not title.startswith("Captured log"):
         return section

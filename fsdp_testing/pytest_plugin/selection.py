@@ -96,7 +96,7 @@ def size_words(item: pytest.Item) -> set[str]:
     try:
         return {f"world{world_request(item).size}"}
     except InvalidArgument:
-        return set()  # told where tests that cannot run are told
+        return set()  # reported with the tests that cannot run
 
 
 def refusal_to_draw(item: pytest.Item) -> str | None:

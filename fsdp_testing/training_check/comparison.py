@@ -73,7 +73,7 @@ def first_difference(
         other: What is judged.
         roundings: Admitted, in units of roundoff of a quantity's dtype times its largest number. 0 demands equality.
         admitted: What is admitted beside that, for each number.
-        decided: Is told how much was compared, and what of it is undecided.
+        decided: Takes note of how much was compared, and what of it is undecided.
     """
     for name in [*reference, *(name for name in other if name not in reference)]:
         if name not in reference or name not in other:
@@ -109,7 +109,7 @@ def beyond_roundings(
         other: What is judged.
         roundings: As for `first_difference`.
         disturbed: Given a seed, returns pairs of a run and the same run with roundings made differently.
-        decided: Is told how much was compared, and what of it is undecided.
+        decided: Takes note of how much was compared, and what of it is undecided.
     """
     pairs: list[tuple[Quantities, Quantities]] = []
     seen = Decided()
