@@ -203,11 +203,14 @@ class GradientStore:
                 changed.append(index)
         both = self.local_F is not None and self.reduced_S is not None
         if changed:
-            self._absorb(params, changed)
+            # A forward under inference_mode() may be the first to look; what is made here later backwards add to.
+            with torch.inference_mode(False), torch.no_grad():
+                self._absorb(params, changed)
         elif (both or self._lost_S is not None) and self._versions() != self._seen_versions:
             self._lost_S = None
             if both:
-                self._forget_zeroed()
+                with torch.inference_mode(False), torch.no_grad():
+                    self._forget_zeroed()
 
     def _versions(self) -> list[int]:
         """Count the writes to what users see: by its own counter, and by those of gradients that have one of their own.

@@ -285,3 +285,18 @@ def test_an_optimizer_over_some_parameters_clears_those_after_no_sync(lab, orig_
     torch.optim.SGD(list(reference.parameters())[:2], lr=0.1).zero_grad(set_to_none)
     lab.reference_step(reference, lab.batches(2))
     lab.assert_grads(model, reference)
+
+
+@pytest.mark.world(2)
+def test_zeroing_after_no_sync_that_an_inference_is_the_first_to_see(world, trial, api, strategy):
+    """What the zeros become is made under ``inference_mode()``, and later backwards add to it."""
+    t = trial(api, strategy)
+    t.both_backward(0)
+    with t.no_sync():
+        t.both_backward(1)
+    t.zero_grad(set_to_none=False)
+    with torch.inference_mode():
+        t.loss(t.inputs(2))
+    t.both_backward(3)
+    t.step()
+    t.compare()
