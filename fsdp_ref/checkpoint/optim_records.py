@@ -77,11 +77,11 @@ def _differences(one: tuple[int, Mapping[str, Entry]], other: tuple[int, Mapping
     for name in dict.fromkeys((*one[1], *other[1])):
         mine, others = one[1].get(name), other[1].get(name)
         if mine is None or others is None or mine.differs(others):
-            has = [f"rank {rank}: {_told(entries.get(name))}" for rank, entries in (one, other)]
+            has = [f"rank {rank}: {_shown(entries.get(name))}" for rank, entries in (one, other)]
             yield f".{name}: {', '.join(has)}"
 
 
-def _told(entry: Entry | None) -> str:
+def _shown(entry: Entry | None) -> str:
     return "missing" if entry is None else f"{entry.dtype or entry.value}"
 
 

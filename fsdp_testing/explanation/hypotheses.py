@@ -186,8 +186,9 @@ class WrongNumbers:
                 return None
             bound = float(torch.as_tensor(due.bound).max())
             found.add(norm_of_what(float(got), float(due.value), bound, norm_type, measured))
-        words = found.pop()
-        return Hypothesis(-1, self._kinds, pattern=Pattern("norm", words)) if words and not found else None
+        if len(found) != 1 or not any(found):
+            return None
+        return Hypothesis(-1, self._kinds, pattern=Pattern("norm", found.pop()))
 
     def _pattern(self, point: ExpectedPoint) -> Hypothesis | None:
         """What every quantity that is wrong is like, if all are like the same."""
