@@ -197,6 +197,11 @@ def test_moments_and_models_that_are_refused(optim_lab):
     model.module[1].module.extra = around.extra
     with pytest.raises(FsdpRuntimeError, match=r"added to modules of units after sharding: 0.1.extra"):
         optim_state_dict(around, optim)
+    model.module[1].module.a = nn.Identity()
+    with pytest.raises(
+        FsdpRuntimeError, match=r"a model without 0.1.a.weight, 0.1.a.bias, whose modules were replaced"
+    ):
+        optim_state_dict(around, optim)
 
 
 def refusal(model, optim, saved):
