@@ -26,6 +26,7 @@ __all__ = [
     "graph_task_id",
     "hook_first",
     "in_backward",
+    "is_called_from",
     "labelled",
     "queue_backward_callback",
     "reduce_scatter_flat",
@@ -115,6 +116,16 @@ def labelled(event: str, unit: str) -> AbstractContextManager[object]:
     if not _profiler._is_profiler_enabled:
         return _NOT_PROFILED
     return torch.profiler.record_function(f"FSDP::{event} ({unit or 'root'})")
+
+
+def is_called_from(module: str) -> bool:
+    """Return whether a function of the module with this name is on the stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == module:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class RunningCall:

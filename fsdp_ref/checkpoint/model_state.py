@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from fsdp_ref.access.summon import SummonOptions, refuse_running, summon
 from fsdp_ref.annotations import OWNERS_KEY, owners_of, unit_of, units_in
+from fsdp_ref.checkpoint.own_state import watch_optimizers
 from fsdp_ref.checkpoint.shards import Spread, compare_ranks, flat_shard_problem, is_spread, whole
 from fsdp_ref.compat import RunningCall
 from fsdp_ref.config import FullStateDictConfig, ShardingStrategy, StateDictType
@@ -96,6 +97,7 @@ class OpenState:
 
 def install(units: Iterable[Unit]) -> None:
     """Give the modules of new units, and those that users call for them, their hooks; copies of them have hooks too."""
+    watch_optimizers()
     for unit in units:
         names: dict[nn.Module, list[str]] = {module: [] for module in (unit.holder, *unit.modules)}
         sites = [] if unit.handle is None else [s for managed in unit.handle.originals.managed for s in managed.sites]
