@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fsdp_ref.compat import is_called_from
+from fsdp_ref.compat import calls_of
 from fsdp_ref.errors import UnsupportedError, explain
 from fsdp_ref.storage.views import is_flattened
 
@@ -40,8 +40,13 @@ def guard(optim: Optimizer, *_: Any) -> None:
         optim.register_load_state_dict_pre_hook(_refuse_torch)
 
 
+def sends_from_rank0() -> bool:
+    """Return whether torch's functions load now what rank 0 alone has (``StateDictOptions(broadcast_from_rank0=True)``)."""
+    return any(getattr(call.f_locals.get("options"), "broadcast_from_rank0", False) for call in calls_of(_TORCH))
+
+
 def _refuse_torch(optim: Optimizer, *_: Any) -> None:
-    if is_called_from(_TORCH):
+    if calls_of(_TORCH):
         raise UnsupportedError(
             explain(
                 f"{_TORCH} with {type(optim).__name__} of a model sharded by fsdp_ref",

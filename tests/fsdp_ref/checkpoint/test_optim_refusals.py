@@ -272,3 +272,16 @@ def test_torchs_own_functions_are_refused(optim_lab, layout):
     others = [torch.nn.Parameter(torch.ones(2))]
     plain = optim_lab.adamw(others)
     assert torch_functions.get_optimizer_state_dict(nn.ParameterList(others), plain)["state"]["0"]["step"] == 1.0
+
+
+@pytest.mark.world(3)
+def test_what_one_rank_alone_cannot_save_is_refused_by_all(optim_lab):
+    model, optim = optim_lab.trained("orig FULL_SHARD wrapped")
+    odd = {"state": {}, "param_groups": [{"params": [99]}]}
+    with pytest.raises(FsdpValueError, match=r"expected parameter keys of this optimizer \(.*\), got 99.") as caught:
+        optim_state_dict(model, optim, odd if optim_lab.rank == 1 else None)
+    assert ("rank 1 of the shard group: " in str(caught.value)) == (optim_lab.rank != 1)
+    stranger = torch.optim.SGD([torch.zeros(3, requires_grad=True)], lr=0.1)
+    with pytest.raises(FsdpValueError, match=r"number 0 of shape \(3,\) in group 0"):
+        optim_state_dict(model, stranger if optim_lab.rank == 2 else optim)
+    assert optim_state_dict(model, optim)["state"]
