@@ -33,6 +33,7 @@ from fsdp_ref.config import (
     StateDictType,
 )
 from fsdp_ref.handle.marked_parameter import FlatParameter
+from fsdp_ref.training.uneven_inputs import UnevenInputs
 
 __all__ = [
     "BackwardPrefetch",
@@ -52,6 +53,7 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "UnevenInputs",
     "clip_grad_norm_",
     "fully_shard",
     "get_state_dict_type",
