@@ -130,7 +130,10 @@ class CauseFinder:
             job = next(batches, None) if time.monotonic() < self._until else None
             return None if job is None else lambda lane: certificate.runner.run(lane, job)
 
-        drive(certificate.pool, self._lanes, next_job, self._besides.update)
+        def take(found: Marked) -> None:
+            self._besides.update(found)
+
+        drive(certificate.pool, self._lanes, next_job, take)
 
     def _mark(self, cell: Cell) -> Mark | None:
         return self._verdicts.marks.get(cell) or self._besides.get(cell)
