@@ -11,12 +11,14 @@ but for `PAGES`, which names the page of docs/findings that explains a cause.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from fsdp_testing.certificate.axes import WORLDS
+from fsdp_testing.certificate.causes import schedule_of
 from fsdp_testing.certificate.summary import FACES, STATUSES
 from fsdp_testing.certificate.verdicts import FAILS, HOLDS, REFUSED, UNKNOWN
 from fsdp_testing.records import Case
@@ -28,7 +30,15 @@ FINDINGS = ROOT / "docs" / "findings"
 NAMES = ("torch-ddp", "torch-fsdp1", "torch-fsdp1-flat", "torch-fsdp2", "fsdp_ref-wrapper", "fsdp_ref-composable")
 ALL_WORLDS = [f"{strategy} {mesh}" for strategy, meshes in WORLDS.items() for mesh in meshes]
 
-PAGES: dict[str, str] = {}
+_LOW = "bfloat16, reduced in float32"
+PAGES: dict[str, str] = {
+    "hybrid-group-of-one": "fsdp1-hybrid-group-of-one",
+    "local-sums-in-low-precision": "fsdp1-local-sums-in-low-precision",
+    f"full_shard/1/root/plain/nS/nS/-1/to none/{_LOW}": "fsdp2-no-sync-then-unused-in-mixed-precision",
+    f"full_shard/1/root and two nested/plain/nS/nS/-1/to none/{_LOW}": "fsdp2-no-sync-then-unused-in-mixed-precision",
+    f"full_shard/1/root/under two names/NS/S/-1/to none/{_LOW}": "fsdp1-no-shard-shared-low-precision",
+    f"full_shard/1/root/shared weight/NS/S/-1/to none/{_LOW}": "fsdp1-no-shard-shared-low-precision",
+}
 """Name of a known failure, or simplest cell of a cause -> page of docs/findings that explains it, with a script."""
 
 STYLE = """<style>
@@ -70,11 +80,10 @@ def kept_of(found: dict[str, Any], day: str) -> Kept:
 
 def _cause(one: dict[str, Any]) -> dict[str, Any]:
     case = Case.from_json({"format": "fsdp_testing/case", "version": 1, **one["case"]})
-    lines = [operation.text(place).removeprefix("operation ") for place, operation in enumerate(case.program)]
     cell = "/".join(str(value) for value in one["cell"].values())
     where = {"world": f"{case.strategy} {one['cell']['mesh']}", "units": ["", *case.wrapping.units]}
     plain = {name: one[name] for name in ("cells", "signature", "reason", "known", "shortened")}
-    return {**plain, "cell": cell, **where, "schedule": lines}
+    return {**plain, "cell": cell, **where, "schedule": schedule_of(case)}
 
 
 def write(kept: Kept) -> None:
@@ -105,13 +114,18 @@ def pages(table: dict[str, Kept]) -> dict[str, str]:
 
 
 def picture(kept: Kept) -> str:
-    """Return the cube as a file that shows by itself what the HTML report shows inside a page."""
+    """Return the cube as a file that shows by itself what the HTML report shows inside a page.
+
+    Patterns of the first step that hold in every world are left out, and texts for a pointer, which pictures do not show.
+    """
     faces = {
         world: {face: {s: n for s, n in zip(STATUSES, counts) if n} for face, counts in by_face.items()}
         for world, by_face in kept["faces"].items()
     }
-    rows = [face for face in FACES if any(face in by_face for by_face in faces.values())]
+    found = {face: [by_face[face] for by_face in faces.values() if face in by_face] for face in FACES}
+    rows = [f for f in FACES if found[f] and not (f.startswith("first: ") and all(set(c) <= {HOLDS} for c in found[f]))]
     drawn = str(cube_picture(faces, rows, [world for world in ALL_WORLDS if world in faces]))
+    drawn = re.sub(r"><title>[^<]*</title></rect>", "/>", drawn)
     opening, _, rest = drawn.partition(">")
     return f"{opening.replace('<svg', '<svg xmlns=' + chr(34) + 'http://www.w3.org/2000/svg' + chr(34), 1)}>{STYLE}{rest}\n"
 
@@ -151,8 +165,9 @@ def page(kept: Kept) -> str:
         "",
         f"![Which cells hold and which fail]({name}.svg)",
         "",
-        "Green: all cells of a square hold; red: all fail; pale with an edge: some do; grey: refused; violet: unknown. What is",
-        "not claimed is left out. Letters of a first step: S synchronises, N stays local, a small letter leaves a part unused.",
+        "Green: all cells of a square hold; red: all fail; pale with an edge: some do; grey: refused; violet: unknown; blank:",
+        "none ran. Letters of a first step: S synchronises, N stays local, a small letter leaves a part unused; patterns without a",
+        "row hold everywhere.",
     ]
     if kept["causes"]:
         lines += ["", "## Why cells fail"]

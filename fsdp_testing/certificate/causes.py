@@ -15,7 +15,7 @@ from fsdp_testing.certificate.cube import packed, simpler
 from fsdp_testing.certificate.verdicts import FAILS, Mark
 from fsdp_testing.findings.known import KnownFailures
 from fsdp_testing.judging.batch_judge import CaseNote
-from fsdp_testing.records import RAISES, Case, FailureKind
+from fsdp_testing.records import RAISES, Case, FailureKind, Operation
 from fsdp_testing.strategies import legal_case, needs_of_case
 
 _NUMBERS = frozenset({FailureKind.DIVERGED, FailureKind.DISAGREED, FailureKind.MISSING})
@@ -49,7 +49,23 @@ class CellCause:
     @property
     def schedule(self) -> tuple[str, ...]:
         """Return the operations of its case, one line each."""
-        return tuple(o.text(place).removeprefix("operation ") for place, o in enumerate(self.case.program))
+        return schedule_of(self.case)
+
+
+def schedule_of(case: Case) -> tuple[str, ...]:
+    """Return the operations of a case, one line each, with the ranks that leave out a part of the model."""
+    return tuple(
+        operation.text(place).removeprefix("operation ") + _left_out(operation, case.world.size)
+        for place, operation in enumerate(case.program)
+    )
+
+
+def _left_out(operation: Operation, size: int) -> str:
+    usage = [[batch.usage_of(rank) or () for batch in operation.batches()] for rank in range(size)]
+    ranks = [rank for rank, batches in enumerate(usage) if not all(map(all, batches))]
+    if not ranks:
+        return ""
+    return ", a part left out" + ("" if len(ranks) == size else f" on rank {', '.join(map(str, ranks))}")
 
 
 class CauseFinder:
