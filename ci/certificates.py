@@ -166,8 +166,8 @@ def page(kept: Kept) -> str:
         f"![Which cells hold and which fail]({name}.svg)",
         "",
         "Green: all cells of a square hold; red: all fail; pale with an edge: some do; grey: refused; violet: unknown; blank:",
-        "none ran. Letters of a first step: S synchronises, N stays local, a small letter leaves a part unused; patterns without a",
-        "row hold everywhere.",
+        "none ran. Letters of a first step: S synchronises, N stays local, a small letter leaves a part unused; patterns without",
+        "a row hold everywhere.",
     ]
     if kept["causes"]:
         lines += ["", "## Why cells fail"]
