@@ -64,6 +64,7 @@ def attach(
 def _make(unit: ResolvedUnit, params: Sequence[ManagedParam], connect: Connect, ignored: Ignored) -> Unit:
     """Move, broadcast and flatten one unit: the memory of its full parameters is free before the next one begins."""
     planned, config = unit.planned, unit.config
+    params = [each.flattened(unit.extensions[each.fqn]) if each.fqn in unit.extensions else each for each in params]
     if unit.options["device_id"] is not None:
         move_states(planned, config.device, ignored)
     if unit.options["sync_module_states"]:
