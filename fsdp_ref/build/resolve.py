@@ -123,17 +123,19 @@ def _extensions(unit: PlannedUnit, groups: DataParallelGroups) -> dict[str, Para
 
 
 def _tensor_axis(extensions: Sequence[ParameterExtension]) -> dist.ProcessGroup | None:
-    axes = list(dict.fromkeys(each.group for each in extensions if each.group is not None))
+    # torch may give two equal meshes groups of their own; one of them serves.
+    found = [each.group for each in extensions if each.group is not None]
+    axes = {tuple(dist.get_process_group_ranks(group)): group for group in reversed(found)}
     if len(axes) > 1:
         raise UnsupportedError(
             explain(
                 "tensor parallelism",
                 expected="one axis for all parameters of a model",
-                got=f"{len(axes)}, over ranks {listing(sorted(dist.get_process_group_ranks(axis)) for axis in axes)}",
+                got=f"{len(axes)}, over ranks {listing(axes)}",
                 remedy="Use one mesh for parallelize_module",
             )
         )
-    return axes[0] if axes else None
+    return found[0] if found else None
 
 
 def _with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:

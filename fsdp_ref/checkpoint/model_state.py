@@ -33,6 +33,7 @@ from fsdp_ref.naming import FLAT_PARAM, FSDP_WRAPPED_MODULE, clean_tensor_name, 
 from fsdp_ref.runtime.root import close_ended, lazy_init
 from fsdp_ref.runtime.unit import Unit
 from fsdp_ref.states import ReshardReason, UnitState
+from fsdp_ref.storage.param_sites import managed_at
 
 if TYPE_CHECKING:
     from fsdp_ref.storage.extension import ParameterExtension
@@ -218,6 +219,14 @@ def _takes_part(unit: Unit) -> bool:
     return unit.handle is not None and unit.handle.originals.extended and unit.config.groups.is_first
 
 
+def _extension_at(unit: Unit, module: nn.Module, name: str) -> ParameterExtension | None:
+    handle = unit.handle
+    found = (
+        managed_at(handle.originals.managed, module, name) if handle is not None and handle.originals.extended else None
+    )
+    return None if found is None else found.extension
+
+
 def _leave(module: nn.Module) -> None:
     for unit in owners_of(module):
         open_state = unit.open_state
@@ -252,14 +261,14 @@ def _after_save(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
 
 def _convert(unit: Unit, open_state: OpenState, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
     """Give the module's own entries their form."""
-    assert unit.handle is not None  # it was opened
     for name in owners_of(module)[unit]:
         key = prefix + name
         if open_state.form is StateDictType.LOCAL_STATE_DICT:
             state.pop(key, None)
         elif isinstance(state.get(key), Tensor):
-            state[key] = open_state.entry(state[key], unit.handle.originals.extension_at(module, name))
+            state[key] = open_state.entry(state[key], _extension_at(unit, module, name))
     if open_state.form is StateDictType.LOCAL_STATE_DICT and module is unit.module:
+        assert unit.handle is not None  # it was opened
         state[prefix + FLAT_PARAM] = open_state.spread.flat_shard(unit.handle)
 
 
@@ -310,7 +319,7 @@ def _before_load(
         for name in names:
             param = module._parameters.get(name)
             _take_whole(unit, param, state, prefix + name, reports[2])
-            extension = None if unit.handle is None else unit.handle.originals.extension_at(module, name)
+            extension = _extension_at(unit, module, name)
             value = state.get(prefix + name)
             if (
                 extension is not None

@@ -114,25 +114,37 @@ def compare_ranks(
         One exchange of a line for each DTensor over ``group``, and of what came over ``axis``.
     """
     mine = [
-        f"{clean_tensor_name(key)}: {tuple(value.shape)} of {value.dtype} as {value.placements} on "
-        f"{value.device_mesh.mesh.tolist()}{_of_another_rank(value)}"
+        (
+            f"{clean_tensor_name(key)}: {tuple(value.shape)} of {value.dtype} as {value.placements}",
+            f" on {value.device_mesh.mesh.tolist()}{_of_another_rank(value)}",
+        )
         for key, value in state.items()
         if key.startswith(prefix) and is_dtensor(value)
     ]
-    per_rank = gather_objects(mine, group)
+    per_rank = gather_objects([what + where for what, where in mine], group)
+    odd = _odd(per_rank)
     if axis is not None:
-        per_rank = [lines for part in gather_objects(per_rank, axis) for lines in part]
-    if any(lines != per_rank[0] for lines in per_rank):
-        common = set(per_rank[0]).intersection(*per_rank[1:])
-        odd = [f"rank {rank}: {line}" for rank, lines in enumerate(per_rank) for line in lines if line not in common]
+        # What is not cut over the axis lies on other ranks for each of its ranks.
+        parts = gather_objects(([what for what, _ in mine], odd), axis)
+        odd = [line for _, lines in parts for line in lines] or _odd([what for what, _ in parts])
+    if odd:
         raise FsdpRuntimeError(
             explain(
                 "load_state_dict of a sharded state",
                 expected="the same sharded entries in the same order on every rank",
-                got=listing(odd) or "another order of the same entries",
+                got=listing(dict.fromkeys(odd)),
                 remedy="Load the files of all ranks of one save, or use torch.distributed.checkpoint",
             )
         )
+
+
+def _odd(per_rank: Sequence[Sequence[str]]) -> list[str]:
+    """Return which entries not all ranks of a group have."""
+    if all(lines == per_rank[0] for lines in per_rank):
+        return []
+    common = set(per_rank[0]).intersection(*per_rank[1:])
+    odd = [f"rank {rank}: {line}" for rank, lines in enumerate(per_rank) for line in lines if line not in common]
+    return odd or ["another order of the same entries"]
 
 
 def _of_another_rank(value: Any) -> str:

@@ -191,7 +191,7 @@ def why_not(param: Tensor, groups: DataParallelGroups | None, device: torch.devi
     if mesh.ndim != 1 or mesh.get_coordinate() is None:
         return f"over a mesh of {mesh.ndim} axes, expected one axis that this rank is on"
     if type(placements[0]) not in {Shard, Replicate}:
-        return f"laid out as {placements[0]}, expected Shard or Replicate"
+        return f"laid out as {placements[0]!r}, expected Shard or Replicate"
     if param.is_meta or param.device != device:
         return f"on {param.device}, expected values on {device}, where the unit computes"
     if groups is None:

@@ -26,7 +26,6 @@ from fsdp_ref.storage.views import SiteWriters, flat_views, mark_flattened, resh
 
 if TYPE_CHECKING:
     from fsdp_ref.handle.flat_handle import FlatHandle
-    from fsdp_ref.storage.extension import ParameterExtension
 
 
 class Shown(Enum):
@@ -193,13 +192,6 @@ class Originals:
         if not self.extended:
             return views
         return [view if each is None else each.unflatten(view) for view, each in zip(views, self.extensions)]
-
-    def extension_at(self, module: nn.Module, name: str) -> ParameterExtension | None:
-        """Return what is special about the parameter that hangs at ``module.name``."""
-        for managed in self.managed if self.extended else ():
-            if any(site.module is module and site.name == name for site in managed.sites):
-                return managed.extension
-        return None
 
     def plain(self, index: int, value: Tensor) -> Tensor:
         """Return the plain tensor in what a place of original ``index`` shows; the inverse of :meth:`unflattened`.

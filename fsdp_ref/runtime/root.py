@@ -284,9 +284,8 @@ def check_homogeneous(units: list[Unit]) -> None:
         "limit_all_gathers": [unit.config.limit_all_gathers for unit in units],
         "_use_full_prec_in_eval": [unit.config.switches.full_precision_in_eval for unit in units],
     }
-    axes = {axis: dist.get_process_group_ranks(axis) for axis in _tensor_groups(units) if axis is not None}
-    if len(axes) > 1:
-        settings["tensor-parallel ranks"] = ["none" if axis is None else axes[axis] for axis in _tensor_groups(units)]
+    axes = [dist.get_process_group_ranks(axis) for axis in _tensor_groups(units) if axis is not None]
+    settings["tensor-parallel ranks"] = [*axes]
     for name, values in settings.items():
         if any(value != values[0] for value in values):
             odd = [f"{type(unit.module).__name__}: {value}" for unit, value in zip(units, values) if value != values[0]]
