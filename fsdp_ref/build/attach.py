@@ -68,7 +68,7 @@ def _make(unit: ResolvedUnit, params: Sequence[ManagedParam], connect: Connect, 
     if unit.options["device_id"] is not None:
         move_states(planned, config.device, ignored)
     if unit.options["sync_module_states"]:
-        broadcast_states([managed.param for managed in params], planned.modules, config)
+        broadcast_states(params, planned.modules, config)
     handle = FlatHandle(params, planned.module, config, planned.fqn) if params else None
     called = connect(planned)
     made = Unit(planned.module, called, handle, config, planned.modules, ignored)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fsdp_ref.build.device import compute_device, explicit_device
 from fsdp_ref.build.materialize import check_broadcastable, check_initializable
 from fsdp_ref.comm.groups import DataParallelGroups, default_group, effective_strategy, groups_by_host, resolve_groups
-from fsdp_ref.comm.tensor_parallel import TensorParallel, why_not
+from fsdp_ref.comm.tensor_parallel import TensorParallel, is_dtensor, why_not
 from fsdp_ref.config import (
     BackwardPrefetch,
     MixedPrecision,
@@ -31,6 +31,7 @@ from fsdp_ref.config import (
 from fsdp_ref.env import read_switches
 from fsdp_ref.errors import ConfigError, FlattenError, UnsupportedError, explain, listing
 from fsdp_ref.handle.flatten import check_params
+from fsdp_ref.handle.param_hooks import is_hooked
 from fsdp_ref.storage.extension import ParameterExtension, registered_extension
 
 if TYPE_CHECKING:
@@ -163,6 +164,8 @@ def _check(
         check_broadcastable(unit, device)
     reasons = {name: why_not(param, given, device) for name, param in zip(unit.fqns, params)}
     bad = [f"{name} {reason}" for name, reason in reasons.items() if reason is not None]
+    hooked = [name for name, param in zip(unit.fqns, params) if is_dtensor(param) and is_hooked(param)]
+    bad += [f"{name} with hooks, expected none, which go with it (register them after sharding)" for name in hooked]
     if bad:
         raise FlattenError(
             f"unit {unit.fqn or 'root'!r}: expected DTensors of one tensor-parallel axis beside the unit's own, got "

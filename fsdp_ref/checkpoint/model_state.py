@@ -303,7 +303,8 @@ def _before_load(
         group = unit.config.groups.shard
         if unit.state_dict_settings.state_dict_type is StateDictType.SHARDED_STATE_DICT and group not in compared:
             compared.add(group)
-            compare_ranks(state, prefix, group, lazy_init(unit).tensor_group)
+            axes = (each.config.groups.tensor for each in (*closed, *units_in(module)))
+            compare_ranks(state, prefix, group, next((axis for axis in axes if axis is not None), None))
         _open(unit, module, loading=True)
     if FSDP_WRAPPED_MODULE in module._modules:
         _rename(state, prefix, lambda name: join_fqn(FSDP_WRAPPED_MODULE, name))

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fsdp_ref
 from fsdp_ref import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
@@ -180,7 +181,12 @@ def test_trains_as_one_process(world, mesh, path, strategy):
     freeze = frozen if path != "flat" else (lambda model: model)
     reference = freeze(make())
     _, want = train_in_one_process(reference)
-    model = shard(freeze(parallelize(make(), mesh)), mesh, path, strategy)
+    model = freeze(parallelize(make(), mesh))
+    # Rank 0's values count: other replicas differ in everything, other ranks of the axis in what is plain.
+    for param in model.parameters():
+        if mesh["dp"].get_local_rank() or (not hasattr(param, "placements") and world.rank):
+            param.data.add_(1.0 + world.rank)
+    model = shard(model, mesh, path, strategy, sync_module_states=True)
     _, norms = train(model, mesh["dp"].get_local_rank())
     for norm, expected in zip(norms, want, strict=True):
         # Sums over other ranks than one process has: 1e-10 is far above their roundings and below any other meaning.
@@ -254,8 +260,12 @@ class Curves(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+        self.recomputes = False
 
     def forward(self, x):
+        return checkpoint(self.curve, x, use_reentrant=False) if self.recomputes else self.curve(x)
+
+    def curve(self, x):
         return self.down(torch.tanh(self.up(x)).sigmoid())
 
 
@@ -263,7 +273,8 @@ def curves(mesh):
     from torch.distributed.tensor import parallel as tp
 
     torch.manual_seed(0)
-    model = nn.Sequential(Curves(), Curves()).double()
+    model = nn.Sequential(Curves(), Curves(), Curves()).double()
+    model[2].recomputes = True
     reference = copy.deepcopy(model)
     for part in model:
         plan = {"up": tp.ColwiseParallel(use_local_output=False), "down": tp.RowwiseParallel()}
@@ -313,7 +324,10 @@ def test_refused_before_anything_is_touched(mesh):
     other = DeviceMesh.from_group(dist.group.WORLD, "cpu")
     everywhere = nn.Parameter(distribute_tensor(weight.full_tensor().detach(), other))
     meta = nn.Parameter(DTensor.from_local(local.to("meta"), mesh["tp"]))
+    hooked = nn.Parameter(distribute_tensor(weight.full_tensor().detach(), mesh["tp"]))
+    hooked.register_hook(lambda grad: grad)
     cases = [
+        (hooked, mesh["dp"], r"blocks\.0\.up\.weight with hooks"),
         (partial, mesh["dp"], r"blocks\.0\.up\.weight laid out as Partial"),
         (both, mesh["dp"], "a mesh of 2 axes"),
         (everywhere, mesh["dp"], r"sharded or replicated over \[\d\] too"),

@@ -205,10 +205,9 @@ def load_plain(folder, whole):
         )
 
 
-@pytest.mark.parametrize(("path", "other"), [("composable", "flat"), ("flat", "wrapper")])
-def test_saved_at_two_by_two_loaded_elsewhere(worlds, tmp_path, path, other):
+def test_saved_at_two_by_two_loaded_elsewhere(worlds, tmp_path):
     folder = str(tmp_path)
-    whole = worlds(size=4, timeout=300).run(in_mesh, save, (2, 2), folder, path)[0]
-    for shape in ((1, 2), (2, 1)):
-        worlds(size=2, timeout=300).run(in_mesh, load, shape, folder, other, whole)
+    whole = worlds(size=4, timeout=300).run(in_mesh, save, (2, 2), folder, "composable")[0]
+    for shape, path in (((1, 2), "wrapper"), ((2, 1), "flat")):
+        worlds(size=2, timeout=300).run(in_mesh, load, shape, folder, path, whole)
     worlds(size=1, timeout=300).run(load_plain, folder, whole)
