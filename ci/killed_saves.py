@@ -1,0 +1,341 @@
+"""Does a save that is killed cost the checkpoint before it, or leave one that loads with wrong numbers?
+
+    python ci/killed_saves.py --moments 200
+
+Two ranks train and save with fsdp_ref, again and again, and are killed (SIGKILL) at a random moment of each save: all of
+them, or one. Whoever starts next loads every checkpoint that counts as complete and compares all numbers, as a user who
+goes on would. In turn: a full file as docs/state.md writes it, a directory of torch.distributed.checkpoint, and the same
+by `async_save` while the model changes on. `--seed` gives the same moments again, as fractions of a save that is not killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import fsdp_ref
+from fsdp_ref import FullStateDictConfig, FullyShardedDataParallel, StateDictType
+from fsdp_ref.wrap import ModuleWrapPolicy
+
+WAYS = ("file", "dcp", "async")
+RANKS = 2
+WIDTH = 192
+PATIENCE_S = 120.0
+"""How long ranks may take to start or to load, on the slowest machine; no verdict depends on it."""
+
+
+def save_file(state: dict[str, Any], path: Path) -> None:
+    beside = path.with_name(path.name + ".partial")
+    with beside.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+def complete(folder: Path) -> dict[int, Path]:
+    """Return the directories that were saved to the end, by step: `.metadata` is written last."""
+    return {int(path.parent.name.removeprefix("step-")): path.parent for path in folder.glob("step-*/.metadata")}
+
+
+class Lost(Exception):
+    """A checkpoint is gone, cannot be loaded, or has wrong numbers."""
+
+
+# --------------------------------------------------------------------------------------------------------- on the ranks
+
+
+def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+    plain = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    model = FullyShardedDataParallel(plain, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(1, WIDTH)).sum().backward()
+    optimizer.step()  # directories are loaded into a state that is there
+    return model, optimizer
+
+
+def fill(model: nn.Module, optimizer: torch.optim.Optimizer, value: float) -> None:
+    """Write one number into everything that is saved: from then on it says which save an element comes from."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    for state in optimizer.state.values():
+        for entry in state.values():
+            entry.fill_(value)
+    for group in optimizer.param_groups:
+        group["lr"] = value
+
+
+def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> set[float]:
+    """Return all numbers of this rank, each once."""
+    entries = [entry for state in optimizer.state.values() for entry in state.values()]
+    found = {float(value) for tensor in (*model.parameters(), *entries) for value in tensor.detach().unique()}
+    return found | {float(group["lr"]) for group in optimizer.param_groups}
+
+
+def sharded(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    with fsdp_ref.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        return {"model": model.state_dict(), "optimizer": fsdp_ref.optim_state_dict(model, optimizer)}
+
+
+def save(way: str, folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if way == "file":
+        with fsdp_ref.state_dict_type(
+            model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+        ):
+            state = {"model": model.state_dict(), "optimizer": fsdp_ref.optim_state_dict(model, optimizer)}
+        if dist.get_rank() == 0:
+            save_file(state, folder / "checkpoint.pt")
+    elif way == "dcp":
+        dcp.save(sharded(model, optimizer), checkpoint_id=folder / f"step-{step}")
+    else:
+        saving: Any = dcp.async_save(sharded(model, optimizer), checkpoint_id=folder / f"step-{step}")
+        fill(model, optimizer, -1.0)  # what is trained on must not get into the files
+        saving.result()
+
+
+def load(way: str, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Load whatever counts as complete, the newest last, and return its step; 0 if there is nothing.
+
+    Raises:
+        Lost: It cannot be loaded, or is not what was saved.
+    """
+    newest = 0
+    files = [folder / "checkpoint.pt"] if (folder / "checkpoint.pt").exists() else []
+    for path in files if way == "file" else [path for _, path in sorted(complete(folder).items())]:
+        fill(model, optimizer, -2.0)
+        try:
+            _load_one(path, model, optimizer)
+        except (Exception, dcp.CheckpointException) as error:
+            raise Lost(f"{path.name} cannot be loaded: {type(error).__name__}: {error}") from error
+        found = values(model, optimizer)
+        wanted = {float(path.name.removeprefix("step-"))} if path.is_dir() else {max(found)}
+        if found != wanted or not found.isdisjoint({-1.0, -2.0}):
+            raise Lost(f"{path.name} has numbers of several states, or of none: {sorted(found)}")
+        newest = int(max(found))
+    return newest
+
+
+def _load_one(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if path.is_dir():
+        state = sharded(model, optimizer)
+        dcp.load(state, checkpoint_id=path)
+        with fsdp_ref.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            model.load_state_dict(state["model"])
+            fsdp_ref.optim_state_dict_to_load(model, optimizer, state["optimizer"], load_directly=True)
+    else:
+        state = torch.load(path, weights_only=True)
+        model.load_state_dict(state["model"])
+        fsdp_ref.optim_state_dict_to_load(model, optimizer, state["optimizer"], load_directly=True)
+
+
+def rank_main(rank: int, way: str, folder: Path, store: Path, say: Callable[[str], None]) -> None:
+    """Load, say what was found, and save the next step."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    model, optimizer = build()
+    try:
+        step = load(way, folder, model, optimizer)
+    except Lost as error:
+        say(f"lost {error}")
+        return
+    say(f"loaded {step}")
+    fill(model, optimizer, float(step + 1))
+    dist.barrier()
+    say("saving")
+    save(way, folder, step + 1, model, optimizer)
+    say("saved")
+
+
+# ------------------------------------------------------------------------------------------------ who starts and kills
+
+
+@dataclass
+class Rank:
+    """A process and what it has said so far."""
+
+    pid: int
+    pipe: int
+    said: list[str] = field(default_factory=list)
+    _rest: str = ""
+
+    def listen(self) -> bool:
+        """Take what has come; return whether the process can say more."""
+        data = os.read(self.pipe, 1 << 16).decode()
+        *lines, self._rest = (self._rest + data).split("\n")
+        self.said += lines
+        return bool(data)
+
+
+def start(way: str, folder: Path, store: Path) -> list[Rank]:
+    ranks = []
+    for rank in range(RANKS):
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if not pid:
+            try:
+                rank_main(rank, way, folder, store, partial(_say, writing))
+            except BaseException:  # noqa: BLE001 - a rank whose peer was killed may raise anything
+                _say(writing, "raised " + " | ".join(traceback.format_exc().splitlines()[-3:]))
+            finally:
+                os._exit(0)
+        os.close(writing)
+        ranks.append(Rank(pid, reading))
+    return ranks
+
+
+def _say(pipe: int, line: str) -> None:
+    os.write(pipe, (line + "\n").encode())
+
+
+def listen_until(ranks: list[Rank], done: Callable[[], bool], seconds: float) -> None:
+    """Listen until `done`, until nobody can say more, or until the time is over."""
+    limit = time.monotonic() + seconds
+    open_ = {rank.pipe: rank for rank in ranks}
+    while open_ and not done() and (left := limit - time.monotonic()) > 0:
+        for pipe in select.select(list(open_), [], [], left)[0]:
+            if not open_[pipe].listen():
+                del open_[pipe]
+
+
+def end(ranks: list[Rank]) -> None:
+    for rank in ranks:
+        os.kill(rank.pid, signal.SIGKILL)  # nothing happens to one that has ended: it is waited for only here
+    for rank in ranks:
+        os.waitpid(rank.pid, 0)
+        os.close(rank.pipe)
+
+
+@dataclass
+class Way:
+    """The checkpoints of one way of saving, over all its moments."""
+
+    name: str
+    folder: Path
+    newest: int = 0
+    possible: set[int] = field(default_factory=lambda: {0})
+    whole_s: float = 0.0
+    seen: Counter[str] = field(default_factory=Counter)
+
+    def moment(self, fraction: float | None, victims: set[int]) -> None:
+        """Start the ranks, which load, and kill some during their save; None: let them end.
+
+        Args:
+            fraction: When, as a part of what a save takes.
+            victims: The ranks that are killed.
+
+        Raises:
+            Lost: What they loaded is not what was there.
+        """
+        before = self._files()
+        with tempfile.TemporaryDirectory() as store:
+            ranks = start(self.name, self.folder, Path(store) / "store")
+            try:
+                self._watch(ranks, fraction, victims)
+            finally:
+                end(ranks)
+        saved = all("saved" in rank.said for rank in ranks)
+        self.possible = {self.newest + 1} if saved else {self.newest, self.newest + 1}
+        if fraction is not None:
+            when = "before files were touched" if self._files() == before else "while they were written"
+            self.seen["after the end" if saved else when] += 1
+        self._delete_old()
+
+    def _files(self) -> set[tuple[str, int, int]]:
+        return {(str(f), f.stat().st_mtime_ns, f.stat().st_size) for f in self.folder.rglob("*") if f.is_file()}
+
+    def _watch(self, ranks: list[Rank], fraction: float | None, victims: set[int]) -> None:
+        listen_until(ranks, lambda: all("saving" in rank.said for rank in ranks), PATIENCE_S)
+        self._check(ranks)
+        began = time.monotonic()
+        wait = PATIENCE_S if fraction is None else fraction * self.whole_s
+        listen_until(ranks, lambda: all("saved" in rank.said for rank in ranks), wait)
+        if fraction is None:
+            self.whole_s = time.monotonic() - began
+            if not all("saved" in rank.said for rank in ranks):
+                raise Lost(f"{self.name}: a save that nobody killed did not end: {[rank.said for rank in ranks]}")
+            return
+        for number in victims:
+            os.kill(ranks[number].pid, signal.SIGKILL)
+        # A survivor sees that its peer is gone, and may do what it likes about it.
+        listen_until([rank for number, rank in enumerate(ranks) if number not in victims], lambda: False, 5.0)
+
+    def _check(self, ranks: list[Rank]) -> None:
+        for rank in ranks:
+            first = rank.said[0] if rank.said else "nothing"
+            if not first.startswith("loaded "):
+                raise Lost(f"{self.name}: {first}")
+            found = int(first.split()[1])
+            if found not in self.possible:
+                raise Lost(f"{self.name}: expected step {sorted(self.possible)}, and step {found} was loaded")
+        self.newest = int(ranks[0].said[0].split()[1])
+
+    def _delete_old(self) -> None:
+        """Delete what is older than the checkpoint before the newest; what was never completed stays, and is saved over."""
+        whole = complete(self.folder)
+        for step in sorted(whole)[:-2]:
+            (whole[step] / ".metadata").unlink()  # first, so that nobody takes the rest for complete
+            shutil.rmtree(whole[step])
+
+
+def kill_saves(moments: int, seed: int) -> dict[str, Counter[str]]:
+    """Kill that many saves, and return when they were killed, by way.
+
+    Raises:
+        Lost: A checkpoint was lost.
+    """
+    chance = random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        ways = [Way(name, Path(folder) / name) for name in WAYS]
+        for way in ways:
+            way.folder.mkdir()
+            way.moment(None, set())
+        for number in range(moments):
+            victims = chance.choice([set(range(RANKS)), *({rank} for rank in range(RANKS))])
+            ways[number % len(ways)].moment(chance.uniform(0.0, 1.1), victims)
+        for way in ways:
+            way.moment(None, set())  # the last moment's checkpoints are loaded, too
+        return {way.name: way.seen for way in ways}
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options.add_argument(
+        "--moments", type=int, default=200, help="saves that are killed, all ways together (default 200)"
+    )
+    options.add_argument("--seed", type=int, default=0)
+    given = options.parse_args()
+    try:
+        seen = kill_saves(given.moments, given.seed)
+    except Lost as error:
+        print(f"lost: {error}")
+        return 1
+    for way, counts in seen.items():
+        print(f"{way}: {counts.total()} saves killed, " + ", ".join(f"{n} {when}" for when, n in counts.most_common()))
+    print(f"{given.moments} moments: no checkpoint was lost, none loaded with wrong numbers")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
