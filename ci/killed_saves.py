@@ -309,6 +309,7 @@ def kill_saves(names: Sequence[str], moments: int, seed: int) -> dict[str, Count
         Lost: A checkpoint was lost.
     """
     chance = random.Random(seed)
+    torch.optim.AdamW([torch.empty(1, requires_grad=True)])  # imports much, which ranks are then forked with
     with tempfile.TemporaryDirectory() as folder:
         ways = [Way(name, Path(folder) / name) for name in names]
         for way in ways:
