@@ -92,3 +92,9 @@ def test_a_hang_ends_and_fails():
     (found,) = [one for one in exchanged("HANGS", subjects=(MOMENTUM,), deadline=5.0) if one.loader]
     assert found.mark == "X"
     assert "hung" in found.reason
+
+
+def test_numbers_that_change_while_a_directory_is_written_do_not_get_into_it():
+    """Shards that are the parameters themselves, and a state that is trained on before its files are written."""
+    found = exchanged("torch-fsdp2", subjects=(ADAMW,), ways=("async",))
+    assert [one.mark for one in found] == ["="] * 6
