@@ -5,13 +5,13 @@
 Two ranks train and save with fsdp_ref, again and again, and are killed (SIGKILL) at a random moment of each save: all of
 them, or one. Whoever starts next loads every checkpoint that counts as complete and compares all numbers, as a user who
 goes on would. In turn: a full file as docs/state.md writes it, a directory of torch.distributed.checkpoint, and the same
-by `async_save` while the model changes on. `--seed` gives the same moments again, as fractions of a save that is not killed.
+by `async_save` while the model changes on. A moment is a call among all that Python makes during a save, half of them among
+those after the first file was opened; so they do not depend on how busy the machine is, and `--seed` gives them again.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import random
 import select
@@ -19,6 +19,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -42,8 +43,8 @@ from fsdp_ref.wrap import ModuleWrapPolicy
 WAYS = ("file", "dcp", "async")
 RANKS = 2
 WIDTH = 192
-PATIENCE_S = 120.0
-"""How long ranks may take to start or to load, on the slowest machine; no verdict depends on it."""
+PATIENCE_S, SURVIVORS_S = 300.0, 20.0
+"""How long ranks may take to load and save, on the slowest machine, and how long those are waited for whose peer was killed."""
 
 
 def save_file(state: dict[str, Any], path: Path) -> None:
@@ -151,8 +152,62 @@ def _load_one(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) ->
         fsdp_ref.optim_state_dict_to_load(model, optimizer, state["optimizer"], load_directly=True)
 
 
-def rank_main(rank: int, way: str, folder: Path, store: Path, say: Callable[[str], None]) -> None:
+@dataclass
+class Moment:
+    """When who is killed: at a call that one rank makes.
+
+    Attributes:
+        rank: Whose calls are counted.
+        call: The number of the call.
+        victims: Ranks.
+    """
+
+    rank: int
+    call: int
+    victims: set[int]
+
+
+class Calls:
+    """Counts the calls that this process makes, in all its threads, and kills at one of them.
+
+    Args:
+        call: Its number; 0 for none.
+        victims: Processes, this one last.
+        folder: Where files are that are saved.
+    """
+
+    def __init__(self, call: int, victims: list[int], folder: Path) -> None:
+        self.count = 0
+        self.first_file = 0
+        self._call, self._victims, self._folder = call, victims, str(folder)
+
+    def __enter__(self) -> Calls:
+        sys.addaudithook(self._opened)
+        threading.setprofile(self._called)
+        sys.setprofile(self._called)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+    def _called(self, frame: object, event: str, argument: object) -> None:
+        if event in ("call", "c_call"):
+            self.count += 1
+            if self.count == self._call:
+                for pid in self._victims:
+                    os.kill(pid, signal.SIGKILL)
+
+    def _opened(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and not self.first_file and str(arguments[0]).startswith(self._folder):
+            self.first_file = self.count
+
+
+def rank_main(
+    rank: int, way: str, places: tuple[Path, Path], moment: Moment | None, say: Callable[[str], None]
+) -> None:
     """Load, say what was found, and save the next step."""
+    folder, store = places
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
@@ -164,10 +219,14 @@ def rank_main(rank: int, way: str, folder: Path, store: Path, say: Callable[[str
         return
     say(f"loaded {step}")
     fill(model, optimizer, float(step + 1))
-    dist.barrier()
-    say("saving")
-    save(way, folder, step + 1, model, optimizer)
-    say("saved")
+    pids = [0] * RANKS
+    dist.all_gather_object(pids, os.getpid())
+    call, victims = 0, []
+    if moment is not None and moment.rank == rank:
+        call, victims = moment.call, sorted((pids[each] for each in moment.victims), key=lambda pid: pid == os.getpid())
+    with Calls(call, victims, folder) as calls:
+        save(way, folder, step + 1, model, optimizer)
+    say(f"saved {calls.count} {calls.first_file}")
 
 
 # ------------------------------------------------------------------------------------------------ who starts and kills
@@ -180,24 +239,30 @@ class Rank:
     pid: int
     pipe: int
     said: list[str] = field(default_factory=list)
+    ended: bool = False
     _rest: str = ""
 
-    def listen(self) -> bool:
-        """Take what has come; return whether the process can say more."""
+    @property
+    def saved(self) -> list[str]:
+        """What was said at the end of the save: the number of calls, and of the one that opened the first file."""
+        return next((line.split()[1:] for line in self.said if line.startswith("saved ")), [])
+
+    def listen(self) -> None:
+        """Take what has come."""
         data = os.read(self.pipe, 1 << 16).decode()
         *lines, self._rest = (self._rest + data).split("\n")
         self.said += lines
-        return bool(data)
+        self.ended = not data
 
 
-def start(way: str, folder: Path, store: Path) -> list[Rank]:
+def start(way: str, places: tuple[Path, Path], moment: Moment | None) -> list[Rank]:
     ranks = []
     for rank in range(RANKS):
         reading, writing = os.pipe()
         pid = os.fork()
         if not pid:
             try:
-                rank_main(rank, way, folder, store, partial(_say, writing))
+                rank_main(rank, way, places, moment, partial(_say, writing))
             except BaseException:  # noqa: BLE001 - a rank whose peer was killed may raise anything
                 _say(writing, "raised " + " | ".join(traceback.format_exc().splitlines()[-3:]))
             finally:
@@ -211,14 +276,15 @@ def _say(pipe: int, line: str) -> None:
     os.write(pipe, (line + "\n").encode())
 
 
-def listen_until(ranks: list[Rank], done: Callable[[], bool], seconds: float) -> None:
-    """Listen until `done`, until nobody can say more, or until the time is over."""
+def listen_to(ranks: list[Rank], seconds: float) -> None:
+    """Listen until each has saved or ended, or until the time is over."""
     limit = time.monotonic() + seconds
-    open_ = {rank.pipe: rank for rank in ranks}
-    while open_ and not done() and (left := limit - time.monotonic()) > 0:
-        for pipe in select.select(list(open_), [], [], left)[0]:
-            if not open_[pipe].listen():
-                del open_[pipe]
+    while (left := limit - time.monotonic()) > 0:
+        going_on = {rank.pipe: rank for rank in ranks if not (rank.ended or rank.saved)}
+        if not going_on:
+            return
+        for pipe in select.select(list(going_on), [], [], left)[0]:
+            going_on[pipe].listen()
 
 
 def end(ranks: list[Rank]) -> None:
@@ -237,52 +303,46 @@ class Way:
     folder: Path
     newest: int = 0
     possible: set[int] = field(default_factory=lambda: {0})
-    whole_s: float = math.inf
+    calls: list[tuple[int, int]] = field(default_factory=list)
     seen: Counter[str] = field(default_factory=Counter)
 
-    def moment(self, fraction: float | None, victims: set[int]) -> None:
-        """Start the ranks, which load, and kill some during their save; None: let them end.
+    def draw(self, chance: random.Random) -> Moment:
+        """Draw a moment of a save, in half of the cases one after its first file was opened."""
+        rank = chance.randrange(RANKS)
+        count, first_file = self.calls[rank]
+        victims = chance.choice([set(range(RANKS)), *({each} for each in range(RANKS))])
+        return Moment(rank, chance.randint(1 + first_file * chance.randrange(2), count), victims)
 
-        Args:
-            fraction: When, as a part of what a save takes.
-            victims: The ranks that are killed.
+    def save(self, moment: Moment | None) -> None:
+        """Start the ranks, which load, and kill some during their save; None: let them end.
 
         Raises:
             Lost: What they loaded is not what was there.
         """
         before = self._files()
         with tempfile.TemporaryDirectory() as store:
-            ranks = start(self.name, self.folder, Path(store) / "store")
+            ranks = start(self.name, (self.folder, Path(store) / "store"), moment)
             try:
-                self._watch(ranks, fraction, victims)
+                victims = range(RANKS) if moment is None else moment.victims
+                listen_to([ranks[number] for number in victims], PATIENCE_S)
+                # A survivor sees that its peer is gone, and may do what it likes about it.
+                listen_to(ranks, SURVIVORS_S)
             finally:
                 end(ranks)
-        saved = all("saved" in rank.said for rank in ranks)
-        self.possible = {self.newest + 1} if saved else {self.newest, self.newest + 1}
-        if fraction is not None:
+        self._check(ranks)
+        whole = all(rank.saved for rank in ranks)
+        self.possible = {self.newest + 1} if whole else {self.newest, self.newest + 1}
+        if moment is not None:
             when = "before files were touched" if self._files() == before else "while they were written"
-            self.seen["after the end" if saved else when] += 1
+            self.seen["after the end" if whole else when] += 1
+        elif whole:
+            self.calls = [(int(rank.saved[0]), int(rank.saved[1])) for rank in ranks]
+        else:
+            raise Lost(f"{self.name}: a save that nobody killed did not end: {[rank.said for rank in ranks]}")
         self._delete_old()
 
     def _files(self) -> set[tuple[str, int, int]]:
         return {(str(f), f.stat().st_mtime_ns, f.stat().st_size) for f in self.folder.rglob("*") if f.is_file()}
-
-    def _watch(self, ranks: list[Rank], fraction: float | None, victims: set[int]) -> None:
-        listen_until(ranks, lambda: all("saving" in rank.said for rank in ranks), PATIENCE_S)
-        self._check(ranks)
-        began = time.monotonic()
-        wait = PATIENCE_S if fraction is None else fraction * self.whole_s
-        listen_until(ranks, lambda: all("saved" in rank.said for rank in ranks), wait)
-        if all("saved" in rank.said for rank in ranks):
-            self.whole_s = min(self.whole_s, time.monotonic() - began)
-        if fraction is None:
-            if not all("saved" in rank.said for rank in ranks):
-                raise Lost(f"{self.name}: a save that nobody killed did not end: {[rank.said for rank in ranks]}")
-            return
-        for number in victims:
-            os.kill(ranks[number].pid, signal.SIGKILL)
-        # A survivor sees that its peer is gone, and may do what it likes about it.
-        listen_until([rank for number, rank in enumerate(ranks) if number not in victims], lambda: False, 5.0)
 
     def _check(self, ranks: list[Rank]) -> None:
         for rank in ranks:
@@ -314,12 +374,13 @@ def kill_saves(names: Sequence[str], moments: int, seed: int) -> dict[str, Count
         ways = [Way(name, Path(folder) / name) for name in names]
         for way in ways:
             way.folder.mkdir()
-            way.moment(None, set())
+            for _ in range(2):  # calls are counted where there is something to load, as later
+                way.save(None)
         for number in range(moments):
-            victims = chance.choice([set(range(RANKS)), *({rank} for rank in range(RANKS))])
-            ways[number % len(ways)].moment(chance.uniform(0.0, 1.1), victims)
+            way = ways[number % len(ways)]
+            way.save(way.draw(chance))
         for way in ways:
-            way.moment(None, set())  # the last moment's checkpoints are loaded, too
+            way.save(None)  # what the last moment left is loaded, too
         return {way.name: way.seen for way in ways}
 
 
