@@ -96,3 +96,18 @@ def draws_alike_everywhere(function: Callable[..., Any]) -> bool:
     """Return whether a Hypothesis test is derandomized; Hypothesis promises no name for it, so without it: no."""
     settings = getattr(function, "_hypothesis_internal_use_settings", None)
     return bool(getattr(settings, "derandomize", False))
+
+
+def drop_reports(config: pytest.Config) -> None:
+    """Have this process write no report: another one with the same arguments writes the same files."""
+    from _pytest.junitxml import xml_key
+
+    made = (
+        config.stash.get(xml_key, None),
+        *map(config.pluginmanager.get_plugin, ("lfplugin", "nfplugin", "stepwiseplugin")),
+    )
+    for plugin in made:
+        if plugin is not None:
+            config.pluginmanager.unregister(plugin)
+    if xml_key in config.stash:
+        del config.stash[xml_key]
