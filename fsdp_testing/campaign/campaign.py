@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -132,7 +131,7 @@ class Campaign:
     def run(self) -> CampaignTally:
         """Run until time or cases end; KeyboardInterrupt passes through after everything is saved."""
         self._started = self._clock()
-        scratch = tempfile.mkdtemp(prefix="fsdp-fuzz-")
+        scratch = self._pool.shared_directory("fsdp-fuzz-")
         plan = self._plan
         lanes = [Lane(self._pool, plan.implementation, plan.deadline, scratch) for _ in range(max(1, plan.lanes))]
         try:

@@ -20,7 +20,7 @@ from fsdp_testing.cli.options import (
     seconds,
     warn_old_spelling,
 )
-from fsdp_testing.errors import HarnessError, InvalidArgument
+from fsdp_testing.errors import HarnessError, InvalidArgument, PoolBroken
 
 if TYPE_CHECKING:
     from fsdp_testing.campaign.campaign import Campaign, Plan
@@ -94,8 +94,9 @@ def execute(options: argparse.Namespace) -> int:
             console.say(f"left out: {message}")
         try:
             tally = campaign.run()
-        except KeyboardInterrupt:
-            console.say(f"interrupted; everything up to here is in {plan.state}")
+        except (KeyboardInterrupt, PoolBroken) as end:
+            how = "interrupted" if isinstance(end, KeyboardInterrupt) else "ended before its time"
+            console.say(f"{how}; everything up to here is in {plan.state}")
             _report_end(console, campaign, plan)
             raise
     _report_end(console, campaign, plan)
@@ -104,6 +105,14 @@ def execute(options: argparse.Namespace) -> int:
     if tally.discovered:
         return 1
     return 0 if tally.statuses["passed"] + tally.statuses["leaked"] + tally.statuses["known"] else 3
+
+
+def processors() -> int:
+    """Return how many processors the ranks have, on all hosts."""
+    from fsdp_testing.pool import default_pool
+
+    hosts = default_pool().hosts
+    return hosts.processors if hosts is not None else os.cpu_count() or 2
 
 
 def _plan(options: argparse.Namespace, adapter: Adapter) -> Plan:
@@ -126,7 +135,7 @@ def _plan(options: argparse.Namespace, adapter: Adapter) -> Plan:
         seconds=limit,
         examples=options.examples,
         seed=options.seed,
-        lanes=options.jobs or max(2, (os.cpu_count() or 2) // 2),
+        lanes=options.jobs or max(2, processors() // 2),
         deadline=options.timeout,
         known=joined(known),
         stop_at_first=options.stop_at_first,

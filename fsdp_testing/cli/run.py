@@ -101,7 +101,8 @@ def execute(options: argparse.Namespace) -> int:
     check_backend(options.backend, max(options.world_size))
     names = registry.names() if options.all else tuple(options.names)
     expected = expectations(options.expected_failures, names)
-    room = capacity(max(options.world_size))
+    hosts = default_pool().hosts
+    room = capacity(max(options.world_size), hosts.processors if hosts is not None else None)
     options.jobs = room.jobs(options.jobs)
     console = open_console()
     part_of = "part {} of {}; ".format(*options.shard) if options.shard else ""

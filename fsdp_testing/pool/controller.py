@@ -9,14 +9,17 @@ import os
 import select
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_testing.backends import backend_named
 from fsdp_testing.errors import BackendUnavailable, HarnessError, InvalidArgument, PoolBroken
 from fsdp_testing.pool import preload
 from fsdp_testing.pool.outcome import WorldOutcome
+from fsdp_testing.pool.processes import directory
 from fsdp_testing.pool.server import ForkServer
 from fsdp_testing.pool.world import inside_rank
 from fsdp_testing.pool.world_on_loan import PooledWorld, WorldKey
@@ -148,6 +151,28 @@ class Pool:
         for world in self.worlds():
             if world.busy:
                 world.kill_ranks()
+
+    def shared_directory(self, prefix: str, base: str | None = None) -> str:
+        """Make a directory that the ranks of every host see; whoever asks removes it.
+
+        Args:
+            prefix: Of its name.
+            base: Where, if it can be there; by default among temporary files, or in the current directory.
+
+        Raises:
+            PoolBroken: Some hosts see neither.
+        """
+        blind: tuple[str, ...] = ()
+        for parent in dict.fromkeys((base or tempfile.gettempdir(), tempfile.gettempdir(), directory())):
+            made = tempfile.mkdtemp(prefix=prefix, dir=parent)
+            blind = self.hosts.blind_to(made) if self.hosts is not None else ()
+            if not blind:
+                return made
+            Path(made).rmdir()
+        raise PoolBroken(
+            f"pool: expected a directory that all hosts see, got {directory()!r}, unseen by {', '.join(blind)}. Start the "
+            "command in a directory on a file system that they share, or set TMPDIR to one."
+        )
 
     def next_number(self) -> int:
         """Return a number that no other world of this pool has."""

@@ -146,6 +146,10 @@ class Hosts:
     def places(self) -> tuple[Place, ...]:
         return (self.here, *(host.place for host in self.others))
 
+    def blind_to(self, path: str) -> tuple[str, ...]:
+        """Return the names of the hosts on which `path` of this host is not there."""
+        return tuple(str(host.place) for host in self.others if not host.sees(path))
+
     def lost(self) -> tuple[Host, ...]:
         """Return those that have gone."""
         return tuple(host for host in self.others if host.lost)

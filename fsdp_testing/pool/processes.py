@@ -28,6 +28,7 @@ class RankProcess:
 
     def __init__(self, server: ForkServer, rank: int, ledger: tuple[int, AreaView], listen: int | None) -> None:
         self.rank = rank
+        self.lost = False
         descriptor, self.ledger = ledger
         self.exit: Exit | None = None
         self._closed = False

@@ -240,7 +240,7 @@ class Supervision:
             issued=ledger.issued,
             digests=ledger.digests,
             uncompared=ledger.uncompared,
-            began=ledger.begun,
+            began=ledger.begun or process.lost,
             **_ending(watch, passed_deadline),
         )
 
