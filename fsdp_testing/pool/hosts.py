@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from fsdp_testing.pool.controller import Pool
     from fsdp_testing.pool.jobs import Bootstrap
 
-PATIENCE = timedelta(seconds=60)
+PATIENCE = timedelta(seconds=180)
 _CONNECT_SECONDS = 20.0
 _TOKEN_BYTES = 32
 

@@ -143,6 +143,7 @@ class RemoteRank:
         self._output: dict[str, str] = {}
         self._looked = 0.0
         self._waiting_for_look = False
+        self._killed = False
         plain = Channel(sock, send_timeout=_SEND_SECONDS)
         plain.send(start)
         started = answer_on(plain, _START_SECONDS)
@@ -171,7 +172,9 @@ class RemoteRank:
 
     def read_exit(self) -> Exit | None:
         """Return how the rank ended, once its host has said so or has vanished."""
-        if self._exit is None and self.channel.closed and not self.channel.problem:
+        if self._exit is None and self.channel.closed and self._killed:
+            self._exit = Exit(None, "SIGKILL", time.monotonic())
+        elif self._exit is None and self.channel.closed and not self.channel.problem:
             self._lose()
         return self._exit
 
@@ -209,7 +212,8 @@ class RemoteRank:
         self._order(Order.STACKS)
 
     def kill(self) -> None:
-        """End the rank and its process group."""
+        """End the rank and its process group; its host closes the connection."""
+        self._killed = True
         self._order(Order.KILL)
 
     def _order(self, order: Order) -> None:
