@@ -189,7 +189,7 @@ def gathered(launch: Launch, pool: Pool, patience: timedelta = PATIENCE) -> Iter
         yield hosts
     finally:
         pool.close()
-        pool.hosts = None
+        pool.hosts, pool.given_up = None, ""
         if main:
             signal.signal(signal.SIGTERM, before)
         for host in hosts.others:
