@@ -7,6 +7,7 @@ release that `pyproject.toml` admits, the other environments on the newest.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -100,14 +101,9 @@ def draws_alike_everywhere(function: Callable[..., Any]) -> bool:
 
 def drop_reports(config: pytest.Config) -> None:
     """Have this process write no report: another one with the same arguments writes the same files."""
-    from _pytest.junitxml import xml_key
-
-    made = (
-        config.stash.get(xml_key, None),
-        *map(config.pluginmanager.get_plugin, ("lfplugin", "nfplugin", "stepwiseplugin")),
-    )
-    for plugin in made:
-        if plugin is not None:
-            config.pluginmanager.unregister(plugin)
-    if xml_key in config.stash:
-        del config.stash[xml_key]
+    for plugin in config.pluginmanager.get_plugins():
+        if type(plugin).__name__ == "LogXML":
+            setattr(plugin, "logfile", os.devnull)  # noqa: B010 - of a private class
+    for name in ("lfplugin", "nfplugin", "stepwiseplugin"):
+        if config.pluginmanager.has_plugin(name):
+            config.pluginmanager.unregister(name=name)
