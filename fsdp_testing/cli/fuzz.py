@@ -17,6 +17,7 @@ from fsdp_testing.cli.options import (
     add_world_sizes,
     count,
     declare,
+    part,
     seconds,
     warn_old_spelling,
 )
@@ -56,6 +57,9 @@ def add(commands: Subparsers[Command]) -> Command:
         "--known", type=Path, action="append", default=[], metavar="FILE", help="more known failures (JSON)"
     )
     what.add_argument("--no-known", action="store_true", help="meet the known failures that ship with fsdp-testing too")
+    what.add_argument(
+        "--shard", type=part, default=(1, 1), metavar="I/N", help="the I-th of N parts of the cases, for `merge`"
+    )
     what.add_argument("--exhibits", type=count, metavar="N", help=argparse.SUPPRESS)
     where = command.add_argument_group("where")
     where.add_argument("--state", type=Path, metavar="DIR", help="default: .fsdp-fuzz/NAME in the current directory")
@@ -128,6 +132,7 @@ def _plan(options: argparse.Namespace, adapter: Adapter) -> Plan:
             raise InvalidArgument(f"--known: expected a readable file, got {error}. Correct the path.") from error
     limit = options.seconds if options.seconds or options.examples else 60.0
     folder = "".join(c if c.isalnum() or c in "-_." else "_" for c in options.name)
+    folder += "-shard-{}-of-{}".format(*options.shard) if options.shard != (1, 1) else ""
     return Plan(
         implementation=adapter,
         scope=Scope(adapter.capabilities, options.world_size, options.max_operations, frozenset(options.without)),
@@ -139,6 +144,7 @@ def _plan(options: argparse.Namespace, adapter: Adapter) -> Plan:
         deadline=options.timeout,
         known=joined(known),
         stop_at_first=options.stop_at_first,
+        shard=options.shard,
     )
 
 
