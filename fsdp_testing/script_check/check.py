@@ -8,7 +8,6 @@ of the ranks in place of its own.
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -312,7 +311,7 @@ class _Runner:
         """
         launch = self.launch
         script = launch.script if launch.is_module else str(Path(launch.script).resolve())
-        folder = Path(tempfile.mkdtemp(prefix="fsdp-verify-train-"))
+        folder = Path(self.pool.shared_directory("fsdp-verify-train-"))
         try:
             show_files(Path.cwd(), folder)
             job = ScriptRun(
