@@ -13,6 +13,7 @@ import pytest
 from fsdp_testing import env
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.pool.controller import platform_refusal
+from fsdp_testing.pytest_plugin import dist_pool
 from fsdp_testing.pytest_plugin.rank_debugger import debugged_rank
 from fsdp_testing.pytest_plugin.selection import defaults_of, refusal_to_draw, world_request
 
@@ -29,6 +30,8 @@ def validate(config: pytest.Config) -> None:
     try:
         defaults_of(config)
         debugged_rank(config)
+        if config.option.dist_pool:
+            dist_pool.check()
         if platform_refusal() is None and env.torchrun() is not None:
             protocol_of(config)
     except InvalidArgument as error:
