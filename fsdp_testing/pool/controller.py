@@ -123,7 +123,8 @@ class Pool:
                 raise BackendUnavailable(self._unavailable[key])
             world = self._idle(key) if isolation == "warm" else None
             if world is None:
-                world = PooledWorld(self, key, kept=isolation == "warm")
+                # Its store would keep what an earlier test wrote, and the next group would find that.
+                world = PooledWorld(self, key, kept=isolation == "warm" and backend_named(backend).makes_group)
             else:
                 self._worlds.remove(world)
             world.lend()
