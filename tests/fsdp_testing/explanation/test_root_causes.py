@@ -11,7 +11,8 @@ from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.lifecycle import unsharded_before
 from fsdp_testing.conformance import run_conformance
 from fsdp_testing.errors import PoolBroken, WorldFailed
-from fsdp_testing.explanation.root_causes import How, explain_results
+from fsdp_testing.explanation.inquiry import How
+from fsdp_testing.explanation.root_causes import explain_results
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.records import (
     Batch,
