@@ -251,11 +251,7 @@ class WrongNumbers:
             if all(self._began(one, starts[one.rank if rank is None else rank]) for one in self._wrong):
                 what = f"what rank {rank} began with is given to all ranks, not what rank 0 began with"
                 if renewed >= 0:
-                    names = list(dict.fromkeys(one.quantity.name for one in self._wrong))
-                    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-                    what = (
-                        f"{_name(self._case, renewed)}, does not load {names[0]}{more}: the new model's own value stays"
-                    )
+                    what = f"{_name(self._case, renewed)}, does not load what is wrong: the new model's own values stay"
                 elif rank is None:
                     what = "what ranks began with is kept, and not replaced by what rank 0 began with"
                 return Hypothesis(-1, self._kinds, happened=what, ranks=self._affected())

@@ -224,18 +224,6 @@ def _elsewhere(wrong: Sequence[Held], pieces: Sequence[Held]) -> Iterator[_Candi
     longest = max(whole.numel() for whole in wholes.values())
     if longest < _ENOUGH:
         return
-    for shift in dict.fromkeys((1, -1, longest // 2)):
-        words = f"what is due, moved by {shift} {'element' if abs(shift) == 1 else 'elements'}"
-
-        def moved(one: Held, shift: int = shift) -> torch.Tensor:
-            return one.part_of(wholes[one.quantity].roll(shift))
-
-        yield "shifted", words, moved, False
-    if any(one.span != (0, wholes[one.quantity].numel()) for one in wrong):
-        for shift in (1, -1):
-            words = f"what is due, moved by {shift} element inside each rank's part"
-            yield "shifted inside", words, lambda one, shift=shift: _due(one).roll(shift), False  # type: ignore[misc]
-    yield "reversed", "what is due in reverse, inside each rank's part", lambda one: _due(one).flip(0), False
     for other in sorted({one.rank for one in pieces}):
         spans = {one.quantity: one.span for one in pieces if one.rank == other}
 
@@ -248,6 +236,18 @@ def _elsewhere(wrong: Sequence[Held], pieces: Sequence[Held]) -> Iterator[_Candi
             )
 
         yield "another rank's", f"what is due of the part of rank {other}", theirs, False
+    for shift in dict.fromkeys((1, -1, longest // 2)):
+        words = f"what is due, moved by {shift} {'element' if abs(shift) == 1 else 'elements'}"
+
+        def moved(one: Held, shift: int = shift) -> torch.Tensor:
+            return one.part_of(wholes[one.quantity].roll(shift))
+
+        yield "shifted", words, moved, False
+    if any(one.span != (0, wholes[one.quantity].numel()) for one in wrong):
+        for shift in (1, -1):
+            words = f"what is due, moved by {shift} element inside each rank's part"
+            yield "shifted inside", words, lambda one, shift=shift: _due(one).roll(shift), False  # type: ignore[misc]
+    yield "reversed", "what is due in reverse, inside each rank's part", lambda one: _due(one).flip(0), False
 
 
 def _whole(quantity: Quantity, pieces: Sequence[Held]) -> torch.Tensor:
