@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fsdp_testing.script_check.whole import WholeRun, first_steps
 from fsdp_testing.training_check import causes
 from fsdp_testing.training_check.comparison import Difference, suggestion
-from fsdp_testing.training_check.whole import Disagreement, assembled
+from fsdp_testing.training_check.whole import BUFFER, RATE, Disagreement, assembled
 
 CLOSE = 1e-6
 
@@ -85,6 +85,8 @@ def _start(run: WholeRun) -> str:
 
 def of_disagreement(run: WholeRun, found: Disagreement) -> str:
     """Return why ranks hold different numbers of the same parameter."""
+    if found.kind == BUFFER:
+        return _batch_norm(run, found) or "Each rank computes its own: reduce it, or leave it out of the model's state."
     metric = causes.MetricFact(found.name, mean_agrees=False, sum_agrees=False)
     return (
         (_local_norm(run, found.step) if _reduced(run, found.step) else "")
@@ -126,9 +128,9 @@ def of_difference(reference: WholeRun, run: WholeRun, found: Difference) -> str:
 
 
 def _rate(reference: WholeRun, run: WholeRun, found: Difference) -> str:
-    if found.quantity != "learning rate":
+    if found.quantity != RATE:
         return ""
-    mine, other = (one.quantities["learning rate"][found.step] for one in (run, reference))
+    mine, other = (one.quantities[RATE][found.step] for one in (run, reference))
     ratio = float(mine[0] / other[0]) if float(other[0]) else 0.0
     scaled = (
         f" is multiplied by the number of ranks ({ratio:.6g} times)"
@@ -148,7 +150,7 @@ def _counts(run: WholeRun, found: Difference) -> str:
     )
 
 
-def _batch_norm(run: WholeRun, found: Difference) -> str:
+def _batch_norm(run: WholeRun, found: Difference | Disagreement) -> str:
     if not run.ranks[0].steps[found.step].batch_norm:
         return ""
     return (
