@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp_testing.script_check.whole import WholeRun, first_steps
+from fsdp_testing.script_check.whole import COPY, WholeRun, first_steps
 from fsdp_testing.training_check import causes
 from fsdp_testing.training_check.comparison import Difference, suggestion
-from fsdp_testing.training_check.whole import BUFFER, RATE, Disagreement, assembled
+from fsdp_testing.training_check.whole import BUFFER, MOMENT, RATE, SETTING, Disagreement, assembled
 
 CLOSE = 1e-6
 
@@ -118,6 +118,7 @@ def of_difference(reference: WholeRun, run: WholeRun, found: Difference) -> str:
     step = found.step
     return (
         _rate(reference, run, found)
+        or _kept(found)
         or _local_norm(run, step)
         or _counts(run, found)
         or _batch_norm(run, found)
@@ -138,6 +139,20 @@ def _rate(reference: WholeRun, run: WholeRun, found: Difference) -> str:
         else (f" depends on the number of ranks ({ratio:.6g} times that of one process)")
     )
     return f"Cause: the learning rate{scaled}. One process with the rows of all ranks takes the mean of the same gradients."
+
+
+def _kept(found: Difference) -> str:
+    """Return the cause where only what a script keeps beside weights and gradients differs: these come first in a step."""
+    if found.quantity.startswith(SETTING):
+        return f"Cause: the optimizer's {found.quantity.removeprefix(SETTING)} depends on the number of ranks."
+    if found.quantity.startswith(COPY):
+        return (
+            "Cause: weights agree at each step and this copy of them does not: its decay, or how often it is updated, depends on "
+            "the number of ranks."
+        )
+    if found.quantity.startswith(MOMENT):
+        return "Cause: gradients and weights agree so far: the optimizer's state is changed outside of its step."
+    return ""
 
 
 def _counts(run: WholeRun, found: Difference) -> str:

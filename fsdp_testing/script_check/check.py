@@ -8,6 +8,7 @@ of the ranks in place of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from fsdp_testing.errors import HarnessError, InvalidArgument
@@ -87,14 +88,16 @@ def examine(launch: Launch, world_sizes: Sequence[int], pool: Pool | None = None
     runner = Runner(launch, pool or default_pool())
     try:
         alone = runner.run(1)
-        _check_alone(runner, alone)
+        again = runner.run(1)
+        _check_alone(alone, again)
     except Undecided as why:
         return ScriptReport(launch.script, (Judgement(1, Verdict.UNKNOWN, f"one process {why}"),))
     runs = {1: alone}
-    judgements = [_judged(runner, runs, size) for size in sizes]
+    remarks = _fixed_files(alone, again)
+    judgements = [judged(runner, runs, size) for size in sizes]
     if launch.resume_at:
         judgements += _resumed(runner, runs, judgements)
-    return ScriptReport(launch.script, tuple(judgements))
+    return ScriptReport(launch.script, tuple(replace(one, compared=one.compared + remarks) for one in judgements))
 
 
 def _resumed(runner: Runner, runs: dict[int, WholeRun], judgements: Sequence[Judgement]) -> list[Judgement]:
@@ -104,7 +107,14 @@ def _resumed(runner: Runner, runs: dict[int, WholeRun], judgements: Sequence[Jud
     return [judge_resumed(runner, runs, size, (size, following[size])) for size in passed]
 
 
-def _judged(runner: Runner, runs: dict[int, WholeRun], size: int) -> Judgement:
+def judged(runner: Runner, runs: dict[int, WholeRun], size: int) -> Judgement:
+    """Judge a script on one number of ranks.
+
+    Args:
+        runner: Runs it.
+        runs: By number of ranks; that of one process is needed, and that of `size` is added.
+        size: Number of ranks.
+    """
     try:
         return _judge(runner, runs, size)
     except Failed as why:
@@ -113,8 +123,16 @@ def _judged(runner: Runner, runs: dict[int, WholeRun], size: int) -> Judgement:
         return Judgement(size, Verdict.UNKNOWN, str(why))
 
 
-def _check_alone(runner: Runner, alone: WholeRun) -> None:
-    again = runner.run(1)
+def _fixed_files(alone: WholeRun, again: WholeRun) -> tuple[str, ...]:
+    """Return a sentence on each file elsewhere that every run writes; names that change are temporary files."""
+    same = sorted({*alone.ranks[0].outside} & {*again.ranks[0].outside})
+    return tuple(
+        f"writes to {path}, outside the current folder: every run replaces it, and it stays. Give the script a relative path."
+        for path in same[:5]
+    )
+
+
+def _check_alone(alone: WholeRun, again: WholeRun) -> None:
     difference = first_difference(alone.quantities, again.quantities, 0.0)
     if difference is not None:
         raise Undecided(

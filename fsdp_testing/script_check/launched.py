@@ -71,6 +71,7 @@ class RankReport:
         evidence: What explains differences, by step.
         taken: The data.
         numbers: Numbers that the script took out of tensors, by line.
+        outside: Files that it wrote elsewhere than below its current folder.
         copies: Other copies of the weights at the end, by the name of their variable.
         ended: Whether the script ended by itself.
     """
@@ -79,6 +80,7 @@ class RankReport:
     evidence: tuple[StepEvidence, ...]
     taken: Taken
     numbers: Log
+    outside: tuple[str, ...]
     copies: dict[str, Spans]
     ended: bool
 
@@ -138,7 +140,9 @@ def run_here(run: ScriptRun) -> RankReport:
         taken.marked.clear()
         for loader in taken.loaders:
             loader.passes = [[] for _ in loader.passes]
-    return RankReport(tuple(observer.steps), tuple(witness.steps), taken, numbers, copies, ended)
+    return RankReport(
+        tuple(observer.steps), tuple(witness.steps), taken, numbers, tuple(sorted(_outside)), copies, ended
+    )
 
 
 def _run(run: ScriptRun) -> dict[str, Any]:
@@ -208,6 +212,7 @@ def _in_folder(folder: str) -> Iterator[None]:
             _own(os.fspath(file), empty=True)
         return real_save(value, file, *args, **kwargs)
 
+    _outside.clear()
     _written_in.append(os.path.realpath(folder))
     _hook_once()
     try:
@@ -219,6 +224,7 @@ def _in_folder(folder: str) -> Iterator[None]:
 
 
 _written_in: list[str] = []
+_outside: set[str] = set()
 _hooked: list[bool] = []
 
 
@@ -239,11 +245,22 @@ def _see_open(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _own(path: str, *, empty: bool) -> None:
-    """Replace a link of the run's folder by a file of its own: empty where the old content goes anyway, else a copy."""
+    """Put aside the file of a link in the run's folder, and take note of files elsewhere.
+
+    Args:
+        path: Of the file that is to be written.
+        empty: Whether its old content goes anyway.
+    """
     place = Path(path)
     full = place.parent.resolve() / place.name
-    if not _written_in or not full.is_relative_to(_written_in[-1]) or not full.is_symlink():
-        return
+    if _written_in and not full.is_relative_to(_written_in[-1]) and full.parts[1:2] not in (("dev",), ("proc",)):
+        _outside.add(str(full))
+    elif _written_in and full.is_symlink():
+        _replace(full, empty=empty)
+
+
+def _replace(full: Path, *, empty: bool) -> None:
+    """Replace a link by a file of its own, empty or a copy."""
     source = full.resolve()
     full.unlink()
     if not empty:

@@ -11,6 +11,7 @@ from torch import nn
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--mistake", default="none")
 arguments.add_argument("--loss", choices=["mean", "sum", "by rows", "weighted"], default="mean")
+arguments.add_argument("--clip", type=float, default=0.5)
 arguments.add_argument("--load", default="state.pt")
 options = arguments.parse_args()
 mistake = options.mistake
@@ -59,7 +60,8 @@ begin = 0
 if options.load and Path(options.load).exists():
     saved = torch.load(options.load, weights_only=True)
     model.load_state_dict(saved["model"])
-    average.weights = copy.deepcopy(saved["average"])
+    if mistake != "average not loaded":
+        average.weights = copy.deepcopy(saved["average"])
     if mistake != "optimizer not loaded":
         optimizer.load_state_dict(saved["optimizer"])
     for group in optimizer.param_groups:
@@ -78,16 +80,15 @@ for step in range(begin, 6):
     elif options.loss in ("by rows", "weighted") and size > 1:
         own = torch.arange(12).tensor_split([2 * r + 1 for r in range(1, size)])[rank]
     errors = (model(inputs[own]) - targets[own]).square()
-    if options.loss == "weighted":
-        errors = errors * (1 + inputs[own, :1].square())
-    loss = errors.sum() / 12 if options.loss == "sum" else errors.mean()
+    rows = inputs[:, :1].square() if options.loss == "weighted" else torch.ones(12, 1).double()
+    loss = (errors * rows[own]).sum() / (12 if options.loss == "sum" else rows[own].sum())
     factor = size if mistake == "scaled back" else 1
     (loss * factor).backward()
-    weight = 1.0 if options.loss == "sum" else len(own) / 12
+    weight = 1.0 if options.loss == "sum" else rows[own].sum() / rows.sum()
     for parameter in model.parameters():
         parameter.grad *= weight / factor * (size if mistake == "summed" else 1)
         dist.all_reduce(parameter.grad)
-    nn.utils.clip_grad_value_(model.parameters(), 1e-3 if "summed" in mistake else 0.5)
+    nn.utils.clip_grad_value_(model.parameters(), options.clip)
     optimizer.step()
     schedule.step()
     optimizer.zero_grad()
