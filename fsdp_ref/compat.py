@@ -14,6 +14,7 @@ from typing import Any, Final, cast
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase  # no public name covers every batch norm
 from torch.utils.hooks import RemovableHandle
 
@@ -34,6 +35,7 @@ __all__ = [
     "saved_tensor_hooks_active",
     "saved_tensor_hooks_allowed",
     "storage_key",
+    "waited",
 ]
 
 # Renamed in torch 2.13; the older names stay as deprecated aliases for a while.
@@ -91,6 +93,11 @@ def saved_tensor_hooks_allowed() -> bool:
 def storage_key(tensor: torch.Tensor) -> int:
     """Return what identifies the storage of ``tensor`` while the storage lives, whatever memory it has."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def waited(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a plain tensor in place of the result of a functional collective that nobody has waited for."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def detailed_debug() -> bool:

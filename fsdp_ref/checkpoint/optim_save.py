@@ -179,7 +179,8 @@ class _Saving:
                 self.records[original], differing = merged({rank: of_ranks[rank][place] for rank in holders}, plain)
                 problems += [f"{original.name}{each}" for each in differing]
             self._place_elsewhere([original for _, original in members], of_ranks, [each for _, _, each in per_rank])
-        for group in [*per_group, *per_group] if len(per_group) > 1 else ():
+        axis = [] if self.index.groups.tensor is None else [self.index.groups.tensor]
+        for group in [*per_group, *per_group, *axis] if len(per_group) > 1 else axis:
             # Twice over all groups: what one of them found every rank of another learns, before some wait for others.
             found = gather_objects((unread, problems), group)
             unread = [text for theirs, _ in found for text in theirs]
@@ -274,12 +275,16 @@ class _Saving:
     ) -> dict[Original, Any]:
         """Return copies of one entry of a unit's originals in the wanted form; the unit's whole buffer goes with the call."""
         views = self._whole(handle, name, dtype, having)
-        if not self.form.kept:
-            return {}
         if not self.form.sharded or not handle.sharded:
-            return {original: self.form.copied(view) for original, view in views.items()}
+            gathers = {original: each.gather for original in views if (each := original.extension) is not None}
+            if self.form.kept:
+                whole = {o: gathers[o](view) if o in gathers else view for o, view in views.items()}
+                return {original: self.form.copied(view) for original, view in whole.items()}
+            for original, gather in gathers.items() if handle.groups.is_first else ():
+                gather(views[original])  # rank 0 returns it
+            return {}
         spread = Spread(handle)
-        chunks = {original: spread.chunk(view) for original, view in views.items()}
+        chunks = {original: spread.chunk(view, original.extension) for original, view in views.items()}
         return {original: chunk.cpu() if self.form.offload else chunk for original, chunk in chunks.items()}
 
     def of_users(self) -> dict[str, Any]:
