@@ -6,16 +6,8 @@ from collections.abc import Mapping
 
 from fsdp_testing.checkers.explain import listed, ranks_text
 from fsdp_testing.explanation.contributions import sentence
-from fsdp_testing.explanation.hypotheses import Hypothesis
+from fsdp_testing.explanation.hypotheses import Hypothesis, kinds_text
 from fsdp_testing.records import RAISES, Case, Finding
-
-_KINDS = {
-    "gradient": "gradients",
-    "value": "parameters",
-    "buffer": "buffers",
-    "optimizer": "the optimizer's state",
-    "result": "results",
-}
 
 UnshardedUnits = Mapping[str, tuple[int, ...]]
 
@@ -71,7 +63,7 @@ def clause(case: Case, like: Hypothesis, unsharded: UnshardedUnits) -> str:
             verb = "holds" if len(unsharded) == 1 else "hold"
             return f"{units_text(tuple(unsharded))} still {verb} the weights from before {name}, on {where}"
         return f"the weights from before {name}, are still in use"
-    return f"{name}, had no effect on {listed(sorted(_KINDS[kind] for kind in like.kinds))}{_where(like)}"
+    return f"{name}, had no effect on {kinds_text(like.kinds)}{_where(like)}"
 
 
 def _where(like: Hypothesis) -> str:
