@@ -318,7 +318,7 @@ class WrongNumbers:
 
     def _pattern(self, point: ExpectedPoint) -> Hypothesis | None:
         """What everything that is wrong is like, if all is like the same."""
-        found = pattern_of(self._pieces, point.quantities, self._unit_roundoff())
+        found = pattern_of(self._pieces, point.quantities)
         return None if found is None else Hypothesis(-1, self._kinds, pattern=found, ranks=self._affected())
 
     def _affected(self) -> tuple[int, ...]:

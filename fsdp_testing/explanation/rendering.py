@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fsdp_testing.checkers.explain import listed, ranks_text
-from fsdp_testing.explanation.contributions import sentence
+from fsdp_testing.explanation.contributions import of_program, sentence
 from fsdp_testing.explanation.hypotheses import Hypothesis, kinds_text
 from fsdp_testing.records import RAISES, Case, Finding
 
@@ -50,7 +50,7 @@ def _what_is_wrong(finding: Finding) -> str:
 def clause(case: Case, like: Hypothesis, unsharded: UnshardedUnits) -> str:
     """Return what happened, without the schedule and the numbers."""
     if like.contributions is not None:
-        return sentence(case, like.contributions)
+        return sentence(like.contributions, case.world.size, of_program(case))
     if like.pattern is not None:
         return f"what is wrong is {like.pattern.words}{_where(like)}"
     if like.happened:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -27,6 +28,8 @@ Span = tuple[tuple[int, ...], int, int, torch.Tensor]
 Spans = dict[str, tuple[Span, ...]]
 
 _MOST_ROWS = 4096
+_STEPS_WITH_TERMS, _MOST_TERMS = 2, 2**20
+"""Of how many steps the terms of gradients are kept, and how many numbers of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,7 @@ class StepSeen:
         unreadable: Why parameters could not be read; empty if they were.
         drew: Whether a forward drew random numbers from the default generator.
         batch_norm: Whether a model in training has batch norms that look at one rank's rows alone.
+        terms: What each backward pass added to the gradients of parameters that are whole here; of the first steps only.
     """
 
     losses: tuple[float, ...]
@@ -64,6 +68,7 @@ class StepSeen:
     unreadable: str
     drew: bool
     batch_norm: bool
+    terms: tuple[dict[str, torch.Tensor], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +112,8 @@ class Observer:
         self._unreduced: tuple[str, ...] = ()
         self._given = 0
         self._unreadable = ""
+        self._terms: list[dict[str, torch.Tensor]] = []
+        self._numbers = 0
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -145,11 +152,32 @@ class Observer:
             observer._drew |= not torch.equal(state, torch.get_rng_state())
             if not any(module is known for known in observer.models):
                 observer.models.append(module)
+                observer._hook(module)
             if observer.keep_calls:
                 observer.calls.append(Call(on_cpu(args), on_cpu(kwargs), _holds_a_loss(output)))
             return output
 
         return __call__
+
+    def _hook(self, model: nn.Module) -> None:
+        """See what each backward pass adds to gradients, before anything is reduced."""
+        if any(type(parameter) is not nn.Parameter for parameter in model.parameters()) or _is_sharded(model):
+            return
+        for name, parameter in _named(model):
+            if parameter.requires_grad and parameter.is_leaf:
+                parameter.register_hook(
+                    partial(self._see_term, f"model {len(self.models) - 1}: " * (len(self.models) > 1) + name)
+                )
+
+    def _see_term(self, name: str, gradient: torch.Tensor) -> None:
+        self._numbers += gradient.numel()
+        if len(self.steps) >= _STEPS_WITH_TERMS or self._numbers > _MOST_TERMS:
+            self._terms = []
+            return
+        while len(self._terms) <= len(self._losses):
+            self._terms.append({})
+        known = self._terms[-1].get(name)
+        self._terms[-1][name] = gradient.detach().cpu().clone() if known is None else known + gradient.detach().cpu()
 
     def _seeing_losses(self, original: Any) -> Any:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -203,6 +231,7 @@ class Observer:
                 unreadable=self._unreadable,
                 drew=self._drew,
                 batch_norm=any(_is_batch_norm(module) for model in self.models for module in model.modules()),
+                terms=tuple(self._terms) if self._numbers <= _MOST_TERMS else (),
             )
         )
         self._start_step()
@@ -242,8 +271,24 @@ def held_by(model: nn.Module) -> dict[str, tuple[Piece, ...]]:
         found = dict(flat_pieces.local_pieces(model, handle_pieces.flat_units(model)))
     else:
         found = pieces.of_parameters(naming.named_parameters(model))
+    return {name: found[plain] for name, plain in zip(_outside(model, found), found)}
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters of a model that shards nothing, by original name."""
+    found = dict(naming.named_parameters(model))
+    return zip(_outside(model, found), found.values())
+
+
+def _outside(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Names without what DDP puts into those of a part that it wraps."""
     inside = [f"{naming.original(n)}.module." for n, m in model.named_modules() if n and _is_replicated(m)]
-    return {_without(inside, name): held for name, held in found.items()}
+    return [_without(inside, name) for name in names]
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    """Whether a part of the model is of one of the packages that shard."""
+    return any(type(module).__module__.startswith(("fsdp_ref", "torch.distributed.fsdp")) for module in model.modules())
 
 
 def _is_replicated(module: nn.Module) -> bool:
