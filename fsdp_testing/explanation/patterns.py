@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 
 import torch
 
@@ -241,8 +242,12 @@ def _elsewhere(wrong: Sequence[Held], pieces: Sequence[Held]) -> Iterator[_Candi
     if any(one.span != (0, wholes[one.quantity].numel()) for one in wrong):
         for shift in (1, -1):
             words = f"what is due, moved by {shift} element inside each rank's part"
-            yield "shifted inside", words, lambda one, shift=shift: _due(one).roll(shift), False  # type: ignore[misc]
+            yield "shifted inside", words, partial(_rolled, shift), False
     yield "reversed", "what is due in reverse, inside each rank's part", lambda one: _due(one).flip(0), False
+
+
+def _rolled(shift: int, one: Held) -> torch.Tensor:
+    return _due(one).roll(shift)
 
 
 def _whole(quantity: Quantity, pieces: Sequence[Held]) -> torch.Tensor:
