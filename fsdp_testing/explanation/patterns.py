@@ -49,7 +49,7 @@ def pattern_of(pieces: Sequence[Held], expected: Mapping[Quantity, Expected]) ->
         expected: Everything that is expected at the same point.
     """
     wrong = [one for one in pieces if one.wrong]
-    numbers = sum(one.due.numel() for one in wrong if one.due is not None)
+    numbers = _numbers(wrong)
     if not numbers or any(one.got is None or one.due is None for one in wrong):
         return None
     if any(one.of_another_dtype for one in wrong):
@@ -61,6 +61,11 @@ def pattern_of(pieces: Sequence[Held], expected: Mapping[Quantity, Expected]) ->
     if not any(difference(_got(one), _due(one), _bound(one)).exceeded for one in wrong):
         return _last_place(wrong) if numbers >= _ENOUGH else None
     return _first(wrong, _tried(wrong, pieces, expected))
+
+
+def _numbers(wrong: Sequence[Held]) -> int:
+    """How many numbers there are; what several ranks have of the same is one."""
+    return sum(stop - start for _, _, _, start, stop in {(*one.quantity[:3], *one.span) for one in wrong})
 
 
 _Candidate = tuple[str, str, Like, bool]
@@ -133,7 +138,7 @@ def _tried(
 ) -> Iterator[_Candidate]:
     """Yield what may have happened, each with the numbers that would be right if it had."""
     yield "zero", "zero", lambda one: torch.zeros_like(_due(one)), False
-    if sum(_due(one).numel() for one in wrong) < _ENOUGH:
+    if _numbers(wrong) < _ENOUGH:
         return
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         if all(torch.finfo(dtype).eps > torch.finfo(_due(one).dtype).eps for one in wrong):
