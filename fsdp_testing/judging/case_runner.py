@@ -23,6 +23,7 @@ from fsdp_testing.judging.concurrency import Shared, in_order
 from fsdp_testing.judging.judge import Judgement, Review, judge
 from fsdp_testing.judging.numbers import Numbers, compare_numbers
 from fsdp_testing.pool import Pool, WorldOutcome, default_pool
+from fsdp_testing.pool.preload import TRAINING
 from fsdp_testing.pool.world_on_loan import PooledWorld
 from fsdp_testing.programs import rank_jobs
 from fsdp_testing.programs.fitting import as_observed, fitted, oracle_view
@@ -120,6 +121,7 @@ class CaseRunner:
 
     def __init__(self, pool: Pool | None = None, *, timeout: float = 60.0) -> None:
         self._pool = pool or default_pool()
+        self._pool.expect(*TRAINING)
         self._timeout = timeout
         self._expectations: Shared[Expectation] = Shared(_ORACLE_CACHE)
         self._kept: Shared[WorldOutcome] = Shared(_KEPT)
