@@ -183,6 +183,9 @@ class AssignData(ForwardPass):
         factor = drawer.choices.pick(_FACTORS)
         return cls(drawer.patterns(), factor, drawer.batch())
 
+    def other_settings(self) -> Iterator[tuple[str, Operation]]:
+        yield "patterns", replace(self, patterns=())
+
     def normalise(self, context: ProgramContext) -> Operation | None:
         if context.tree is None:
             return self
