@@ -10,6 +10,7 @@ has none is listed on the page, and the exit code is 1.
 from __future__ import annotations
 
 import argparse
+import datetime
 import re
 import sys
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ PAGES = {
     r"FSDP assumes .* is in the state_dict": "fsdp1-no-shard-unit-without-gradient",
 }
 """What a reason says, and the page of the finding that explains it."""
+VERSIONS = ("fsdp-testing", "torch", "python", "processors")
 
 
 def page_of(result: Result) -> str:
@@ -43,13 +45,15 @@ def document(found: Sequence[Summary]) -> tuple[str, list[Result]]:
     whole = Summary(found[0].environment, places, results, sum(one.seconds for one in found))
     bad = [result for result in results if result.verdict is not Verdict.PASS]
     open_ = [result for result in bad if not page_of(result)]
-    versions = sorted({f"{name} {value}" for one in found for name, value in one.environment.items()})
+    versions = sorted(
+        {f"{name} {one.environment[name]}" for one in found for name in VERSIONS if name in one.environment}
+    )
+    drawn = f"{datetime.date.today():%d %B %Y}"
     lines = [
         "# Who loads whose checkpoints",
         "",
-        "Made by `python ci/checkpoints_table.py` from what [`fsdp-verify checkpoints`](checkpoints.md) wrote: "
-        + ", ".join(versions)
-        + ".",
+        "Made by `python ci/checkpoints_table.py` from what [`fsdp-verify checkpoints`](checkpoints.md) wrote, "
+        f"{drawn}, with {', '.join(versions)}. Subjects and ways that the table lacks were not run.",
         f"{whole.conclusion()}.",
         "",
         *_table(whole),
