@@ -10,9 +10,9 @@ has none is listed on the page, and the exit code is 1.
 from __future__ import annotations
 
 import argparse
-import datetime
 import re
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,12 +48,11 @@ def document(found: Sequence[Summary]) -> tuple[str, list[Result]]:
     versions = sorted(
         {f"{name} {one.environment[name]}" for one in found for name in VERSIONS if name in one.environment}
     )
-    drawn = f"{datetime.date.today():%d %B %Y}"
     lines = [
         "# Who loads whose checkpoints",
         "",
-        "Made by `python ci/checkpoints_table.py` from what [`fsdp-verify checkpoints`](checkpoints.md) wrote, "
-        f"{drawn}, with {', '.join(versions)}. Subjects and ways that the table lacks were not run.",
+        "Made by `python ci/checkpoints_table.py` from what [`fsdp-verify checkpoints`](checkpoints.md) wrote, with",
+        f"{', '.join(versions)}, {time.strftime('%d %B %Y')}. Subjects and ways that the table lacks were not run.",
         f"{whole.conclusion()}.",
         "",
         *_table(whole),
