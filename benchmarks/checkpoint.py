@@ -101,7 +101,7 @@ def savers(setting: Setting) -> dict[str, Saver]:
         def form(name: str) -> AbstractContextManager[Any]:
             if name == "sharded":
                 return api.FullyShardedDataParallel.state_dict_type(model, api.StateDictType.SHARDED_STATE_DICT)
-            config = api.FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+            config = api.FullStateDictConfig(rank0_only=True)  # with offload_to_cpu torch's crashes on the CPU
             return api.FullyShardedDataParallel.state_dict_type(model, api.StateDictType.FULL_STATE_DICT, config)
 
         return form
@@ -149,7 +149,7 @@ def measure(rank: int, folder: str, setting: Setting, repeats: int) -> None:
     for repeat in range(repeats + 1):  # the first one imports, allocates and connects
         for form in FORMS:
             for name, saver in all_savers.items():
-                files = Path(folder) / name / str(repeat)
+                files = Path(folder) / name / form / str(repeat)
                 if rank == 0:
                     files.mkdir(parents=True)
                 want = saver.total()

@@ -24,6 +24,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "checkpoints-table.md"
 PAGES = {
     r"Missing key in checkpoint state_dict: optimizer\.param_groups\.": "fsdp1-optimizer-directory-empty-shard",
+    r"torch function 'data_ptr', with args: \(ShardedTensor\(": "fsdp1-async-save",
     r"AssertionError: Expected device to be set": "dsd-stateless-optimizer",
     r"FSDP assumes .* is in the state_dict": "fsdp1-no-shard-unit-without-gradient",
 }
@@ -33,7 +34,8 @@ VERSIONS = ("fsdp-testing", "torch", "python", "processors")
 
 def page_of(result: Result) -> str:
     """Return the page that explains why a state does not hold; empty if none does."""
-    if (result.loader or result.saver).startswith("fsdp_ref"):
+    saves = not result.loader or not result.reason.startswith(("loading", "further step"))
+    if (result.saver if saves else result.loader).startswith("fsdp_ref"):
         return ""  # no page excuses the reference
     return next((page for said, page in PAGES.items() if re.search(said, result.reason)), "")
 
@@ -103,7 +105,7 @@ def _explained(bad: Sequence[Result]) -> list[str]:
             by_page.setdefault(page_of(result), []).append(result)
     lines = []
     for page, results in sorted(by_page.items(), key=lambda item: -len(item[1])):
-        whose = sorted({(r.loader or r.saver).split()[0] for r in results})
+        whose = sorted({(r.loader if r.reason.startswith("loading") else r.saver).split()[0] for r in results})
         lines.append(f"- {len(results):,} states, {', '.join(whose)}: [{page}](findings/{page}.md)")
     return lines or ["Every state holds."]
 
