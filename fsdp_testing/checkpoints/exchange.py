@@ -140,7 +140,7 @@ class Exchange:
         """
         memory = Path("/dev/shm")
         usable = memory.is_dir() and os.access(memory, os.W_OK)
-        self._scratch = tempfile.mkdtemp(prefix="fsdp-checkpoints-", dir=memory if usable else None)
+        self._scratch = self._pool.shared_directory("fsdp-checkpoints-", str(memory) if usable else None)
         try:
             results = [result for place in self.places for result in self._saved_by(place)]
             saved = list(results)
