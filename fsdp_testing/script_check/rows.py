@@ -52,6 +52,8 @@ def _of_pass(turn: int, own: LoaderSeen, ranks: Sequence[LoaderSeen], there: Cou
     twice = sum(count - 1 for count in there.values())
     if any(count > 1 for count in here.values()):
         return ""
+    if not all_seen and own.due is None:
+        return ""  # a stream may begin anew
     if not all_seen:  # padding comes last
         return _sentence(f"in pass {turn} over a DataLoader", 0, twice) if twice else ""
     lost = (here - there).total() if own.complete[turn : turn + 1] == [True] else 0
