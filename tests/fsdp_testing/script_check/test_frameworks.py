@@ -1,4 +1,4 @@
-"""fsdp-verify train: scripts of Accelerate, Transformers and Lightning Fabric run as they are; skipped where these are not there."""
+"""fsdp-verify train: scripts of Accelerate, Transformers and Fabric run as they are; skipped where these are not installed."""
 
 from __future__ import annotations
 
