@@ -8,7 +8,6 @@ was stopped with; the steps that follow with those of the run that was not stopp
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,7 +31,7 @@ def judge_resumed(runner: Runner, runs: Mapping[int, WholeRun], size: int, other
         others: Numbers of ranks on which it goes on.
     """
     at = runner.launch.resume_at
-    folder = Path(tempfile.mkdtemp(prefix="fsdp-verify-resume-"))
+    folder = Path(runner.pool.shared_directory("fsdp-verify-resume-"))
     said = []
     try:
         saved = _stop(runner, size, folder / "0")

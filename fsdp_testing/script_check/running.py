@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,7 +89,7 @@ class Runner:
         """
         if stay is not None:
             return self._run_in(stay, size, keep_data, feed, seed)
-        folder = Path(tempfile.mkdtemp(prefix="fsdp-verify-train-"))
+        folder = Path(self.pool.shared_directory("fsdp-verify-train-"))
         try:
             show_files(Path.cwd(), folder)
             return self._run_in(Stay(folder), size, keep_data, feed, seed)
