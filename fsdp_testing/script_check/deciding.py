@@ -166,7 +166,9 @@ def _judge_logged(pair: Pair, *, scaled: bool) -> list[str]:
     for line in known.reduced:
         found = pair.difference(partial(readings.at_line, line), Decided())
         if found is None:
-            remarks.append(f"compared: {len(known.reduced[line][0])} numbers taken at {line}, which the script reduced")
+            remarks.append(
+                f"compared: what is taken at {line}, {len(known.reduced[line][0])} times, which the script reduced"
+            )
             continue
         one, other = known.reduced[line]
         times, is_loss = readings.factor(one, other), readings.is_loss(pair.reference, 0, one)

@@ -37,13 +37,14 @@ def test_what_samplers_and_streams_do_is_no_mistake(ranks, options):
         (
             ("abcd", "cdef"),
             True,
-            "in pass 0 over a DataLoader 2 rows that one process takes are taken by no rank and 2 rows",
+            "in pass 0 over a DataLoader 2 of the rows that one process takes are taken by no rank and 2 of",
         ),
-        (("abc", "bde"), False, "in pass 0 over a DataLoader 1 rows are taken twice"),
+        (("abcdab", "efghcd"), True, "DataLoader 4 of the rows that the ranks take were taken before"),
+        (("abc", "bde"), False, "in pass 0 over a DataLoader 1 of the rows that the ranks take were taken before"),
         (
             ("a", "b"),
             True,
-            "6 rows that one process takes are taken by no rank. Cause: the shares of the ranks overlap or",
+            "6 of the rows that one process takes are taken by no rank. Cause: the shares of the ranks overlap or",
         ),
     ],
 )
@@ -54,7 +55,7 @@ def test_shares_of_a_pass_that_overlap_or_leave_rows_out_are_found(ranks, comple
 def test_rows_of_a_step_are_lost_or_drawn():
     alone, slices = run("", steps=("abcd", "efgh")), run("", "", steps=("abbc", "effg"))
     assert strange_shares(alone, slices).startswith(
-        "at step 0 1 rows that one process takes are taken by no rank and 1 rows"
+        "at step 0 1 of the rows that one process takes are taken by no rank and 1 of"
     )
     assert strange_shares(alone, run("", "", steps=("abcd", "hgfe"))) == ""
     assert strange_shares(alone, run("", "", steps=("abcdefgh", "ijklmnop"))) == ""  # batches of a rank's own size
