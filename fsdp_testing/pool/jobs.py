@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdp_testing.backends.devices import Share
 from fsdp_testing.pool.outcome import ErrorRecord
 from fsdp_testing.pool.targets import Target
 from fsdp_testing.records.dirt import Dirt
@@ -15,18 +14,18 @@ from fsdp_testing.records.dirt import Dirt
 class Bootstrap:
     """What a new rank needs to join its world.
 
-    `share` is the controller's among those of one test session (pytest-xdist): they share the devices.
+    `devices` are those that the world has for itself, which its ranks use in turn; without any, its ranks use all there are.
     """
 
     rank: int
     size: int
     backend: str
-    share: Share
     store_port: int
     environment: dict[str, str]
     sys_path: list[str]
     directory: str
     argv: list[str]
+    devices: tuple[int, ...] = ()
     coverage: dict[str, Any] | None = None
 
 

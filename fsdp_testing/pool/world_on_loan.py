@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_testing import env
 from fsdp_testing.backends import backend_named
-from fsdp_testing.backends.devices import share_from
 from fsdp_testing.errors import InvalidArgument, PoolBroken
 from fsdp_testing.ledger import memory
 from fsdp_testing.pool.channel import dumps, readable
+from fsdp_testing.pool.device_slots import Lease
 from fsdp_testing.pool.jobs import Bootstrap, Job, Place
 from fsdp_testing.pool.outcome import Fate, WorldOutcome
 from fsdp_testing.pool.processes import RankProcess, directory, environment_for_ranks, listening_socket
@@ -50,7 +50,7 @@ class PooledWorld:
         before_leaving: Called with the world when it is about to end and its ranks still answer.
     """
 
-    def __init__(self, pool: Pool, key: WorldKey, *, kept: bool) -> None:
+    def __init__(self, pool: Pool, key: WorldKey, *, kept: bool, lease: Lease | None = None) -> None:
         self.key = key
         self.kept = kept
         self.trusted = True
@@ -69,12 +69,12 @@ class PooledWorld:
         self._sys_path: list[str] = []
         self._directory = ""
         self._environment: dict[bytes, bytes] = {}
+        self._lease = lease
         self._processes: list[RankProcess] = []
         self._ledger: memory.LedgerMemory
         self._open()
 
     def _start(self, count: int, ledger_fd: int, settings: dict[str, Any]) -> list[RankProcess]:
-        share = share_from(env.get("PYTEST_XDIST_WORKER"), env.get("PYTEST_XDIST_WORKER_COUNT"))
         processes: list[RankProcess] = []
         server = self._pool.server()
         with contextlib.ExitStack() as undo, listening_socket() as listener:
@@ -86,10 +86,19 @@ class PooledWorld:
                 undo.callback(process.close)
                 undo.callback(process.kill)
                 process.channel.send(
-                    Bootstrap(rank, size, backend, share, port, **settings, coverage=self._pool.coverage)
+                    Bootstrap(
+                        *(rank, size, backend, port),
+                        **settings,
+                        devices=self._lease.devices if self._lease is not None else (),
+                        coverage=self._pool.coverage,
+                    )
                 )
             undo.pop_all()
         return processes
+
+    @property
+    def has_devices(self) -> bool:
+        return self._lease is not None
 
     @property
     def whole(self) -> bool:
@@ -271,7 +280,7 @@ class PooledWorld:
             return
         if self._single:
             self._place = Place(0, self.key.size)
-        if not self.trusted or not self.kept:
+        if not self.trusted or not self.kept or (self._lease is not None and self._pool.devices_awaited()):
             self.leave()
         self.busy = False
 
@@ -318,6 +327,8 @@ class PooledWorld:
             process.close()
         if processes:
             self._ledger.close()
+        if self._lease is not None:
+            self._lease.release()
         self._pool.forget(self)
 
 
