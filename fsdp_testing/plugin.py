@@ -162,14 +162,7 @@ def _size(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> Any:
-    """In a test marked `world`: this rank's view of its world. Here, in the controlling process, an error.
-
-    Under torchrun this process is a rank.
-    """
-    attached: Any = request.config.pluginmanager.get_plugin("fsdp_testing.attached")
-    found = attached.world_of(request.node) if attached is not None else None
-    if found is not None:
-        return found
+    """In a test marked `world`: this rank's view of its world. Here, in the controlling process, an error."""
     pytest.fail(
         f"{request.node.nodeid}: fixture world: expected a test on ranks, got one without the `world` marker. "
         "Mark it: @pytest.mark.world(2).",

@@ -9,12 +9,16 @@ from fsdp_testing.pool.outcome import ErrorRecord
 from fsdp_testing.pool.targets import Target
 from fsdp_testing.records.dirt import Dirt
 
+LOOPBACK = "127.0.0.1"
+
 
 @dataclass(frozen=True, slots=True)
 class Bootstrap:
     """What a new rank needs to join its world.
 
     `devices` are those that the world has for itself, which its ranks use in turn; without any, its ranks use all there are.
+    The rank with number 0 serves the world's store at `store_host`; `interface` is the one that gloo is to use (empty: gloo
+    chooses), and `ranks_here` says how many of the world are on this machine.
     """
 
     rank: int
@@ -27,6 +31,9 @@ class Bootstrap:
     argv: list[str]
     devices: tuple[int, ...] = ()
     coverage: dict[str, Any] | None = None
+    store_host: str = LOOPBACK
+    interface: str = "lo"
+    ranks_here: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +79,15 @@ class Report:
     seconds: float = 0.0
     finished_at: float = 0.0
     new_modules: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a rank's process ended: one of exit code and signal name; `moment` is on the system's monotonic clock."""
+
+    code: int | None
+    signal_name: str | None
+    moment: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

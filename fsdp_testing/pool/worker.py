@@ -131,7 +131,7 @@ class _Rank:
         boot = self._bootstrap
         torch.set_num_threads(1)
         backend = backend_named(boot.backend)
-        reason = backend.unavailable(boot.size)
+        reason = backend.unavailable(boot.ranks_here or boot.size)
         if reason is not None:
             raise BackendUnavailable(f"backend {boot.backend!r} cannot run a world of {boot.size} here: {reason}.")
         devices = backend.device_count() if backend.device_count is not None else 0
@@ -159,16 +159,16 @@ class _Rank:
 
             dist.init_process_group(backend.torch_backend, store=fake_store(), rank=rank, world_size=size)
             return
-        if env.get("GLOO_SOCKET_IFNAME") is None:
-            env.update({"GLOO_SOCKET_IFNAME": "lo"})
-        port = self._bootstrap.store_port
+        if env.get("GLOO_SOCKET_IFNAME") is None and self._bootstrap.interface:
+            env.update({"GLOO_SOCKET_IFNAME": self._bootstrap.interface})
+        host, port = self._bootstrap.store_host, self._bootstrap.store_port
         if not backend.makes_group:
-            env.update(env.as_launched(rank, size, "127.0.0.1", port))
+            env.update(env.as_launched(rank, size, host, port))
             if self._listen is None:
                 return
         listen = {} if self._listen is None else {"master_listen_fd": self._listen}
         store = dist.TCPStore(
-            "127.0.0.1",
+            host,
             port,
             world_size=size,
             is_master=rank == 0,
