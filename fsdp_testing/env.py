@@ -120,6 +120,18 @@ def _launch(launcher: str, rank_name: str, size_name: str, local: str, local_siz
     )
 
 
+def as_launched(rank: int, size: int, address: str, port: int) -> dict[str, str | None]:
+    """Return the variables by which a process that a launcher started on one host knows its place."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+    }
+
+
 def _integer(name: str, default: int | None = None) -> int:
     text = get(name)
     if text is None and default is not None:

@@ -21,6 +21,7 @@ from fsdp_testing.judging.judge import lost_ranks
 from fsdp_testing.judging.record_stream import read
 from fsdp_testing.judging.signature import Signature
 from fsdp_testing.pool import Fate, Pool, WorldOutcome
+from fsdp_testing.pool.preload import TRAINING
 from fsdp_testing.pool.world_on_loan import PooledWorld
 from fsdp_testing.records import LOSES_RANKS, Case, FailureKind
 
@@ -60,6 +61,7 @@ class Lane:
         on_records: Callable[[str], object] = lambda _: None,
     ) -> None:
         self._pool = pool
+        pool.expect(*TRAINING)
         self._adapter = registry.adapter_of(implementation)
         self._deadline = deadline
         self._scratch = scratch

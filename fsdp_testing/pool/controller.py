@@ -47,6 +47,7 @@ class Pool:
         self.coverage: dict[str, Any] | None = None
         self._lock = threading.RLock()
         self._extra_modules = tuple(preload_modules)
+        self._expected: list[str] = []
         self._preparations: tuple[tuple[str, str], ...] = ()
         self._server: ForkServer | None = None
         # Most recently used last.
@@ -60,6 +61,14 @@ class Pool:
     def add_preload(self, *modules: str) -> None:
         """Import `modules` in the fork server too; only before it has started."""
         self._extra_modules += tuple(name for name in modules if name not in self._extra_modules)
+
+    def expect(self, *modules: str) -> None:
+        """Import `modules` before the next rank is forked: the caller knows that all of its ranks will need them."""
+        with self._lock:
+            new = [name for name in modules if name not in self._expected]
+            self._expected += new
+            if self._server is not None:
+                self._server.expect(new)
 
     def add_preparation(self, target: str, argument: str) -> None:
         """Call "package.module:function" with a text in the fork server before its first fork; only before it started.
@@ -82,6 +91,7 @@ class Pool:
                 self._server = None
             if self._server is None:
                 self._server = ForkServer(preload.FIRST + self._extra_modules, self._preparations)
+                self._server.expect(self._expected)
             return self._server
 
     def world(self, size: int, backend: str = "gloo", isolation: str = "warm") -> PooledWorld:
@@ -113,7 +123,8 @@ class Pool:
                 raise BackendUnavailable(self._unavailable[key])
             world = self._idle(key) if isolation == "warm" else None
             if world is None:
-                world = PooledWorld(self, key, kept=isolation == "warm")
+                # Its store would keep what an earlier test wrote, and the next group would find that.
+                world = PooledWorld(self, key, kept=isolation == "warm" and backend_named(backend).makes_group)
             else:
                 self._worlds.remove(world)
             world.lend()

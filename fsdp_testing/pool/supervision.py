@@ -57,7 +57,7 @@ class Supervision:
     """One job on one world, from sending to the outcome.
 
     `joined` says that every rank is in its world already; a new world has its own time to come together, before the
-    job's clock starts.
+    job's clock starts. `lockstep` says that ranks are to issue the same collectives: one that left early is bad news.
     """
 
     processes: Sequence[RankProcess | RemoteRank]
@@ -66,6 +66,7 @@ class Supervision:
     backend: str
     timeout: float | None
     single_process: bool = False
+    lockstep: bool = True
     joined: bool = False
     new_modules: dict[str, None] = field(default_factory=dict)
 
@@ -94,7 +95,7 @@ class Supervision:
             self._take_stacks(running)
         outcomes = tuple(self._outcome(*pair, passed_deadline) for pair in zip(watches, ledgers, strict=True))
         members: dict[int, tuple[int, ...]] = {}
-        if not self.single_process:
+        if self.lockstep:
             for ledger in ledgers:
                 members.update(ledger.members)
         cause = cause_of(outcomes, members, self.timeout if passed_deadline else None)
@@ -190,7 +191,7 @@ class Supervision:
 
     def _peer_already_left(self, watches: list[_Watch]) -> bool:
         """A running rank has issued a collective that a returned member of its group never joined, or was refused."""
-        if self.single_process or all(not watch.ended for watch in watches):
+        if not self.lockstep or all(not watch.ended for watch in watches):
             return False
         epoch = self.job.number
         gone = {watch.process.rank: watch.process.ledger for watch in watches if watch.ended}

@@ -117,6 +117,7 @@ class _Rank:
         self._modules = modules
         self._recorder: Any = None
         self._device = "cpu"
+        self._store: Any = None
         self._pid = os.getpid()
 
     def join(self) -> None:
@@ -141,7 +142,7 @@ class _Rank:
             backend.prepare(place)
         self._init_group(place.rank, place.size)
         memory = LedgerMemory(self._ledger_fd, 1 if backend.single_process else boot.size)
-        self._recorder = Recorder(memory, boot.rank, compare=not backend.single_process)
+        self._recorder = Recorder(memory, boot.rank, compare=backend.makes_group and not backend.single_process)
         interception.activate(self._recorder)
         device = backend.device_type if backend.device_type == "cpu" else f"{backend.device_type}:{index}"
         self._device = device
@@ -160,16 +161,26 @@ class _Rank:
             return
         if env.get("GLOO_SOCKET_IFNAME") is None and self._bootstrap.interface:
             env.update({"GLOO_SOCKET_IFNAME": self._bootstrap.interface})
+        host, port = self._bootstrap.store_host, self._bootstrap.store_port
+        if not backend.makes_group:
+            env.update(env.as_launched(rank, size, host, port))
+            if self._listen is None:
+                return
         listen = {} if self._listen is None else {"master_listen_fd": self._listen}
         store = dist.TCPStore(
-            self._bootstrap.store_host,
-            self._bootstrap.store_port,
+            host,
+            port,
             world_size=size,
             is_master=rank == 0,
             wait_for_workers=False,
+            # Code that makes a store at MASTER_PORT itself finds this one, in the same process, instead of a port in use.
+            multi_tenant=not backend.makes_group,
             **listen,  # type: ignore[arg-type]  # one keyword of an untyped pybind constructor
         )
-        dist.init_process_group(backend.torch_backend, store=store, rank=rank, world_size=size)
+        if backend.makes_group:
+            dist.init_process_group(backend.torch_backend, store=store, rank=rank, world_size=size)
+        else:
+            self._store = store
 
     def _move(self, place: Place) -> None:
         current = world_place.current_world()

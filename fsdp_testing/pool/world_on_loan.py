@@ -59,7 +59,9 @@ class PooledWorld:
         self.busy = False
         self.before_leaving: list[Callable[[PooledWorld], None]] = []
         self._pool = pool
-        self._single = backend_named(key.backend).single_process
+        backend = backend_named(key.backend)
+        self._single = backend.single_process
+        self._lockstep = backend.makes_group and not backend.single_process
         self._running = threading.Lock()
         self._owner = os.getpid()
         self._jobs = 0
@@ -207,6 +209,7 @@ class PooledWorld:
             self.key.backend,
             timeout,
             single_process=self._single,
+            lockstep=self._lockstep,
             joined=self._joined,
         )
         finished = False

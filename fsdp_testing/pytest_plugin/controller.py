@@ -14,6 +14,7 @@ from fsdp_testing import env
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.pool.controller import platform_refusal
 from fsdp_testing.pool.world import inside_rank
+from fsdp_testing.pytest_plugin import dist_pool
 from fsdp_testing.pytest_plugin.rank_debugger import debugged_rank
 from fsdp_testing.pytest_plugin.selection import defaults_of, refusal_to_draw, world_request
 
@@ -30,6 +31,8 @@ def validate(config: pytest.Config) -> None:
     try:
         defaults_of(config)
         debugged_rank(config)
+        if config.option.dist_pool:
+            dist_pool.check()
         workers = getattr(config.option, "numprocesses", None)
         if workers and env.launched() is not None and not inside_rank():
             raise InvalidArgument(

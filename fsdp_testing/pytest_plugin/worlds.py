@@ -11,8 +11,9 @@ from fsdp_testing.backends import registered_backends
 from fsdp_testing.errors import InvalidArgument, WorldFailed
 from fsdp_testing.pool import WorldOutcome
 from fsdp_testing.pool.channel import dumps, loads
+from fsdp_testing.pool.outcome import left_behind
 from fsdp_testing.pool.targets import target_of
-from fsdp_testing.pytest_plugin.hygiene_report import WorldHygieneWarning, left_behind
+from fsdp_testing.pytest_plugin.hygiene_report import WorldHygieneWarning
 from fsdp_testing.pytest_plugin.leases import IN_RANK, Leases
 from fsdp_testing.pytest_plugin.marker import WorldRequest, read_marker
 from fsdp_testing.pytest_plugin.selection import defaults_of
