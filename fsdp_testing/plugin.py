@@ -120,10 +120,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         from fsdp_testing.pytest_plugin import dist_pool
 
         dist_pool.take_over(config, items)
-    if any("worlds" in getattr(item, "fixturenames", ()) for item in items):
+    if any("worlds" in getattr(item, "fixturenames", ()) for item in items) or _checks_under_a_launcher(items):
         from fsdp_testing.pytest_plugin.controller import start_ahead
 
         start_ahead(config)
+
+
+def _checks_under_a_launcher(items: list[pytest.Item]) -> bool:
+    """Whether checks of `parametrize_with_checks` are to use a launcher's processes; else they need nothing before they run."""
+    params = [getattr(item, "callspec").params for item in items if hasattr(item, "callspec")]  # noqa: B009 - functions have it
+    there = any(type(value).__name__ == "BoundCheck" for given in params for value in given.values())
+    return there and env.launched() is not None
 
 
 @pytest.hookimpl(tryfirst=True)

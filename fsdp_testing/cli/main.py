@@ -49,7 +49,7 @@ COMMANDS: tuple[ModuleType, ...] = (
     doctor,
 )
 # Commands that use the processes of a launcher, and one that each of them may run for itself.
-_ON_RANKS = ("run", "train", "fuzz", "certify", "checkpoints", "parity", "museum")
+_ON_RANKS = ("run", "train", "fuzz", "certify", "checkpoints", "parity")
 _ALONE = ("doctor",)
 BAD_USAGE = 2
 UNKNOWN = 3

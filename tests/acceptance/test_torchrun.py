@@ -16,6 +16,9 @@ from pathlib import Path
 import pytest, torch
 import torch.distributed as dist
 
+def parent(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
 def doubled(value):
     return value * 2 + dist.get_rank()
 
@@ -45,13 +48,14 @@ def test_fake(world):
 @pytest.mark.world(2)
 def test_host_dies(world):
     if world.rank == 1:
-        pid = os.getppid()
-        while b"torch.distributed.run" not in Path(f"/proc/{pid}/cmdline").read_bytes():
-            above = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-            if b"forkserver" not in Path(f"/proc/{pid}/cmdline").read_bytes():
-                os.kill(above, signal.SIGKILL)  # the agent first: it would restart nothing, but say much
-                os.kill(pid, signal.SIGKILL)
-            pid = above
+        serving = os.getppid()
+        while b"forkserver" in Path(f"/proc/{serving}/cmdline").read_bytes():
+            serving = parent(serving)
+        agent = parent(serving)
+        # Both are known before either is killed: of a process that has ended nothing can be read.
+        assert b"torch.distributed.run" in Path(f"/proc/{agent}/cmdline").read_bytes()
+        os.kill(agent, signal.SIGKILL)
+        os.kill(serving, signal.SIGKILL)
     dist.all_reduce(torch.ones(3))
 
 @pytest.mark.world(2)
