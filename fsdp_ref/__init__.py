@@ -33,6 +33,8 @@ from fsdp_ref.config import (
     StateDictType,
 )
 from fsdp_ref.handle.marked_parameter import FlatParameter
+from fsdp_ref.storage.extension import ParameterExtension, register_parameter_extension
+from fsdp_ref.training.uneven_inputs import UnevenInputs
 
 __all__ = [
     "BackwardPrefetch",
@@ -46,12 +48,14 @@ __all__ = [
     "MixedPrecision",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "ParameterExtension",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "UnevenInputs",
     "clip_grad_norm_",
     "fully_shard",
     "get_state_dict_type",
@@ -60,6 +64,7 @@ __all__ = [
     "optim_state_dict_to_load",
     "register_comm_hook",
     "register_fsdp_forward_method",
+    "register_parameter_extension",
     "set_state_dict_type",
     "state_dict_type",
     "unshard_params",

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_ref.comm.groups import DataParallelGroups
+from fsdp_ref.comm.tensor_parallel import is_dtensor
 from fsdp_ref.config import CPUOffload, MixedPrecision, UnitConfig, coerce_sharding_strategy
 from fsdp_ref.config import ShardingStrategy as _Strategy
 from fsdp_ref.env import read_switches
@@ -73,6 +74,11 @@ class FlatParamHandle:
     ) -> None:
         params = list(params)
         check_params(params, [f"number {index}" for index in range(len(params))], use_orig_params=use_orig_params)
+        spread = [f"number {index}" for index, param in enumerate(params) if is_dtensor(param)]
+        if spread:
+            raise FlattenError(
+                f"FlatParamHandle: expected plain parameters, got DTensors: {listing(spread)}. Use fully_shard."
+            )
         managed = sites_below(fully_sharded_module, params)
         found = {id(each.param) for each in managed}
         missing = [f"number {index}" for index, param in enumerate(params) if id(param) not in found]

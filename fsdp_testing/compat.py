@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,11 @@ def global_module_hooks() -> tuple[dict[int, Any], ...]:
     return tuple(getattr(module, name) for name in names if hasattr(module, name))
 
 
+def saved_buffers(module: Any) -> list[str]:
+    """Return the names of a module's own buffers that its state holds; in public a buffer can be left out of it, not asked."""
+    return [name for name, _ in module.named_buffers(recurse=False) if name not in module._non_persistent_buffers_set]
+
+
 def mode_depths() -> tuple[int, int]:
     """Return the depths of the dispatch and of the function mode stack, which torch shows nowhere in public."""
     import torch
@@ -51,6 +57,17 @@ def process_group_count() -> int:
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._world.group_count
+
+
+def forget_dtensor_layouts() -> None:
+    """Forget the layouts that DTensor has worked out. They hold meshes, and a new mesh of the same ranks counts as the old one.
+
+    No public name clears them; without that a warm world's next job communicates over groups that are gone.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        debug._clear_sharding_prop_cache()
 
 
 def after_backward(callback: Callable[[], None]) -> None:

@@ -92,6 +92,12 @@ def _check(units: list[Unit], options: SummonOptions) -> None:
             f"{options.offload_to_cpu} and use_orig_params="
             f"{listing(sorted({unit.config.use_orig_params for unit in units}))}. Gradients are shown on the originals only."
         )
+    extended = [unit.name or "the root" for unit in units if unit.handle is not None and unit.handle.originals.extended]
+    if options.with_grads and extended:
+        raise UnsupportedError(
+            f"with_grads=True: expected plain parameters, got parts of larger ones (tensor parallelism) in {listing(extended)}. "
+            "Read .grad outside of the context: this rank's piece of its part."
+        )
     replicated = [
         unit.name or type(unit.module).__name__
         for unit in units
@@ -238,9 +244,11 @@ class _Summoned:
             view = self._views[index]
             if not isinstance(value, Tensor):
                 bad.append(f"{fqn}: {type(value).__name__}")
-            elif value is not self._shown[index] or value.data_ptr() != view.data_ptr():
-                if value.shape != view.shape:
-                    bad.append(f"{fqn}: shape {tuple(value.shape)} for {tuple(view.shape)}")
+                continue
+            plain = handle.originals.plain(index, value)
+            if value is not self._shown[index] or plain.data_ptr() != view.data_ptr():
+                if plain.shape != view.shape:
+                    bad.append(f"{fqn}: shape {tuple(plain.shape)} for {tuple(view.shape)}")
                 elif index in replaced and replaced[index][1] is not value:
                     raise SharedParameterError(
                         f"Changing shared parameters is not supported yet: {fqn} and {replaced[index][0]} were one "
@@ -260,7 +268,7 @@ class _Summoned:
         with torch.no_grad():
             for index, (_, value) in replaced.items():
                 if value.numel():
-                    self._views[index].copy_(value.detach())
+                    self._views[index].copy_(handle.originals.plain(index, value).detach())
 
     def _broadcast(self) -> None:
         """Give every rank what rank 0 made of the parameters: first to the replicas, then within the shard group."""

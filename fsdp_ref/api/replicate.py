@@ -15,6 +15,7 @@ from torch import nn
 from fsdp_ref.annotations import is_replicated, registry_of, unit_of
 from fsdp_ref.build.contract import check_one_module, contract
 from fsdp_ref.comm.groups import default_group
+from fsdp_ref.comm.tensor_parallel import is_dtensor
 from fsdp_ref.errors import (
     ConfigError,
     FsdpRuntimeError,
@@ -112,6 +113,11 @@ def replicate(
         None if on_cpu or device_id is None else (device_id,),
     )
     skip = {child for ignored in ignored_modules or () for child in ignored.modules()}
+    spread = [name for name, param in module.named_parameters() if is_dtensor(param)]
+    if spread:
+        raise UnsupportedError(
+            f"replicate: expected plain parameters, got DTensors: {listing(spread)}. Use fully_shard with NO_SHARD."
+        )
     replica = Replica(module, group, options, lambda root: _members(root, skip))
     replicate.state(module).replica = replica
     module.register_forward_pre_hook(replica.pre_forward)

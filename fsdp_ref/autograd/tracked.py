@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fsdp_ref import compat
+from fsdp_ref.comm.tensor_parallel import is_dtensor, local_of, rebuilder
 from fsdp_ref.errors import FsdpRuntimeError
 from fsdp_ref.storage.views import alias
 
@@ -65,9 +66,9 @@ class TrackedParams(torch.autograd.Function):
 class SavedView:
     """A view of a unit's full parameter that autograd saved, without its memory."""
 
-    __slots__ = ("dtype", "full_precision", "offset", "size", "stride", "tie")
+    __slots__ = ("dtype", "full_precision", "offset", "rebuild", "size", "stride", "tie")
 
-    def __init__(self, unit: Unit, view: Tensor) -> None:
+    def __init__(self, unit: Unit, view: Tensor, rebuild: Callable[[Tensor], Tensor] | None) -> None:
         assert unit.handle is not None  # its storage was found among the units' buffers
         self.tie = unit.graph.tie()
         self.dtype = view.dtype
@@ -75,6 +76,7 @@ class SavedView:
         self.stride = view.stride()
         self.offset = view.storage_offset()
         self.full_precision = unit.handle.full_precision
+        self.rebuild = rebuild
 
     def restore(self, demand: Callable[[Unit], None]) -> Tensor:
         """Return the view, after ``demand(unit)`` made its memory valid if it was not."""
@@ -95,7 +97,8 @@ class SavedView:
 
     def _view(self, flat_F: Tensor) -> Tensor:
         view = torch.empty(0, dtype=self.dtype, device=flat_F.device)
-        return view.set_(flat_F.untyped_storage(), self.offset, self.size, self.stride)
+        view = view.set_(flat_F.untyped_storage(), self.offset, self.size, self.stride)
+        return view if self.rebuild is None else self.rebuild(view)
 
 
 class UnitsByStorage(dict[int, "Unit"]):
@@ -112,15 +115,17 @@ def pack_with(units_by_storage: UnitsByStorage) -> Callable[[Tensor], Any]:
     known = weakref.ref(units_by_storage)
 
     def pack(tensor: Tensor) -> Any:
-        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        spread = is_dtensor(tensor)
+        local = local_of(tensor) if spread else tensor
+        if type(local) is not Tensor or local.layout is not torch.strided:
             return tensor, -1
-        key = compat.storage_key(tensor)
+        key = compat.storage_key(local)
         units = known()
         unit = None if units is None else units.get(key)
         if unit is not None and unit.handle is not None and compat.storage_key(unit.handle.full_F()) == key:
-            return SavedView(unit, tensor)
+            return SavedView(unit, local, rebuilder(tensor) if spread else None)
         # Without its node: an operation that saves its own output would otherwise hold itself, and never be freed.
-        return tensor if tensor.is_leaf else tensor.detach(), tensor._version
+        return tensor if tensor.is_leaf else tensor.detach(), -1 if spread else tensor._version
 
     return pack
 

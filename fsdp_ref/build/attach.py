@@ -19,6 +19,7 @@ from fsdp_ref.build.plan import PlannedUnit, check_frozen, make_plan
 from fsdp_ref.build.resolve import ResolvedUnit, resolve_units
 from fsdp_ref.build.targets import choose_targets
 from fsdp_ref.handle.flat_handle import FlatHandle
+from fsdp_ref.runtime.outside_calls import watch_modules
 from fsdp_ref.runtime.unit import Unit
 from fsdp_ref.storage.param_sites import ManagedParam
 
@@ -64,12 +65,14 @@ def attach(
 def _make(unit: ResolvedUnit, params: Sequence[ManagedParam], connect: Connect, ignored: Ignored) -> Unit:
     """Move, broadcast and flatten one unit: the memory of its full parameters is free before the next one begins."""
     planned, config = unit.planned, unit.config
+    params = [each.flattened(unit.extensions[each.fqn]) if each.fqn in unit.extensions else each for each in params]
     if unit.options["device_id"] is not None:
         move_states(planned, config.device, ignored)
     if unit.options["sync_module_states"]:
-        broadcast_states([managed.param for managed in params], planned.modules, config)
+        broadcast_states(params, planned.modules, config)
     handle = FlatHandle(params, planned.module, config, planned.fqn) if params else None
     called = connect(planned)
     made = Unit(planned.module, called, handle, config, planned.modules, ignored)
     set_unit(called, made)
+    watch_modules(made)
     return made

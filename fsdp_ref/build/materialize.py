@@ -225,17 +225,21 @@ def check_broadcastable(unit: PlannedUnit, device: torch.device) -> None:
         )
 
 
-def broadcast_states(params: Sequence[Tensor], modules: Sequence[nn.Module], config: UnitConfig) -> None:
+def broadcast_states(params: Sequence[ManagedParam], modules: Sequence[nn.Module], config: UnitConfig) -> None:
     """Give all ranks rank 0's parameters and buffers: first along the replicas, then in the shard group.
 
+    Before that, what is the same on all ranks of a tensor-parallel axis comes from the first of them.
+
     Collectives:
-        One broadcast per 32 MiB and dtype, over the replicate group and over the shard group. All ranks must call.
+        One broadcast per 32 MiB and dtype, over each of these groups. All ranks must call.
     """
     buffers = [buffer for module in modules for buffer in module.buffers(recurse=False)]
-    tensors = list({id(tensor): tensor.detach() for tensor in (*params, *buffers) if tensor.numel()}.values())
-    for group in (config.groups.replicate, config.groups.shard):
+    plain = [managed.param for managed in params if managed.extension is None or managed.extension.group is None]
+    tensors, groups = [*(managed.param for managed in params), *buffers], config.groups
+    for group, some in ((groups.tensor, [*plain, *buffers]), (groups.replicate, tensors), (groups.shard, tensors)):
+        distinct = list({id(tensor): tensor.detach() for tensor in some if tensor.numel()}.values())
         if group is not None and group.size() > 1:
-            for bucket in cut_into_buckets(tensors, _BROADCAST_BYTES):
+            for bucket in cut_into_buckets(distinct, _BROADCAST_BYTES):
                 _broadcast_bucket(bucket, group, config.device)
 
 

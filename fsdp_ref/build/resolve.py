@@ -6,8 +6,8 @@ corrected call works. Options are read once per unit; what they mean is one froz
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from fsdp_ref.build.device import compute_device, explicit_device
 from fsdp_ref.build.materialize import check_broadcastable, check_initializable
 from fsdp_ref.comm.groups import DataParallelGroups, default_group, effective_strategy, groups_by_host, resolve_groups
+from fsdp_ref.comm.tensor_parallel import TensorParallel, is_dtensor, why_not
 from fsdp_ref.config import (
     BackwardPrefetch,
     MixedPrecision,
@@ -28,8 +29,10 @@ from fsdp_ref.config import (
     coerce_sharding_strategy,
 )
 from fsdp_ref.env import read_switches
-from fsdp_ref.errors import ConfigError, listing
+from fsdp_ref.errors import ConfigError, FlattenError, UnsupportedError, explain, listing
 from fsdp_ref.handle.flatten import check_params
+from fsdp_ref.handle.param_hooks import is_hooked
+from fsdp_ref.storage.extension import ParameterExtension, registered_extension
 
 if TYPE_CHECKING:
     import torch
@@ -58,11 +61,15 @@ UNIT_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class ResolvedUnit:
-    """A planned unit, its settings for life, and all its options, of which construction alone needs some."""
+    """A planned unit, its settings for life, and all its options, of which construction alone needs some.
+
+    ``extensions`` are those of its parameters that are more than a plain tensor, by name.
+    """
 
     planned: PlannedUnit
     config: UnitConfig
     options: Mapping[str, Any]
+    extensions: Mapping[str, ParameterExtension]
 
 
 def resolve_units(plan: WrapPlan, *, automatic: bool, composable: bool) -> list[ResolvedUnit]:
@@ -86,7 +93,7 @@ def resolve_units(plan: WrapPlan, *, automatic: bool, composable: bool) -> list[
         precision = MixedPrecision() if unit.full_precision else coerce_mixed_precision(given["mixed_precision"])
         draft = partial(
             UnitConfig,
-            device=_check(unit, given, groups.given(given), devices[given["device_id"]], plan.ignored),
+            device=_check(unit, given, groups, devices[given["device_id"]], plan.ignored),
             mixed_precision=precision,
             cpu_offload=coerce_cpu_offload(given["cpu_offload"]),
             backward_prefetch=coerce_backward_prefetch(given["backward_prefetch"]),
@@ -99,7 +106,37 @@ def resolve_units(plan: WrapPlan, *, automatic: bool, composable: bool) -> list[
         )
         drafts.append((unit, given, draft))
     # Making groups is what a refused call could not take back, hence last.
-    return [ResolvedUnit(unit, draft(**groups.final(given)), given) for unit, given, draft in drafts]
+    final = [groups.final(given) for _, given, _ in drafts]
+    extensions = [_extensions(unit, each["groups"]) for (unit, _, _), each in zip(drafts, final)]
+    axis = _tensor_axis([extension for found in extensions for extension in found.values()])
+    if axis is not None:
+        final = [{**each, "groups": replace(each["groups"], tensor=axis)} for each in final]
+    return [
+        ResolvedUnit(unit, draft(**each), given, found)
+        for (unit, given, draft), each, found in zip(drafts, final, extensions)
+    ]
+
+
+def _extensions(unit: PlannedUnit, groups: DataParallelGroups) -> dict[str, ParameterExtension]:
+    params = {managed.fqn: managed.param for managed in unit.params}
+    found = {name: registered_extension(p, groups) or TensorParallel.of(p, groups) for name, p in params.items()}
+    return {name: extension for name, extension in found.items() if extension is not None}
+
+
+def _tensor_axis(extensions: Sequence[ParameterExtension]) -> dist.ProcessGroup | None:
+    # torch may give two equal meshes groups of their own; one of them serves.
+    found = [each.group for each in extensions if each.group is not None]
+    axes = {tuple(dist.get_process_group_ranks(group)): group for group in reversed(found)}
+    if len(axes) > 1:
+        raise UnsupportedError(
+            explain(
+                "tensor parallelism",
+                expected="one axis for all parameters of a model",
+                got=f"{len(axes)}, over ranks {listing(axes)}",
+                remedy="Use one mesh for parallelize_module",
+            )
+        )
+    return found[0] if found else None
 
 
 def _with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,10 +150,11 @@ def _with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(
-    unit: PlannedUnit, options: Mapping[str, Any], backend: str, asked: torch.device | None, ignored: Ignored
+    unit: PlannedUnit, options: Mapping[str, Any], groups: _Groups, asked: torch.device | None, ignored: Ignored
 ) -> torch.device:
     """Refuse what cannot be built; return the device of computation."""
     params = [planned.param for planned in unit.params]
+    given, backend = groups.given(options)
     if params:
         check_params(params, unit.fqns, use_orig_params=bool(options["use_orig_params"]))
     check_initializable(unit, options["param_init_fn"], ignored)
@@ -124,6 +162,15 @@ def _check(
     device = compute_device(asked, params, needs_cuda=backend == "nccl", offload=offload)
     if options["sync_module_states"] and asked is None:
         check_broadcastable(unit, device)
+    reasons = {name: why_not(param, given, device) for name, param in zip(unit.fqns, params)}
+    bad = [f"{name} {reason}" for name, reason in reasons.items() if reason is not None]
+    hooked = [name for name, param in zip(unit.fqns, params) if is_dtensor(param) and is_hooked(param)]
+    bad += [f"{name} with hooks, expected none, which go with it (register them after sharding)" for name in hooked]
+    if bad:
+        raise FlattenError(
+            f"unit {unit.fqn or 'root'!r}: expected DTensors of one tensor-parallel axis beside the unit's own, got "
+            f"{listing(bad)}. Apply parallelize_module(module, mesh['tp'], plan) first, then shard over mesh['dp']."
+        )
     return device
 
 
@@ -151,15 +198,15 @@ class _Groups:
         strategy = coerce_sharding_strategy(options["sharding_strategy"]) or ShardingStrategy.FULL_SHARD
         return id(options["process_group"]), id(options["device_mesh"]), strategy
 
-    def given(self, options: Mapping[str, Any]) -> str:
-        """Read the groups that were given; return the backend of these, or of those that are still to be made."""
+    def given(self, options: Mapping[str, Any]) -> tuple[DataParallelGroups | None, str]:
+        """Read the groups that were given; return them and the backend of these, or of those that are still to be made."""
         key = self._request(options)
         if key not in self._given:
             self._given[key] = resolve_groups(
                 options["process_group"], options["device_mesh"], key[-1], automatic=self._automatic
             )
         groups = self._given[key]
-        return dist.get_backend(default_group() if groups is None else groups.shard)
+        return groups, dist.get_backend(default_group() if groups is None else groups.shard)
 
     def final(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the groups and the strategy that they allow, making groups on first need."""

@@ -17,21 +17,27 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from fsdp_ref.access.summon import SummonOptions, refuse_running, summon
 from fsdp_ref.annotations import OWNERS_KEY, owners_of, unit_of, units_in
-from fsdp_ref.checkpoint.shards import Spread, compare_ranks, flat_shard_problem, is_spread, whole
+from fsdp_ref.checkpoint.own_state import sends_from_rank0, watch_optimizers
+from fsdp_ref.checkpoint.shards import Spread, compare_ranks, flat_shard_problem, whole
+from fsdp_ref.comm.tensor_parallel import is_dtensor
 from fsdp_ref.compat import RunningCall
 from fsdp_ref.config import FullStateDictConfig, ShardingStrategy, StateDictType
-from fsdp_ref.errors import TrainingStateError, UnshardConflictError, UnsupportedError, explain
+from fsdp_ref.errors import TrainingStateError, UnshardConflictError, UnsupportedError, explain, listing
 from fsdp_ref.naming import FLAT_PARAM, FSDP_WRAPPED_MODULE, clean_tensor_name, join_fqn
 from fsdp_ref.runtime.root import close_ended, lazy_init
 from fsdp_ref.runtime.unit import Unit
 from fsdp_ref.states import ReshardReason, UnitState
+from fsdp_ref.storage.param_sites import managed_at
+
+if TYPE_CHECKING:
+    from fsdp_ref.storage.extension import ParameterExtension
 
 
 class OpenState:
@@ -70,18 +76,20 @@ class OpenState:
             self._spread = Spread(self._unit.handle)
         return self._spread
 
-    def entry(self, value: Tensor) -> Tensor:
+    def entry(self, shown: Tensor, extension: ParameterExtension | None) -> Tensor:
         """Return the entry of a summoned parameter, whose memory goes; one for all names of a tied parameter."""
+        value = shown if extension is None else extension.flatten(shown)
         place = (value.data_ptr(), value.shape, value.dtype)
         if place not in self._copies or not value.numel():
-            self._copies[place] = self._converted(value.detach())
+            self._copies[place] = self._converted(value.detach(), extension)
         return self._copies[place]
 
-    def _converted(self, value: Tensor) -> Tensor:
+    def _converted(self, value: Tensor, extension: ParameterExtension | None) -> Tensor:
         offload = self._unit.state_dict_settings.state_dict_config.offload_to_cpu
         if self.form is StateDictType.SHARDED_STATE_DICT:
-            chunk = self.spread.chunk(value)
+            chunk = self.spread.chunk(value, extension)
             return chunk.cpu() if offload else chunk
+        value = value if extension is None else extension.gather(value)
         return value.to("cpu", copy=True) if offload else value.clone()
 
     def close(self, unit: Unit) -> None:
@@ -96,6 +104,7 @@ class OpenState:
 
 def install(units: Iterable[Unit]) -> None:
     """Give the modules of new units, and those that users call for them, their hooks; copies of them have hooks too."""
+    watch_optimizers()
     for unit in units:
         names: dict[nn.Module, list[str]] = {module: [] for module in (unit.holder, *unit.modules)}
         sites = [] if unit.handle is None else [s for managed in unit.handle.originals.managed for s in managed.sites]
@@ -140,6 +149,7 @@ def _closed_units(module: nn.Module, *, loading: bool) -> list[Unit]:
 
 def _open(unit: Unit, module: nn.Module, *, loading: bool) -> None:
     fresh = unit.root is None
+    lazy_init(unit)
     form = _form(unit)
     if form is not unit.state_dict_settings.state_dict_type and not loading:
         warnings.warn(
@@ -153,7 +163,7 @@ def _open(unit: Unit, module: nn.Module, *, loading: bool) -> None:
         lazy_init(unit).recover()
         unit.absorb()
     else:
-        rank0_only = not loading and _left_to_rank_zero(unit)
+        rank0_only = not loading and _left_to_rank_zero(unit) and not _takes_part(unit)
         parameters = summon(unit.holder, SummonOptions(recurse=False, writeback=loading, rank0_only=rank0_only))
     parameters.__enter__()
     unit.open_state = OpenState(unit, module, form, parameters, fresh=fresh)
@@ -165,13 +175,14 @@ def _check(unit: Unit, module: nn.Module, *, loading: bool) -> None:
     Raises:
         UnshardConflictError: Forward or backward runs, or a user has summoned parameters that would have to be cut or replaced.
         TrainingStateError: Loading inside ``no_sync``.
-        UnsupportedError: Local state of a part of a unit.
+        UnsupportedError: Local state of a part of a unit; a flat parameter that is to be loaded from rank 0 by torch's functions.
     """
     close_ended(unit)
     form = _form(unit)
     call = "load_state_dict" if loading else "state_dict"
     refuse_running(unit)
-    if unit.state is UnitState.SUMMONED and (loading or form is not StateDictType.FULL_STATE_DICT):
+    whole = form is StateDictType.FULL_STATE_DICT and unit.handle is not None and not unit.handle.originals.extended
+    if unit.state is UnitState.SUMMONED and (loading or not whole):
         raise UnshardConflictError(
             f"{call} of {unit!r} ({form.name}) inside summon_full_params: expected parameters that nobody has summoned. "
             f"Call {call} before or after."
@@ -180,6 +191,17 @@ def _check(unit: Unit, module: nn.Module, *, loading: bool) -> None:
         raise TrainingStateError(
             f"load_state_dict of {unit!r} inside no_sync: expected a unit whose gradients are all reduced, got one that "
             "accumulates gradients of the parameters that would be replaced. Load before or after."
+        )
+    if loading and unit.handle is not None and not unit.config.use_orig_params and sends_from_rank0():
+        # They send what ``named_parameters()`` shows: one flat parameter, which has no name in rank 0's state.
+        raise UnsupportedError(
+            explain(
+                f"load_state_dict of {unit!r} with broadcast_from_rank0",
+                expected="original parameters, whose names are those of the state that rank 0 has",
+                got=f"one flat parameter (use_orig_params=False) of {listing(unit.handle.fqns)}",
+                remedy="Pass use_orig_params=True to FullyShardedDataParallel, or load the whole state on every rank "
+                "(full_state_dict=True without broadcast_from_rank0)",
+            )
         )
     if form is StateDictType.LOCAL_STATE_DICT and _is_cut(unit, list(module.modules())):
         raise UnsupportedError(
@@ -200,8 +222,22 @@ def _is_cut(unit: Unit, modules: list[nn.Module]) -> bool:
 def _left_to_rank_zero(unit: Unit) -> bool:
     """Return whether the unit's state is another rank's to return."""
     config, groups = unit.state_dict_settings.state_dict_config, unit.config.groups
-    ranks = groups.rank, 0 if groups.replicate is None else groups.replicate.rank()
-    return isinstance(config, FullStateDictConfig) and config.rank0_only and ranks != (0, 0)
+    axis = groups.tensor if unit.root is None else unit.root.tensor_group
+    first = groups.is_first and (axis is None or axis.rank() == 0)
+    return isinstance(config, FullStateDictConfig) and config.rank0_only and not first
+
+
+def _takes_part(unit: Unit) -> bool:
+    """Return whether this rank has parts of what rank 0 returns of the unit."""
+    return unit.handle is not None and unit.handle.originals.extended and unit.config.groups.is_first
+
+
+def _extension_at(unit: Unit, module: nn.Module, name: str) -> ParameterExtension | None:
+    handle = unit.handle
+    found = (
+        managed_at(handle.originals.managed, module, name) if handle is not None and handle.originals.extended else None
+    )
+    return None if found is None else found.extension
 
 
 def _leave(module: nn.Module) -> None:
@@ -223,7 +259,7 @@ def _before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 def _after_save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     for unit in owners_of(module):
         open_state = unit.open_state
-        if open_state is not None and not _left_to_rank_zero(unit):
+        if open_state is not None and (_takes_part(unit) or not _left_to_rank_zero(unit)):
             _convert(unit, open_state, module, state, prefix)
         for name in module._buffers:  # those that were cast in their own dtype
             dtype = unit.buffers.original_dtype(module, name)
@@ -238,11 +274,12 @@ def _after_save(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
 
 def _convert(unit: Unit, open_state: OpenState, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
     """Give the module's own entries their form."""
-    for key in [prefix + name for name in owners_of(module)[unit]]:
+    for name in owners_of(module)[unit]:
+        key = prefix + name
         if open_state.form is StateDictType.LOCAL_STATE_DICT:
             state.pop(key, None)
         elif isinstance(state.get(key), Tensor):
-            state[key] = open_state.entry(state[key])
+            state[key] = open_state.entry(state[key], _extension_at(unit, module, name))
     if open_state.form is StateDictType.LOCAL_STATE_DICT and module is unit.module:
         assert unit.handle is not None  # it was opened
         state[prefix + FLAT_PARAM] = open_state.spread.flat_shard(unit.handle)
@@ -279,7 +316,8 @@ def _before_load(
         group = unit.config.groups.shard
         if unit.state_dict_settings.state_dict_type is StateDictType.SHARDED_STATE_DICT and group not in compared:
             compared.add(group)
-            compare_ranks(state, prefix, group)
+            axes = (each.config.groups.tensor for each in (*closed, *units_in(module)))
+            compare_ranks(state, prefix, group, next((axis for axis in axes if axis is not None), None))
         _open(unit, module, loading=True)
     if FSDP_WRAPPED_MODULE in module._modules:
         _rename(state, prefix, lambda name: join_fqn(FSDP_WRAPPED_MODULE, name))
@@ -293,7 +331,17 @@ def _before_load(
         if unit.handle is not None and isinstance(own, Tensor) and own.data_ptr() == unit.handle.shard_S.data_ptr():
             del state[prefix + FLAT_PARAM]  # ``set_model_state_dict`` hands over what the model has, too
         for name in names:
-            _take_whole(unit, module._parameters.get(name), state, prefix + name, reports[2])
+            param = module._parameters.get(name)
+            _take_whole(unit, param, state, prefix + name, reports[2])
+            extension = _extension_at(unit, module, name)
+            value = state.get(prefix + name)
+            if (
+                extension is not None
+                and isinstance(value, Tensor)
+                and value.shape == extension.shape
+                and value is not param
+            ):
+                state[prefix + name] = extension.unflatten(extension.cut(value))
 
 
 def _tree(unit: Unit) -> list[Unit]:
@@ -303,7 +351,7 @@ def _tree(unit: Unit) -> list[Unit]:
 def _take_whole(unit: Unit, param: nn.Parameter | None, state: dict[str, Any], key: str, errors: list[str]) -> None:
     """Put the whole tensor where ``nn.Module`` looks for it."""
     value = state.get(key)
-    if not is_spread(value):
+    if not is_dtensor(value):
         return
     if unit.state_dict_settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
         state[key] = whole(value)

@@ -8,8 +8,8 @@ communicates.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,9 @@ from fsdp_ref.naming import clean_tensor_name, join_fqn
 from fsdp_ref.runtime.unit import Unit
 from fsdp_ref.states import TrainingState
 from fsdp_ref.storage.views import is_flattened
+
+if TYPE_CHECKING:
+    from fsdp_ref.storage.extension import ParameterExtension
 
 Key = int | str
 """What an optimizer's own state dict calls a parameter: its position, or a name."""
@@ -53,7 +56,15 @@ class Original:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape in the plain module."""
-        return tuple(self.param.shape) if self.handle is None else self.handle.layout.params[self.index].shape
+        if self.handle is None:
+            return tuple(self.param.shape)
+        extension = self.extension
+        return self.handle.layout.params[self.index].shape if extension is None else tuple(extension.shape)
+
+    @property
+    def extension(self) -> ParameterExtension | None:
+        """What is special about it; None for a plain tensor."""
+        return None if self.handle is None else self.handle.originals.extensions[self.index]
 
     @property
     def optimized(self) -> nn.Parameter:
@@ -84,16 +95,19 @@ class ModelIndex:
 
         Raises:
             TrainingStateError: a unit is in forward, in backward, or summoned.
-            FsdpRuntimeError: a parameter was added to a module after its unit was made.
+            FsdpRuntimeError: parameters were added to modules, or modules replaced, after their unit was made.
         """
         units = [(clean_tensor_name(name), unit) for name, _, unit in units_under(model)]
         _refuse_busy([unit for _, unit in units])
         place = {module: number for number, module in enumerate(model.modules())}
         found = [each for prefix, unit in units for each in _held(prefix, unit, place)]
+        _refuse_gone([original.name for number, original in found if number < 0])
         found += _outside(model, [unit for _, unit in units], place)
         found.sort(key=lambda each: each[0])
         first = units[0][1].config.groups if units else None
         groups = DataParallelGroups(group) if group is not None else first or DataParallelGroups(default_group())
+        axes = [unit.config.groups.tensor for _, unit in units if unit.config.groups.tensor is not None]
+        groups = replace(groups, tensor=axes[0] if axes else None)
         shown = {id(param): name for name, param in model.named_parameters()}
         here = next((param.device for param in model.parameters()), torch.device("cpu"))
         return cls(
@@ -103,8 +117,13 @@ class ModelIndex:
     @property
     def is_first_rank(self) -> bool:
         """Whether this rank is the one that ``rank0_only`` means."""
-        replicate = self.groups.replicate
-        return self.groups.rank == 0 and (replicate is None or replicate.rank() == 0)
+        return self.groups.is_first and (self.groups.tensor is None or self.groups.tensor.rank() == 0)
+
+    @property
+    def exchanged(self) -> list[dist.ProcessGroup]:
+        """The groups through which all ranks of the model reach one another, one after the other."""
+        found = (self.groups.tensor, self.groups.shard, self.groups.replicate)
+        return [group for group in found if group is not None and group.size() > 1]
 
     def handles(self) -> list[tuple[FlatHandle, list[Original]]]:
         """Return the flat parameters with their originals, in the same order on all ranks."""
@@ -135,13 +154,25 @@ def _refuse_busy(units: Iterable[Unit]) -> None:
         )
 
 
+def _refuse_gone(names: list[str]) -> None:
+    if names:
+        raise FsdpRuntimeError(
+            explain(
+                "optimizer state",
+                expected="a model that has the parameters that its units manage",
+                got=f"a model without {listing(names)}, whose modules were replaced after sharding",
+                remedy="Replace modules before sharding",
+            )
+        )
+
+
 def _held(prefix: str, unit: Unit, place: Mapping[nn.Module, int]) -> Iterator[tuple[int, Original]]:
     handle = unit.handle
     if handle is None:
         return
     for index, (spec, managed) in enumerate(zip(handle.layout.params, handle.originals.managed)):
         names = tuple(clean_tensor_name(join_fqn(prefix, name)) for name in spec.names)
-        yield place[managed.sites[0].module], Original(names, managed.param, handle, index)
+        yield place.get(managed.sites[0].module, -1), Original(names, managed.param, handle, index)
 
 
 def _outside(model: nn.Module, units: Sequence[Unit], place: Mapping[nn.Module, int]) -> Iterator[tuple[int, Original]]:

@@ -31,8 +31,8 @@ from fsdp_ref.checkpoint.optim_source import (
     of_all_ranks,
     outlined,
 )
-from fsdp_ref.checkpoint.shards import is_spread
 from fsdp_ref.comm.collectives import broadcast_object
+from fsdp_ref.comm.tensor_parallel import is_dtensor
 from fsdp_ref.errors import FsdpValueError, explain, listing
 from fsdp_ref.handle.flat_handle import FlatHandle
 
@@ -68,7 +68,7 @@ def load_optim_state(
     fetch: Fetch = gathered
     if source is Source.FIRST_RANK:
         message = (problem, outlined(saved) if mine and not problem else None)
-        problem, outline = broadcast_object(message, (index.groups.replicate, index.groups.shard))
+        problem, outline = broadcast_object(message, index.exchanged)
         fetch = Broadcast(index, saved if mine else None)
     elif source is Source.SHARDS:
         compare_names(index, saved, problem)
@@ -201,7 +201,7 @@ class _Loading:
             if key is not None and stepped is not None and stepped.present:
                 found.setdefault(stepped.key, {})
             for name, value in entries.items():
-                elsewhere = isinstance(value, Outline) or is_spread(value)
+                elsewhere = isinstance(value, Outline) or is_dtensor(value)
                 whole = self.fetch(key or "", name, value) if elsewhere else value
                 if stepped is None or not stepped.present:
                     continue
@@ -220,6 +220,7 @@ class _Loading:
         handle = original.handle
         if handle is None:
             return whole.clone()
+        whole = whole if original.extension is None else original.extension.cut(whole)
         spec = handle.layout.params[original.index]
         home = handle.shard_S.device
         if not handle.sharded:

@@ -12,11 +12,13 @@ from enum import Enum, auto
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_ref.checkpoint.optim_index import ModelIndex
-from fsdp_ref.checkpoint.shards import is_spread, whole
+from fsdp_ref.checkpoint.shards import whole
 from fsdp_ref.comm.collectives import as_bytes, collectives_for, gather_objects
+from fsdp_ref.comm.tensor_parallel import is_dtensor
 from fsdp_ref.errors import FsdpRuntimeError, explain, listing
 
 
@@ -89,7 +91,7 @@ def malformed(saved: Any, source: Source) -> str:
         for key, entries in state.items()
         if isinstance(entries, Mapping)
         for name, value in entries.items()
-        if type(value).__name__ == "ShardedTensor" or (is_spread(value) and source is not Source.SHARDS)
+        if type(value).__name__ == "ShardedTensor" or (is_dtensor(value) and source is not Source.SHARDS)
     ]
     if sharded:
         return explain(
@@ -105,30 +107,29 @@ def compare_names(index: ModelIndex, saved: Any, problem: str) -> None:
     """Refuse on all ranks what one of them could not load: they would wait for one another's gathers."""
     state = {} if problem else saved["state"]
     mine = problem or [(key, list(value) if isinstance(value, Mapping) else None) for key, value in state.items()]
-    for group in (index.groups.shard, index.groups.replicate):
-        if group is not None and group.size() > 1:
-            of_ranks = gather_objects(mine, group)
-            others = [str(rank) for rank, theirs in enumerate(of_ranks) if theirs != of_ranks[0]]
-            if others:
-                raise FsdpRuntimeError(
-                    explain(
-                        "optim_state_dict_to_load",
-                        expected="the same names in the same order on all ranks",
-                        got=f"others than on rank 0 of the group on ranks {listing(others)}",
-                        remedy="Load the same sharded state on every rank",
-                    )
-                )
+    of_ranks: list[tuple[int, Any]] = [(dist.get_rank(), mine)]
+    for group in index.exchanged:
+        of_ranks = [theirs for each in gather_objects(of_ranks, group) for theirs in each]
+    others = [str(rank) for rank, theirs in of_ranks if theirs != of_ranks[0][1]]
+    if others:
+        raise FsdpRuntimeError(
+            explain(
+                "optim_state_dict_to_load",
+                expected="the same names in the same order on all ranks",
+                got=f"others than on rank {of_ranks[0][0]} on ranks {listing(others)}",
+                remedy="Load the same sharded state on every rank",
+            )
+        )
 
 
 def of_all_ranks(index: ModelIndex, problems: list[str]) -> list[str]:
     """Return what does not fit on any rank.
 
     Collectives:
-        One exchange over the shard group of the outermost unit, and one over its replicas.
+        One exchange over the shard group of the outermost unit, one over its replicas, one over its tensor-parallel axis.
     """
-    for group in (index.groups.shard, index.groups.replicate):
-        if group is not None and group.size() > 1:
-            problems = [problem for theirs in gather_objects(problems, group) for problem in theirs]
+    for group in index.exchanged:
+        problems = [problem for theirs in gather_objects(problems, group) for problem in theirs]
     return list(dict.fromkeys(problems))
 
 
@@ -162,8 +163,7 @@ class Broadcast:
     def __init__(self, index: ModelIndex, saved: Any) -> None:
         self._device = index.device
         self._saved = saved
-        pair = (index.groups.replicate, index.groups.shard)
-        self._groups = [group for group in pair if group is not None and group.size() > 1]
+        self._groups = index.exchanged
 
     def __call__(self, key: str, name: str, value: Any) -> Tensor:
         """Return the tensor that rank 0 has under ``key`` and ``name``; ``value`` says what it is."""

@@ -13,7 +13,6 @@ Nothing travels, and nobody but a unit of the same layout over as many ranks can
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_ref.comm.collectives import gather_objects
+from fsdp_ref.comm.tensor_parallel import is_dtensor
 from fsdp_ref.errors import FsdpRuntimeError, explain, listing
 from fsdp_ref.naming import clean_tensor_name
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from fsdp_ref.handle.flat_handle import FlatHandle
+    from fsdp_ref.storage.extension import ParameterExtension
 
 
 class Spread:
@@ -54,13 +55,19 @@ class Spread:
         self._replicated = [Replicate()] * self.mesh.ndim
         self._sharded = [*self._replicated[:-1], Shard(0)]
 
-    def chunk(self, full: Tensor) -> Tensor:
-        """Return this rank's chunk of a whole parameter, copied, as a DTensor; a scalar is replicated."""
-        if not full.dim():
-            return self._dtensor(full.clone(), full.shape)
-        rows = -(-full.shape[0] // self.size)
-        first = min(self.mesh.get_local_rank(self.mesh.ndim - 1) * rows, full.shape[0])
-        return self._dtensor(full[first : first + rows].clone(memory_format=torch.contiguous_format), full.shape)
+    def chunk(self, full: Tensor, extension: ParameterExtension | None = None) -> Tensor:
+        """Return this rank's chunk of a whole parameter, copied, as a DTensor; a scalar is replicated.
+
+        Of one that is a part of a larger one itself ``full`` is that part (see ``ParameterExtension.chunk``).
+        """
+        rows = full.clone()
+        if full.dim():
+            count = -(-full.shape[0] // self.size)
+            first = min(self.mesh.get_local_rank(self.mesh.ndim - 1) * count, full.shape[0])
+            rows = full[first : first + count].clone(memory_format=torch.contiguous_format)
+        if extension is not None:
+            return extension.chunk(rows, self.mesh, self._sharded if full.dim() else self._replicated)
+        return self._dtensor(rows, full.shape)
 
     def flat_shard(self, handle: FlatHandle) -> Tensor:
         """Return a copy of this rank's flat shard without right padding, as a DTensor over the flat parameter."""
@@ -83,12 +90,6 @@ def _row(mesh: DeviceMesh) -> list[int]:
     return row
 
 
-def is_spread(value: object) -> bool:
-    """Return whether ``value`` is a DTensor (without the import, where nobody can have made one)."""
-    module: Any = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
-
-
 def whole(value: Any) -> Tensor:
     """Return the whole tensor of a DTensor, whatever its layout.
 
@@ -101,33 +102,49 @@ def whole(value: Any) -> Tensor:
     return full
 
 
-def compare_ranks(state: Mapping[str, Any], prefix: str, group: dist.ProcessGroup) -> None:
+def compare_ranks(
+    state: Mapping[str, Any], prefix: str, group: dist.ProcessGroup, axis: dist.ProcessGroup | None = None
+) -> None:
     """Check that all ranks are about to gather the same, before any of them waits for another.
 
     Raises:
         FsdpRuntimeError: on every rank, when their DTensors differ in name, shape, dtype or layout.
 
     Collectives:
-        One exchange of a line for each DTensor.
+        One exchange of a line for each DTensor over ``group``, and of what came over ``axis``.
     """
     mine = [
-        f"{clean_tensor_name(key)}: {tuple(value.shape)} of {value.dtype} as {value.placements} on "
-        f"{value.device_mesh.mesh.tolist()}{_of_another_rank(value)}"
+        (
+            f"{clean_tensor_name(key)}: {tuple(value.shape)} of {value.dtype} as {value.placements}",
+            f" on {value.device_mesh.mesh.tolist()}{_of_another_rank(value)}",
+        )
         for key, value in state.items()
-        if key.startswith(prefix) and is_spread(value)
+        if key.startswith(prefix) and is_dtensor(value)
     ]
-    per_rank = gather_objects(mine, group)
-    if any(lines != per_rank[0] for lines in per_rank):
-        common = set(per_rank[0]).intersection(*per_rank[1:])
-        odd = [f"rank {rank}: {line}" for rank, lines in enumerate(per_rank) for line in lines if line not in common]
+    per_rank = gather_objects([what + where for what, where in mine], group)
+    odd = _odd(per_rank)
+    if axis is not None:
+        # What is not cut over the axis lies on other ranks for each of its ranks.
+        parts = gather_objects(([what for what, _ in mine], odd), axis)
+        odd = [line for _, lines in parts for line in lines] or _odd([what for what, _ in parts])
+    if odd:
         raise FsdpRuntimeError(
             explain(
                 "load_state_dict of a sharded state",
                 expected="the same sharded entries in the same order on every rank",
-                got=listing(odd) or "another order of the same entries",
+                got=listing(dict.fromkeys(odd)),
                 remedy="Load the files of all ranks of one save, or use torch.distributed.checkpoint",
             )
         )
+
+
+def _odd(per_rank: Sequence[Sequence[str]]) -> list[str]:
+    """Return which entries not all ranks of a group have."""
+    if all(lines == per_rank[0] for lines in per_rank):
+        return []
+    common = set(per_rank[0]).intersection(*per_rank[1:])
+    odd = [f"rank {rank}: {line}" for rank, lines in enumerate(per_rank) for line in lines if line not in common]
+    return odd or ["another order of the same entries"]
 
 
 def _of_another_rank(value: Any) -> str:
@@ -142,7 +159,7 @@ def flat_shard_problem(handle: FlatHandle, value: Any) -> str | None:
     span, size = handle.shard_map.shard_span(handle.shard_rank), handle.shard_size
     wanted = f"{span.numel} of {handle.layout.numel} elements of {handle.shard_S.dtype}"
     wanted += f", saved by rank {handle.shard_rank} of {size}"
-    if not is_spread(value):
+    if not is_dtensor(value):
         return f"expected a flat shard ({wanted}), got {_described(value)}"
     rank = (value.device_mesh.get_coordinate() or [None])[-1]
     ranks = value.device_mesh.size(value.device_mesh.ndim - 1)

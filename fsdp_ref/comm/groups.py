@@ -26,16 +26,24 @@ class DataParallelGroups:
         shard: ranks with one shard each of the unit's parameters.
         replicate: ranks with the same shard in other shard groups; None without replication.
         mesh: the mesh that the user gave, with axes (replicate, shard) or (shard); None where groups were given or made.
+        tensor: ranks that train on the same data with other parts of the same parameters (tensor parallelism), each with
+            groups of its own; None without.
     """
 
     shard: dist.ProcessGroup
     replicate: dist.ProcessGroup | None = None
     mesh: DeviceMesh | None = None
+    tensor: dist.ProcessGroup | None = None
 
     @property
     def rank(self) -> int:
         """This rank in the shard group."""
         return self.shard.rank()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of its shard group, in the first replica."""
+        return self.rank == 0 and (self.replicate is None or self.replicate.rank() == 0)
 
     @property
     def shard_size(self) -> int:

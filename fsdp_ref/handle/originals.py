@@ -90,6 +90,8 @@ class Originals:
         self._handle = handle
         self.managed = list(params)
         self.params: list[nn.Parameter] = [managed.param for managed in params]
+        self.extensions = [managed.extension for managed in params]
+        self.extended = any(extension is not None for extension in self.extensions)
         self.use_orig_params = handle.config.use_orig_params
         self.shown = Shown.SHARDED
         self._placeholders = [
@@ -118,6 +120,7 @@ class Originals:
                 copy.deepcopy(param, memo),
                 tuple(ParamSite(copy.deepcopy(site.module, memo), site.name, site.fqn) for site in old.sites),
                 old.aliases,
+                old.extension,
             )
             for param, old in zip(self.params, self.managed)
         ]
@@ -184,6 +187,21 @@ class Originals:
             self._writers.show(self._placeholders)
         self.shown = Shown.SHARDED
 
+    def unflattened(self, views: list[Tensor]) -> list[Tensor]:
+        """Return what modules compute with: the views, but for parameters that are more than a plain tensor."""
+        if not self.extended:
+            return views
+        return [view if each is None else each.unflatten(view) for view, each in zip(views, self.extensions)]
+
+    def plain(self, index: int, value: Tensor) -> Tensor:
+        """Return the plain tensor in what a place of original ``index`` shows; the inverse of :meth:`unflattened`.
+
+        Raises:
+            FsdpError: a user put something else there.
+        """
+        extension = self.extensions[index]
+        return value if extension is None else extension.flatten(value)
+
     def show_computing(self, views: Sequence[Tensor]) -> None:
         """Show tracked views of the full parameter."""
         if self.use_orig_params and self.shown is Shown.FULL:
@@ -200,14 +218,18 @@ class Originals:
 
     def show_summoned(self, views: Sequence[Tensor]) -> list[nn.Parameter]:
         """Show editable parameters over ``views`` and return them."""
+        full = self.unflattened(list(views))
+        shown = [nn.Parameter(value, requires_grad=wanted) for value, wanted in zip(full, self.trainable())]
         if self.use_orig_params:
             self._point_at(views)
-            self._writers.show(self.params)
-            shown = list(self.params)
+            for index, extension in enumerate(self.extensions):
+                if extension is None:
+                    shown[index] = self.params[index]
+                else:
+                    OutsideGradient.guard(shown[index], self._handle.fqns[index])
+            self._writers.show(shown)
         else:
             set_flat_param(self._handle.module, FLAT_PARAM, None)
-            requires_grad = self._handle.flat_param.requires_grad
-            shown = [nn.Parameter(view, requires_grad=requires_grad) for view in views]
             reshape_sites(self.managed, shown, registered=True)
         self.shown = Shown.SUMMONED
         return shown

@@ -21,6 +21,13 @@ from fsdp_ref.storage.views import flat_views, set_grad
 _IN_BACKWARD = "_in_backward_optimizers"
 
 
+def is_hooked(param: Tensor) -> bool:
+    """Return whether a user has put hooks on a parameter that is in no unit yet."""
+    return bool(
+        param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None) or hasattr(param, _IN_BACKWARD)
+    )
+
+
 def run_tensor_hooks(handle: FlatHandle, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Return the gradients after the hooks that users registered on their parameters with ``register_hook``."""
     result = list(grads)

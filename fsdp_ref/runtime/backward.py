@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fsdp_ref.autograd.graph_hooks import InputsWatch, OutputHook, TakenInputs
-from fsdp_ref.compat import labelled
+from fsdp_ref.compat import labelled, waited
 from fsdp_ref.config import BackwardPrefetch
 from fsdp_ref.errors import ExecutionOrderError, UnshardConflictError, explain
 from fsdp_ref.handle.gradients import dense
@@ -103,7 +103,7 @@ def _enter(root: Root, unit: Unit, task: int) -> None:
             # Not for autograd, which makes its own views: for a forward that checkpointing runs again in here.
             record = unit.graph.record
             views = [alias(view) for view in handle.compute_views()] if record is None else record.views
-            handle.originals.show_computing(views)
+            handle.originals.show_computing(handle.originals.unflattened(views) if record is None else views)
         unit.move(UnitState.BACKWARD)
         unit.backward_task = task
         prefetch.in_backward(root, unit, BackwardPrefetch.BACKWARD_PRE)
@@ -158,7 +158,7 @@ def on_gradients(unit: Unit, grads: tuple[Tensor | None, ...]) -> None:
     root.in_pass[unit] = None
     handle = unit.handle
     assert handle is not None  # only units with parameters have gradients
-    local = run_tensor_hooks(handle, [None if grad is None else dense(grad).detach() for grad in grads])
+    local = run_tensor_hooks(handle, [None if grad is None else dense(waited(grad)).detach() for grad in grads])
     if unit.life.state is UnitState.BACKWARD and unit.backward_task != task:
         # A pass inside the pass (reentrant checkpointing): other regions of the unit may follow. Keep it open.
         root.partial[unit] = None

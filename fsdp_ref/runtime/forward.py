@@ -127,7 +127,7 @@ def tracked_views(unit: Unit, root: Root) -> PassRecord:
         views = list(compat.apply_function(TrackedParams, root.anchor, unit, backward.on_gradients))
     else:
         views = [alias(view) for view in handle.compute_views()]
-    record = PassRecord(views, root.round, tracked=tracked)
+    record = PassRecord(handle.originals.unflattened(views), root.round, tracked=tracked)
     unit.graph.remember(record)
     return record
 

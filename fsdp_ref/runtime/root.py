@@ -10,6 +10,7 @@ import weakref
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import torch.distributed as dist
 
 from fsdp_ref import compat
 from fsdp_ref.annotations import units_under
@@ -23,6 +24,7 @@ from fsdp_ref.runtime.calls import Frame, abort_interrupted
 from fsdp_ref.runtime.execution_order import ExecutionOrder
 from fsdp_ref.runtime.grad_sync import GradSync
 from fsdp_ref.runtime.unit import Ahead, Unit
+from fsdp_ref.runtime.unmanaged import TreeWatch
 from fsdp_ref.runtime.wire_order import WireOrder
 from fsdp_ref.states import ReshardReason, UnitState
 
@@ -82,7 +84,9 @@ class Root:
         in_pass: units that took part in the present backward pass.
         open_records: forwards of units, kept until the forward of the whole tree ends; later the graph keeps them.
         partial: units whose gradients came from passes inside the present one, which may bring more.
+        watch: notices modules that are changed after sharding.
         offloads: whether gradients of some unit are copied to the host.
+        tensor_group: ranks with other parts of the same parameters (tensor parallelism); None without.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -128,7 +132,9 @@ class Root:
         check_homogeneous(units)
         names = {id(unit): clean_tensor_name(name) for name, _, unit in reversed(found)}
         self.units = units
+        self.watch = TreeWatch(self)
         self.offloads = any(unit.config.cpu_offload.offload_params for unit in units)
+        self.tensor_group = next((axis for axis in _tensor_groups(units) if axis is not None), None)
         self.wire_order = WireOrder(units)
         for position, unit in enumerate(units):
             unit.adopt(self, names.get(id(unit), ""), is_root=unit is root_unit)
@@ -150,6 +156,8 @@ class Root:
     def begin_forward(self) -> None:
         """The outermost forward call of this tree begins, outside of any backward."""
         self.recover()
+        if torch.is_grad_enabled():
+            self.watch.refuse_changes()
         self.wire_order.finish()  # on a device: the host does not wait at the end of backward
         for unit in self.units:
             if unit.handle is not None:
@@ -266,19 +274,25 @@ class Root:
         return bool(self._passes) and bool(self._live_passes())
 
 
+def _tensor_groups(units: list[Unit]) -> list[dist.ProcessGroup | None]:
+    return [unit.config.groups.tensor for unit in units]
+
+
 def check_homogeneous(units: list[Unit]) -> None:
     """Check the settings that must agree over one tree.
 
     Raises:
         FsdpValueError: they differ; lists the units on each side.
     """
-    settings = {
+    settings: dict[str, list[object]] = {
         "_use_orig_params": [unit.config.use_orig_params for unit in units],
         "limit_all_gathers": [unit.config.limit_all_gathers for unit in units],
         "_use_full_prec_in_eval": [unit.config.switches.full_precision_in_eval for unit in units],
     }
+    axes = [dist.get_process_group_ranks(axis) for axis in _tensor_groups(units) if axis is not None]
+    settings["tensor-parallel ranks"] = [*axes]
     for name, values in settings.items():
-        if len(set(values)) > 1:
+        if any(value != values[0] for value in values):
             odd = [f"{type(unit.module).__name__}: {value}" for unit, value in zip(units, values) if value != values[0]]
             raise FsdpValueError(
                 explain(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from fsdp_ref.layout import ParamSpec
+from fsdp_ref.storage.extension import ParameterExtension
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,11 +32,18 @@ class ManagedParam:
         param: the parameter as the user made it.
         sites: its distinct places, the first being the primary one.
         aliases: every further name (a shared module gives one place several names).
+        extension: what is special about it; None for a plain tensor.
     """
 
     param: nn.Parameter
     sites: tuple[ParamSite, ...]
     aliases: tuple[str, ...]
+    extension: ParameterExtension | None = None
+
+    def flattened(self, extension: ParameterExtension) -> ManagedParam:
+        """Return the plain parameter that is flattened in place of one that is more; users find it on their modules."""
+        local = nn.Parameter(extension.flatten(self.param), requires_grad=self.param.requires_grad)
+        return ManagedParam(local, self.sites, self.aliases, extension)
 
     @classmethod
     def of(cls, param: nn.Parameter, named: Iterable[tuple[nn.Module, str, str]]) -> ManagedParam:
@@ -55,6 +63,11 @@ class ManagedParam:
     def spec(self) -> ParamSpec:
         """Describe the parameter for the layout."""
         return ParamSpec.of(self.fqn, tuple(self.param.shape), self.param.stride(), self.aliases)
+
+
+def managed_at(params: Iterable[ManagedParam], module: nn.Module, name: str) -> ManagedParam | None:
+    """Return which of ``params`` hangs at ``module.name``; None for none."""
+    return next((p for p in params if any(s.module is module and s.name == name for s in p.sites)), None)
 
 
 def sites_below(module: nn.Module, params: Iterable[nn.Parameter]) -> list[ManagedParam]:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from fsdp_ref.annotations import is_replicated
 from fsdp_ref.comm.buckets import cut_into_buckets
 from fsdp_ref.comm.collectives import collectives_for
-from fsdp_ref.errors import FsdpRuntimeError, RootError, TrainingStateError, listing
+from fsdp_ref.comm.tensor_parallel import is_dtensor
+from fsdp_ref.errors import FsdpRuntimeError, RootError, TrainingStateError, UnsupportedError, listing
 from fsdp_ref.handle.gradients import dense
 from fsdp_ref.runtime.root import lazy_init
 from fsdp_ref.states import TrainingState
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from fsdp_ref.handle.flat_handle import FlatHandle
     from fsdp_ref.runtime.root import Root
     from fsdp_ref.runtime.unit import Unit
+    from fsdp_ref.storage.extension import ParameterExtension
 
 _BUCKET_BYTES: Final = 32 * 2**20
 
@@ -36,9 +38,10 @@ _BUCKET_BYTES: Final = 32 * 2**20
 def clip_grad_norm_(unit: Unit, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scale all gradients below a root unit so that their joint norm is at most ``max_norm``.
 
-    Shards count once over their shard group, replicated gradients (NO_SHARD, the replicas of hybrid sharding) once;
-    padding does not count. Nobody averages the gradients of ignored parameters, so they may differ by rank: what counts
-    is their mean, which one process would compute, and each rank scales its own by the common factor.
+    Shards count once over their shard group. What several ranks have whole counts once: with NO_SHARD, in the replicas of hybrid
+    sharding, and plain parameters on a tensor-parallel axis. Padding does not count. Nobody averages the gradients of ignored
+    parameters, so they may differ by rank: what counts is their mean, which one process would compute, and each rank scales
+    its own by the common factor.
 
     Args:
         unit: a root unit.
@@ -53,17 +56,21 @@ def clip_grad_norm_(unit: Unit, max_norm: float, norm_type: float = 2.0) -> Tens
         TrainingStateError: forward, backward or a summon is under way.
         FsdpRuntimeError: gradients wait unreduced from ``no_sync``.
         FsdpValueError: a negative or NaN ``norm_type``.
+        UnsupportedError: tensor-parallel parameters that are trained and ignored.
 
     Collectives:
-        One all-reduce per shard group, in the order of units; every rank joins, with or without gradients. Before
-        them, where ignored parameters are trained, one of their size over each group of the root unit.
+        One all-reduce per shard group, in the order of units; every rank joins, with or without gradients. With tensor
+        parallelism two for each, and one over its axis. Before them, where ignored parameters are trained, one of their
+        size over each group of the root unit.
     """
     p = check_norm_type(norm_type)
     root = lazy_init(unit)
     _check(unit, root)
     parts = _parts(root)
     own = _unmanaged(root, replicated=False)
-    norm = total_norm([*parts, GradientPart(tuple(_means(own, unit)))], p, unit.config.device)
+    axis = root.tensor_group
+    means = GradientPart(tuple(_means(own, unit)), counted=axis is None or axis.rank() == 0)
+    norm = total_norm([*parts, means], p, unit.config.device, axis)
     scale_to([grad for part in parts for grad in part.grads], norm, max_norm)
     scale_to([param.grad for param in own if param.grad is not None], norm, max_norm)
     home = torch.device("cpu") if unit.config.cpu_offload.offload_params else unit.config.device
@@ -94,27 +101,42 @@ def _check(unit: Unit, root: Root) -> None:
 
 
 def _parts(root: Root) -> list[GradientPart]:
-    """Sort all gradients: one part per shard group in the order of units, then what every rank holds whole."""
-    sharded: dict[dist.ProcessGroup, list[Tensor]] = {}
-    whole = [param.grad for param in _unmanaged(root, replicated=True) if param.grad is not None]
+    """Sort all gradients: by shard group in the order of units, then what every rank holds whole.
+
+    On a tensor-parallel axis each of these is two: gradients of which this rank has a part of its own, and those that
+    all ranks of the axis have, which the first of them counts.
+    """
+    axis = root.tensor_group
+    equal_counts = axis is None or axis.rank() == 0
+    found: dict[tuple[dist.ProcessGroup | None, bool], list[Tensor]] = {}
     for unit in root.units:
         handle = unit.handle
         if handle is None:
             continue
-        grads = list(_grads(handle))
-        if handle.sharded:
-            sharded.setdefault(handle.groups.shard, []).extend(grads)
-        else:
-            whole.extend(grads)
-    parts = [GradientPart(tuple(grads), group) for group, grads in sharded.items()]
-    return [*parts, GradientPart(tuple(whole))]
+        group = handle.groups.shard if handle.sharded else None
+        for equal in (False, True) if axis is not None else (True,):
+            found.setdefault((group, equal), [])
+        for grad, extension in _grads(handle):
+            equal = extension is None or extension.group is None or not extension.differs
+            found[group, equal].append(grad)
+    whole = [param.grad for param in _unmanaged(root, replicated=True) if param.grad is not None]
+    found.setdefault((None, True), []).extend(whole)
+    parts = sorted(found.items(), key=lambda item: item[0][0] is None)
+    return [GradientPart(tuple(grads), group, equal_counts or not equal) for (group, equal), grads in parts]
 
 
 def _unmanaged(root: Root, *, replicated: bool) -> list[nn.Parameter]:
     """Return the trained parameters of no unit: those that replication keeps equal on all ranks, or the ignored others."""
     module = root.unit.holder
     equal = {param for part in module.modules() if is_replicated(part) for param in part.parameters()}
-    return [p for p in module.parameters() if p.requires_grad and not is_flattened(p) and (p in equal) is replicated]
+    own = {name: p for name, p in module.named_parameters() if p.requires_grad and not is_flattened(p)}
+    spread = [name for name, param in own.items() if is_dtensor(param)]
+    if spread:
+        raise UnsupportedError(
+            f"clip_grad_norm_: expected parameters of units, or plain ones, got DTensors that no unit has: {listing(spread)}. "
+            "Do not ignore them."
+        )
+    return [param for param in own.values() if (param in equal) is replicated]
 
 
 def _means(params: Sequence[nn.Parameter], unit: Unit) -> Iterator[Tensor]:
@@ -128,9 +150,11 @@ def _means(params: Sequence[nn.Parameter], unit: Unit) -> Iterator[Tensor]:
         yield flat.div_(groups.total_size)
 
 
-def _grads(handle: FlatHandle) -> Iterator[Tensor]:
-    """Yield this rank's gradients of one flat parameter, without gaps and padding."""
-    if handle.originals.use_orig_params:
-        yield from (param.grad for param in handle.originals.params if param.grad is not None)
+def _grads(handle: FlatHandle) -> Iterator[tuple[Tensor, ParameterExtension | None]]:
+    """Yield this rank's gradients of one flat parameter, without gaps and padding, and what is special about each."""
+    originals = handle.originals
+    if originals.use_orig_params:
+        grads = [param.grad for param in originals.params]
+        yield from ((grad, each) for grad, each in zip(grads, originals.extensions) if grad is not None)
     elif handle.flat_param.grad is not None:
-        yield from handle.originals.pieces_of(handle.flat_param.grad)
+        yield from zip(originals.pieces_of(handle.flat_param.grad), originals.extensions)

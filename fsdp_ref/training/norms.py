@@ -34,10 +34,12 @@ class GradientPart:
     Attributes:
         grads: this rank's tensors, without padding; none is legal.
         group: ranks that hold disjoint shards of these gradients; None when every rank holds them whole.
+        counted: whether this rank's count beyond that group (see ``across`` of :func:`total_norm`).
     """
 
     grads: tuple[Tensor, ...]
     group: dist.ProcessGroup | None = None
+    counted: bool = True
 
 
 def check_norm_type(norm_type: float) -> float:
@@ -72,29 +74,36 @@ class TotalNorm:
         return low if low.isfinite() or not self.value.isfinite() else self.value.to(torch.float32)
 
 
-def total_norm(parts: Sequence[GradientPart], norm_type: float, device: torch.device) -> TotalNorm:
+def total_norm(
+    parts: Sequence[GradientPart], norm_type: float, device: torch.device, across: dist.ProcessGroup | None = None
+) -> TotalNorm:
     """Return the norm of all gradients together, the same on every rank of each group.
 
     Args:
-        parts: in the same order on all ranks, at most one per group.
+        parts: in the same order on all ranks.
         norm_type: the p of the norm; inf for the largest magnitude, 0 for the number of non-zeros.
         device: where collectives run.
+        across: ranks that hold other parts of the same parameters, and equal gradients of others (tensor parallelism).
+            Of equal ones one rank's are ``counted``: all get the same number, whatever their last bits are.
 
     Returns:
         The norm as a 0-dim tensor, with the dtype that the gradients of all ranks promote to; float32, after a warning,
         when no rank has any gradient.
 
     Collectives:
-        One all-reduce per part with a group; every rank of the group joins it, with or without gradients.
+        One all-reduce per part with a group; every rank of the group joins it, with or without gradients. One ``across``.
     """
     p = check_norm_type(norm_type)
+    op = "max" if math.isinf(p) else "sum"
     sums = torch.zeros(1 + len(_DTYPES), dtype=torch.float64, device=device)
     for part in parts:
         mine = _local_sums(part.grads, p, device)
         if part.group is not None:
-            op = "max" if math.isinf(p) else "sum"
             collectives_for(part.group, device).all_reduce(mine, part.group, "clip_grad_norm_", op=op).wait()
-        sums = torch.maximum(sums, mine) if math.isinf(p) else sums + mine
+        if part.counted:
+            sums = torch.maximum(sums, mine) if math.isinf(p) else sums + mine
+    if across is not None:
+        collectives_for(across, device).all_reduce(sums, across, "clip_grad_norm_", op=op).wait()
     dtypes = [dtype for dtype, count in zip(_DTYPES, sums[1:].tolist(), strict=True) if count]
     if not dtypes:
         warnings.warn(

@@ -66,6 +66,7 @@ class RunMode:
         seen_as: The case as the oracle sees it, where that is another one.
         review: Looks at what the ranks report once the numbers agree.
         kept: A case that ran to its end is not run again for the next check that looks at the same.
+        besides: What changes numbers besides the program, such as "what the user's hook returns"; empty if nothing does.
     """
 
     job: Callable[..., Any] = rank_jobs.run_case
@@ -75,6 +76,7 @@ class RunMode:
     seen_as: Callable[[Case], Case] = field(default=lambda case: case)
     review: Review | None = None
     kept: bool = False
+    besides: str = ""
 
 
 ORDINARY = RunMode()

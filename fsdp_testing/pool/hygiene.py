@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fsdp_testing import compat
 from fsdp_testing.pool import hygiene_process, hygiene_python, hygiene_torch
 from fsdp_testing.pool.hygiene_probe import Probe
 from fsdp_testing.records.dirt import Dirt
@@ -78,6 +79,7 @@ class Snapshot:
             elif value != self._values[i]:
                 dirt.extend(_clean(PROBES[i], self._values[i], value))
         if any(PROBES[i].kind == "process group" for i in suspects):
+            compat.forget_dtensor_layouts()
             # A group holds its connections open, for a while also after it was destroyed; the group itself is reported.
             dirt = [entry for entry in dirt if not (entry.kind == "open file" and entry.what.endswith("]"))]
         return dirt

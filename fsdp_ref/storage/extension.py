@@ -1,0 +1,89 @@
+"""What may be special about a parameter that is flattened, and who says so?
+
+The extension point of the flat parameter. A parameter that is one tensor of this rank's needs nothing. For one that is
+more (a part of a tensor that other ranks have other parts of) an extension says how it becomes the plain tensor that is
+flattened, how a view of the flat tensor becomes what modules compute with, and what its states are. Tensor parallelism is
+built in (``comm.tensor_parallel``); :func:`register_parameter_extension` adds others.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class ParameterExtension(ABC):
+    """How one parameter is flattened, shown, and saved.
+
+    Attributes:
+        shape: its shape in full states, and what users see of it in forward.
+        group: the ranks that have the other parts of it (a process group, of which each data-parallel rank has its own);
+            None where this rank has all of it.
+        differs: whether each rank of ``group`` has a part of its own, and not all of them the same.
+    """
+
+    shape: torch.Size
+    group: Any = None
+    differs: bool = True
+
+    @abstractmethod
+    def flatten(self, tensor: Tensor) -> Tensor:
+        """Return the plain tensor in a parameter, or in what :meth:`unflatten` made, on the same memory.
+
+        Raises:
+            FsdpError: ``tensor`` is not such a parameter (a user assigned it).
+        """
+
+    @abstractmethod
+    def unflatten(self, view: Tensor) -> Tensor:
+        """Return what modules compute with, from a view of the flat tensor: on its memory, and differentiable."""
+
+    def gather(self, local: Tensor) -> Tensor:
+        """Return the whole value of which ``local`` is this rank's part (a parameter, or an entry of an optimizer).
+
+        Collectives:
+            Those of the extension, over ``group``. All of its ranks call it for the same entries in the same order.
+        """
+        return local
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """Return this rank's part of a whole value, without communication; maybe on the same memory."""
+        return whole
+
+    def chunk(self, rows: Tensor, mesh: Any, placements: list[Any]) -> Tensor:
+        """Return an entry of a sharded state: a DTensor of this rank's rows of its part.
+
+        Args:
+            rows: the rows.
+            mesh: the mesh of the ranks that have other rows of the same part.
+            placements: how they are cut over it.
+
+        Collectives:
+            Those of the extension. All ranks of ``mesh`` and ``group`` call it.
+        """
+        raise NotImplementedError
+
+
+Factory = Callable[[Tensor, Any], ParameterExtension | None]
+"""Asked about each parameter and the unit's ``comm.groups.DataParallelGroups``; None: not one of its kind."""
+
+_factories: list[Factory] = []
+
+
+def register_parameter_extension(factory: Factory) -> Callable[[], None]:
+    """Ask ``factory`` about the parameters of all units that are made from now on, before those that are there.
+
+    Returns:
+        A function that takes it back.
+    """
+    _factories.insert(0, factory)
+    return lambda: _factories.remove(factory)
+
+
+def registered_extension(param: Tensor, groups: Any) -> ParameterExtension | None:
+    """Return what the first registered factory says of a parameter that has something to say."""
+    return next((found for factory in _factories if (found := factory(param, groups)) is not None), None)
