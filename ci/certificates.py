@@ -33,7 +33,7 @@ ALL_WORLDS = [f"{strategy} {mesh}" for strategy, meshes in WORLDS.items() for me
 _LOW = "bfloat16, reduced in float32"
 _GROUP_OF_ONE = "hybrid_shard/2x1/root/plain/S/S/-1/to none/float64"
 _LOCAL_SUMS = f"full_shard/1/root/plain/NS/S/-1/to none/{_LOW}"
-_SKIPPED = "no_shard/2/root and two nested/plain/Ns/Ns/-1/to none/float64"
+_SKIPPED = "root and two nested/plain/Ns/Ns/-1/to none/float64"
 _NOT_SYNCHRONISED = "fsdp2-no-sync-then-unused-in-mixed-precision"
 
 PAGES: dict[str, dict[str, str]] = {
@@ -43,7 +43,8 @@ PAGES: dict[str, dict[str, str]] = {
     "torch-fsdp1-flat": {
         _GROUP_OF_ONE: "fsdp1-hybrid-group-of-one",
         _LOCAL_SUMS: "fsdp1-local-sums-in-low-precision",
-        _SKIPPED: "fsdp1-no-sync-then-unused",
+        f"no_shard/2/{_SKIPPED}": "fsdp1-no-sync-then-unused",
+        f"full_shard/2/{_SKIPPED}": "fsdp1-no-sync-then-unused",
     },
     "torch-fsdp2": {
         f"full_shard/1/root/plain/nS/nS/-1/to none/{_LOW}": _NOT_SYNCHRONISED,
