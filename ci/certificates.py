@@ -34,11 +34,18 @@ _LOW = "bfloat16, reduced in float32"
 _GROUP_OF_ONE = "hybrid_shard/2x1/root/plain/S/S/-1/to none/float64"
 _LOCAL_SUMS = f"full_shard/1/root/plain/NS/S/-1/to none/{_LOW}"
 _SKIPPED = "root and two nested/plain/Ns/Ns/-1/to none/float64"
+_TWO_NAMES = "fsdp1-no-shard-shared-low-precision"
 _NOT_SYNCHRONISED = "fsdp2-no-sync-then-unused-in-mixed-precision"
 
 PAGES: dict[str, dict[str, str]] = {
     "torch-fsdp1": {
         "hybrid-group-of-one": "fsdp1-hybrid-group-of-one",
+        "local-sums-in-low-precision": "fsdp1-local-sums-in-low-precision",
+        f"full_shard/1/root/under two names/NS/S/-1/to none/{_LOW}": _TWO_NAMES,
+        f"full_shard/1/root/shared weight/NS/S/-1/to none/{_LOW}": _TWO_NAMES,
+        f"hybrid_shard/2x1/root and two nested/under two names/NNS/NNS/-1/not at all/{_LOW}": _TWO_NAMES,
+        f"no_shard/2/{_SKIPPED}": "fsdp1-no-sync-then-unused",
+        f"full_shard/2/{_SKIPPED}": "fsdp1-no-sync-then-unused",
     },
     "torch-fsdp1-flat": {
         _GROUP_OF_ONE: "fsdp1-hybrid-group-of-one",
@@ -156,7 +163,9 @@ def index(table: dict[str, Kept]) -> str:
     for name, kept in table.items():
         counts = [f"{kept['statuses'][status]:,}" for status in (HOLDS, FAILS, REFUSED, UNKNOWN)]
         ran = f"{_ran(kept):,} of {kept['claimed']:,} that it claims" + (" (a sample)" if _is_sample(kept) else "")
-        causes = f"{len(kept['causes'])}" + (f" ({kept['unexplained']:,} cells not followed)" if kept["unexplained"] else "")
+        causes = f"{len(kept['causes'])}" + (
+            f" ({kept['unexplained']:,} cells not followed)" if kept["unexplained"] else ""
+        )
         row = [f"[{name}]({name}.md)", ran, *counts, causes, kept["torch"], kept["day"]]
         lines.append(f"| {' | '.join(row)} |")
     return "\n".join([*lines, ""])
