@@ -34,6 +34,7 @@ _LOW = "bfloat16, reduced in float32"
 _GROUP_OF_ONE = "hybrid_shard/2x1/root/plain/S/S/-1/to none/float64"
 _LOCAL_SUMS = f"full_shard/1/root/plain/NS/S/-1/to none/{_LOW}"
 _SKIPPED = "root and two nested/plain/Ns/Ns/-1/to none/float64"
+_SKIPPED_LOW = f"full_shard/1/root and two nested/plain/Ns/Ns/-1/to none/{_LOW}"
 _TWO_NAMES = "fsdp1-no-shard-shared-low-precision"
 _NOT_SYNCHRONISED = "fsdp2-no-sync-then-unused-in-mixed-precision"
 
@@ -52,6 +53,7 @@ PAGES: dict[str, dict[str, str]] = {
         _LOCAL_SUMS: "fsdp1-local-sums-in-low-precision",
         f"no_shard/2/{_SKIPPED}": "fsdp1-no-sync-then-unused",
         f"full_shard/2/{_SKIPPED}": "fsdp1-no-sync-then-unused",
+        _SKIPPED_LOW: "fsdp1-no-sync-then-unused",
     },
     "torch-fsdp2": {
         f"full_shard/1/root/plain/nS/nS/-1/to none/{_LOW}": _NOT_SYNCHRONISED,
