@@ -31,15 +31,36 @@ NAMES = ("torch-ddp", "torch-fsdp1", "torch-fsdp1-flat", "torch-fsdp2", "fsdp_re
 ALL_WORLDS = [f"{strategy} {mesh}" for strategy, meshes in WORLDS.items() for mesh in meshes]
 
 _LOW = "bfloat16, reduced in float32"
-PAGES: dict[str, str] = {
-    "hybrid-group-of-one": "fsdp1-hybrid-group-of-one",
-    "local-sums-in-low-precision": "fsdp1-local-sums-in-low-precision",
-    f"full_shard/1/root/plain/nS/nS/-1/to none/{_LOW}": "fsdp2-no-sync-then-unused-in-mixed-precision",
-    f"full_shard/1/root and two nested/plain/nS/nS/-1/to none/{_LOW}": "fsdp2-no-sync-then-unused-in-mixed-precision",
-    f"full_shard/1/root/under two names/NS/S/-1/to none/{_LOW}": "fsdp1-no-shard-shared-low-precision",
-    f"full_shard/1/root/shared weight/NS/S/-1/to none/{_LOW}": "fsdp1-no-shard-shared-low-precision",
+_GROUP_OF_ONE = "hybrid_shard/2x1/root/plain/S/S/-1/to none/float64"
+_LOCAL_SUMS = f"full_shard/1/root/plain/NS/S/-1/to none/{_LOW}"
+_SKIPPED = "root and two nested/plain/Ns/Ns/-1/to none/float64"
+_SKIPPED_LOW = f"full_shard/1/root and two nested/plain/Ns/Ns/-1/to none/{_LOW}"
+_TWO_NAMES = "fsdp1-no-shard-shared-low-precision"
+_NOT_SYNCHRONISED = "fsdp2-no-sync-then-unused-in-mixed-precision"
+
+PAGES: dict[str, dict[str, str]] = {
+    "torch-fsdp1": {
+        "hybrid-group-of-one": "fsdp1-hybrid-group-of-one",
+        "local-sums-in-low-precision": "fsdp1-local-sums-in-low-precision",
+        f"full_shard/1/root/under two names/NS/S/-1/to none/{_LOW}": _TWO_NAMES,
+        f"full_shard/1/root/shared weight/NS/S/-1/to none/{_LOW}": _TWO_NAMES,
+        f"hybrid_shard/2x1/root and two nested/under two names/NNS/NNS/-1/not at all/{_LOW}": _TWO_NAMES,
+        f"no_shard/2/{_SKIPPED}": "fsdp1-no-sync-then-unused",
+        f"full_shard/2/{_SKIPPED}": "fsdp1-no-sync-then-unused",
+    },
+    "torch-fsdp1-flat": {
+        _GROUP_OF_ONE: "fsdp1-hybrid-group-of-one",
+        _LOCAL_SUMS: "fsdp1-local-sums-in-low-precision",
+        f"no_shard/2/{_SKIPPED}": "fsdp1-no-sync-then-unused",
+        f"full_shard/2/{_SKIPPED}": "fsdp1-no-sync-then-unused",
+        _SKIPPED_LOW: "fsdp1-no-sync-then-unused",
+    },
+    "torch-fsdp2": {
+        f"full_shard/1/root/plain/nS/nS/-1/to none/{_LOW}": _NOT_SYNCHRONISED,
+        f"full_shard/1/root and two nested/plain/nS/nS/-1/to none/{_LOW}": _NOT_SYNCHRONISED,
+    },
 }
-"""Name of a known failure, or simplest cell of a cause -> page of docs/findings that explains it, with a script."""
+"""Implementation -> name of a known failure, or simplest cell of a cause -> page of docs/findings that explains it."""
 
 STYLE = """<style>
 svg { --text: #16191f; --soft: #565d6b; --line: #d5d9e0; --pass: #14691f; --fail: #b3101b; --unknown: #8a1f8f; }
@@ -144,7 +165,10 @@ def index(table: dict[str, Kept]) -> str:
     for name, kept in table.items():
         counts = [f"{kept['statuses'][status]:,}" for status in (HOLDS, FAILS, REFUSED, UNKNOWN)]
         ran = f"{_ran(kept):,} of {kept['claimed']:,} that it claims" + (" (a sample)" if _is_sample(kept) else "")
-        row = [f"[{name}]({name}.md)", ran, *counts, str(len(kept["causes"])), kept["torch"], kept["day"]]
+        causes = f"{len(kept['causes'])}" + (
+            f" ({kept['unexplained']:,} cells not followed)" if kept["unexplained"] else ""
+        )
+        row = [f"[{name}]({name}.md)", ran, *counts, causes, kept["torch"], kept["day"]]
         lines.append(f"| {' | '.join(row)} |")
     return "\n".join([*lines, ""])
 
@@ -172,7 +196,7 @@ def page(kept: Kept) -> str:
     if kept["causes"]:
         lines += ["", "## Why cells fail"]
     for cause in kept["causes"]:
-        lines += ["", *_told(cause)]
+        lines += ["", *_told(name, cause)]
     if kept["unexplained"]:
         lines += ["", f"{kept['unexplained']:,} cells that fail were not followed to a cause."]
     lines += ["", "## By axis", "", "| | cells that ran | hold | fail |", "|---|---|---|---|"]
@@ -185,8 +209,8 @@ def page(kept: Kept) -> str:
     return "\n".join([*lines, ""])
 
 
-def _told(cause: dict[str, Any]) -> list[str]:
-    stem = page_of(cause)
+def _told(name: str, cause: dict[str, Any]) -> list[str]:
+    stem = page_of(name, cause)
     link = f" [What happens, with a script]({_link(stem)})." if stem else ""
     shortest = "the shortest case" if cause["shortened"] else "not shortened"
     units = ", ".join(unit or "the root" for unit in cause["units"])
@@ -201,9 +225,10 @@ def _told(cause: dict[str, Any]) -> list[str]:
     ]
 
 
-def page_of(cause: dict[str, Any]) -> str:
+def page_of(name: str, cause: dict[str, Any]) -> str:
     """Return the page of docs/findings that explains a cause; empty where `PAGES` names none."""
-    return PAGES.get(cause["known"]) or PAGES.get(cause["cell"], "")
+    named = PAGES.get(name, {})
+    return named.get(cause["known"]) or named.get(cause["cell"], "")
 
 
 def _link(stem: str) -> str:

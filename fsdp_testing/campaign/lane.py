@@ -61,7 +61,6 @@ class Lane:
         on_records: Callable[[str], object] = lambda _: None,
     ) -> None:
         self._pool = pool
-        pool.expect(*TRAINING)
         self._adapter = registry.adapter_of(implementation)
         self._deadline = deadline
         self._scratch = scratch
@@ -82,6 +81,7 @@ class Lane:
     def _world(self, size: int, backend: str = "gloo") -> PooledWorld:
         if self._stopped:
             raise PoolBroken("the campaign was interrupted")
+        self._pool.expect(*TRAINING)
         return self._pool.world(size, backend=backend)
 
     def run(

@@ -15,7 +15,7 @@ from fsdp_testing.certificate.cube import packed, simpler
 from fsdp_testing.certificate.verdicts import FAILS, Mark
 from fsdp_testing.findings.known import KnownFailures
 from fsdp_testing.judging.batch_judge import CaseNote
-from fsdp_testing.records import RAISES, Case, FailureKind, Operation
+from fsdp_testing.records import RAISES, Case, FailureKind, Mismatch, Operation
 from fsdp_testing.strategies import legal_case, needs_of_case
 
 _NUMBERS = frozenset({FailureKind.DIVERGED, FailureKind.DISAGREED, FailureKind.MISSING})
@@ -199,4 +199,6 @@ def _are_alike(one: Mark | None, other: Mark | None) -> bool:
     assert b is not None
     if a.kind in RAISES:
         return (a.kind, a.quantity) == (b.kind, b.quantity)
+    if a.quantity != b.quantity and Mismatch.DTYPE.value in f"{a.quantity} {b.quantity}":
+        return False  # a wrong gradient is a wrong output elsewhere, and a wrong dtype nothing else
     return a.kind == b.kind or {a.kind, b.kind} <= _NUMBERS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,9 @@ class NoPool:
 
     def world(self, *_: object, **__: object) -> Any:
         raise AssertionError("no batch was to be run")
+
+    def shared_directory(self, prefix: str) -> str:
+        return tempfile.mkdtemp(prefix=prefix)
 
     def close(self) -> None:
         """Nothing was started."""

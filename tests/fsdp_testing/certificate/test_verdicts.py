@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_testing.certificate.causes import _are_alike
 from fsdp_testing.certificate.cube import jobs
 from fsdp_testing.certificate.verdicts import FAILS, HOLDS, REFUSED, UNKNOWN, Mark, Verdicts
 from fsdp_testing.errors import InvalidRecord
@@ -80,3 +81,17 @@ def test_a_damaged_state_is_refused(damage, tmp_path: Path):
     file.write_text(json.dumps(damage(json.loads(file.read_text()))))
     with pytest.raises(InvalidRecord, match=r"certificate\.json"):
         verdicts(tmp_path)
+
+
+def test_a_cell_is_followed_to_one_that_fails_alike_and_not_from_a_wrong_dtype_to_a_wrong_number():
+    def diverged(quantity: str) -> Mark:
+        return Mark(FAILS, "why", ("diverged", quantity, "forward_backward"))
+
+    number, output, dtype = map(diverged, ("gradient", "output", "gradient has another dtype"))
+    assert _are_alike(number, output)
+    assert _are_alike(dtype, dtype)
+    assert not _are_alike(dtype, number)
+    assert not _are_alike(output, dtype)
+    assert not _are_alike(number, Mark(FAILS, "why", ("raised", "RuntimeError: no", "forward_backward")))
+    assert not _are_alike(number, Mark(REFUSED, "not there"))
+    assert not _are_alike(None, number)
