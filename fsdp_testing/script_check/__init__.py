@@ -1,9 +1,12 @@
 """Does a training script that nobody changed give on N ranks what one process gives?
 
 - `check`: runs the script on worlds of several sizes and compares each with one process.
-- `launched`: how a rank runs the script, as torchrun would.
-- `feeding`: what data the ranks took, and how one process is given the same.
+- `running`, `launched`: how a world, and a rank in it, runs the script, as torchrun would.
+- `feeding`, `rows`: what data the ranks took, how they share it, and how one process is given the same.
+- `numbers`, `copies`: what the script logs, and which copies of its weights it keeps.
 - `whole`: what a world computed, put together from its ranks. Pure.
+- `deciding`, `readings`: whether both are the same; in which way losses and logged numbers are.
+- `resuming`: whether it goes on from its own checkpoint as if it had not been stopped.
 - `causes`: which of the usual mistakes is seen. Pure.
 - `report`: how the verdict reads. Pure.
 """
