@@ -64,10 +64,12 @@ def make(seed=0, dtype=torch.float64):
 
 
 @pytest.fixture
-def mesh(world):
+def mesh(world, request):
+    """Two replicas by two parts; with three axes (replicate, dp, tp)."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    made = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    shape = getattr(request, "param", (2, 2))
+    made = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "dp", "tp")[-len(shape) :])
     yield made
     for group in made.get_all_groups():
         dist.destroy_process_group(group)
@@ -98,12 +100,12 @@ def parallelize(model, mesh):
 
 
 def shard(model, mesh, path="wrapper", strategy=S.FULL_SHARD, **options):
-    policy = ModuleWrapPolicy({Block})
+    policy, over = ModuleWrapPolicy({Block}), mesh["dp"] if mesh.ndim == 2 else mesh["replicate", "dp"]
     if path == "composable":
-        return fsdp_ref.fully_shard(model, policy=policy, strategy=strategy, device_mesh=mesh["dp"], **options)
+        return fsdp_ref.fully_shard(model, policy=policy, strategy=strategy, device_mesh=over, **options)
     options.setdefault("use_orig_params", path == "wrapper")
     return FullyShardedDataParallel(
-        model, auto_wrap_policy=policy, sharding_strategy=strategy, device_mesh=mesh["dp"], **options
+        model, auto_wrap_policy=policy, sharding_strategy=strategy, device_mesh=over, **options
     )
 
 
@@ -173,21 +175,27 @@ def frozen(model):
 @pytest.mark.world(4, timeout=300)
 @pytest.mark.covers("B154")
 @pytest.mark.parametrize(
-    ("path", "strategy"),
-    [("wrapper", S.FULL_SHARD), ("flat", S.SHARD_GRAD_OP), ("composable", S.FULL_SHARD), ("composable", S.NO_SHARD)],
+    ("path", "strategy", "mesh"),
+    [
+        ("wrapper", S.FULL_SHARD, (2, 2)),
+        ("flat", S.SHARD_GRAD_OP, (2, 2)),
+        ("composable", S.HYBRID_SHARD, (2, 1, 2)),
+        ("composable", S.NO_SHARD, (2, 2)),
+    ],
+    indirect=["mesh"],
 )
 def test_trains_as_one_process(world, mesh, path, strategy):
     """Forward, backward, accumulation, norms, Adam; tied, replicated and (with originals) frozen parameters; uneven parts."""
     freeze = frozen if path != "flat" else (lambda model: model)
     reference = freeze(make())
     _, want = train_in_one_process(reference)
-    model = freeze(parallelize(make(), mesh))
+    model, place = freeze(parallelize(make(), mesh)), mesh.get_local_rank(0)
     # Rank 0's values count: other replicas differ in everything, other ranks of the axis in what is plain.
     for param in model.parameters():
-        if mesh["dp"].get_local_rank() or (not hasattr(param, "placements") and world.rank):
+        if place or (not hasattr(param, "placements") and world.rank):
             param.data.add_(1.0 + world.rank)
     model = shard(model, mesh, path, strategy, sync_module_states=True)
-    _, norms = train(model, mesh["dp"].get_local_rank())
+    _, norms = train(model, place)
     for norm, expected in zip(norms, want, strict=True):
         # Sums over other ranks than one process has: 1e-10 is far above their roundings and below any other meaning.
         torch.testing.assert_close(norm, expected, **CLOSE)
