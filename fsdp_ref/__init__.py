@@ -34,6 +34,7 @@ from fsdp_ref.config import (
 )
 from fsdp_ref.handle.marked_parameter import FlatParameter
 from fsdp_ref.storage.extension import ParameterExtension, register_parameter_extension
+from fsdp_ref.training.uneven_inputs import UnevenInputs
 
 __all__ = [
     "BackwardPrefetch",
@@ -54,6 +55,7 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "UnevenInputs",
     "clip_grad_norm_",
     "fully_shard",
     "get_state_dict_type",

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from fsdp_ref.errors import FsdpValueError, explain
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
@@ -90,3 +92,25 @@ def units_under(root: nn.Module) -> list[tuple[str, nn.Module, Unit]]:
 def units_in(root: nn.Module) -> list[Unit]:
     """Return the units at or below ``root``, depth first."""
     return [unit for _, _, unit in units_under(root)]
+
+
+def outermost_units(module: nn.Module, api: str) -> list[Unit]:
+    """Return the units at or below ``module`` that are in no other one.
+
+    Raises:
+        FsdpValueError: There is none; the message begins with ``api``.
+    """
+    found: list[tuple[str, Unit]] = []
+    for name, _, unit in units_under(module):  # depth first: what is below the last one comes right after it
+        if not found or (found[-1][0] and not name.startswith(found[-1][0] + ".")):
+            found.append((name, unit))
+    if not found:
+        raise FsdpValueError(
+            explain(
+                api,
+                expected="a module with units at or below it",
+                got=f"{type(module).__name__} without any",
+                remedy="Apply fully_shard or FullyShardedDataParallel first",
+            )
+        )
+    return [unit for _, unit in found]

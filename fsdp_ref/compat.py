@@ -6,7 +6,7 @@ Everything in the package that is not torch's public, stable surface is imported
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any, Final, cast
@@ -23,11 +23,13 @@ __all__ = [
     "RunningCall",
     "all_gather_flat",
     "apply_function",
+    "calls_of",
     "detailed_debug",
     "graph_task_id",
     "hook_first",
     "in_backward",
     "labelled",
+    "method_called_on",
     "queue_backward_callback",
     "reduce_scatter_flat",
     "saved_tensor_hooks_active",
@@ -122,6 +124,30 @@ def labelled(event: str, unit: str) -> AbstractContextManager[object]:
     if not _profiler._is_profiler_enabled:
         return _NOT_PROFILED
     return torch.profiler.record_function(f"FSDP::{event} ({unit or 'root'})")
+
+
+def calls_of(module: str) -> list[FrameType]:
+    """Return the calls of functions of the module with this name that are on the stack, innermost first."""
+    found: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == module:
+            found.append(frame)
+        frame = frame.f_back
+    return found
+
+
+def method_called_on(objects: Collection[object]) -> str:
+    """Return the name of the outermost method of one of ``objects`` on the stack, ``nn.Module``'s own left out; "" if none."""
+    found, frame = "", sys._getframe(1).f_back
+    while frame is not None:
+        code = frame.f_code
+        first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        own = getattr(getattr(type(first), code.co_name, None), "__code__", None) is code
+        if own and code.co_filename != torch.nn.modules.module.__file__ and any(first is one for one in objects):
+            found = code.co_name
+        frame = frame.f_back
+    return found
 
 
 class RunningCall:

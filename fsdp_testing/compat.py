@@ -33,6 +33,11 @@ def global_module_hooks() -> tuple[dict[int, Any], ...]:
     return tuple(getattr(module, name) for name in names if hasattr(module, name))
 
 
+def saved_buffers(module: Any) -> list[str]:
+    """Return the names of a module's own buffers that its state holds; in public a buffer can be left out of it, not asked."""
+    return [name for name, _ in module.named_buffers(recurse=False) if name not in module._non_persistent_buffers_set]
+
+
 def mode_depths() -> tuple[int, int]:
     """Return the depths of the dispatch and of the function mode stack, which torch shows nowhere in public."""
     import torch

@@ -17,7 +17,8 @@ from weakref import WeakKeyDictionary
 from fsdp_testing.backends import backend_named
 from fsdp_testing.errors import BackendUnavailable, InvalidArgument
 from fsdp_testing.explanation import shortest
-from fsdp_testing.explanation.root_causes import How, explain_results
+from fsdp_testing.explanation.inquiry import How
+from fsdp_testing.explanation.root_causes import explain_results
 from fsdp_testing.implementations import registry, validation
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase

@@ -25,6 +25,10 @@ class Launch:
         local_world_size: Number of those.
         master_addr: Host of the rendezvous store.
         master_port: Its port.
+        launcher: Who started it.
+        store_is_there: Whether the launcher keeps the store; else the first process has to.
+        node: Number of this host among the launcher's; empty where it does not say.
+        attempt: Of the launcher to run these processes (torchrun may restart them).
     """
 
     rank: int
@@ -33,6 +37,29 @@ class Launch:
     local_world_size: int
     master_addr: str
     master_port: int
+    launcher: str = "torchrun"
+    store_is_there: bool = False
+    node: str = ""
+    attempt: str = "0"
+
+
+# Launcher; what it calls rank, number of processes, rank on this host, number on this host, host.
+_LAUNCHERS = (
+    ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
+    # Not SLURM_NTASKS: that one is set in the batch script too, which is one process.
+    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "", "SLURM_NODEID"),
+    (
+        "mpirun",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "",
+    ),
+    ("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ""),
+)
+_OF_A_LAUNCH = {"MASTER_ADDR", "MASTER_PORT"}.union(*(names[1:] for names in _LAUNCHERS)) - {""}
+_OF_TORCHRUN = ("TORCHELASTIC_", "ROLE_", "GROUP_")
 
 
 def torchrun() -> Launch | None:
@@ -41,22 +68,68 @@ def torchrun() -> Launch | None:
     Raises:
         InvalidArgument: Some of torchrun's variables are set, but not as torchrun sets them.
     """
-    if get("RANK") is None or get("WORLD_SIZE") is None:
+    return _launch(*_LAUNCHERS[0])
+
+
+def launched() -> Launch | None:
+    """Return how a launcher (torchrun, srun, mpirun, mpiexec) started this process, or `None` if none did.
+
+    Raises:
+        InvalidArgument: Its variables are damaged, or do not say where the processes can meet.
+    """
+    found = torchrun()
+    if found is not None:
+        return found
+    for names in _LAUNCHERS[1:]:
+        # One process has nobody to meet.
+        if get(names[1]) is not None and get(names[2], "1") != "1":
+            return _launch(*names)
+    return None
+
+
+def forget_launch() -> None:
+    """Remove the launcher's variables: this process has met the others, and is no rank of its own any more."""
+    update({name: None for name in snapshot() if name in _OF_A_LAUNCH or name.startswith(_OF_TORCHRUN)})
+
+
+def _launch(launcher: str, rank_name: str, size_name: str, local: str, local_size: str, node: str) -> Launch | None:
+    if get(rank_name) is None or get(size_name) is None:
         return None
-    rank, size = _integer("RANK"), _integer("WORLD_SIZE")
+    rank, size = _integer(rank_name), _integer(size_name)
     if not 0 <= rank < size:
         raise InvalidArgument(
-            f"environment: expected 0 <= RANK < WORLD_SIZE, got RANK={rank} and WORLD_SIZE={size}. "
-            "Unset both, or start the command with torchrun."
+            f"environment: expected 0 <= {rank_name} < {size_name}, got {rank_name}={rank} and {size_name}={size}. "
+            f"Unset both, or start the command with {launcher}."
+        )
+    if launcher != "torchrun" and not (get("MASTER_ADDR") and get("MASTER_PORT")):
+        raise InvalidArgument(
+            f"{launcher}: expected MASTER_ADDR and MASTER_PORT, where its {size} processes can meet, got none. Set them to "
+            "the first host and a port that is free there, for all processes (ci/recipes/slurm.sh does), or use torchrun."
         )
     return Launch(
         rank=rank,
         world_size=size,
-        local_rank=_integer("LOCAL_RANK", rank),
-        local_world_size=_integer("LOCAL_WORLD_SIZE", size),
+        local_rank=_integer(local, rank),
+        local_world_size=_integer(local_size, size) if local_size else size,
         master_addr=get("MASTER_ADDR") or "127.0.0.1",
         master_port=_integer("MASTER_PORT"),
+        launcher=launcher,
+        store_is_there=launcher == "torchrun" and get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        node=(get(node) or "") if node else "",
+        attempt=get("TORCHELASTIC_RESTART_COUNT") or "0",
     )
+
+
+def as_launched(rank: int, size: int, address: str, port: int) -> dict[str, str | None]:
+    """Return the variables by which a process that a launcher started on one host knows its place."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+    }
 
 
 def _integer(name: str, default: int | None = None) -> int:

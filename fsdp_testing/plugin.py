@@ -41,6 +41,7 @@ _OPTIONS = (
 )
 _FLAGS = {
     "--strict-hygiene": "fail a test that leaves something behind in a rank (default: warn)",
+    "--dist-pool": "run torch's multi-process test classes, and those in the style of DeepSpeed's, on the pool",
     "--require-backend": "fail instead of skipping where a backend cannot run on this machine",
 }
 
@@ -67,7 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "world(size=2, backend='gloo', timeout=60, isolation='warm', rank=None): run this test on `size` ranks; a list "
         "of sizes gives one test id each. `rank` is for the backend 'fake': which rank the one process stands for.",
     )
-    given = any(config.getoption(name) is not None for name, _, _ in _OPTIONS)
+    given = config.option.dist_pool or any(config.getoption(name) is not None for name, _, _ in _OPTIONS)
     if given or env.get("WORLD_SIZE") is not None:
         from fsdp_testing.pytest_plugin.controller import validate
 
@@ -115,6 +116,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
         for item, sentence in select(config, marked).items():
             item.stash[_REFUSAL] = sentence
+    if config.option.dist_pool:
+        from fsdp_testing.pytest_plugin import dist_pool
+
+        dist_pool.take_over(config, items)
     if any("worlds" in getattr(item, "fixturenames", ()) for item in items):
         from fsdp_testing.pytest_plugin.controller import start_ahead
 
@@ -143,6 +148,10 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, Any, Any]:
         protocol: Any = session.config.pluginmanager.get_plugin("fsdp_testing.protocol")
         if protocol is not None:
             protocol.leases.close()
+        if session.config.option.dist_pool:
+            from fsdp_testing.pytest_plugin import dist_pool
+
+            dist_pool.end()
 
 
 @pytest.fixture(name="fsdp_world_size")
@@ -153,14 +162,7 @@ def _size(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> Any:
-    """In a test marked `world`: this rank's view of its world. Here, in the controlling process, an error.
-
-    Under torchrun this process is a rank.
-    """
-    attached: Any = request.config.pluginmanager.get_plugin("fsdp_testing.attached")
-    found = attached.world_of(request.node) if attached is not None else None
-    if found is not None:
-        return found
+    """In a test marked `world`: this rank's view of its world. Here, in the controlling process, an error."""
     pytest.fail(
         f"{request.node.nodeid}: fixture world: expected a test on ranks, got one without the `world` marker. "
         "Mark it: @pytest.mark.world(2).",

@@ -14,11 +14,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from fsdp_ref.access.summon import SummonOptions, summon
-from fsdp_ref.annotations import unit_of, units_under
+from fsdp_ref.annotations import outermost_units, unit_of
 from fsdp_ref.errors import FsdpValueError, explain, listing
 from fsdp_ref.runtime import reduction_settings
 from fsdp_ref.runtime.forward import call_unit
-from fsdp_ref.runtime.unit import Unit
 from fsdp_ref.training import clip
 
 
@@ -35,7 +34,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         TrainingStateError: Forward, backward or a summon is under way.
     """
     with ExitStack() as stack:
-        for unit in _outermost_units(module, "no_sync"):
+        for unit in outermost_units(module, "no_sync"):
             stack.enter_context(reduction_settings.no_sync(unit))
         yield
 
@@ -59,7 +58,7 @@ def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) 
     Collectives:
         One all-reduce per shard group: all ranks must call.
     """
-    found = _outermost_units(module, "clip_grad_norm_")
+    found = outermost_units(module, "clip_grad_norm_")
     if len(found) > 1:
         raise FsdpValueError(
             explain(
@@ -84,7 +83,7 @@ def register_comm_hook(module: nn.Module, state: Any, hook: Callable[..., Any]) 
         FsdpValueError: There is no unit, or ``hook`` is not callable.
         CommHookError: A unit belongs to a larger tree, has a hook already, or is of a hybrid strategy.
     """
-    for unit in _outermost_units(module, "register_comm_hook"):
+    for unit in outermost_units(module, "register_comm_hook"):
         reduction_settings.register_comm_hook(unit, state, hook)
 
 
@@ -145,20 +144,3 @@ def unshard_params(
     See ``summon`` for errors and collectives.
     """
     return summon(module, SummonOptions(recurse, writeback, rank0_only, offload_to_cpu, with_grads))
-
-
-def _outermost_units(module: nn.Module, api: str) -> list[Unit]:
-    found: list[tuple[str, Unit]] = []
-    for name, _, unit in units_under(module):  # depth first: what is below the last one comes right after it
-        if not found or (found[-1][0] and not name.startswith(found[-1][0] + ".")):
-            found.append((name, unit))
-    if not found:
-        raise FsdpValueError(
-            explain(
-                api,
-                expected="a module with units at or below it",
-                got=f"{type(module).__name__} without any",
-                remedy="Apply fully_shard or FullyShardedDataParallel first",
-            )
-        )
-    return [unit for _, unit in found]

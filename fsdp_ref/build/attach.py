@@ -19,6 +19,7 @@ from fsdp_ref.build.plan import PlannedUnit, check_frozen, make_plan
 from fsdp_ref.build.resolve import ResolvedUnit, resolve_units
 from fsdp_ref.build.targets import choose_targets
 from fsdp_ref.handle.flat_handle import FlatHandle
+from fsdp_ref.runtime.outside_calls import watch_modules
 from fsdp_ref.runtime.unit import Unit
 from fsdp_ref.storage.param_sites import ManagedParam
 
@@ -73,4 +74,5 @@ def _make(unit: ResolvedUnit, params: Sequence[ManagedParam], connect: Connect, 
     called = connect(planned)
     made = Unit(planned.module, called, handle, config, planned.modules, ignored)
     set_unit(called, made)
+    watch_modules(made)
     return made

@@ -24,11 +24,12 @@ from torch import Tensor, nn
 
 from fsdp_ref.access.summon import SummonOptions, refuse_running, summon
 from fsdp_ref.annotations import OWNERS_KEY, owners_of, unit_of, units_in
+from fsdp_ref.checkpoint.own_state import sends_from_rank0, watch_optimizers
 from fsdp_ref.checkpoint.shards import Spread, compare_ranks, flat_shard_problem, whole
 from fsdp_ref.comm.tensor_parallel import is_dtensor
 from fsdp_ref.compat import RunningCall
 from fsdp_ref.config import FullStateDictConfig, ShardingStrategy, StateDictType
-from fsdp_ref.errors import TrainingStateError, UnshardConflictError, UnsupportedError, explain
+from fsdp_ref.errors import TrainingStateError, UnshardConflictError, UnsupportedError, explain, listing
 from fsdp_ref.naming import FLAT_PARAM, FSDP_WRAPPED_MODULE, clean_tensor_name, join_fqn
 from fsdp_ref.runtime.root import close_ended, lazy_init
 from fsdp_ref.runtime.unit import Unit
@@ -103,6 +104,7 @@ class OpenState:
 
 def install(units: Iterable[Unit]) -> None:
     """Give the modules of new units, and those that users call for them, their hooks; copies of them have hooks too."""
+    watch_optimizers()
     for unit in units:
         names: dict[nn.Module, list[str]] = {module: [] for module in (unit.holder, *unit.modules)}
         sites = [] if unit.handle is None else [s for managed in unit.handle.originals.managed for s in managed.sites]
@@ -173,7 +175,7 @@ def _check(unit: Unit, module: nn.Module, *, loading: bool) -> None:
     Raises:
         UnshardConflictError: Forward or backward runs, or a user has summoned parameters that would have to be cut or replaced.
         TrainingStateError: Loading inside ``no_sync``.
-        UnsupportedError: Local state of a part of a unit.
+        UnsupportedError: Local state of a part of a unit; a flat parameter that is to be loaded from rank 0 by torch's functions.
     """
     close_ended(unit)
     form = _form(unit)
@@ -189,6 +191,17 @@ def _check(unit: Unit, module: nn.Module, *, loading: bool) -> None:
         raise TrainingStateError(
             f"load_state_dict of {unit!r} inside no_sync: expected a unit whose gradients are all reduced, got one that "
             "accumulates gradients of the parameters that would be replaced. Load before or after."
+        )
+    if loading and unit.handle is not None and not unit.config.use_orig_params and sends_from_rank0():
+        # They send what ``named_parameters()`` shows: one flat parameter, which has no name in rank 0's state.
+        raise UnsupportedError(
+            explain(
+                f"load_state_dict of {unit!r} with broadcast_from_rank0",
+                expected="original parameters, whose names are those of the state that rank 0 has",
+                got=f"one flat parameter (use_orig_params=False) of {listing(unit.handle.fqns)}",
+                remedy="Pass use_orig_params=True to FullyShardedDataParallel, or load the whole state on every rank "
+                "(full_state_dict=True without broadcast_from_rank0)",
+            )
         )
     if form is StateDictType.LOCAL_STATE_DICT and _is_cut(unit, list(module.modules())):
         raise UnsupportedError(

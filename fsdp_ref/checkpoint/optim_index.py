@@ -95,12 +95,13 @@ class ModelIndex:
 
         Raises:
             TrainingStateError: a unit is in forward, in backward, or summoned.
-            FsdpRuntimeError: a parameter was added to a module after its unit was made.
+            FsdpRuntimeError: parameters were added to modules, or modules replaced, after their unit was made.
         """
         units = [(clean_tensor_name(name), unit) for name, _, unit in units_under(model)]
         _refuse_busy([unit for _, unit in units])
         place = {module: number for number, module in enumerate(model.modules())}
         found = [each for prefix, unit in units for each in _held(prefix, unit, place)]
+        _refuse_gone([original.name for number, original in found if number < 0])
         found += _outside(model, [unit for _, unit in units], place)
         found.sort(key=lambda each: each[0])
         first = units[0][1].config.groups if units else None
@@ -153,13 +154,25 @@ def _refuse_busy(units: Iterable[Unit]) -> None:
         )
 
 
+def _refuse_gone(names: list[str]) -> None:
+    if names:
+        raise FsdpRuntimeError(
+            explain(
+                "optimizer state",
+                expected="a model that has the parameters that its units manage",
+                got=f"a model without {listing(names)}, whose modules were replaced after sharding",
+                remedy="Replace modules before sharding",
+            )
+        )
+
+
 def _held(prefix: str, unit: Unit, place: Mapping[nn.Module, int]) -> Iterator[tuple[int, Original]]:
     handle = unit.handle
     if handle is None:
         return
     for index, (spec, managed) in enumerate(zip(handle.layout.params, handle.originals.managed)):
         names = tuple(clean_tensor_name(join_fqn(prefix, name)) for name in spec.names)
-        yield place[managed.sites[0].module], Original(names, managed.param, handle, index)
+        yield place.get(managed.sites[0].module, -1), Original(names, managed.param, handle, index)
 
 
 def _outside(model: nn.Module, units: Sequence[Unit], place: Mapping[nn.Module, int]) -> Iterator[tuple[int, Original]]:

@@ -85,7 +85,8 @@ def save_optim_state(
 
     Raises:
         FsdpRuntimeError: ranks have different entries, dtypes or values of one parameter.
-        FsdpValueError: the optimizer has tensors that are no parameters of the model.
+        FsdpValueError: the optimizer has tensors that are no parameters of the model, or ``given`` has keys that are not the
+            optimizer's; on every rank of the shard groups, whichever of them has them.
 
     Collectives:
         One exchange of objects over each shard group, then one all-gather per unit and entry, in the order of units. All
@@ -93,10 +94,11 @@ def save_optim_state(
     """
     own = optim.state_dict() if given is None else given
     form = Form.of(settings, index)
-    named = is_named(own)
-    groups = stepped_groups(index, [group["params"] for group in optim.param_groups], named=named)
-    saving = _Saving(index, form, groups, own)
-    saving.read()
+    saving = _Saving(index, form, own)
+    try:
+        saving.read(optim)
+    except FsdpValueError as error:  # the others must not wait for a rank that raises: it tells them first
+        saving.unread = str(error)
     saving.exchange()
     state = saving.collect()
     if not form.kept:
@@ -116,17 +118,18 @@ class _Saving:
 
     index: ModelIndex
     form: Form
-    groups: list[list[Stepped]]
     own: Mapping[str, Any]
+    unread: str = ""
     by_key: dict[Key, Stepped] = field(default_factory=dict)
     local: dict[Original, dict[str, Any]] = field(default_factory=dict)
     numbers: dict[Original, int] = field(default_factory=dict)
     records: dict[Original, Record] = field(default_factory=dict)
     elsewhere: dict[Original, dict[str, Any]] = field(default_factory=dict)
 
-    def read(self) -> None:
+    def read(self, optim: Optimizer) -> None:
         """Sort this rank's entries by original."""
-        self.by_key = {_clean(stepped.key): stepped for group in self.groups for stepped in group}
+        groups = stepped_groups(self.index, [group["params"] for group in optim.param_groups], named=is_named(self.own))
+        self.by_key = {_clean(stepped.key): stepped for group in groups for stepped in group}
         for number, group in enumerate(self.own.get("param_groups", ())):
             for key in group["params"]:
                 for original in self._stepped(key).originals:
@@ -162,21 +165,28 @@ class _Saving:
             else:
                 self.records.update((original, self._record(original)) for original in originals)
         problems: list[str] = []
+        unread = [self.unread] if self.unread else []
         for group, handles in per_group.items():
             mine = [self._record(original) for _, originals in handles for original in originals]
-            per_rank = gather_objects((mine, [_settings(each) for each in self.own.get("param_groups", ())]), group)
-            of_ranks = [records for records, _ in per_rank]
+            settings = [_settings(each) for each in self.own.get("param_groups", ())]
+            per_rank = gather_objects((self.unread, mine, settings), group)
+            unread += [f"rank {rank} of the shard group: {text}" for rank, (text, _, _) in enumerate(per_rank) if text]
+            of_ranks = [records for _, records, _ in per_rank]
             members = [(handle, original) for handle, originals in handles for original in originals]
             plain = plain_names(record for records in of_ranks for record in records)
             for place, (handle, original) in enumerate(members):
                 holders = handle.shard_map.owner_ranks(original.index) or range(len(of_ranks))
                 self.records[original], differing = merged({rank: of_ranks[rank][place] for rank in holders}, plain)
                 problems += [f"{original.name}{each}" for each in differing]
-            self._place_elsewhere([original for _, original in members], of_ranks, [each for _, each in per_rank])
+            self._place_elsewhere([original for _, original in members], of_ranks, [each for _, _, each in per_rank])
         axis = [] if self.index.groups.tensor is None else [self.index.groups.tensor]
         for group in [*per_group, *per_group, *axis] if len(per_group) > 1 else axis:
             # Twice over all groups: what one of them found every rank of another learns, before some wait for others.
-            problems = [problem for theirs in gather_objects(problems, group) for problem in theirs]
+            found = gather_objects((unread, problems), group)
+            unread = [text for theirs, _ in found for text in theirs]
+            problems = [problem for _, theirs in found for problem in theirs]
+        if unread:
+            raise FsdpValueError(self.unread or " ".join(dict.fromkeys(unread)))
         if problems:
             raise FsdpRuntimeError(
                 explain(

@@ -24,7 +24,7 @@ def check_params(params: Sequence[nn.Parameter], names: Sequence[str], *, use_or
     """Refuse parameters that cannot be flattened together.
 
     Raises:
-        FlattenError: an empty list, a flat parameter, a dtype that is not floating point, or (without original
+        FlattenError: an empty list, a flat parameter, a fake tensor, a dtype that is not floating point, or (without original
             parameters) differing ``requires_grad``; or differing dtypes. Lists every offender.
     """
     if not params:
@@ -40,6 +40,12 @@ def check_params(params: Sequence[nn.Parameter], names: Sequence[str], *, use_or
     complexes = [f"{n} ({p.dtype})" for p, n in zip(params, names) if p.is_complex()]
     if complexes:
         raise FlattenError(f"Cannot flatten complex dtype tensors: got {listing(complexes)}. Ignore them.")
+    fake = [name for param, name in zip(params, names) if type(param.data).__module__.startswith("torch._subclasses")]
+    if fake:
+        raise FlattenError(
+            f"Cannot flatten fake tensors: expected values, or the meta device, got {listing(fake)}. "
+            "Build the model under torch.device('meta') and pass param_init_fn, or give modules reset_parameters()."
+        )
     if len({param.dtype for param in params}) > 1:
         got = listing(f"{n}: {p.dtype}" for p, n in zip(params, names))
         raise FlattenError(f"Must flatten tensors with uniform dtype but got {got}. Wrap them in separate units.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -45,7 +46,8 @@ def register_comm_hook(unit: Unit, state: Any, hook: Callable[..., Any]) -> None
     """Let ``hook(state, grad[, output])`` replace reduction in every unit of the tree.
 
     Raises:
-        CommHookError: not the root; a hook is there already; or a hybrid unit, whose two-level reduction has no hook.
+        CommHookError: not the root; a hook is there already; a hybrid unit, whose two-level reduction has no hook; a hook of
+            DDP, which gets buckets.
         FsdpValueError: ``hook`` is not callable.
     """
     root = lazy_init(unit)
@@ -61,5 +63,18 @@ def register_comm_hook(unit: Unit, state: Any, hook: Callable[..., Any]) -> None
         raise CommHookError("A communication hook is already registered")
     if not callable(hook):
         raise FsdpValueError(f"The communication hook must be callable: expected a function, got {hook!r}. Pass one.")
+    if _takes_bucket(hook):
+        raise CommHookError(
+            f"register_comm_hook: expected hook(state, grad[, output]), got {getattr(hook, '__name__', hook)}, which takes a "
+            "bucket of DDP. Use one of fsdp_ref.comm_hooks (fp16_compress_hook, bf16_compress_hook), or write one of that form."
+        )
     for each in root.units:
         each.comm_hook, each.comm_hook_state = hook, state
+
+
+def _takes_bucket(hook: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(hook).parameters.values()
+    except (TypeError, ValueError):  # a callable of C++ says nothing of itself
+        return False
+    return any("GradBucket" in str(parameter.annotation) for parameter in parameters)

@@ -24,6 +24,7 @@ from fsdp_ref.runtime.calls import Frame, abort_interrupted
 from fsdp_ref.runtime.execution_order import ExecutionOrder
 from fsdp_ref.runtime.grad_sync import GradSync
 from fsdp_ref.runtime.unit import Ahead, Unit
+from fsdp_ref.runtime.unmanaged import TreeWatch
 from fsdp_ref.runtime.wire_order import WireOrder
 from fsdp_ref.states import ReshardReason, UnitState
 
@@ -83,6 +84,7 @@ class Root:
         in_pass: units that took part in the present backward pass.
         open_records: forwards of units, kept until the forward of the whole tree ends; later the graph keeps them.
         partial: units whose gradients came from passes inside the present one, which may bring more.
+        watch: notices modules that are changed after sharding.
         offloads: whether gradients of some unit are copied to the host.
         tensor_group: ranks with other parts of the same parameters (tensor parallelism); None without.
     """
@@ -130,6 +132,7 @@ class Root:
         check_homogeneous(units)
         names = {id(unit): clean_tensor_name(name) for name, _, unit in reversed(found)}
         self.units = units
+        self.watch = TreeWatch(self)
         self.offloads = any(unit.config.cpu_offload.offload_params for unit in units)
         self.tensor_group = next((axis for axis in _tensor_groups(units) if axis is not None), None)
         self.wire_order = WireOrder(units)
@@ -153,6 +156,8 @@ class Root:
     def begin_forward(self) -> None:
         """The outermost forward call of this tree begins, outside of any backward."""
         self.recover()
+        if torch.is_grad_enabled():
+            self.watch.refuse_changes()
         self.wire_order.finish()  # on a device: the host does not wait at the end of backward
         for unit in self.units:
             if unit.handle is not None:

@@ -1,4 +1,4 @@
-"""What is a backend, and which four come with the package?
+"""What is a backend, and which five come with the package?
 
 - gloo: collectives between CPU processes over loopback, always there where torch was built with it.
 - nccl: collectives between CUDA devices, one rank per device.
@@ -6,6 +6,8 @@
   NCCL refuses: so a machine with one GPU proves the CUDA path of an implementation (streams, events, memory).
 - fake: one process as any rank of any size. Collectives return at once and move nothing: good for shapes, counts and memory
   at sizes nobody can start; values after a collective mean nothing.
+- bare: processes without a process group, started as torchrun starts them; the code makes its own groups. What it issues is
+  recorded and not compared: such code may mean ranks to differ.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ class Backend:
         single_process: One process stands for any one rank, no peers exist (FakeProcessGroup).
         prepare: Called in the rank before the process group is made (select the device).
         device_count: Called in the rank; how many devices of the type there are, None where ranks share one.
+        makes_group: Whether ranks find themselves in a process group of all ranks.
     """
 
     name: str
@@ -45,6 +48,7 @@ class Backend:
     single_process: bool = False
     prepare: Callable[[RankPlace], None] | None = None
     device_count: Callable[[], int] | None = None
+    makes_group: bool = True
 
 
 def _device_count() -> int:
@@ -108,4 +112,5 @@ BUILT_IN = (
     Backend("nccl", "cuda", _no_nccl, "nccl", prepare=_select_device, device_count=_device_count),
     Backend("fake", "cpu", _no_fake, "fake", single_process=True),
     Backend("gloo-cuda", "cuda", _no_gloo_cuda, "gloo", prepare=_select_device, device_count=_device_count),
+    Backend("bare", "cpu", lambda size: None, "", makes_group=False),
 )

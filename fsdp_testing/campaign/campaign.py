@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -49,6 +48,7 @@ class Plan:
         shrink_seconds: Time for shrinking one finding.
         known: Failures to count and not to report.
         stop_at_first: End with the first confirmed finding.
+        shard: `(i, n)`: draw only every n-th case of the campaign, beginning with the i-th; `examples` counts those of all parts.
     """
 
     implementation: Adapter
@@ -62,6 +62,16 @@ class Plan:
     shrink_seconds: float = 20.0
     known: KnownFailures = KnownFailures()
     stop_at_first: bool = False
+    shard: tuple[int, int] = (1, 1)
+
+    @property
+    def drawn_by(self) -> str:
+        """Return what cases follow from, besides the implementation, as text to compare."""
+        scope = self.scope
+        sizes, without = ",".join(map(str, scope.world_sizes)), ",".join(sorted(scope.excluded))
+        return (
+            f"seed {self.seed}, world sizes {sizes}, {scope.max_operations} operations, without {without or 'nothing'}"
+        )
 
 
 Listener = Callable[[CampaignTally], None]
@@ -94,7 +104,7 @@ class Campaign:
         self._on_finding = on_finding
         self._clock = clock
         self._state = StateDirectory(plan.state, plan.implementation.reference)
-        self._before = self._state.load()
+        self._before = self._state.load(plan.shard, plan.drawn_by)
         self._turns = dict(self._before.turns)
         self._drawer = CaseDrawer(plan.scope)
         self._investigator = Investigator(
@@ -109,7 +119,7 @@ class Campaign:
         self.tally = CampaignTally()
         self._known = joined([self._found_earlier(), plan.known])
         self._queue = CaseQueue(
-            self._draw, self._before.drawn, plan.examples, self._before.unfinished, self._time_is_up
+            self._draw, self._before.drawn, self._share(plan.examples), self._before.unfinished, self._time_is_up
         )
 
     def _found_earlier(self) -> KnownFailures:
@@ -132,7 +142,7 @@ class Campaign:
     def run(self) -> CampaignTally:
         """Run until time or cases end; KeyboardInterrupt passes through after everything is saved."""
         self._started = self._clock()
-        scratch = tempfile.mkdtemp(prefix="fsdp-fuzz-")
+        scratch = self._pool.shared_directory("fsdp-fuzz-")
         plan = self._plan
         lanes = [Lane(self._pool, plan.implementation, plan.deadline, scratch) for _ in range(max(1, plan.lanes))]
         try:
@@ -187,7 +197,12 @@ class Campaign:
         return needs_of_case(case) <= self._plan.scope.capabilities
 
     def _draw(self, number: int) -> Case:
-        return self._drawer.draw(SeededChoices((self._plan.seed << 40) + number))
+        first, of = self._plan.shard
+        return self._drawer.draw(SeededChoices((self._plan.seed << 40) + number * of + first - 1))
+
+    def _share(self, examples: int | None) -> int | None:
+        first, of = self._plan.shard
+        return examples if examples is None else len(range(first - 1, examples, of))
 
     # ------------------------------------------------------------------------------------------- taking in
 
@@ -300,5 +315,7 @@ class Campaign:
                 known=dict(Counter(before.known) + tally.known),
                 unfinished=queue.unfinished,
                 turns=self._turns,
+                shard=self._plan.shard,
+                drawn_by=self._plan.drawn_by,
             )
         )

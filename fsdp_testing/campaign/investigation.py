@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from fsdp_testing.campaign.batch import Watch
 from fsdp_testing.campaign.lane import CaseResult, Lane
 from fsdp_testing.errors import HarnessError
-from fsdp_testing.explanation.root_causes import WRONG_NUMBERS, cause_of
+from fsdp_testing.explanation.inquiry import WRONG_NUMBERS
+from fsdp_testing.explanation.root_causes import cause_of
 from fsdp_testing.findings.discovery import Discovery
 from fsdp_testing.findings.known import KnownFailures, Rule
 from fsdp_testing.judging.case_runner import CaseRunner

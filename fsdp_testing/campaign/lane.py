@@ -18,8 +18,10 @@ from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.judging.batch_judge import CaseNote, judge_batch, note_of
 from fsdp_testing.judging.judge import lost_ranks
+from fsdp_testing.judging.record_stream import read
 from fsdp_testing.judging.signature import Signature
 from fsdp_testing.pool import Fate, Pool, WorldOutcome
+from fsdp_testing.pool.preload import TRAINING
 from fsdp_testing.pool.world_on_loan import PooledWorld
 from fsdp_testing.records import LOSES_RANKS, Case, FailureKind
 
@@ -59,6 +61,7 @@ class Lane:
         on_records: Callable[[str], object] = lambda _: None,
     ) -> None:
         self._pool = pool
+        pool.expect(*TRAINING)
         self._adapter = registry.adapter_of(implementation)
         self._deadline = deadline
         self._scratch = scratch
@@ -111,7 +114,10 @@ class Lane:
 
     def _attempt(self, cases: Sequence[Case], start: int, watch: Watch, deadline: float) -> list[CaseResult]:
         todo = cases[start:]
-        directory = tempfile.mkdtemp(prefix="fsdp-fuzz-", dir=self._scratch)
+        if self._scratch is None:
+            directory = self._pool.shared_directory("fsdp-fuzz-")
+        else:
+            directory = tempfile.mkdtemp(prefix="fsdp-fuzz-", dir=self._scratch)
         try:
             outcome = self._run(todo, directory, watch, deadline)
             self._on_records(directory)
@@ -143,6 +149,9 @@ class Lane:
             self._batches += 1
             if self._batches % BATCHES_PER_WORLD == 0:
                 world.leave()  # what implementations keep in memory for good must not add up
+        except PoolBroken as broken:
+            begun = min(len(read(directory, rank)) for rank in range(first.size))
+            raise PoolBroken(f"case {cases[min(begun, len(cases) - 1)].identity}: {broken}") from broken
         finally:
             world.release()
         self.worlds_lost += not outcome.ok

@@ -14,7 +14,7 @@ from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.records.document import Format, decode
 from fsdp_testing.report.files import write_atomically
 
-FORMAT = Format("fsdp_testing/fuzz_state", 2)
+FORMAT = Format("fsdp_testing/fuzz_state", 3)
 _OF_VERSION_1 = ("keys", "arcs", "rules")
 
 
@@ -33,6 +33,8 @@ class Progress:
         known: How many cases failed by each known failure.
         unfinished: Numbers of cases that were drawn and did not run; they come first next time.
         turns: In which run the example of each known failure ran last, the first run being 0.
+        shard: `(i, n)`: it draws every n-th case, the i-th first; its own cases are numbered from 0.
+        drawn_by: What cases follow from, besides the implementation: seed and options. Empty before version 3.
     """
 
     implementation: str
@@ -45,6 +47,25 @@ class Progress:
     known: Mapping[str, int] = field(default_factory=dict)
     unfinished: tuple[int, ...] = ()
     turns: Mapping[str, int] = field(default_factory=dict)
+    shard: tuple[int, int] = (1, 1)
+    drawn_by: str = ""
+
+
+def read_progress(path: Path) -> Progress:
+    """Read the progress of the campaign in a directory.
+
+    Raises:
+        InvalidRecord: The file is not there, damaged, or newer than this version.
+    """
+    file = path / "state.json"
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRecord(
+            f"{file}: expected the state of a campaign, got {error}. Give what `fuzz --state` wrote."
+        ) from error
+    body = FORMAT.read(text, str(file))
+    return decode(Progress, {key: value for key, value in body.items() if key not in _OF_VERSION_1}, str(file))
 
 
 class StateDirectory:
@@ -54,18 +75,27 @@ class StateDirectory:
         self.path = path
         self._implementation = implementation
 
-    def load(self) -> Progress:
+    def load(self, shard: tuple[int, int] = (1, 1), drawn_by: str = "") -> Progress:
         """Return the progress of earlier runs, or a fresh one.
 
+        Args:
+            shard: Which part the campaign is.
+            drawn_by: What its cases follow from; a part cannot go on with others.
+
         Raises:
-            InvalidRecord: The file is damaged, newer than this version, or belongs to another implementation.
+            InvalidRecord: The file is damaged, newer than this version, or belongs to another implementation, another part, or
+                a part of other cases.
         """
         file = self.path / "state.json"
         if not file.exists():
-            return Progress(self._implementation)
-        body = FORMAT.read(file.read_text(encoding="utf-8"), str(file))
-        known = {key: value for key, value in body.items() if key not in _OF_VERSION_1}
-        progress = decode(Progress, known, str(file))
+            return Progress(self._implementation, shard=shard, drawn_by=drawn_by)
+        progress = read_progress(self.path)
+        if progress.shard != shard or (shard != (1, 1) and progress.drawn_by != drawn_by):
+            there = "part {} of {}".format(*progress.shard)
+            raise InvalidRecord(
+                f"{file}: expected part {shard[0]} of {shard[1]} of the cases by {drawn_by or 'no seed'}, got {there} of those "
+                f"by {progress.drawn_by or 'no seed'}. Give another --state directory, or the same options."
+            )
         if progress.implementation != self._implementation:
             raise InvalidRecord(
                 f"{file}: expected a campaign on {self._implementation!r}, got one on {progress.implementation!r}. "

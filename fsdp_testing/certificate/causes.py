@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from fsdp_testing.campaign.investigation import Investigated, Investigator
-from fsdp_testing.campaign.lane import CaseResult
+from fsdp_testing.campaign.lane import CaseResult, Lane, drive
 from fsdp_testing.certificate.axes import Cell
 from fsdp_testing.certificate.cases import case_of
-from fsdp_testing.certificate.certify import Certificate
-from fsdp_testing.certificate.cube import simpler
+from fsdp_testing.certificate.certify import Certificate, Marked
+from fsdp_testing.certificate.cube import packed, simpler
 from fsdp_testing.certificate.verdicts import FAILS, Mark
 from fsdp_testing.findings.known import KnownFailures
 from fsdp_testing.judging.batch_judge import CaseNote
-from fsdp_testing.records import RAISES, Case, FailureKind
+from fsdp_testing.records import RAISES, Case, FailureKind, Operation
 from fsdp_testing.strategies import legal_case, needs_of_case
 
 _NUMBERS = frozenset({FailureKind.DIVERGED, FailureKind.DISAGREED, FailureKind.MISSING})
@@ -49,7 +49,23 @@ class CellCause:
     @property
     def schedule(self) -> tuple[str, ...]:
         """Return the operations of its case, one line each."""
-        return tuple(o.text(place).removeprefix("operation ") for place, o in enumerate(self.case.program))
+        return schedule_of(self.case)
+
+
+def schedule_of(case: Case) -> tuple[str, ...]:
+    """Return the operations of a case, one line each, with the ranks that leave out a part of the model."""
+    return tuple(
+        operation.text(place).removeprefix("operation ") + _left_out(operation, case.world.size)
+        for place, operation in enumerate(case.program)
+    )
+
+
+def _left_out(operation: Operation, size: int) -> str:
+    usage = [[batch.usage_of(rank) or () for batch in operation.batches()] for rank in range(size)]
+    ranks = [rank for rank, batches in enumerate(usage) if not all(map(all, batches))]
+    if not ranks:
+        return ""
+    return ", a part left out" + ("" if len(ranks) == size else f" on rank {', '.join(map(str, ranks))}")
 
 
 class CauseFinder:
@@ -66,21 +82,24 @@ class CauseFinder:
         self._verdicts = certificate.verdicts
         self._known = known
         self._until = time.monotonic() + seconds
-        self._lane = certificate.lane()
+        self._lanes = [certificate.lane() for _ in range(certificate.plan.lanes)]
         self._besides: dict[Cell, Mark | None] = {}
-        self._simplest: dict[Cell, Cell] = {}
+        self._simpler: dict[Cell, Cell] = {}
         self.unexplained = 0
 
     def find(self) -> list[CellCause]:
         """Return the causes, the one of most cells first. `unexplained` has the cells for which there was no time."""
+        failing = self._verdicts.failing()
+        self._follow(failing)
         led: dict[Cell, int] = {}
-        # Simple cells first: others are followed to them.
-        for cell in sorted(self._verdicts.failing(), key=_simplicity):
-            end = self._follow(cell)
-            if end is None:
-                self.unexplained += 1
-            else:
+        for cell in failing:
+            end = cell
+            while self._simpler.get(end, end) != end:
+                end = self._simpler[end]
+            if end in self._simpler:
                 led[end] = led.get(end, 0) + 1
+            else:
+                self.unexplained += 1
         found: dict[Hashable, CellCause] = {}
         for cell, count in sorted(led.items(), key=lambda item: _simplicity(item[0])):
             key, cause = self._looked_at(cell, count)
@@ -88,32 +107,49 @@ class CauseFinder:
             found[key] = cause if before is None else replace(before, cells=before.cells + count)
         return sorted(found.values(), key=lambda cause: -cause.cells)
 
-    def _follow(self, cell: Cell) -> Cell | None:
-        """Return the simplest cell to which this one leads; None if the time is up."""
-        path = [cell]
-        while path[-1] not in self._simplest:
-            nearer = [one for one in simpler(path[-1]) if self._certificate.runner.claimed(one)]
-            if not self._ask(nearer):
-                return None
-            mark = self._mark(path[-1])
-            after = next((one for one in nearer if _are_alike(mark, self._mark(one))), None)
-            if after is None:
-                self._simplest[path[-1]] = path[-1]
-            else:
-                path.append(after)
-        end = self._simplest[path[-1]]
-        self._simplest |= dict.fromkeys(path, end)
-        return end
+    def _follow(self, failing: list[Cell]) -> None:
+        """Find for every cell the first simpler one that fails alike, and for that one likewise; itself if there is none.
 
-    def _ask(self, cells: Sequence[Cell]) -> bool:
-        """Run those of the cells that have not run; return whether there was time."""
-        asked = [one for one in cells if one not in self._verdicts.ran and one not in self._besides]
-        for size in sorted({one.size for one in asked}):
-            if time.monotonic() >= self._until:
-                return False
-            job = tuple(one for one in asked if one.size == size)
-            self._besides |= dict(self._certificate.runner.run(self._lane, job))
-        return True
+        All cells take a step at a time: what they ask for next runs together.
+        """
+        candidates: dict[Cell, Iterator[Cell]] = {}
+        waits_for: dict[Cell, Cell] = {}
+        todo = failing
+        while todo and time.monotonic() < self._until:
+            ready = list(todo)
+            todo = []
+            while ready:
+                cell = ready.pop()
+                if cell in self._simpler:
+                    continue
+                nearer = candidates.setdefault(cell, filter(self._certificate.runner.claimed, simpler(cell)))
+                asked = waits_for.pop(cell, None) or next(nearer, cell)
+                if asked != cell and not self._is_known(asked):
+                    waits_for[cell] = asked
+                    todo.append(cell)
+                elif asked == cell or _are_alike(self._mark(cell), self._mark(asked)):
+                    self._simpler[cell] = asked
+                    ready.append(asked)
+                else:
+                    ready.append(cell)
+            self._run(set(waits_for.values()))
+
+    def _is_known(self, cell: Cell) -> bool:
+        return cell in self._verdicts.ran or cell in self._besides
+
+    def _run(self, cells: Iterable[Cell]) -> None:
+        """Run cells beside those of the certificate; none is begun when the time is up."""
+        certificate = self._certificate
+        batches = packed([[cell] for cell in sorted(cells)])
+
+        def next_job() -> Callable[[Lane], Marked] | None:
+            job = next(batches, None) if time.monotonic() < self._until else None
+            return None if job is None else lambda lane: certificate.runner.run(lane, job)
+
+        def take(found: Marked) -> None:
+            self._besides.update(found)
+
+        drive(certificate.pool, self._lanes, next_job, take)
 
     def _mark(self, cell: Cell) -> Mark | None:
         return self._verdicts.marks.get(cell) or self._besides.get(cell)
@@ -135,7 +171,7 @@ class CauseFinder:
             min(left, _SHRINK_SECONDS),
         )
         suspect = CaseResult(plain.case, CaseNote(0, "suspect", mark.reason, signature=mark.signature))
-        return _told(plain, investigator.investigate(self._lane, suspect, self._known))
+        return _told(plain, investigator.investigate(self._lanes[0], suspect, self._known))
 
 
 def _told(plain: CellCause, found: Investigated | None) -> tuple[Hashable, CellCause]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -83,7 +82,7 @@ class Certificate:
         plan, verdicts = self.plan, self.verdicts
         before, began, saved = verdicts.seconds, time.monotonic(), time.monotonic()
         remaining, begun = verdicts.remaining(), 0
-        scratch = tempfile.mkdtemp(prefix="fsdp-certify-")
+        scratch = self.pool.shared_directory("fsdp-certify-")
 
         def next_job() -> Callable[[Lane], tuple[int, Marked]] | None:
             nonlocal begun

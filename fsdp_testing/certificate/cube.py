@@ -120,7 +120,7 @@ def jobs(claimed: Callable[[Cell], bool], sample: int | None = None, shard: tupl
     groups = [[cell for cell in block.cells() if claimed(cell)] for block in [*every, *mirrored(every)]]
     if sample is not None:
         groups = [[cell] for cell in sampled([cell for group in groups for cell in group], sample)]
-    return list(_packed(groups[shard[0] - 1 :: shard[1]]))
+    return list(packed(groups[shard[0] - 1 :: shard[1]]))
 
 
 def sampled(cells: Sequence[Cell], count: int) -> list[Cell]:
@@ -132,7 +132,7 @@ def sampled(cells: Sequence[Cell], count: int) -> list[Cell]:
     return [cell for _, _, cell in ranked[:count]]
 
 
-def _packed(groups: Sequence[Sequence[Cell]]) -> Iterator[Job]:
+def packed(groups: Sequence[Sequence[Cell]]) -> Iterator[Job]:
     """Yield groups of one size together until they are worth a call."""
     waiting: dict[int, list[Cell]] = {}
     for group in groups:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from fsdp_testing.checkers.assemble import assemble
+from fsdp_testing.checkers.tensors import same_bits
 from fsdp_testing.records import ObservedPiece, RankObservation, Snapshot
 
 
@@ -26,6 +28,11 @@ class GatheredState:
     gradients: Mapping[str, torch.Tensor | None]
     optimizer: Mapping[str, Mapping[str, torch.Tensor | float]] | None
     buffers: tuple[Mapping[str, torch.Tensor], ...]
+
+    def same_as(self, other: GatheredState) -> bool:
+        """Return whether both hold the same to the bit."""
+        mine, theirs = ((one.values, one.gradients, one.optimizer, one.buffers) for one in (self, other))
+        return _are_same(mine, theirs)
 
 
 def states(ranks: Sequence[RankObservation]) -> dict[int, GatheredState]:
@@ -74,3 +81,13 @@ def _optimizer(
 def _whole(by_rank: Sequence[tuple[int, Sequence[ObservedPiece]]], shape: tuple[int, ...]) -> torch.Tensor | None:
     whole = assemble(by_rank, shape)
     return None if whole is None or not whole.complete else whole.flat.reshape(shape)
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return same_bits(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_are_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_are_same, one, other))
+    return type(one) is type(other) and bool(one == other)

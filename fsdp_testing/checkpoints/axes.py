@@ -31,9 +31,10 @@ UNITS: Mapping[str, tuple[str, ...]] = {
 }
 """Which modules are units; the root always is one."""
 
-WAYS = ("memory", "file", "dcp")
+WAYS = ("memory", "file", "dcp", "async")
 """Full state handed on as objects; full state by `torch.save` and `torch.load(weights_only=True)`; a directory of
-`torch.distributed.checkpoint`, with shards where the implementation gives shards."""
+`torch.distributed.checkpoint`, with shards where the implementation gives shards; the same by `async_save`, while the numbers
+that are trained on change."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

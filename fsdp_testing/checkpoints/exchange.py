@@ -10,17 +10,18 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
 from fsdp_testing.campaign.batch import LASTING
 from fsdp_testing.checkpoints.axes import LAYOUTS, SUBJECTS, WAYS, Layout, missing
 from fsdp_testing.checkpoints.on_ranks import Item, run_items
-from fsdp_testing.checkpoints.verdicts import FAILS, HOLDS, UNKNOWN, Verdict, judge_items
+from fsdp_testing.checkpoints.verdicts import Judged, judge_items
 from fsdp_testing.errors import InvalidArgument, PoolBroken
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.pool import Fate, Pool, WorldOutcome
+from fsdp_testing.records import Verdict
 
 ITEMS_AT_ONCE = 24
 SECONDS_PER_ITEM = 1.0
@@ -49,16 +50,25 @@ class Result:
         loader: Those that loaded it; empty where this is about saving.
         subject: Of `SUBJECTS`.
         way: Of `WAYS`.
-        status: `holds`, `fails`, `refused` or `unknown`.
+        verdict: `PASS`, `FAIL` or `UNKNOWN`.
         reason: The first entry that differs, or what was raised.
+        loud: It fails by an error that every rank raised while it saved or loaded.
     """
 
     saver: str
     loader: str
     subject: str
     way: str
-    status: str
+    verdict: Verdict
     reason: str = ""
+    loud: bool = False
+
+    @property
+    def mark(self) -> str:
+        """Return what reports show: `=` holds, `X` fails, `r` is refused with an error on every rank, `?` unknown."""
+        if self.verdict is Verdict.FAIL:
+            return "r" if self.loud else "X"
+        return "=" if self.verdict is Verdict.PASS else "?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +140,7 @@ class Exchange:
         """
         memory = Path("/dev/shm")
         usable = memory.is_dir() and os.access(memory, os.W_OK)
-        self._scratch = tempfile.mkdtemp(prefix="fsdp-checkpoints-", dir=memory if usable else None)
+        self._scratch = self._pool.shared_directory("fsdp-checkpoints-", str(memory) if usable else None)
         try:
             results = [result for place in self.places for result in self._saved_by(place)]
             saved = list(results)
@@ -150,8 +160,8 @@ class Exchange:
                 Item(subject, way, self._folder(place.name, subject, way), False, _has_optimizer(place.adapter))
             )
             Path(items[-1].folder).mkdir(parents=True)
-        for item, verdict in self._run(place, items):
-            yield self._told(Result(place.name, "", item.subject, item.way, verdict.status, verdict.reason))
+        for item, judged in self._run(place, items):
+            yield self._told(_result(place.name, "", item, judged))
 
     def _loaded_by(self, place: Place, saved: Sequence[Result]) -> list[Result]:
         """Load what was saved; what was saved wrong is reported as that, and loaded by nobody."""
@@ -160,16 +170,14 @@ class Exchange:
         for one in saved:
             if not self.plan.asks(place, one.subject):
                 continue
-            if one.status == HOLDS:
+            if one.verdict is Verdict.PASS:
                 folder = self._folder(one.saver, one.subject, one.way)
                 items.append(Item(one.subject, one.way, folder, True, carries[one.saver]))
                 savers.append(one.saver)
             else:
-                result = Result(one.saver, place.name, one.subject, one.way, one.status, one.reason)
-                found.append(self._told(result))
-        for saver, (item, verdict) in zip(savers, self._run(place, items)):
-            result = Result(saver, place.name, item.subject, item.way, verdict.status, verdict.reason)
-            found.append(self._told(result))
+                found.append(self._told(replace(one, loader=place.name)))
+        for saver, (item, judged) in zip(savers, self._run(place, items)):
+            found.append(self._told(_result(saver, place.name, item, judged)))
         return found
 
     def _folder(self, saver: str, subject: str, way: str) -> str:
@@ -182,7 +190,7 @@ class Exchange:
 
     # ------------------------------------------------------------------------------------------- worlds
 
-    def _run(self, place: Place, items: Sequence[Item]) -> Iterator[tuple[Item, Verdict]]:
+    def _run(self, place: Place, items: Sequence[Item]) -> Iterator[tuple[Item, Judged]]:
         for start in range(0, len(items), ITEMS_AT_ONCE):
             some = items[start : start + ITEMS_AT_ONCE]
             done = 0
@@ -191,14 +199,14 @@ class Exchange:
                 yield from zip(some[done:], verdicts)
                 done += len(verdicts)
 
-    def _attempt(self, place: Place, items: Sequence[Item]) -> list[Verdict]:
+    def _attempt(self, place: Place, items: Sequence[Item]) -> list[Judged]:
         """Run items, and return the verdicts of those that came to an end; at least of one."""
         outcome, judged = self._once(place, items)
         ended = judged.index(None) if None in judged else len(judged)
         verdicts = [verdict for verdict in judged[:ended] if verdict is not None]
-        if not outcome.ok and ended == len(judged) and all(one.status == HOLDS for one in verdicts):
+        if not outcome.ok and ended == len(judged) and all(one.verdict is Verdict.PASS for one in verdicts):
             # Something went wrong that no item reported: after the last one, since the others had a next one.
-            return [*verdicts[:-1], Verdict(FAILS, _cause(outcome))]
+            return [*verdicts[:-1], Judged(Verdict.FAIL, _cause(outcome))]
         if verdicts:
             return verdicts
         # The machine may have been slow: what dies or hangs has to do it alone too.
@@ -209,9 +217,9 @@ class Exchange:
         died, died_again = (any(rank.fate is Fate.DIED for rank in one.ranks) for one in (outcome, again))
         same = died == died_again
         said = _cause(again) if same else f"different results: first {_cause(outcome)}; then, alone, {_cause(again)}"
-        return [Verdict(FAILS if same else UNKNOWN, said[:_REASON_LENGTH])]
+        return [Judged(Verdict.FAIL if same else Verdict.UNKNOWN, said[:_REASON_LENGTH])]
 
-    def _once(self, place: Place, items: Sequence[Item]) -> tuple[WorldOutcome, list[Verdict | None]]:
+    def _once(self, place: Place, items: Sequence[Item]) -> tuple[WorldOutcome, list[Judged | None]]:
         with tempfile.TemporaryDirectory(dir=self._scratch) as directory:
             timeout = self.plan.deadline + SECONDS_PER_ITEM * len(items)
             world = self._pool.world(place.layout.size)
@@ -228,9 +236,13 @@ class Exchange:
         if not answer.ok:
             raise PoolBroken(f"the judge of {place.name} was lost. {answer.describe()}")
         lost = any(rank.fate in (Fate.DIED, Fate.HUNG) for rank in outcome.ranks)
-        verdicts: list[Verdict | None] = answer.ranks[0].value
+        verdicts: list[Judged | None] = answer.ranks[0].value
         # What survivors of a death raise is its echo.
         return outcome, [None if one is not None and one.alone and lost else one for one in verdicts]
+
+
+def _result(saver: str, loader: str, item: Item, judged: Judged) -> Result:
+    return Result(saver, loader, item.subject, item.way, judged.verdict, judged.reason, judged.loud)
 
 
 def _has_optimizer(adapter: Adapter) -> bool:

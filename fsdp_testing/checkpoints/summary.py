@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdp_testing.checkpoints.exchange import Result
-from fsdp_testing.checkpoints.verdicts import FAILS, HOLDS, REFUSED, STATUSES, UNKNOWN
-from fsdp_testing.records.document import Format
+from fsdp_testing.records import Verdict, exit_code
+from fsdp_testing.records.document import Format, decode
 
-FORMAT = Format("fsdp_testing/checkpoints", 1)
+FORMAT = Format("fsdp_testing/checkpoints", 2)
 SAVED = "saved"
 """Column of what is said about saving itself."""
+MARKS = {"X": "one fails", "?": "one is unknown", "r": "one is refused: an error on every rank", "=": "all equal"}
+"""What stands in a cell: the first of these that applies to a state in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Results with one status and one reason.
+    """Results that do not hold for one reason.
 
     Attributes:
-        status: `fails`, `unknown` or `refused`.
+        mark: Of `MARKS`.
         reason: The first entry that differs, or what was raised.
         count: How many there are.
         example: Saver, loader, subject and way of the first one.
     """
 
-    status: str
+    mark: str
     reason: str
     count: int
     example: str
@@ -49,54 +50,61 @@ class Summary:
     seconds: float
 
     @property
-    def statuses(self) -> Counter[str]:
-        """Return how many loaded states there are of each status."""
-        return Counter(result.status for result in self.results if result.loader)
+    def loaded(self) -> list[Result]:
+        """Return what is said of states that were loaded."""
+        return [result for result in self.results if result.loader]
 
     @property
     def exit_code(self) -> int:
         """Return 1 if anything fails, 3 if anything is unknown or nothing holds, else 0."""
-        found = Counter(result.status for result in self.results)
-        if found[FAILS]:
-            return 1
-        return 3 if found[UNKNOWN] or not self.statuses[HOLDS] else 0
+        found = exit_code(result.verdict for result in self.results)
+        return found if any(result.verdict is Verdict.PASS for result in self.loaded) else found or 3
 
     def conclusion(self) -> str:
         """Return what was found, in a sentence."""
-        found = self.statuses
-        others = [(FAILS, "fail"), (REFUSED, "are refused with an error"), (UNKNOWN, "are unknown")]
-        text = f"{found[HOLDS]:,} of {sum(found.values()):,} loaded states are equal to what was saved, and train on equally"
-        return text + "".join(f"; {found[status]:,} {verb}" for status, verb in others if found[status])
+        marks = [result.mark for result in self.loaded]
+        others = [("X", "fail"), ("r", "end with an error on every rank"), ("?", "are unknown")]
+        text = f"{marks.count('='):,} of {len(marks):,} loaded states are equal to what was saved, and train on equally"
+        return text + "".join(f"; {marks.count(mark):,} {verb}" for mark, verb in others if mark in marks)
 
-    def cells(self) -> dict[str, dict[str, Counter[str]]]:
-        """Return saver -> loader (and `SAVED`) -> status -> how many."""
-        found: dict[str, dict[str, Counter[str]]] = {place: {} for place in self.places}
+    def cells(self) -> dict[str, dict[str, list[Result]]]:
+        """Return saver -> loader (and `SAVED`) -> results."""
+        found: dict[str, dict[str, list[Result]]] = {place: {} for place in self.places}
         for result in self.results:
-            found[result.saver].setdefault(result.loader or SAVED, Counter())[result.status] += 1
+            found[result.saver].setdefault(result.loader or SAVED, []).append(result)
         return found
 
-    def by_implementation(self) -> dict[str, dict[str, Counter[str]]]:
+    def by_implementation(self) -> dict[str, dict[str, list[Result]]]:
         """Return the same for implementations, all layouts together."""
-        found: dict[str, dict[str, Counter[str]]] = {}
+        found: dict[str, dict[str, list[Result]]] = {}
         for saver, loaders in self.cells().items():
             row = found.setdefault(saver.split()[0], {})
-            for loader, counts in loaders.items():
-                row.setdefault(loader.split()[0], Counter()).update(counts)
+            for loader, results in loaders.items():
+                row.setdefault(loader.split()[0], []).extend(results)
         return found
 
     def causes(self) -> list[Cause]:
         """Return why states do not hold, what fails first, the most frequent first; layouts are not told apart."""
         groups: dict[tuple[str, str, str, str], list[Result]] = {}
         for one in self.results:
-            if one.status != HOLDS:
+            if one.verdict is not Verdict.PASS:
                 who = f"{one.saver.split()[0]} -> {one.loader.split()[0] if one.loader else SAVED}"
-                groups.setdefault((one.status, one.reason, who, one.subject), []).append(one)
+                groups.setdefault((one.mark, one.reason, who, one.subject), []).append(one)
         found = [Cause(key[0], key[1], len(same), _example(same[0])) for key, same in groups.items()]
-        return sorted(found, key=lambda cause: (STATUSES.index(cause.status), -cause.count))
+        return sorted(found, key=lambda cause: (list(MARKS).index(cause.mark), -cause.count))
 
     def to_json(self) -> str:
         """Return it as a JSON document."""
         return FORMAT.write(self, indent=1)
+
+    @staticmethod
+    def from_json(text: str, where: str) -> Summary:
+        """Return what `to_json` wrote; `where` it comes from is for messages.
+
+        Raises:
+            InvalidRecord: The text is something else, or damaged.
+        """
+        return decode(Summary, FORMAT.read(text, where))
 
 
 def _example(result: Result) -> str:
@@ -104,13 +112,7 @@ def _example(result: Result) -> str:
     return f"{result.saver}{loaded} ({result.subject}; {result.way})"
 
 
-def worst(counts: Mapping[str, int]) -> str:
-    """Return the status that a cell shows."""
-    return next(status for status in STATUSES if counts.get(status))
-
-
-def summary_of(
-    places: Sequence[str], results: Sequence[Result], environment: Mapping[str, str], seconds: float
-) -> Summary:
-    """Return what results say."""
-    return Summary(dict(environment), tuple(places), tuple(results), seconds)
+def worst(results: Sequence[Result]) -> str:
+    """Return the letter that a cell shows."""
+    found = {result.mark for result in results}
+    return next(mark for mark in MARKS if mark in found)

@@ -30,29 +30,26 @@ from fsdp_testing.programs.disturbance import Disturbance
 from fsdp_testing.programs.fitting import as_observed
 from fsdp_testing.programs.rank_jobs import no_warnings
 from fsdp_testing.programs.replay import Replay
-from fsdp_testing.records import Case
-
-HOLDS, FAILS, REFUSED, UNKNOWN = "holds", "fails", "refused", "unknown"
-"""What may be said of one state that was saved or loaded. `refused`: every rank raised while it saved or loaded."""
-STATUSES = (FAILS, UNKNOWN, REFUSED, HOLDS)
-"""The first of these that occurs in a cell is the cell's."""
+from fsdp_testing.records import Case, Verdict
 
 _TRUTH = "truth.pickle"
 _REASON_LENGTH = 400
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Judged:
     """What is said of one item.
 
     Attributes:
-        status: Of `STATUSES`.
+        verdict: `PASS`, `FAIL` or `UNKNOWN`.
         reason: The first entry that differs, or what was raised.
+        loud: It fails by an error that every rank raised while it saved or loaded: nobody trains on with wrong numbers.
         alone: Some ranks raised, and others did not come to the end: they may have been left alone.
     """
 
-    status: str
+    verdict: Verdict
     reason: str = ""
+    loud: bool = False
     alone: bool = False
 
 
@@ -71,10 +68,10 @@ class Truth:
     place: str
 
 
-def judge_items(adapter: Adapter, layout: Layout, items: Sequence[Item], directory: str) -> list[Verdict | None]:
+def judge_items(adapter: Adapter, layout: Layout, items: Sequence[Item], directory: str) -> list[Judged | None]:
     """Judge what ranks reported; None where a rank reported nothing and none raised. Collectives: none."""
     everyone = [{r.index: r.observation for r in record_stream.read(directory, rank)} for rank in range(layout.size)]
-    found: list[Verdict | None] = []
+    found: list[Judged | None] = []
     with no_warnings():
         for index, item in enumerate(items):
             ranks: list[Any] = [one.get(index) for one in everyone]
@@ -89,50 +86,52 @@ def judge_items(adapter: Adapter, layout: Layout, items: Sequence[Item], directo
                 try:
                     found.append(_of_numbers(adapter, layout, item, ranks))
                 except Exception as error:  # noqa: BLE001 - what an adapter saved may have any form
-                    found.append(Verdict(UNKNOWN, f"not judged: {type(error).__name__}: {error}"[:_REASON_LENGTH]))
+                    found.append(
+                        Judged(Verdict.UNKNOWN, f"not judged: {type(error).__name__}: {error}"[:_REASON_LENGTH])
+                    )
     return found
 
 
-def _of_errors(raised: Sequence[StateObservation], size: int) -> Verdict:
-    """Judge what ranks raised: a refusal is what every rank raises alike before it goes on training."""
+def _of_errors(raised: Sequence[StateObservation], size: int) -> Judged:
+    """Judge what ranks raised: loud is what every rank raises alike before it goes on training."""
     first = raised[0]
     assert first.error is not None
     text = " ".join(first.error.message.split())
     reason = f"{first.stage}: {first.error.type_name}: {text}"[:_REASON_LENGTH]
     if first.error.not_implementation_fault:
-        return Verdict(UNKNOWN, reason)
+        return Judged(Verdict.UNKNOWN, reason)
     if len(raised) < size:
         ranks = ", ".join(str(one.rank) for one in raised)
-        return Verdict(FAILS, f"only on rank {ranks} of {size}: {reason}", alone=True)
+        return Judged(Verdict.FAIL, f"only on rank {ranks} of {size}: {reason}", alone=True)
     loud = first.stage in (Stage.SAVING, Stage.LOADING) or first.error.not_supported
-    return Verdict(REFUSED if loud else FAILS, reason)
+    return Judged(Verdict.FAIL, reason, loud=loud)
 
 
-def _of_loaded(item: Item, ranks: Sequence[StateObservation]) -> Verdict | None:
+def _of_loaded(item: Item, ranks: Sequence[StateObservation]) -> Judged | None:
     """Judge the state that ranks loaded; None if it is what was saved."""
     truth: Truth = loads((Path(item.folder) / _TRUTH).read_bytes())
     try:
         entries = of_ranks(ranks)
     except Contradiction as text:
-        return Verdict(FAILS, f"{Stage.LOADING}: {text}")
+        return Judged(Verdict.FAIL, f"{Stage.LOADING}: {text}")
     wrong = first_difference(_asked(truth.entries, item, entries), entries)
-    return Verdict(FAILS, f"{Stage.LOADING}: {wrong}") if wrong else None
+    return Judged(Verdict.FAIL, f"{Stage.LOADING}: {wrong}") if wrong else None
 
 
-def _of_saved(item: Item, ranks: Sequence[StateObservation], place: str) -> Verdict | None:
+def _of_saved(item: Item, ranks: Sequence[StateObservation], place: str) -> Judged | None:
     """Judge what was saved, and keep the truth of it; None if it is what the ranks held."""
     folder = Path(item.folder)
     try:
         truth = Truth(of_ranks(ranks), of_ranks(ranks, later=True), place)
     except Contradiction as text:
-        return Verdict(FAILS, f"{Stage.SAVING}: {text}")
+        return Judged(Verdict.FAIL, f"{Stage.SAVING}: {text}")
     (folder / _TRUTH).write_bytes(dumps(truth))
     saved = of_state(read(item.way, folder))
     wrong = first_difference(_asked(truth.entries, item, saved), saved)
-    return Verdict(FAILS, f"{Stage.SAVING}: {wrong}") if wrong else None
+    return Judged(Verdict.FAIL, f"{Stage.SAVING}: {wrong}") if wrong else None
 
 
-def _of_numbers(adapter: Adapter, layout: Layout, item: Item, ranks: Sequence[StateObservation]) -> Verdict:
+def _of_numbers(adapter: Adapter, layout: Layout, item: Item, ranks: Sequence[StateObservation]) -> Judged:
     place = f"{adapter.reference} {layout.name}"
     wrong = _of_loaded(item, ranks) if item.loads else _of_saved(item, ranks, place)
     return wrong or _of_step(adapter, layout, item, ranks, place)
@@ -155,7 +154,7 @@ def _asked(truth: Entries, item: Item, actual: Entries) -> Entries:
     return kept | {Entry("setting", name, part): value for name in names for part, value in common.items()}
 
 
-def _of_step(adapter: Adapter, layout: Layout, item: Item, ranks: Sequence[StateObservation], place: str) -> Verdict:
+def _of_step(adapter: Adapter, layout: Layout, item: Item, ranks: Sequence[StateObservation], place: str) -> Judged:
     """Judge the step that follows: the oracle's within its bound, and the saver's own where no sum can be another."""
     truth: Truth = loads((Path(item.folder) / _TRUTH).read_bytes())
     # Of three ranks and more the order of a sum may depend on what came before: DDP sorts its buckets after the first step.
@@ -165,17 +164,17 @@ def _of_step(adapter: Adapter, layout: Layout, item: Item, ranks: Sequence[State
         except Contradiction as text:
             wrong = str(text)
         if wrong:
-            return Verdict(FAILS, f"{Stage.FURTHER_STEP}: {wrong}, as in the run that was saved")
+            return Judged(Verdict.FAIL, f"{Stage.FURTHER_STEP}: {wrong}, as in the run that was saved")
     case = case_of(SUBJECTS[item.subject], layout, adapter)
     step = fresh_case(SUBJECTS[item.subject], case, loaded=item.optimizer or not item.loads)
     expectation = _expected(step, item, truth)
     tally = agreement.compare(expectation, ranks, as_observed(Comparison(), adapter))
     if tally.divergences:
         found = finding_of(step, agreement.first(tally.divergences), len(tally.divergences) - 1)
-        return Verdict(FAILS, f"{Stage.FURTHER_STEP}: {found.explanation}"[:_REASON_LENGTH])
+        return Judged(Verdict.FAIL, f"{Stage.FURTHER_STEP}: {found.explanation}"[:_REASON_LENGTH])
     if tally.undecided or not tally.comparisons:
-        return Verdict(UNKNOWN, f"{Stage.FURTHER_STEP}: nothing was compared, or nothing follows from it")
-    return Verdict(HOLDS)
+        return Judged(Verdict.UNKNOWN, f"{Stage.FURTHER_STEP}: nothing was compared, or nothing follows from it")
+    return Judged(Verdict.PASS)
 
 
 def _expected(case: Case, item: Item, truth: Truth) -> Expectation:

@@ -22,6 +22,7 @@ from fsdp_testing.pool.channel import dumps, loads
 from fsdp_testing.pool.world import current_world
 
 _OBJECTS, _FILE, _DIRECTORY = "objects.pickle", "state.pt", "shards"
+_DIRECTORIES = ("dcp", "async")
 
 
 def save(way: str, adapter: Adapter, model: nn.Module, optimizer: Any, folder: Path) -> None:
@@ -29,11 +30,16 @@ def save(way: str, adapter: Adapter, model: nn.Module, optimizer: Any, folder: P
 
     Collectives: those of the adapter, and of `torch.distributed.checkpoint.save`; every rank calls.
     """
-    if way == "dcp":
+    if way in _DIRECTORIES:
         state: dict[str, Any] = {"model": _shards(adapter, model)[0]}
         state |= {} if optimizer is None else {"optimizer": _optimizer_shards(adapter, model, optimizer)}
         with _refusals_as_errors():
-            dcp.save(state, checkpoint_id=folder / _DIRECTORY)
+            if way == "dcp":
+                dcp.save(state, checkpoint_id=folder / _DIRECTORY)
+            else:
+                saving: Any = dcp.async_save(state, checkpoint_id=folder / _DIRECTORY)
+                with _other_numbers(model, optimizer):
+                    saving.result()
         return
     full: dict[str, Any] = {"model": dict(adapter.full_state_dict(model))}
     full |= {} if optimizer is None else {"optimizer": adapter.full_optimizer_state(model, optimizer)}
@@ -43,6 +49,27 @@ def save(way: str, adapter: Adapter, model: nn.Module, optimizer: Any, folder: P
         torch.save(full, folder / _FILE)
     elif way == "memory" and rank == last:
         (folder / _OBJECTS).write_bytes(dumps(full))
+
+
+@contextmanager
+def _other_numbers(model: nn.Module, optimizer: Any) -> Iterator[None]:
+    """Change what this rank trains on, as the next steps do while files are written, and put it back."""
+    states = optimizer.state.values() if optimizer is not None else ()
+    held: list[Any] = [*model.parameters(), *model.buffers(), *(entry for state in states for entry in state.values())]
+    local: list[torch.Tensor] = [_own_part(t).detach() for t in held if isinstance(t, torch.Tensor)]
+    before = [tensor.clone() for tensor in local]
+    for tensor in local:
+        tensor.add_(1)
+    try:
+        yield
+    finally:
+        for tensor, value in zip(local, before):
+            tensor.copy_(value)
+
+
+def _own_part(tensor: Any) -> Any:
+    """Return what this rank has of a DTensor; any other tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def read(way: str, folder: Path) -> dict[str, Any]:
@@ -82,7 +109,7 @@ class Source:
 
     def __init__(self, way: str, folder: Path) -> None:
         self._folder = folder
-        self._full = None if way == "dcp" else read(way, folder)
+        self._full = None if way in _DIRECTORIES else read(way, folder)
 
     def load_model(self, adapter: Adapter, model: nn.Module) -> None:
         """Load the model. Collectives: those of the adapter, and of `torch.distributed.checkpoint.load`."""

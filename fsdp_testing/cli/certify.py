@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fsdp_testing.cli.fuzz import processors
 from fsdp_testing.cli.options import Command, Subparsers, add_timeout, allowance, count, declare, part, seconds
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _plan(options: argparse.Namespace) -> Plan:
         options.shard,
         options.cells,
         options.seconds,
-        options.jobs or max(2, (os.cpu_count() or 2) // 2),
+        options.jobs or max(2, processors() // 2),
         options.timeout,
     )
 

@@ -41,7 +41,7 @@ def add(commands: Subparsers[Command]) -> Command:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Exchange, print, write: 0 if every state that was loaded holds or was refused, 1 if one fails, 3 if one is unknown."""
+    """Exchange, print, write: 0 if every state holds, 1 if one fails, 3 if one is unknown."""
     from fsdp_testing.report import check_writable
     from fsdp_testing.report.checkpoints_page import write_checkpoints_page
     from fsdp_testing.report.files import write_atomically
@@ -89,10 +89,10 @@ def _exchanged(plan: Plan, console: Console) -> Summary:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from fsdp_testing.checkpoints.exchange import Exchange, Result
-    from fsdp_testing.checkpoints.summary import summary_of
-    from fsdp_testing.checkpoints.verdicts import FAILS
+    from fsdp_testing.checkpoints.summary import Summary
     from fsdp_testing.conformance import environment
     from fsdp_testing.pool import default_pool
+    from fsdp_testing.records import Verdict
 
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     began, failing = time.monotonic(), 0
@@ -101,14 +101,14 @@ def _exchanged(plan: Plan, console: Console) -> Summary:
 
         def show(result: Result) -> None:
             nonlocal failing
-            failing += result.status == FAILS
+            failing += result.verdict is Verdict.FAIL
             progress.update(task, advance=1, description=f"{failing} fail" if failing else "")
 
         exchange = Exchange(plan, default_pool(), show)
         progress.update(task, total=exchange.total)
         results = exchange.run()
     places = [place.name for place in exchange.places]
-    return summary_of(places, results, environment(), time.monotonic() - began)
+    return Summary(environment(), tuple(places), tuple(results), time.monotonic() - began)
 
 
 def _print(console: Console, summary: Summary) -> None:
@@ -123,12 +123,12 @@ def _print(console: Console, summary: Summary) -> None:
         _print_table(console, "states that hold", summary.by_implementation(), [SAVED, *names])
     numbers = {place: str(number) for number, place in enumerate(summary.places, 1)}
     cells = {
-        f"{numbers[saver]:>2} {saver}": {numbers.get(loader, loader): counts for loader, counts in row.items()}
+        f"{numbers[saver]:>2} {saver}": {numbers.get(loader, loader): results for loader, results in row.items()}
         for saver, row in summary.cells().items()
     }
     _print_table(console, "saved by", cells, [SAVED, *numbers.values()], short=True)
     for cause in summary.causes()[:CAUSES_SHOWN]:
-        console.print(Text(f"{cause.status}, {cause.count:,} x: {cause.example}"), soft_wrap=True)
+        console.print(Text(f"{cause.mark} {cause.count:,} x: {cause.example}"), soft_wrap=True)
         console.print(Text(f"  {cause.reason}"), soft_wrap=True)
     more = len(summary.causes()) - CAUSES_SHOWN
     if more > 0:
@@ -142,11 +142,10 @@ def _print_table(
     from rich.table import Table
     from rich.text import Text
 
-    from fsdp_testing.checkpoints.summary import worst
-    from fsdp_testing.checkpoints.verdicts import FAILS, HOLDS, REFUSED, UNKNOWN
+    from fsdp_testing.checkpoints.summary import MARKS, worst
+    from fsdp_testing.records import Verdict
 
-    letters = {HOLDS: "=", FAILS: "X", REFUSED: "r", UNKNOWN: "?"}
-    styles = {HOLDS: "", FAILS: "bold red", REFUSED: "yellow", UNKNOWN: "magenta"}
+    styles = {"=": "", "X": "bold red", "r": "yellow", "?": "magenta"}
     table = Table(box=None, pad_edge=False, padding=(0, 1 if short else 2, 0, 0))
     table.add_column(title, no_wrap=True)
     for column in columns:
@@ -154,14 +153,14 @@ def _print_table(
     for name, row in rows.items():
         shown = []
         for column in columns:
-            counts = row.get(column)
-            if not counts:
+            results = row.get(column)
+            if not results:
                 shown.append(Text("-", "dim"))
                 continue
-            held, total = counts[HOLDS], sum(counts.values())
-            text = letters[worst(counts)] if short else f"{held:,}" if held == total else f"{held:,} of {total:,}"
-            shown.append(Text(text, styles[worst(counts)]))
+            held, total = sum(one.verdict is Verdict.PASS for one in results), len(results)
+            text = worst(results) if short else f"{held:,}" if held == total else f"{held:,} of {total:,}"
+            shown.append(Text(text, styles[worst(results)]))
         table.add_row(name, *shown)
     console.print(table)
     if short:
-        console.print(Text("= all equal   X one fails   r one is refused with an error   ? one is unknown", "dim"))
+        console.print(Text("   ".join(f"{mark} {said}" for mark, said in MARKS.items()), "dim"))

@@ -250,10 +250,10 @@ def _leftovers() -> Iterator[tuple[int, str]]:
 
 def environment() -> Symptom:
     """Variables that change what ranks do."""
-    launch = env.torchrun()  # raises, and so reports, what is inconsistent
+    launch = env.launched()  # raises, and so reports, what is inconsistent
     values = {name: value for name, value in sorted(env.snapshot().items()) if name.startswith(NOTABLE)}
     if launch is not None:
-        return good(f"rank {launch.rank} of {launch.world_size} under torchrun")
+        return good(f"rank {launch.rank} of {launch.world_size} under {launch.launcher}")
     if values:
         said = ", ".join(f"{name}={value}" for name, value in values.items())
         return odd(said, "Unset what you did not mean to set.")

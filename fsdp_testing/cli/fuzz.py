@@ -17,10 +17,11 @@ from fsdp_testing.cli.options import (
     add_world_sizes,
     count,
     declare,
+    part,
     seconds,
     warn_old_spelling,
 )
-from fsdp_testing.errors import HarnessError, InvalidArgument
+from fsdp_testing.errors import HarnessError, InvalidArgument, PoolBroken
 
 if TYPE_CHECKING:
     from fsdp_testing.campaign.campaign import Campaign, Plan
@@ -56,6 +57,9 @@ def add(commands: Subparsers[Command]) -> Command:
         "--known", type=Path, action="append", default=[], metavar="FILE", help="more known failures (JSON)"
     )
     what.add_argument("--no-known", action="store_true", help="meet the known failures that ship with fsdp-testing too")
+    what.add_argument(
+        "--shard", type=part, default=(1, 1), metavar="I/N", help="the I-th of N parts of the cases, for `merge`"
+    )
     what.add_argument("--exhibits", type=count, metavar="N", help=argparse.SUPPRESS)
     where = command.add_argument_group("where")
     where.add_argument("--state", type=Path, metavar="DIR", help="default: .fsdp-fuzz/NAME in the current directory")
@@ -94,8 +98,9 @@ def execute(options: argparse.Namespace) -> int:
             console.say(f"left out: {message}")
         try:
             tally = campaign.run()
-        except KeyboardInterrupt:
-            console.say(f"interrupted; everything up to here is in {plan.state}")
+        except (KeyboardInterrupt, PoolBroken) as end:
+            how = "interrupted" if isinstance(end, KeyboardInterrupt) else "ended before its time"
+            console.say(f"{how}; everything up to here is in {plan.state}")
             _report_end(console, campaign, plan)
             raise
     _report_end(console, campaign, plan)
@@ -104,6 +109,14 @@ def execute(options: argparse.Namespace) -> int:
     if tally.discovered:
         return 1
     return 0 if tally.statuses["passed"] + tally.statuses["leaked"] + tally.statuses["known"] else 3
+
+
+def processors() -> int:
+    """Return how many processors the ranks have, on all hosts."""
+    from fsdp_testing.pool import default_pool
+
+    hosts = default_pool().hosts
+    return hosts.processors if hosts is not None else os.cpu_count() or 2
 
 
 def _plan(options: argparse.Namespace, adapter: Adapter) -> Plan:
@@ -119,6 +132,7 @@ def _plan(options: argparse.Namespace, adapter: Adapter) -> Plan:
             raise InvalidArgument(f"--known: expected a readable file, got {error}. Correct the path.") from error
     limit = options.seconds if options.seconds or options.examples else 60.0
     folder = "".join(c if c.isalnum() or c in "-_." else "_" for c in options.name)
+    folder += "-shard-{}-of-{}".format(*options.shard) if options.shard != (1, 1) else ""
     return Plan(
         implementation=adapter,
         scope=Scope(adapter.capabilities, options.world_size, options.max_operations, frozenset(options.without)),
@@ -126,10 +140,11 @@ def _plan(options: argparse.Namespace, adapter: Adapter) -> Plan:
         seconds=limit,
         examples=options.examples,
         seed=options.seed,
-        lanes=options.jobs or max(2, (os.cpu_count() or 2) // 2),
+        lanes=options.jobs or max(2, processors() // 2),
         deadline=options.timeout,
         known=joined(known),
         stop_at_first=options.stop_at_first,
+        shard=options.shard,
     )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
+from fsdp_testing import env
 from fsdp_testing.cli import (
     certify,
     checkpoints,
@@ -29,7 +30,7 @@ from fsdp_testing.cli import (
     run,
     train,
 )
-from fsdp_testing.errors import HarnessError, PoolBroken
+from fsdp_testing.errors import HarnessError, InvalidArgument, PoolBroken
 
 PROGRAM = "fsdp-verify"
 COMMANDS: tuple[ModuleType, ...] = (
@@ -47,6 +48,9 @@ COMMANDS: tuple[ModuleType, ...] = (
     plan,
     doctor,
 )
+# Commands that use the processes of a launcher, and one that each of them may run for itself.
+_ON_RANKS = ("run", "train", "fuzz", "certify", "checkpoints", "parity", "museum")
+_ALONE = ("doctor",)
 BAD_USAGE = 2
 UNKNOWN = 3
 INTERRUPTED = 130
@@ -79,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "" not in sys.path and here not in sys.path:
         sys.path.insert(0, here)
     try:
-        code: int = options.execute(options)
+        code = _execute(options)
         sys.stdout.flush()
     except PoolBroken as error:
         return _say(error, UNKNOWN)
@@ -91,6 +95,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Whoever read our output has gone (`| head`); Python must not complain again while it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UNKNOWN
+    return code
+
+
+def _execute(options: argparse.Namespace) -> int:
+    """Run the command; under a launcher its first process does, and the others serve ranks to it."""
+    code: int
+    launch = env.launched()
+    if launch is None or launch.world_size == 1 or options.command in _ALONE:
+        code = options.execute(options)
+        return code
+    if options.command not in _ON_RANKS:
+        if launch.rank:
+            return BAD_USAGE  # the first process says why
+        raise InvalidArgument(
+            f"{options.command}: expected one process, got one of {launch.world_size} that {launch.launcher} started. "
+            f"Start it without {launch.launcher}; {', '.join(_ON_RANKS)} use its processes."
+        )
+    from fsdp_testing.pool import default_pool
+    from fsdp_testing.pool.hosts import gathered
+    from fsdp_testing.pool.serving import serve
+
+    if launch.rank:
+        serve(launch, default_pool())
+        return 0
+    with gathered(launch, default_pool()) as hosts:
+        print(hosts.describe(), flush=True)
+        code = options.execute(options)
     return code
 
 
@@ -107,7 +138,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for module in COMMANDS:
         command = module.add(commands)
-        command.set_defaults(execute=module.execute)
+        command.set_defaults(execute=module.execute, command=command.prog.split()[-1])
     return top
 
 

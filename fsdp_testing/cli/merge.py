@@ -1,24 +1,36 @@
-"""`fsdp-verify merge REPORT...`: what do the parts of a run say together?"""
+"""`fsdp-verify merge PART...`: what do the parts of a run, or of a campaign of the fuzzer, say together?"""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fsdp_testing.cli.options import Command, Subparsers, declare
 from fsdp_testing.cli.run import add_outputs, outputs, present
 from fsdp_testing.errors import InvalidArgument
 
+if TYPE_CHECKING:
+    from fsdp_testing.report.terminal import Output
+
 DESCRIPTION = """\
-Put the JSON reports of `fsdp-verify run ... --shard 1/N` to `N/N` together: the report, and the exit code, of one run.
-Parts that are missing, there twice, or of different runs are refused.
+Put the JSON reports of `fsdp-verify run ... --shard 1/N` to `N/N` together: the report, and the exit code, of one run. Or put
+the --state directories of `fsdp-verify fuzz ... --shard 1/N` to `N/N` together in the directory that --state names: each finding
+once, and a campaign that can go on. Parts that are missing, there twice, or of different runs are refused.
 """
 
 
 def add(commands: Subparsers[Command]) -> Command:
     """Declare the command."""
-    command = declare(commands, "merge", "put the reports of a divided run together", DESCRIPTION)
-    command.add_argument("reports", nargs="+", type=Path, metavar="REPORT", help="what `run --shard --json` wrote")
+    command = declare(commands, "merge", "put the parts of a divided run together", DESCRIPTION)
+    command.add_argument(
+        "reports",
+        nargs="+",
+        type=Path,
+        metavar="PART",
+        help="what `run --shard --json`, or `fuzz --shard --state`, wrote",
+    )
+    command.add_argument("--state", type=Path, metavar="DIR", help="of campaigns: a new directory for the whole one")
     add_outputs(command)
     return command
 
@@ -35,6 +47,8 @@ def execute(options: argparse.Namespace) -> int:
     repeated = sorted({str(path) for path in options.reports if options.reports.count(path) > 1})
     if repeated:
         raise InvalidArgument(f"merge: expected each report once, got {', '.join(repeated)} more than once. Drop one.")
+    if options.state is not None or all(path.is_dir() for path in options.reports):
+        return _campaigns(options, open_console())
     reports = {}
     for path in options.reports:
         try:
@@ -45,3 +59,26 @@ def execute(options: argparse.Namespace) -> int:
             ) from error
         reports[str(path)] = RunReport.from_json(text, str(path))
     return present(merged(reports), options, open_console())
+
+
+def _campaigns(options: argparse.Namespace, console: Output) -> int:
+    from fsdp_testing.campaign.merging import merge_campaigns
+
+    unwanted = [*outputs(options), *(["--full"] if options.full else [])]
+    if options.state is None or unwanted:
+        raise InvalidArgument(
+            f"merge: expected --state DIR alone for campaigns of the fuzzer, got {', '.join(unwanted) or 'no --state'}. "
+            "Reports are of `run`."
+        )
+    merged = merge_campaigns(options.reports, options.state)
+    for found in merged.found:
+        console.say(found.sentence())
+    progress = merged.progress
+    console.say(
+        f"{progress.run} cases in {progress.seconds:.1f} s of all parts; {len(merged.found)} findings, met again in "
+        f"other parts {merged.repeated} times; {len(progress.unfinished)} cases left for the next campaign; "
+        f"state in {options.state}"
+    )
+    if merged.found:
+        return 1
+    return 0 if sum(progress.statuses.get(name, 0) for name in ("passed", "leaked", "known")) else 3

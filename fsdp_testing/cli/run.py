@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_testing import env
 from fsdp_testing.cli.options import Command, Subparsers, add_timeout, add_world_sizes, allowance, count, declare, part
 from fsdp_testing.errors import BackendUnavailable, InvalidArgument
 
@@ -92,12 +91,6 @@ def execute(options: argparse.Namespace) -> int:
     from fsdp_testing.report import check_writable
     from fsdp_testing.report.terminal import open_console, print_report
 
-    if env.torchrun() is not None:
-        # Each of torchrun's processes would start ranks of its own.
-        raise InvalidArgument(
-            "run: expected a process of its own, got one of torchrun's (RANK and WORLD_SIZE are set). "
-            "Start it without torchrun: ranks of a world are started by this command."
-        )
     if options.all and options.names:
         raise InvalidArgument(f"run: expected names or --all, got both ({', '.join(options.names)}). Drop one of them.")
     for option, path in outputs(options).items():
@@ -108,7 +101,8 @@ def execute(options: argparse.Namespace) -> int:
     check_backend(options.backend, max(options.world_size))
     names = registry.names() if options.all else tuple(options.names)
     expected = expectations(options.expected_failures, names)
-    room = capacity(max(options.world_size))
+    hosts = default_pool().hosts
+    room = capacity(max(options.world_size), hosts.processors if hosts is not None else None)
     options.jobs = room.jobs(options.jobs)
     console = open_console()
     part_of = "part {} of {}; ".format(*options.shard) if options.shard else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 
 from fsdp_testing.cli.options import Command, Subparsers, add_timeout, count, declare, sizes
 from fsdp_testing.errors import InvalidArgument
@@ -26,6 +27,19 @@ def add(commands: Subparsers[Command]) -> Command:
         help="numbers of ranks (default 1,2,3; one always runs)",
     )
     command.add_argument("--steps", type=count, default=10, metavar="K", help="optimizer steps compared (default 10)")
+    command.add_argument(
+        "--resume-at",
+        type=count,
+        default=0,
+        metavar="K",
+        help="also stop before step K (counted from 0), run again where it wrote to, compare with going on",
+    )
+    command.add_argument(
+        "--resume-args",
+        default="",
+        metavar="ARGS",
+        help="further arguments of the script that is run again, in one word",
+    )
     add_timeout(command, 300.0)
     command.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
     command.add_argument("script", metavar="SCRIPT")
@@ -40,7 +54,15 @@ def execute(options: argparse.Namespace) -> int:
 
     if not options.script:
         raise InvalidArgument("train: expected a script, got none. Name the file that torchrun would start.")
-    launch = Launch(options.script, tuple(options.arguments), options.module, options.steps, options.timeout)
+    launch = Launch(
+        options.script,
+        tuple(options.arguments),
+        options.module,
+        options.steps,
+        options.timeout,
+        resume_at=options.resume_at,
+        resume_arguments=tuple(shlex.split(options.resume_args)),
+    )
     report = examine(launch, options.world_sizes)
     print(report)
     return {Verdict.PASS: 0, Verdict.FAIL: 1}.get(report.verdict, 3)

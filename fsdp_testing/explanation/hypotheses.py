@@ -1,41 +1,57 @@
 """What would one process have to do to give these wrong numbers?
 
-The oracle runs the program again with one operation left out. Where the implementation's numbers are, within the bound,
-what the oracle gives then, that operation had no effect, such as a step that the weights in use do not show. The same for
-units that kept their weights over a step while others did not. A wrong gradient is taken apart into the terms that it is
-the sum of (`contributions`).
+The oracle runs the program again with one operation left out, or done with another setting. Where the implementation's
+numbers are, within the bound, what the oracle gives then, that is what happened, such as a step that the weights in use
+do not show. The same for units that kept their weights over a step while others did not, and for ranks that began with
+values of their own. A wrong gradient is taken apart into the terms that it is the sum of (`contributions`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
 
-from fsdp_testing.checkers import agreement, gathered_state
+from fsdp_testing.checkers import agreement
 from fsdp_testing.checkers.comparison import Comparison
-from fsdp_testing.checkers.gathered_state import GatheredState
-from fsdp_testing.checkers.quantities import Expectation, Expected, ExpectedPoint, Quantity
+from fsdp_testing.checkers.divergence import DECISIVE
+from fsdp_testing.checkers.quantities import Expectation, Expected, ExpectedPoint
+from fsdp_testing.errors import HarnessError
 from fsdp_testing.explanation.contributions import Contributions, contributions
-from fsdp_testing.explanation.norms import norm_of_what
+from fsdp_testing.explanation.held import Held, held
+from fsdp_testing.explanation.norms import Norm, norm_of_what
 from fsdp_testing.explanation.patterns import Pattern, pattern_of
 from fsdp_testing.programs.gradient_terms import GradientTerm
-from fsdp_testing.records import UNIT_ROUNDOFF, Case, FailureKind, Freeze, Mismatch, RankObservation
+from fsdp_testing.records import UNIT_ROUNDOFF, Case, FailureKind, Freeze, Mismatch, Observe, Operation, RankObservation
 
 Oracle = Callable[[Case], Expectation]
 """Runs a case in one process, freely, and looks after every operation."""
 
-Terms = Callable[[Case, int], Sequence[GradientTerm]]
-"""What each backward added to gradients up to an operation, in one process."""
-
 UnshardedUnits = Callable[[int], Mapping[str, Sequence[str]]]
 """Units that are gathered when an operation begins, with the names of their parameters."""
 
-Values = dict[Quantity, Expected]
-
 _SUMS = (Mismatch.NUMBERS, Mismatch.NONE, Mismatch.NOT_NONE)
 """In what a gradient differs that is another sum; of no terms at all, where it is None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What one process can be asked.
+
+    Attributes:
+        oracle: Runs a case.
+        terms: What each backward added to gradients up to an operation.
+        starts: What each rank's model begins with, by name; given whether it is the new one of an operation that renews it.
+        besides: What the check does besides the program, in words, and the oracle of the program alone; None if nothing.
+    """
+
+    oracle: Oracle
+    terms: Callable[[Case, int], Sequence[GradientTerm]]
+    starts: Callable[[Case, bool], Sequence[Mapping[str, torch.Tensor]]] = lambda _case, _new: ()
+    besides: tuple[str, Oracle] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +59,14 @@ class Hypothesis:
     """What the wrong numbers are equal to.
 
     Attributes:
-        left_out: Index of the operation without which one process gives the same; -1 if gradients are another sum.
+        left_out: Index of the operation without which one process gives the same; -1 if it is something else.
         kinds: Sorts of the quantities that are alike (`result`, `gradient`, `value`, ...).
         units: Units for which alone the step `left_out` had no effect; empty if for all.
         contributions: What wrong gradients are the sum of.
         pattern: What they are like, element by element.
+        ranks: The ranks on which alone it is so; empty for all.
+        happened: What else was done, as a clause.
+        confirmed: What confirms it: the wrong quantity, as the sentence goes on, "is ...".
     """
 
     left_out: int
@@ -55,6 +74,9 @@ class Hypothesis:
     units: tuple[str, ...] = ()
     contributions: Contributions | None = None
     pattern: Pattern | None = None
+    ranks: tuple[int, ...] = ()
+    happened: str = ""
+    confirmed: str = "is what one process gives with that"
 
 
 def contradict(one: Hypothesis | None, other: Hypothesis | None) -> bool:
@@ -62,7 +84,10 @@ def contradict(one: Hypothesis | None, other: Hypothesis | None) -> bool:
     if one is None or other is None:
         return False
     mine, theirs = (
-        (like.left_out, like.kinds, like.contributions and like.contributions.shape, like.pattern and like.pattern.kind)
+        (
+            *(like.left_out, like.kinds, like.happened),
+            *(like.contributions and like.contributions.shape, like.pattern and like.pattern.kind),
+        )
         for like in (one, other)
     )
     return mine != theirs
@@ -75,24 +100,26 @@ class WrongNumbers:
         case: A case that diverges.
         ranks: What each rank reported, with a snapshot after every operation.
         comparison: How the check compares.
-        oracle: Runs a case in one process.
-        terms: Takes its gradients apart.
+        sources: What one process can be asked.
     """
 
-    def __init__(
-        self, case: Case, ranks: Sequence[RankObservation], comparison: Comparison, oracle: Oracle, terms: Terms
-    ) -> None:
+    def __init__(self, case: Case, ranks: Sequence[RankObservation], comparison: Comparison, sources: Sources) -> None:
         self._case = case
         self._ranks = ranks
         self._comparison = comparison
-        self._oracle = oracle
-        self._terms = terms
-        self._truth = oracle(case)
-        self._index, self._wrong = agreement.wrong_numbers(self._truth, ranks, comparison)
-        points = (p for p in self._truth.points if p.index == self._index and set(self._wrong) <= set(p.quantities))
-        self._point = next(points, None) if self._wrong else None
-        self._kinds = frozenset(quantity.kind for quantity in self._wrong)
-        self._gradients = self._wrong_gradients()
+        self._sources = sources
+        truth = sources.oracle(case)
+        self._shapes = truth.shapes
+        self._points = truth.points
+        self._divergences = agreement.compare(truth, ranks, comparison).divergences
+        wanted = dict.fromkeys(one.quantity for one in self._divergences)
+        wanted = {q if q.kind != "optimizer" else q._replace(rank=-1): None for q in wanted}
+        self._index = self._divergences[0].index if wanted else -1
+        places = (p for p in truth.points if p.index == self._index and set(wanted) <= set(p.quantities))
+        self._point = next(places, None) if wanted else None
+        self._pieces = [] if self._point is None else held(ranks, self._point, wanted)
+        self._wrong = [one for one in self._pieces if one.wrong]
+        self._kinds = frozenset(quantity.kind for quantity in wanted)
 
     def hypothesis(self, unsharded: UnshardedUnits) -> Hypothesis | None:
         """Return what the numbers are equal to, or None if to nothing that is tried.
@@ -102,37 +129,48 @@ class WrongNumbers:
         Args:
             unsharded: Which units were gathered when an operation began.
         """
-        found = self._contributions()
-        if found is not None or self._point is None:
-            return found
-        if not self._comparison.lockstep:
-            found = self._without_effect(self._point) or self._stale_units(self._point, unsharded)
-        return found or self._norm(self._point) or self._pattern(self._point)
+        point, free = self._point, not self._comparison.lockstep
+        wrong = {one.quantity for one in self._wrong}
+        if point is None or not self._wrong or {one.quantity for one in self._pieces} != wrong:
+            return None  # something else than numbers differs as well
+        found = self._besides(point) or self._contributions(point)
+        if found is None and free:
+            found = self._other_program(point) or self._stale_units(point, unsharded)
+        found = found or self._needless(point) or self._begun()
+        return found or (self._norm(point) if free else None) or self._pattern(point)
 
-    def _wrong_gradients(self) -> dict[str, Expected]:
-        """What the gradients should be that differ first: numbers, or zeros for None; empty if something else differs too."""
-        divergences = agreement.compare(self._truth, self._ranks, self._comparison).divergences
-        if any(one.quantity.kind != "gradient" or one.mismatch not in _SUMS for one in divergences):
-            return {}
-        names = {one.quantity for one in divergences if one.kind is not FailureKind.MISSING}
-        point = next((p for p in self._truth.points if names and p.index == divergences[0].index and p.snapshot), None)
-        if point is None:
-            return {}
-        self._index = point.index
+    # ------------------------------------------------------------------------------------------- gradients
+
+    def _contributions(self, point: ExpectedPoint) -> Hypothesis | None:
+        if any(one.quantity.kind != "gradient" or one.mismatch not in _SUMS for one in self._divergences):
+            return None
+        names = {one.quantity for one in self._divergences if one.kind is not FailureKind.MISSING}
         bound = max(float(torch.as_tensor(one.bound).max()) for one in point.quantities.values())
-        return {
-            quantity.name: Expected(torch.zeros(self._truth.shapes[quantity.name]), bound) if one.value is None else one
+        due = {
+            quantity.name: Expected(torch.zeros(self._shapes[quantity.name]), bound) if one.value is None else one
             for quantity, one in point.quantities.items()
             if quantity in names
         }
+        terms = self._sources.terms(self._case, self._index) if due else ()
+        found = contributions(self._index, due, self._ranks, terms, self._unit_roundoff()) if due else None
+        return None if found is None else Hypothesis(-1, self._kinds, contributions=found)
 
-    def _contributions(self) -> Hypothesis | None:
-        if not self._gradients:
+    def _needless(self, point: ExpectedPoint) -> Hypothesis | None:
+        """Gradients where one process has none: of what is frozen, or not used, or of no backward at all."""
+        if any(one.quantity.kind != "gradient" or one.due is not None or one.got is None for one in self._wrong):
             return None
-        found = contributions(
-            self._index, self._gradients, self._ranks, self._terms(self._case, self._index), self._unit_roundoff()
-        )
-        return None if found is None else Hypothesis(-1, frozenset({"gradient"}), contributions=found)
+        names = {one.quantity.name for one in self._wrong}
+        zeros = " of zeros" if not any(bool(one.got.any()) for one in self._wrong if one.got is not None) else ""
+        operation = self._case.program[point.index] if point.index < len(self._case.program) else None
+        if operation is not None and not operation.runs_backward:
+            what = f"{_name(self._case, point.index)}, gives parameters gradients{zeros} that no backward computed"
+        elif not any(point.requires_grad.get(name, True) for name in names):
+            what = f"parameters that are frozen are given gradients{zeros}"
+        elif any(names & set(term.uses) for term in self._sources.terms(self._case, self._index)):
+            return None
+        else:
+            what = f"parameters that no rank used are given gradients{zeros}"
+        return Hypothesis(-1, self._kinds, happened=what, ranks=self._affected())
 
     def _unit_roundoff(self) -> float:
         """That of the narrowest dtype of a reduction; 0 where bounds allow for any order of the same sum."""
@@ -142,14 +180,29 @@ class WrongNumbers:
         wire = stored if asked is None else asked.reduce_dtype or asked.param_dtype or stored
         return max(UNIT_ROUNDOFF[stored], UNIT_ROUNDOFF[wire])
 
-    def _without_effect(self, point: ExpectedPoint) -> Hypothesis | None:
-        for left_out in range(min(self._index, len(self._case.program) - 1), -1, -1):
-            if left_out == point.index and not point.snapshot:
-                continue  # an operation that is left out gives no result
-            other = self._oracle(self._case.without_operation(left_out))
-            if self._agrees(self._values_at(other, point, point.index - 1), point):
-                return Hypothesis(left_out, self._kinds)
+    # ------------------------------------------------------------------------------------------- other programs
+
+    def _other_program(self, point: ExpectedPoint) -> Hypothesis | None:
+        """Whether one process gives the same without an operation (it only observes then), or with another setting of one.
+
+        The last operations first: what those before them left was right when it was observed.
+        """
+        for index in range(min(self._index, len(self._case.program) - 1), -1, -1):
+            operation, name = self._case.program[index], _name(self._case, index)
+            # An operation that is left out gives no result.
+            left_out = index != point.index or point.snapshot
+            if left_out and self._is_like(self._replaced(index, Observe()), point):
+                return Hypothesis(index, self._kinds, ranks=self._affected())
+            for setting, other in operation.other_settings():
+                if self._is_like(self._replaced(index, other), point):
+                    done, asked = (f"{getattr(one, setting)!r}" for one in (other, operation))
+                    what = f"{name}, is done with {setting}={done} where {asked} is asked for"
+                    return Hypothesis(-1, self._kinds, happened=what, ranks=self._affected())
         return None
+
+    def _replaced(self, index: int, other: Operation) -> Case:
+        program = self._case.program
+        return replace(self._case, program=(*program[:index], other, *program[index + 1 :]))
 
     def _stale_units(self, point: ExpectedPoint, unsharded: UnshardedUnits) -> Hypothesis | None:
         """Whether some units alone took no part in a step: those that were gathered when it was made.
@@ -164,65 +217,108 @@ class WrongNumbers:
                 continue
             begin = steps[number - 1] + 1 if number else 0
             program = (*self._case.program[:begin], Freeze(fqns), *self._case.program[begin:])
-            other = self._oracle(replace(self._case, program=program))
-            if self._agrees(self._values_at(other, point, point.index + 1), point):
+            if self._is_like(replace(self._case, program=program), point, later=1):
                 return Hypothesis(step, self._kinds, tuple(units))
         return None
 
+    def _besides(self, point: ExpectedPoint) -> Hypothesis | None:
+        """Whether what the check does besides the program changed nothing."""
+        if self._sources.besides is None:
+            return None
+        what, oracle = self._sources.besides
+        if not self._is_like(self._case, point, oracle=oracle):
+            return None
+        return Hypothesis(-1, self._kinds, happened=f"{what} has no effect", ranks=self._affected())
+
+    def _is_like(self, other: Case, point: ExpectedPoint, *, later: int = 0, oracle: Oracle | None = None) -> bool:
+        """Whether another run of the oracle gives what is wrong here, at the same place."""
+        with suppress(HarnessError):  # an oracle that cannot run it says nothing of it
+            there = (oracle or self._sources.oracle)(other).points
+            places = [p for p in there if p.snapshot == point.snapshot and p.index == point.index + later]
+            return bool(places) and all(_decided(one, places[-1].quantities.get(one.quantity)) for one in self._wrong)
+        return False
+
+    # ------------------------------------------------------------------------------------------- other numbers
+
+    def _begun(self) -> Hypothesis | None:
+        """Whether these are values with which models begin: the rank's own, another rank's, or those of a new model."""
+        if not self._kinds <= {"value", "buffer"} or sum(one.span[1] - one.span[0] for one in self._wrong) < 2:
+            return None
+        program = self._case.program[: self._index + 1]
+        renewed = max((i for i, operation in enumerate(program) if operation.renews_model), default=-1)
+        starts = self._sources.starts(self._case, renewed >= 0)
+        for rank in (None, *range(1, len(starts))) if starts else ():
+            if all(self._began(one, starts[one.rank if rank is None else rank]) for one in self._wrong):
+                what = f"what rank {rank} began with is given to all ranks, not what rank 0 began with"
+                if renewed >= 0:
+                    what = f"{_name(self._case, renewed)}, does not load what is wrong: the new model's own values stay"
+                elif rank is None:
+                    what = "what ranks began with is kept, and not replaced by what rank 0 began with"
+                return Hypothesis(-1, self._kinds, happened=what, ranks=self._affected())
+        return None
+
+    def _began(self, one: Held, start: Mapping[str, torch.Tensor]) -> bool:
+        value = start.get(one.quantity.name)
+        return value is not None and one.is_like(Expected(value))
+
     def _norm(self, point: ExpectedPoint) -> Hypothesis | None:
         """Of which gradients a total norm is; the same on every rank where it is wrong."""
-        if self._comparison.lockstep or any(quantity.name != "total_norm" for quantity in self._wrong):
+        if {one.quantity.name for one in self._wrong} != {"total_norm"}:
             return None
-        before = next((p for p in self._truth.points if p.snapshot and p.index == point.index - 1), None)
+        before = next((p for p in self._points if p.snapshot and p.index == point.index - 1), None)
         norm_type = getattr(self._case.program[point.index], "norm_type", None)
-        if before is None or before.pending or norm_type is None:
+        if norm_type is None or (before is not None and before.pending):
             return None
-        gradients = {q.name: one.value for q, one in before.quantities.items() if q.kind == "gradient"}
+        names = [q for q, one in before.quantities.items() if q.kind == "gradient"] if before is not None else []
+        parts = held(self._ranks, before, names) if before is not None else []
+        gradients = {q.name: before.quantities[q].value for q in names} if before is not None else {}
         measured = {fqn: value for fqn, value in gradients.items() if value is not None and value.numel()}
+        earlier = {
+            p.index: float(one.value)
+            for p in self._points
+            for q, one in p.quantities.items()
+            if q.name == "total_norm" and p.index < point.index and one.value is not None
+        }
         found = set()
-        for quantity in self._wrong:
-            got, due = self._got(quantity, point, None), point.quantities[quantity]
-            if got is None or due.value is None:
+        lacking = {rank.rank for rank in self._ranks if self._lacks_elements(rank)}
+        lacking = lacking if lacking == {one.rank for one in self._wrong} and len(lacking) < len(self._ranks) else set()
+        for one in self._wrong:
+            if one.got is None or one.due is None:
                 return None
-            bound = float(torch.as_tensor(due.bound).max())
-            found.add(norm_of_what(float(got), float(due.value), bound, norm_type, measured))
+            mine = [part.got for part in parts if part.rank == one.rank and part.got is not None]
+            bound = float(torch.as_tensor(one.bound).max())
+            norm = Norm(float(one.got), float(one.due), bound, norm_type, str(one.due.dtype).removeprefix("torch."))
+            found.add(norm_of_what(norm, measured, mine, earlier, lacks_elements=one.rank in lacking))
         if len(found) != 1 or not any(found):
             return None
-        return Hypothesis(-1, self._kinds, pattern=Pattern("norm", found.pop()))
+        return Hypothesis(-1, self._kinds, pattern=Pattern("norm", found.pop()), ranks=self._affected())
+
+    def _lacks_elements(self, rank: RankObservation) -> bool:
+        """Whether a rank has no element of some parameter that others have elements of."""
+        seen = rank.snapshots[-1].parameters if rank.snapshots else {}
+        return any(math.prod(one.shape) and not any(p.stop > p.start for p in one.pieces) for one in seen.values())
 
     def _pattern(self, point: ExpectedPoint) -> Hypothesis | None:
-        """What every quantity that is wrong is like, if all are like the same."""
-        state = gathered_state.states(self._ranks).get(point.index)
-        found: list[Pattern] = []
-        for quantity in self._wrong:
-            got = self._got(quantity, point, state)
-            like = None if got is None else pattern_of(quantity, got, point.quantities[quantity], point.quantities)
-            if like is None or (found and like.kind != found[0].kind):
-                return None
-            found.append(like)
-        return Hypothesis(-1, self._kinds, pattern=found[0]) if found else None
+        """What everything that is wrong is like, if all is like the same."""
+        found = pattern_of(self._pieces, point.quantities, self._unit_roundoff())
+        return None if found is None else Hypothesis(-1, self._kinds, pattern=found, ranks=self._affected())
 
-    def _got(self, quantity: Quantity, point: ExpectedPoint, state: GatheredState | None) -> torch.Tensor | None:
-        """The numbers that the ranks have, put together; None if they have none or contradict one another."""
-        if quantity.kind == "result":
-            results = (one for one in self._ranks[quantity.rank].results if one.index == point.index)
-            return next((one.values.get(quantity.name) for one in results), None)
-        if state is None or quantity.kind == "buffer":
-            return None if state is None else state.buffers[quantity.rank].get(quantity.name)
-        if quantity.kind == "optimizer":
-            entry = (state.optimizer or {}).get(quantity.name, {}).get(quantity.part)
-            return entry if isinstance(entry, torch.Tensor) else None
-        return (state.gradients if quantity.kind == "gradient" else state.values).get(quantity.name)
+    def _affected(self) -> tuple[int, ...]:
+        """The ranks on which something is wrong, where others have the same quantities right; else empty."""
+        wrong = {one.rank for one in self._wrong}
+        return () if wrong == {one.rank for one in self._pieces} else tuple(sorted(wrong))
 
-    def _values_at(self, other: Expectation, point: ExpectedPoint, index: int) -> Values:
-        """What another run of the oracle says at the place of `point`, which has the number `index` there."""
-        places = [p for p in other.points if p.snapshot == point.snapshot and p.index == index]
-        if not places or not set(self._wrong) <= set(places[-1].quantities):
-            return {}
-        return {quantity: places[-1].quantities[quantity] for quantity in self._wrong}
 
-    def _agrees(self, values: Values, point: ExpectedPoint) -> bool:
-        if not values or any(expected.value is None for expected in values.values()):
-            return False
-        only = replace(self._truth, points=(replace(point, quantities=values),))
-        return agreement.agrees(only, self._ranks, self._comparison)
+def _decided(one: Held, other: Expected | None) -> bool:
+    """Whether numbers are those of another run, and that run's bound leaves no doubt."""
+    if other is None or not one.is_like(other):
+        return False
+    if other.value is None or not other.value.numel() or one.got is None or not other.value.is_floating_point():
+        return True
+    apart = (one.got.double() - one.part_of(other.value).double()).abs()
+    largest = float(other.value[other.value.isfinite()].abs().max()) if bool(other.value.isfinite().any()) else 0.0
+    return float(apart.nan_to_num(0.0).max()) <= DECISIVE * largest
+
+
+def _name(case: Case, index: int) -> str:
+    return f"operation {index}, {case.program[index].words()}"

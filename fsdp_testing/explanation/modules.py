@@ -16,6 +16,7 @@ from fsdp_testing.checkers.divergence import Divergence
 from fsdp_testing.checkers.explain import ranks_text
 from fsdp_testing.checkers.quantities import Expected, Quantity
 from fsdp_testing.checkers.tensors import Difference, difference
+from fsdp_testing.explanation.held import Held
 from fsdp_testing.explanation.patterns import pattern_of
 from fsdp_testing.programs.module_values import GRADIENT, INPUT, OUTPUT, PARAMETER, Seen
 from fsdp_testing.records import Case
@@ -78,14 +79,17 @@ def _compared(ranks: Sequence[Shown], seen: Seen, one: Expected) -> Difference |
 
 def _like(seen: Seen, ranks: Sequence[Shown], calls: Mapping[Seen, Expected]) -> str:
     """What a parameter is like with which a module computes; empty if like nothing that is tried."""
-    if seen.what != PARAMETER:
+    one = calls[seen]
+    if seen.what not in (PARAMETER, INPUT) or one.value is None:
         return ""
     beside = {
-        Quantity("value", _fqn(other)): one
-        for other, one in calls.items()
+        Quantity("value", _fqn(other)): expected
+        for other, expected in calls.items()
         if other.what == PARAMETER and (other.operation, other.rank) == (seen.operation, seen.rank)
     }
-    like = pattern_of(Quantity("value", _fqn(seen)), ranks[seen.rank][seen], calls[seen], beside)
+    got, due = ranks[seen.rank][seen].reshape(-1), one.value.reshape(-1)
+    quantity = Quantity("value" if seen.what == PARAMETER else "result", _fqn(seen))
+    like = pattern_of([Held(quantity, seen.rank, (0, due.numel()), got, due, one.bound)], beside)
     return "" if like is None else f": {like.words}"
 
 
@@ -104,7 +108,7 @@ def _of_call(case: Case, wrong: _Wrong, more: str) -> str:
         return f"{name} is the first module that computes with wrong numbers: its {seen.part} {where} {size}{more}"
     if seen.what == INPUT:
         before = "; what is computed before it is right" if seen.module else ""
-        return f"what comes into {name} is the first that is wrong, {where} {size}{before}"
+        return f"what comes into {name} is the first that is wrong, {where} {size}{more}{before}"
     if seen.what == OUTPUT:
         return f"{name} is the first module whose output is wrong, {where} {size}{more}"
     return f"every output is right; the gradient of the output of {name} is the first that is wrong, {where} {size}"

@@ -9,6 +9,14 @@ from fsdp_testing.explanation.contributions import sentence
 from fsdp_testing.explanation.hypotheses import Hypothesis
 from fsdp_testing.records import RAISES, Case, Finding
 
+_KINDS = {
+    "gradient": "gradients",
+    "value": "parameters",
+    "buffer": "buffers",
+    "optimizer": "the optimizer's state",
+    "result": "results",
+}
+
 UnshardedUnits = Mapping[str, tuple[int, ...]]
 
 
@@ -32,7 +40,7 @@ def render(finding: Finding, like: Hypothesis | None, unsharded: UnshardedUnits,
     if like is None:
         return f"{wrong}."
     if like.pattern is not None:
-        return f"{wrong}, and is {like.pattern.words}."
+        return f"{wrong}, and is {like.pattern.words}{_where(like)}."
     return f"{after}: {clause(case, like, unsharded)}; {_what_is_wrong(finding)}, {_equal_to(case, like)}."
 
 
@@ -52,7 +60,9 @@ def clause(case: Case, like: Hypothesis, unsharded: UnshardedUnits) -> str:
     if like.contributions is not None:
         return sentence(case, like.contributions)
     if like.pattern is not None:
-        return f"what is wrong is {like.pattern.words}"
+        return f"what is wrong is {like.pattern.words}{_where(like)}"
+    if like.happened:
+        return f"{like.happened}{_where(like)}"
     operation = case.program[like.left_out]
     name = f"operation {like.left_out}, {operation.words()}"
     if like.kinds == {"result"} and operation.writes_parameters:
@@ -61,12 +71,18 @@ def clause(case: Case, like: Hypothesis, unsharded: UnshardedUnits) -> str:
             verb = "holds" if len(unsharded) == 1 else "hold"
             return f"{units_text(tuple(unsharded))} still {verb} the weights from before {name}, on {where}"
         return f"the weights from before {name}, are still in use"
-    return f"{name}, had no effect"
+    return f"{name}, had no effect on {listed(sorted(_KINDS[kind] for kind in like.kinds))}{_where(like)}"
+
+
+def _where(like: Hypothesis) -> str:
+    return f" on {ranks_text(like.ranks)}" if like.ranks else ""
 
 
 def _equal_to(case: Case, like: Hypothesis) -> str:
     if like.contributions is not None:
         return "and is, within the bound, what the terms of one process add up to so"
+    if like.happened:
+        return f"and {like.confirmed}"
     text = case.program[like.left_out].text(like.left_out)
     for_whom = f" for {units_text(like.units)}" if like.units else ""
     return f"and is what one process gives without {text}{for_whom}"

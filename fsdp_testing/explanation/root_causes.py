@@ -10,33 +10,19 @@ it is enough that the program holds the schedule.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
-from fsdp_testing.checkers import gathered_state
 from fsdp_testing.checkers.comparison import Comparison
-from fsdp_testing.checkers.gathered_state import GatheredState
 from fsdp_testing.checkers.lifecycle import unsharded_before
-from fsdp_testing.checkers.quantities import Expectation
-from fsdp_testing.errors import HarnessError
-from fsdp_testing.explanation.casts import other_cast
-from fsdp_testing.explanation.hypotheses import Hypothesis, WrongNumbers, contradict
-from fsdp_testing.explanation.modules import first_wrong_module
+from fsdp_testing.explanation.hypotheses import Hypothesis, contradict
+from fsdp_testing.explanation.inquiry import WRONG_NUMBERS, How, Inquiry
 from fsdp_testing.explanation.rendering import clause, render
 from fsdp_testing.explanation.shortest import Budget, shorten, with_schedule
-from fsdp_testing.implementations import registry
-from fsdp_testing.judging.case_runner import ORDINARY, CaseRunner, RunMode
-from fsdp_testing.judging.numbers import compare_numbers
+from fsdp_testing.judging.case_runner import CaseRunner
 from fsdp_testing.judging.signature import FineSignature, Signature, fine_signature_of, signature_of
-from fsdp_testing.programs import rank_jobs
-from fsdp_testing.programs.fitting import as_observed
-from fsdp_testing.programs.gradient_terms import GradientTerm
-from fsdp_testing.programs.module_values import WatchedObservation
 from fsdp_testing.records import (
     LOSES_RANKS,
-    RAISES,
     Case,
     CheckResult,
     Explanation,
@@ -46,26 +32,10 @@ from fsdp_testing.records import (
     Verdict,
 )
 from fsdp_testing.trace.portrait import portrait_of
-from fsdp_testing.trace.run import Trace, trace
 
 REDUCIBLE = frozenset(FailureKind) - LOSES_RANKS
 """Kinds of findings that may be run again often; each death or hang costs a world and a deadline."""
 
-
-@dataclass(frozen=True, slots=True)
-class How:
-    """How the cases of a check are judged.
-
-    Attributes:
-        comparison: How observations are compared with the oracle.
-        mode: How cases are run, where they are not run as they are.
-    """
-
-    comparison: Comparison
-    mode: RunMode = ORDINARY
-
-
-WRONG_NUMBERS = (FailureKind.DIVERGED, FailureKind.DISAGREED)
 
 HowOf = Callable[[str], How | None]
 """How a check judges, by its name; None for a check that is not decided by one program at a time."""
@@ -129,7 +99,7 @@ def explain_results(
     """
     changed: dict[tuple[int, int], Finding] = {}
     for name in dict.fromkeys(result.implementation for result in results):
-        explainer = _Explainer(runner, name, Budget(seconds, runs=10**9), draw)
+        explainer = _Explainer(Inquiry(runner, name, draw), Budget(seconds, runs=10**9), draw)
         try:
             found = explainer.causes(_places(results, name, how_of))
         except Exception as error:  # noqa: BLE001 - a run of an hour must not be lost over the explanation of its failures
@@ -169,22 +139,19 @@ def cause_of(runner: CaseRunner, implementation: str, case: Case) -> str:
     finding = runner.judge(implementation, case, how.comparison, closely=True).finding
     if finding is None:
         return ""
-    explainer = _Explainer(runner, implementation, Budget(0.0), False)
-    like = explainer.hypothesis(finding, how, None)
-    happened = explainer.cast(finding, how) if like is None or like.pattern is not None else ""
-    happened = happened or ("" if like is None else clause(finding.case, like, {}))
-    return "; ".join(filter(None, (happened, explainer.module(finding, how))))
+    inquiry = Inquiry(runner, implementation)
+    like, cast = inquiry.cause(finding, how, inquiry.hypothesis(finding, how, None))
+    happened = cast or ("" if like is None else clause(finding.case, like, {}))
+    return "; ".join(filter(None, (happened, inquiry.module(finding, how))))
 
 
 @dataclass(slots=True)
 class _Explainer:
     """Explains the failures of one implementation."""
 
-    _runner: CaseRunner
-    _name: str
+    _inquiry: Inquiry
     _budget: Budget
     _draw: bool
-    _expectations: dict[str, Expectation] = field(default_factory=dict)
     _added_up: list[_Cause] = field(default_factory=list)
     """Causes of which it is known what wrong gradients are the sum of: the same sum is the same cause, however it looks."""
 
@@ -209,7 +176,7 @@ class _Explainer:
 
     def _judge(self, how: How) -> Callable[[Case], Finding | None]:
         def judge(case: Case) -> Finding | None:
-            asked = self._runner.judge(self._name, case, how.comparison, closely=True, mode=how.mode)
+            asked = self._inquiry.judge(case, how)
             return asked.finding
 
         return judge
@@ -228,7 +195,7 @@ class _Explainer:
                 alike = found is not None and signature_of(found) == signature_of(place.finding)
                 if found is None or not (alike or (cause in others and found.sort == "gradient")):
                     continue
-                like = None if known is None else self.hypothesis(found, place.how, None)
+                like = None if known is None else self._inquiry.hypothesis(found, place.how, None)
                 if (alike or like is not None) and not contradict(like, known):
                     return cause
         return None
@@ -240,14 +207,13 @@ class _Explainer:
         budget = self._budget.part()
         short = shorten(place.finding, self._judge(place.how), budget)
         case = short.finding.case
-        traced = self._traced(short.finding)
-        like = self.hypothesis(short.finding, place.how, traced)
+        traced = self._inquiry.traced(short.finding)
+        like = self._inquiry.hypothesis(short.finding, place.how, traced)
         alike = [*causes, *(known for known in self._added_up if like is not None and like.contributions)]
         for known in alike:
             if known.shape == _shape(case) and not contradict(like, known.hypothesis):
                 return known
-        # A cast that gives the very numbers says more than what they are like.
-        cast = self.cast(short.finding, place.how) if like is None or like.pattern is not None else ""
+        like, cast = self._inquiry.cause(short.finding, place.how, like)
         unsharded = unsharded_before(traced.history, like.left_out) if traced is not None and like is not None else {}
         explanation = Explanation(
             sentence=render(short.finding, like, unsharded, cast),
@@ -257,8 +223,9 @@ class _Explainer:
             runs=budget.runs,
             seconds=budget.seconds,
             complete=short.complete,
-            place="" if self._budget.exhausted else self.module(short.finding, place.how),
+            place="" if self._budget.exhausted else self._inquiry.module(short.finding, place.how),
             portrait=portrait_of(traced) if traced is not None and self._draw else None,
+            happened=cast or ("" if like is None else clause(case, like, unsharded)),
         )
         return self._cause(short.finding, explanation, causes, like)
 
@@ -279,79 +246,6 @@ class _Explainer:
         if hypothesis is not None and hypothesis.contributions is not None:
             self._added_up.append(cause)
         return cause
-
-    def hypothesis(self, finding: Finding, how: How, traced: Trace | None) -> Hypothesis | None:
-        """What the wrong numbers are equal to; which units were unsharded is known from the trace."""
-        if finding.kind not in WRONG_NUMBERS or how.mode != ORDINARY:
-            return None
-
-        def unsharded(operation: int) -> dict[str, tuple[str, ...]]:
-            if traced is None:
-                return {}
-            names = dict(traced.units[0])
-            return {unit: names.get(unit, ()) for unit in unsharded_before(traced.history, operation)}
-
-        with suppress(HarnessError):  # an oracle that cannot run a variant leaves the failure without a hypothesis
-            ranks = self._runner.observe(self._name, finding.case, observe_all=True)
-            comparison = as_observed(how.comparison, registry.adapter_of(self._name))
-            adopted = gathered_state.states(ranks) if comparison.lockstep else None
-            oracle = self._oracle if adopted is None else partial(self._lockstep, adopted=adopted)
-            terms = partial(self._terms, adopted=adopted)
-            return WrongNumbers(finding.case, ranks, comparison, oracle, terms).hypothesis(unsharded)
-        return None
-
-    def cast(self, finding: Finding, how: How) -> str:
-        """In which dtype it was done instead, where a case in mixed precision has wrong numbers."""
-        numbers = finding.kind in WRONG_NUMBERS and how.mode == ORDINARY
-        if not (numbers and how.comparison.lockstep and finding.case.mixed_precision is not None):
-            return ""
-        with suppress(HarnessError):  # an oracle that cannot run a variant leaves the failure without a cause
-            ranks = self._runner.observe(self._name, finding.case, observe_all=True)
-            oracle = partial(self._lockstep, adopted=gathered_state.states(ranks))
-            return other_cast(finding.case, ranks, as_observed(how.comparison, registry.adapter_of(self._name)), oracle)
-        return ""
-
-    def module(self, finding: Finding, how: How) -> str:
-        """Which module is the first whose numbers are wrong; empty if that is not seen, or not with modules watched."""
-        if finding.kind not in WRONG_NUMBERS or how.mode != ORDINARY:
-            return ""
-        with suppress(HarnessError):  # what cannot be watched is explained without it
-            case, watched = finding.case, RunMode(job=rank_jobs.run_watched)
-            seen = self._runner.judge(self._name, case, how.comparison, closely=True, mode=watched)
-            ranks = [one for one in seen.ranks if isinstance(one, WatchedObservation)]
-            same = seen.finding is not None and signature_of(seen.finding) == signature_of(finding)
-            if not same or len(ranks) < case.world.size:
-                return ""
-            adopted = gathered_state.states(ranks) if how.comparison.lockstep else None
-            expected = self._runner.on_ranks(rank_jobs.expect_modules, case, self._name, adopted, size=1)[0]
-            truth = self._oracle(case) if adopted is None else self._lockstep(case, adopted)
-            comparison = as_observed(how.comparison, registry.adapter_of(self._name))
-            wrong = compare_numbers(case, truth, ranks, comparison).tally.divergences
-            return first_wrong_module(case, finding.operation, expected, [one.modules or {} for one in ranks], wrong)
-        return ""
-
-    def _lockstep(self, case: Case, adopted: Mapping[int, GatheredState]) -> Expectation:
-        expected: Expectation = self._runner.on_ranks(rank_jobs.expect_lockstep, case, self._name, adopted, size=1)[0]
-        return expected
-
-    def _traced(self, finding: Finding) -> Trace | None:
-        claimed = "unit_trace" in registry.adapter_of(self._name).capabilities
-        if not claimed or finding.kind in RAISES or finding.case.world.backend != "gloo":
-            return None
-        with suppress(HarnessError):  # what cannot be traced is explained without it
-            traced = trace(self._name, finding.case, self._runner.on_ranks)
-            # The first run of a schedule connects and allocates; nobody wants that drawn.
-            return trace(self._name, finding.case, self._runner.on_ranks) if self._draw else traced
-        return None
-
-    def _oracle(self, case: Case) -> Expectation:
-        if case.identity not in self._expectations:
-            self._expectations[case.identity] = self._runner.on_ranks(rank_jobs.expect_free, case, True, size=1)[0]
-        return self._expectations[case.identity]
-
-    def _terms(self, case: Case, last: int, adopted: Mapping[int, GatheredState] | None) -> Sequence[GradientTerm]:
-        terms: Sequence[GradientTerm] = self._runner.on_ranks(rank_jobs.gradient_terms, case, last, adopted, size=1)[0]
-        return terms
 
 
 def _shape(case: Case) -> tuple[str, ...]:

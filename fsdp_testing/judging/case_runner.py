@@ -23,6 +23,7 @@ from fsdp_testing.judging.concurrency import Shared, in_order
 from fsdp_testing.judging.judge import Judgement, Review, judge
 from fsdp_testing.judging.numbers import Numbers, compare_numbers
 from fsdp_testing.pool import Pool, WorldOutcome, default_pool
+from fsdp_testing.pool.preload import TRAINING
 from fsdp_testing.pool.world_on_loan import PooledWorld
 from fsdp_testing.programs import rank_jobs
 from fsdp_testing.programs.fitting import as_observed, fitted, oracle_view
@@ -65,6 +66,7 @@ class RunMode:
         seen_as: The case as the oracle sees it, where that is another one.
         review: Looks at what the ranks report once the numbers agree.
         kept: A case that ran to its end is not run again for the next check that looks at the same.
+        besides: What changes numbers besides the program, such as "what the user's hook returns"; empty if nothing does.
     """
 
     job: Callable[..., Any] = rank_jobs.run_case
@@ -74,6 +76,7 @@ class RunMode:
     seen_as: Callable[[Case], Case] = field(default=lambda case: case)
     review: Review | None = None
     kept: bool = False
+    besides: str = ""
 
 
 ORDINARY = RunMode()
@@ -118,6 +121,7 @@ class CaseRunner:
 
     def __init__(self, pool: Pool | None = None, *, timeout: float = 60.0) -> None:
         self._pool = pool or default_pool()
+        self._pool.expect(*TRAINING)
         self._timeout = timeout
         self._expectations: Shared[Expectation] = Shared(_ORACLE_CACHE)
         self._kept: Shared[WorldOutcome] = Shared(_KEPT)

@@ -60,8 +60,13 @@ class Capacity:
         return asked
 
 
-def capacity(largest: int) -> Capacity:
-    """Return how many jobs have room here, each with a world of `largest` ranks, one a rank larger, and the oracle."""
+def capacity(largest: int, processors: int | None = None) -> Capacity:
+    """Return how many jobs have room here, each with a world of `largest` ranks, one a rank larger, and the oracle.
+
+    Args:
+        largest: Ranks of the largest world.
+        processors: That ranks have, where hosts share the work; each is taken to have as much room as this one has for all.
+    """
     ranks = 2 * largest + 2
     limits = {f"{MOST_PROCESSES} ranks are the most that one process may have": MOST_PROCESSES}
     free = memory_available()
@@ -76,7 +81,10 @@ def capacity(largest: int) -> Capacity:
         )
     reason = min(limits, key=lambda name: limits[name])
     return Capacity(
-        largest, usable_processors(), max(1, limits[reason] // ranks), f"{reason}; a job takes up to {ranks} ranks"
+        largest,
+        processors or usable_processors(),
+        max(1, limits[reason] // ranks),
+        f"{reason}; a job takes up to {ranks} ranks",
     )
 
 

@@ -7,6 +7,7 @@ right; whatever does not is left to the full comparison, which alone may call so
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -33,6 +34,12 @@ def fast_path_agrees(replay: Replay, ranks: Sequence[RankObservation], asked: Co
     """
     if any(rank.error is not None for rank in ranks):
         return -1
+    tally = agreement.compare(_expectation(replay), ranks, asked)
+    return -1 if tally.divergences or tally.undecided else tally.comparisons
+
+
+@functools.lru_cache(maxsize=16)  # of one replay many cases are compared with
+def _expectation(replay: Replay) -> Expectation:
     points = tuple(
         ExpectedPoint(
             point.index,
@@ -44,8 +51,7 @@ def fast_path_agrees(replay: Replay, ranks: Sequence[RankObservation], asked: Co
         )
         for point in replay.points
     )
-    tally = agreement.compare(Expectation(points, replay.shapes), ranks, asked)
-    return -1 if tally.divergences or tally.undecided else tally.comparisons
+    return Expectation(points, replay.shapes)
 
 
 def _closely(value: torch.Tensor | None) -> Expected:

@@ -19,7 +19,10 @@ _known: dict[tuple[Any, ...], Call] = {}
 
 
 def call_for(key: tuple[Any, ...], waits_for: int = WAITS_FOR_ALL) -> Call:
-    """Return the one `Call` for (operation, detail, dtype, shapes); `waits_for` as in `Call`."""
+    """Return the one `Call` for (operation, detail, dtype, shapes); `waits_for` as in `Call`.
+
+    `detail` is what else must be equal: the name of a reduce op, the number of a root.
+    """
     call = _known.get((key, waits_for))
     if call is None:
         if len(_known) >= _MOST_CALLS:
@@ -31,7 +34,8 @@ def call_for(key: tuple[Any, ...], waits_for: int = WAITS_FOR_ALL) -> Call:
 def _make_call(key: tuple[Any, ...], waits_for: int) -> Call:
     # Element counts, not shapes, must agree: gloo and NCCL move [2, 4] against [8] correctly.
     operation, detail, dtype, shapes = key
-    name = operation if not detail else f"{operation}({', '.join(str(part) for part in detail)})"
+    shown = [f"root={part}" if isinstance(part, int) else str(part) for part in detail]
+    name = f"{operation}({', '.join(shown)})" if shown else operation
     if dtype is None:
         return Call((operation, detail), name, waits_for)
     text = str(dtype).removeprefix("torch.")
@@ -44,8 +48,8 @@ def _make_call(key: tuple[Any, ...], waits_for: int) -> Call:
         return Call((operation, detail, text), f"{name} {text}{list(shapes)}", waits_for)
     if isinstance(shapes, torch.Size):
         return Call((operation, detail, text, sizes[0]), f"{name} {text}{list(shapes)}", waits_for)
-    shown = list(map(list, shapes)) if len(shapes) <= 4 else f"[{len(shapes)} tensors]"
-    return Call((operation, detail, text, sizes), f"{name} {text}{shown}", waits_for)
+    listed = list(map(list, shapes)) if len(shapes) <= 4 else f"[{len(shapes)} tensors]"
+    return Call((operation, detail, text, sizes), f"{name} {text}{listed}", waits_for)
 
 
 # By number: hashing and comparing the compiled enum costs more than the rest of the record.

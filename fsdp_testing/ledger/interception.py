@@ -239,7 +239,8 @@ def _make_line(group: Any) -> Line | None:
     recorder = _active
     if recorder is None:
         return None
-    if recorder.compare and (dist.get_rank() != recorder.rank or dist.get_world_size() != recorder.world_size):
+    alone = not recorder.compare and recorder.world_size == 1
+    if not alone and (dist.get_rank() != recorder.rank or dist.get_world_size() != recorder.world_size):
         # The default group was replaced by one with other ranks: members no longer have ranks of the world.
         return None
     try:

@@ -81,12 +81,12 @@ def _reduce_scatter_coalesced(inputs: Any, op: str | None) -> Call:
 
 def _from_root(name: str, tensors: Any, root: int, rank: int) -> Call:
     """Return a collective whose root only sends."""
-    return _kind(name, tensors, (f"root={root}",), root if rank != root else WAITS_FOR_NOBODY)
+    return _kind(name, tensors, (root,), root if rank != root else WAITS_FOR_NOBODY)
 
 
 def _to_root(name: str, tensors: Any, root: int, rank: int, *detail: Any) -> Call:
     """Return a collective whose root alone waits."""
-    return _kind(name, tensors, (*detail, f"root={root}"), WAITS_FOR_ALL if rank == root else WAITS_FOR_NOBODY)
+    return _kind(name, tensors, (*detail, root), WAITS_FOR_ALL if rank == root else WAITS_FOR_NOBODY)
 
 
 def _all_to_all_single(tensor: torch.Tensor, *, even: bool) -> Call:
@@ -256,6 +256,6 @@ FUNCTIONAL: dict[str, OperatorReader] = {
         3, lambda tensors, op, *_: _reduce_scatter_coalesced(tensors, op.lower())
     ),
     "all_to_all_single": _functional(3, lambda tensor, *_: _all_to_all_single(tensor, even=False)),
-    "broadcast": _functional(2, lambda tensor, root, *_: _kind("broadcast", [tensor], (f"root={root}",))),
+    "broadcast": _functional(2, lambda tensor, root, *_: _kind("broadcast", [tensor], (root,))),
 }
 FUNCTIONAL |= {f"{name}_": FUNCTIONAL[name] for name in ("all_reduce", "all_reduce_coalesced", "broadcast")}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdp_testing.ledger.memory import Area
 from fsdp_testing.ledger.records import group_facts
@@ -50,6 +50,57 @@ class RankLedger:
     digests: dict[int, int]
     members: dict[int, tuple[int, ...]]
     uncompared: int = 0
+
+
+class AreaView:
+    """The ledger of a rank on this machine, as it is at the moment of asking; empty when it has not begun job `epoch`."""
+
+    def __init__(self, area: Area) -> None:
+        self._area = area
+
+    def read(self, epoch: int, last: int = 8) -> RankLedger:
+        """Return what the rank issued, with its last collectives."""
+        return read_rank(self._area, epoch, last)
+
+    def counts(self, epoch: int) -> dict[int, int]:
+        """Return how many collectives it issued, by group key."""
+        return counts(self._area, epoch)
+
+    def refused(self, epoch: int) -> int:
+        """Return how many of its collectives were refused."""
+        return self._area.refused() if self._area.epoch() == epoch else 0
+
+    def uncompared(self) -> int:
+        """Return how many groups found no room."""
+        return self._area.uncompared()
+
+    def copy(self, epoch: int) -> ReportedLedger:
+        """Return what is there now, to be sent."""
+        return ReportedLedger(epoch, self.read(epoch), self.refused(epoch))
+
+
+@dataclass(frozen=True, slots=True)
+class ReportedLedger:
+    """The ledger of a rank on another host, as that host last reported it."""
+
+    epoch: int = 0
+    ledger: RankLedger = RankLedger(False, (), {}, {}, {})
+    refusals: int = 0
+
+    def read(self, epoch: int, last: int = 8) -> RankLedger:
+        """As `AreaView`; so are the others."""
+        if epoch != self.epoch:
+            return RankLedger(False, (), {}, {}, {})
+        return replace(self.ledger, entries=self.ledger.entries[-last:])
+
+    def counts(self, epoch: int) -> dict[int, int]:
+        return self.read(epoch).issued
+
+    def refused(self, epoch: int) -> int:
+        return self.refusals if epoch == self.epoch else 0
+
+    def uncompared(self) -> int:
+        return self.ledger.uncompared
 
 
 def read_rank(area: Area, epoch: int, last: int = 8) -> RankLedger:

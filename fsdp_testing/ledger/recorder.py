@@ -65,7 +65,7 @@ class Recorder:
         self.compare = compare
         self.world_size = memory.size
         self._areas = memory.areas
-        self._area: OwnArea = memory.areas[rank if compare else 0]
+        self._area: OwnArea = memory.areas[rank if memory.size > 1 else 0]
         self._words = self._area.words
         self._inside = self._area.inside_word
         self._epoch = 0

@@ -98,7 +98,7 @@ class Interrupt(Operation):
             # A forward that is interrupted has computed up to there: buffers may have changed. The backward changes none.
             handle = None if self.backward else self._raise_in(replica)
             with suppress(Interruption):
-                replay.forward(rank, self.batch)
+                (replay.interrupted if self.backward else replay.forward)(rank, self.batch)
             if handle is not None:
                 handle.remove()
         replay.clear_gradients()

@@ -166,6 +166,9 @@ class Forward(ForwardPass):
         for mode in FORWARD_MODES[: FORWARD_MODES.index(self.mode)]:
             yield replace(self, mode=mode)
 
+    def other_settings(self) -> Iterator[tuple[str, Operation]]:
+        return (("mode", replace(self, mode=mode)) for mode in ("train", "eval") if mode != self.mode)
+
     def token(self) -> str:
         return f"{self.kind}[{self.mode}]"
 

@@ -144,6 +144,13 @@ class Operation:
         """Yield operations that are simpler by one part, the boldest first; some may be equal to this one."""
         raise NotImplementedError
 
+    def other_settings(self) -> Iterator[tuple[str, Operation]]:
+        """Yield it with one setting changed, and that setting's name: what an implementation may have done instead."""
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, bool):
+                yield item.name, dataclasses.replace(self, **{item.name: not value})
+
     # ------------------------------------------------------------------------------------------- memory and wire
 
     def most_passes(self, uses: int, *, frees_early: bool) -> int | None:

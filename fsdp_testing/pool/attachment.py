@@ -7,14 +7,12 @@ torchrun's agent ends the others, which may wait for it in a collective.
 from __future__ import annotations
 
 import atexit
-import json
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 from fsdp_testing.backends import RankPlace, backend_named
 from fsdp_testing.env import Launch
-from fsdp_testing.errors import BackendUnavailable, HarnessError, InvalidArgument
+from fsdp_testing.errors import BackendUnavailable, InvalidArgument
 from fsdp_testing.pool import world as world_place
 from fsdp_testing.pool.targets import resolve, target_of
 
@@ -72,38 +70,6 @@ def join(launch: Launch, backend: str) -> world_place.World:
             "Run the tests of each backend under a torchrun of their own."
         )
     return world
-
-
-def compare_plans(launch: Launch, plan: list[str], patience: timedelta) -> list[list[str]]:
-    """Return what every process is about to do, by rank: a meeting before the first collective, where nobody can hang.
-
-    Raises:
-        HarnessError: Names the ranks that did not come in time.
-    """
-    import torch.distributed as dist
-
-    try:
-        # torchrun's agent keeps the store; a process that the first rank serves (another launcher) is noticed by the timeout.
-        store = dist.TCPStore(launch.master_addr, launch.master_port, launch.world_size, False, patience)
-    except Exception as error:
-        raise HarnessError(
-            f"torchrun: expected the store of its agent at {launch.master_addr}:{launch.master_port}, got "
-            f"{type(error).__name__}: {error}. Start the processes with torchrun."
-        ) from error
-    meeting = dist.PrefixStore("fsdp_testing/plans", store)
-    meeting.set(str(launch.rank), json.dumps(plan))
-    missing: list[int] = []
-    for rank in range(launch.world_size):
-        try:
-            meeting.wait([str(rank)], timedelta(seconds=0.1) if missing else patience)
-        except Exception:  # torch has no error class of its own for a store's timeout in every release
-            missing.append(rank)
-    if missing:
-        raise HarnessError(
-            f"torchrun: expected every process to collect tests marked `world` within {patience.total_seconds():.0f} s, got "
-            f"none from rank(s) {', '.join(map(str, missing))}. Give all processes the same arguments."
-        )
-    return [json.loads(meeting.get(str(rank))) for rank in range(launch.world_size)]
 
 
 def _joined(launch: Launch, name: str) -> world_place.World:

@@ -14,7 +14,7 @@ import struct
 import sys
 import types
 from functools import reduce
-from typing import Any
+from typing import Any, Protocol
 
 from fsdp_testing.pool.targets import MAIN_COPY
 
@@ -92,7 +92,14 @@ def loads(data: bytes | bytearray) -> Any:
     return pickle.loads(data)
 
 
-def readable(descriptor: int, seconds: float = 0.0) -> bool:
+class _HasDescriptor(Protocol):
+    def fileno(self) -> int: ...
+
+
+Source = int | _HasDescriptor
+
+
+def readable(descriptor: Source, seconds: float = 0.0) -> bool:
     """Wait until there is something to read, or nothing can come any more; False when `seconds` are over."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN | select.POLLHUP)

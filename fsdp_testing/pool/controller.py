@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import os
 import select
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from fsdp_testing.backends import backend_named
 from fsdp_testing.errors import BackendUnavailable, HarnessError, InvalidArgument, PoolBroken
 from fsdp_testing.pool import preload
 from fsdp_testing.pool.outcome import WorldOutcome
+from fsdp_testing.pool.processes import directory
 from fsdp_testing.pool.server import ForkServer
-from fsdp_testing.pool.world import current_world, inside_rank
+from fsdp_testing.pool.world import inside_rank
 from fsdp_testing.pool.world_on_loan import PooledWorld, WorldKey
+
+if TYPE_CHECKING:
+    from fsdp_testing.pool.hosts import Hosts
 
 MOST_PROCESSES = 256
 _MOST_IDLE_RANKS = 64
@@ -29,23 +36,39 @@ _NEEDED = ((os, "fork"), (os, "register_at_fork"), (os, "memfd_create"), (socket
 class Pool:
     """Worlds by size and backend, all forked from one fork server. Thread-safe; one per process is enough.
 
-    `owner` is the process that made it; `coverage` says how ranks measure it, if they do.
+    Attributes:
+        owner: The process that made it.
+        coverage: How ranks measure it, if they do.
+        hosts: Processes of a launcher that fork ranks too.
+        given_up: Why there are no worlds any more; empty while there are.
     """
 
     def __init__(self, preload_modules: Sequence[str] = ()) -> None:
         self.coverage: dict[str, Any] | None = None
         self._lock = threading.RLock()
         self._extra_modules = tuple(preload_modules)
+        self._expected: list[str] = []
         self._preparations: tuple[tuple[str, str], ...] = ()
         self._server: ForkServer | None = None
         # Most recently used last.
         self._worlds: list[PooledWorld] = []
         self._unavailable: dict[WorldKey, str] = {}
+        self._numbers = itertools.count()
         self.owner = os.getpid()
+        self.hosts: Hosts | None = None
+        self.given_up = ""
 
     def add_preload(self, *modules: str) -> None:
         """Import `modules` in the fork server too; only before it has started."""
         self._extra_modules += tuple(name for name in modules if name not in self._extra_modules)
+
+    def expect(self, *modules: str) -> None:
+        """Import `modules` before the next rank is forked: the caller knows that all of its ranks will need them."""
+        with self._lock:
+            new = [name for name in modules if name not in self._expected]
+            self._expected += new
+            if self._server is not None:
+                self._server.expect(new)
 
     def add_preparation(self, target: str, argument: str) -> None:
         """Call "package.module:function" with a text in the fork server before its first fork; only before it started.
@@ -68,6 +91,7 @@ class Pool:
                 self._server = None
             if self._server is None:
                 self._server = ForkServer(preload.FIRST + self._extra_modules, self._preparations)
+                self._server.expect(self._expected)
             return self._server
 
     def world(self, size: int, backend: str = "gloo", isolation: str = "warm") -> PooledWorld:
@@ -85,14 +109,13 @@ class Pool:
             HarnessError: When called inside a rank.
         """
         _validate(size, backend, isolation)
-        # A process of torchrun is a rank too, but nobody's: the fake backend's one process may be made for it.
-        if inside_rank() and (current_world().pooled or not backend_named(backend).single_process):
+        if inside_rank():
             raise HarnessError(
                 "pool.world: expected the controlling process, got a rank of a world. Worlds cannot be nested: "
                 "use the rank's own world (fsdp_testing.current_world), or make groups with torch.distributed.new_group."
             )
-        refusal = platform_refusal()
-        if refusal is not None:
+        refusal = self.given_up or platform_refusal()
+        if refusal:
             raise PoolBroken(f"pool.world: {refusal}")
         key = WorldKey(size, backend)
         with self._lock:
@@ -100,7 +123,8 @@ class Pool:
                 raise BackendUnavailable(self._unavailable[key])
             world = self._idle(key) if isolation == "warm" else None
             if world is None:
-                world = PooledWorld(self, key, kept=isolation == "warm")
+                # Its store would keep what an earlier test wrote, and the next group would find that.
+                world = PooledWorld(self, key, kept=isolation == "warm" and backend_named(backend).makes_group)
             else:
                 self._worlds.remove(world)
             world.lend()
@@ -131,6 +155,39 @@ class Pool:
                 leaving.append(world)
         for world in leaving:
             world.leave()
+
+    def give_up(self, why: str) -> None:
+        """End what runs, and lend no world any more: a host has vanished, or the launcher ends all."""
+        self.given_up = self.given_up or why
+        for world in self.worlds():
+            if world.busy:
+                world.kill_ranks()
+
+    def shared_directory(self, prefix: str, base: str | None = None) -> str:
+        """Make a directory that the ranks of every host see; whoever asks removes it.
+
+        Args:
+            prefix: Of its name.
+            base: Where, if it can be there; by default among temporary files, or in the current directory.
+
+        Raises:
+            PoolBroken: Some hosts see neither.
+        """
+        blind: tuple[str, ...] = ()
+        for parent in dict.fromkeys((base or tempfile.gettempdir(), tempfile.gettempdir(), directory())):
+            made = tempfile.mkdtemp(prefix=prefix, dir=parent)
+            blind = self.hosts.blind_to(made) if self.hosts is not None else ()
+            if not blind:
+                return made
+            Path(made).rmdir()
+        raise PoolBroken(
+            f"pool: expected a directory that all hosts see, got {directory()!r}, unseen by {', '.join(blind)}. Start the "
+            "command in a directory on a file system that they share, or set TMPDIR to one."
+        )
+
+    def next_number(self) -> int:
+        """Return a number that no other world of this pool has."""
+        return next(self._numbers)
 
     def forget(self, world: PooledWorld) -> None:
         with self._lock, contextlib.suppress(ValueError):
@@ -179,7 +236,7 @@ def platform_refusal() -> str | None:
         return None
     return (
         f"expected Linux, where ranks are forked, got {sys.platform} without {', '.join(missing)}. Run what needs ranks on "
-        "Linux (a container or WSL 2 will do), or under torchrun; all else works here."
+        "Linux (a container or WSL 2 will do); all else works here."
     )
 
 

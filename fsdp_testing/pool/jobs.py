@@ -10,12 +10,16 @@ from fsdp_testing.pool.outcome import ErrorRecord
 from fsdp_testing.pool.targets import Target
 from fsdp_testing.records.dirt import Dirt
 
+LOOPBACK = "127.0.0.1"
+
 
 @dataclass(frozen=True, slots=True)
 class Bootstrap:
     """What a new rank needs to join its world.
 
-    `share` is the controller's among those of one test session (pytest-xdist): they share the devices.
+    `share` is the controller's among those of one test session (pytest-xdist): they share the devices. The rank with number 0
+    serves the world's store at `store_host`; `interface` is the one that gloo is to use (empty: gloo chooses), and
+    `ranks_here` says how many of the world are on this machine.
     """
 
     rank: int
@@ -28,6 +32,9 @@ class Bootstrap:
     directory: str
     argv: list[str]
     coverage: dict[str, Any] | None = None
+    store_host: str = LOOPBACK
+    interface: str = "lo"
+    ranks_here: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +80,15 @@ class Report:
     seconds: float = 0.0
     finished_at: float = 0.0
     new_modules: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a rank's process ended: one of exit code and signal name; `moment` is on the system's monotonic clock."""
+
+    code: int | None
+    signal_name: str | None
+    moment: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ _HERE = Path(__file__).parent
 _MACHINERY = (
     f'"{_HERE}/',
     f'"{_HERE.parent / "pytest_plugin"}/',
+    f'"{_HERE.parent / "test_classes"}/',
     "/_pytest/",
     "/pluggy/",
     '"<string>"',
@@ -120,6 +121,15 @@ def rank_names(ranks: Iterable[int]) -> str:
     if len(numbers) > 4 and numbers[-1] - numbers[0] == len(numbers) - 1:
         return f"ranks {numbers[0]} to {numbers[-1]}"
     return "ranks " + ", ".join(map(str, numbers))
+
+
+def left_behind(dirt: Iterable[tuple[int, Iterable[Dirt]]]) -> list[str]:
+    """Return one line for each thing that ranks left behind, from (rank, what it left); equal things once."""
+    found: dict[str, list[int]] = {}
+    for rank, entries in dirt:
+        for entry in dict.fromkeys(map(str, entries)):
+            found.setdefault(entry, []).append(rank)
+    return [f"{rank_names(ranks)} left {entry}" for entry, ranks in found.items()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,9 @@ FIRST = (
     "ctypes",
     "numpy.random",
 )
+TRAINING = ("torch._dynamo",)
+"""What the first optimizer of a rank imports (a second of CPU time), for callers all of whose ranks train."""
+
 _FAMILIES = (
     "torch",
     "numpy",

@@ -7,12 +7,14 @@ import os
 import signal
 import socket
 import sys
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fsdp_testing import env
+from fsdp_testing.ledger.reading import AreaView
 from fsdp_testing.pool.channel import Channel
+from fsdp_testing.pool.jobs import LOOPBACK, Bootstrap, Exit
 from fsdp_testing.pool.server import ForkServer
 
 _SEND_SECONDS = 20.0
@@ -21,20 +23,13 @@ _OUTPUTS = ("stdout", "stderr", "stacks")
 _KEPT_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Exit:
-    """How a rank's process ended: one of exit code and signal name; `moment` is on the system's monotonic clock."""
-
-    code: int | None
-    signal_name: str | None
-    moment: float = 0.0
-
-
 class RankProcess:
     """One rank's process: its channel, output files and exit status."""
 
-    def __init__(self, server: ForkServer, rank: int, ledger: int, listen: int | None) -> None:
+    def __init__(self, server: ForkServer, rank: int, ledger: tuple[int, AreaView], listen: int | None) -> None:
         self.rank = rank
+        self.lost = False
+        descriptor, self.ledger = ledger
         self.exit: Exit | None = None
         self._closed = False
         self._seen = dict.fromkeys(_OUTPUTS, 0)
@@ -42,14 +37,14 @@ class RankProcess:
             mine, theirs = socket.socketpair()
             undo.callback(mine.close)
             self.channel = Channel(mine, send_timeout=_SEND_SECONDS)
-            self.status_fd, status_write = os.pipe()
-            undo.callback(os.close, self.status_fd)
-            os.set_blocking(self.status_fd, False)
+            self._status, status_write = os.pipe()
+            undo.callback(os.close, self._status)
+            os.set_blocking(self._status, False)
             self._files: dict[str, int] = {}
             for name in _OUTPUTS:
                 self._files[name] = _memory_file(name)
                 undo.callback(os.close, self._files[name])
-            fds = {"conn": theirs.fileno(), "ledger": ledger, "status": status_write, **self._files}
+            fds = {"conn": theirs.fileno(), "ledger": descriptor, "status": status_write, **self._files}
             if listen is not None:
                 fds["listen"] = listen
             try:
@@ -59,12 +54,20 @@ class RankProcess:
                 os.close(status_write)
             undo.pop_all()
 
+    @property
+    def sources(self) -> tuple[Channel | int, ...]:
+        """What becomes readable when there is news of the rank; the last one when it has ended."""
+        return self.channel, self._status
+
     def read_exit(self) -> Exit | None:
         """Exit status, once the fork server has reported it."""
         if self.exit is None and not self._closed:
             with contextlib.suppress(BlockingIOError):
-                self.exit = _exit_from(os.read(self.status_fd, 64).decode())
+                self.exit = _exit_from(os.read(self._status, 64).decode())
         return self.exit
+
+    def look(self, *, wait: bool = False) -> None:
+        """Nothing to do: the ledger of a rank on this machine is always up to date."""
 
     @property
     def there(self) -> bool:
@@ -110,7 +113,7 @@ class RankProcess:
             return
         self._closed = True
         self.channel.close()
-        os.close(self.status_fd)
+        os.close(self._status)
         for fd in self._files.values():
             os.close(fd)
 
@@ -137,12 +140,31 @@ def _exit_from(report: str) -> Exit:
         return Exit(None, f"signal {number}", float(moment))
 
 
-def listening_socket() -> socket.socket:
-    """Return a loopback socket on a port the kernel chose, already listening: nobody can take the port from under us."""
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    sock.bind(("127.0.0.1", 0))
+def listening_socket(address: str = LOOPBACK) -> socket.socket:
+    """Return a socket on a port the kernel chose, already listening: nobody can take the port from under us."""
+    sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    sock.bind((address, 0))
     sock.listen(1024)
     return sock
+
+
+def start_rank(
+    server: ForkServer, boot: Bootstrap, ledger: tuple[int, AreaView], *, serves_store: bool
+) -> tuple[RankProcess, int]:
+    """Fork a rank and tell it where it belongs; returns it with the port of its world's store."""
+    with contextlib.ExitStack() as undo:
+        listen, port = None, boot.store_port
+        if serves_store:
+            listener = undo.enter_context(listening_socket(boot.store_host))
+            listen, port = listener.fileno(), listener.getsockname()[1]
+        process = RankProcess(server, boot.rank, ledger, listen)
+    try:
+        process.channel.send(replace(boot, store_port=port))
+    except BaseException:
+        process.kill()
+        process.close()
+        raise
+    return process, port
 
 
 def directory() -> str:

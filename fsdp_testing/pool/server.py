@@ -36,6 +36,7 @@ class ForkServer:
         self._retired: list[socket.socket] = []
         self._wanted: dict[str, None] = {}
         self._refused: set[str] = set()
+        self._expected: list[str] = []
         self._owner = os.getpid()
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control = mine
@@ -78,6 +79,7 @@ class ForkServer:
         """
         with self._lock:
             self._wait_ready()
+            self._import_expected()
             self._welcome_successor()
             while True:
                 try:
@@ -126,16 +128,40 @@ class ForkServer:
             self._wanted.update(dict.fromkeys(preload.to_import_ahead(reported)))
             if not self._ready or self._successor is not None or len(self._wanted) < WORTH_A_SUCCESSOR:
                 return
-            modules = [name for name in self._wanted if name not in self._refused]
-            mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with theirs:
-                try:
-                    socket.send_fds(self._control, [SUCCEED + json.dumps(modules).encode()], [theirs.fileno()])
-                except OSError:
-                    mine.close()
-                    return
-            mine.settimeout(_FORK_SECONDS)
-            self._successor = mine
+            self._begin_successor(self._wanted)
+
+    def expect(self, modules: Iterable[str]) -> None:
+        """Import `modules` before the next fork, which waits for that: all of the ranks to come would have to."""
+        with self._lock:
+            self._expected += modules
+
+    def _import_expected(self) -> None:
+        if not self._expected:
+            return
+        self._await_successor(_READY_SECONDS)  # of one that is under way already, it will be the child
+        wanted, refused = dict.fromkeys([*self._wanted, *self._expected]), -1
+        self._expected.clear()
+        while len(self._refused) > refused:  # another attempt without the module that starts threads
+            refused = len(self._refused)
+            self._begin_successor(wanted)
+            self._await_successor(_READY_SECONDS)
+
+    def _await_successor(self, seconds: float) -> None:
+        if self._successor is not None:
+            readable(self._successor.fileno(), seconds)
+            self._welcome_successor()
+
+    def _begin_successor(self, wanted: Iterable[str]) -> None:
+        modules = [name for name in wanted if name not in self._refused]
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                socket.send_fds(self._control, [SUCCEED + json.dumps(modules).encode()], [theirs.fileno()])
+            except OSError:
+                mine.close()
+                return
+        mine.settimeout(_FORK_SECONDS)
+        self._successor = mine
 
     def _welcome_successor(self) -> None:
         """Use the successor from now on, if it is through with its imports and fit to fork."""
@@ -159,9 +185,7 @@ class ForkServer:
     def wait_for_successor(self, seconds: float) -> bool:
         """Wait until a successor has taken over, and return whether one has; for measurements."""
         with self._lock:
-            if self._successor is not None:
-                readable(self._successor.fileno(), seconds)
-                self._welcome_successor()
+            self._await_successor(seconds)
             return bool(self._retired)
 
     def _lost(self, why: str) -> str:

@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdp_testing.ledger.memory import LedgerMemory
-from fsdp_testing.ledger.reading import RankLedger, counts, read_rank
+from fsdp_testing.ledger.reading import RankLedger
 from fsdp_testing.pool.cause import NotJoined
 from fsdp_testing.pool.channel import loads
 from fsdp_testing.pool.diagnosis import cause_of
-from fsdp_testing.pool.jobs import Job, Report
+from fsdp_testing.pool.jobs import Exit, Job, Report
 from fsdp_testing.pool.outcome import ErrorRecord, Fate, RankOutcome, WorldOutcome, account_lines
-from fsdp_testing.pool.processes import Exit, RankProcess
+from fsdp_testing.pool.processes import RankProcess
+from fsdp_testing.pool.remote_rank import RemoteRank
 
 GRACE_SECONDS = 0.5
 _POLL_SECONDS = 0.1
@@ -34,7 +34,7 @@ _EXIT_SECONDS = 5.0
 class _Watch:
     """What is known about one rank so far."""
 
-    process: RankProcess
+    process: RankProcess | RemoteRank
     report: Report | None = None
     exit: Exit | None = None
     joined: bool = False
@@ -57,16 +57,16 @@ class Supervision:
     """One job on one world, from sending to the outcome.
 
     `joined` says that every rank is in its world already; a new world has its own time to come together, before the
-    job's clock starts.
+    job's clock starts. `lockstep` says that ranks are to issue the same collectives: one that left early is bad news.
     """
 
-    processes: Sequence[RankProcess]
-    ledger: LedgerMemory
+    processes: Sequence[RankProcess | RemoteRank]
     job: Job
     size: int
     backend: str
     timeout: float | None
     single_process: bool = False
+    lockstep: bool = True
     joined: bool = False
     new_modules: dict[str, None] = field(default_factory=dict)
 
@@ -84,13 +84,18 @@ class Supervision:
             end.add_note(self._account_of_running(watches))
             raise
         running = [watch for watch in watches if not watch.ended]
+        for watch in running:
+            watch.process.look(wait=True)
+            if isinstance(watch.process, RemoteRank):
+                watch.exit = watch.process.read_exit()  # its host may have vanished
+        running = [watch for watch in running if not watch.ended]
         # Before stacks are asked for: the signal may end a system call that the rank was stuck in.
-        ledgers = [self._ledger_of(watch.process.rank) for watch in watches]
+        ledgers = [watch.process.ledger.read(self.job.number) for watch in watches]
         if running:
             self._take_stacks(running)
         outcomes = tuple(self._outcome(*pair, passed_deadline) for pair in zip(watches, ledgers, strict=True))
         members: dict[int, tuple[int, ...]] = {}
-        if not self.single_process:
+        if self.lockstep:
             for ledger in ledgers:
                 members.update(ledger.members)
         cause = cause_of(outcomes, members, self.timeout if passed_deadline else None)
@@ -102,7 +107,7 @@ class Supervision:
     def _account_of_running(self, watches: list[_Watch]) -> str:
         """Where every rank is that has not ended, for an exception that ends the watching."""
         running = [watch for watch in watches if not watch.ended]
-        ledgers = [self._ledger_of(watch.process.rank) for watch in running]
+        ledgers = [watch.process.ledger.read(self.job.number) for watch in running]
         self._take_stacks(running)
         lines = [f"{self.job.name}: {len(running)} of {len(watches)} ranks were running"]
         for watch, ledger in zip(running, ledgers, strict=True):
@@ -121,8 +126,8 @@ class Supervision:
         stop_at: float | None = None
         with selectors.DefaultSelector() as selector:
             for watch in watches:
-                selector.register(watch.process.channel, selectors.EVENT_READ, watch)
-                selector.register(watch.process.status_fd, selectors.EVENT_READ, watch)
+                for source in watch.process.sources:
+                    selector.register(source, selectors.EVENT_READ, watch)
             clock_runs = False
             while True:
                 running = [watch for watch in watches if not watch.ended]
@@ -163,12 +168,12 @@ class Supervision:
             limits.append(_POLL_SECONDS)
         for key, _ in selector.select(max(0.0, min(limits)) if limits else None):
             watch: _Watch = key.data
-            if key.fileobj is watch.process.channel:
-                self._take_messages(selector, watch)
-            else:
+            if key.fileobj is not watch.process.channel:
                 watch.exit = watch.process.read_exit()
-                self._forget(selector, watch.process.status_fd)
-                self._take_messages(selector, watch)
+                self._forget(selector, key.fileobj)
+            self._take_messages(selector, watch)
+            if isinstance(watch.process, RemoteRank):
+                watch.exit = watch.process.read_exit()  # it came as a message, or its connection has ended
 
     def _take_messages(self, selector: selectors.BaseSelector, watch: _Watch) -> None:
         for message in watch.process.channel.take_ready():
@@ -184,30 +189,28 @@ class Supervision:
         with contextlib.suppress(KeyError, ValueError):
             selector.unregister(what)
 
-    def _ledger_of(self, rank: int, last: int = 8) -> RankLedger:
-        return read_rank(self.ledger.areas[0 if self.single_process else rank], self.job.number, last)
-
     def _peer_already_left(self, watches: list[_Watch]) -> bool:
         """A running rank has issued a collective that a returned member of its group never joined, or was refused."""
-        if self.single_process or all(not watch.ended for watch in watches):
+        if not self.lockstep or all(not watch.ended for watch in watches):
             return False
-        areas, epoch = self.ledger.areas, self.job.number
-        gone = [watch.process.rank for watch in watches if watch.ended]
-        running = [watch.process.rank for watch in watches if not watch.ended]
-        if any(areas[rank].epoch() == epoch and areas[rank].refused() for rank in gone):
+        epoch = self.job.number
+        gone = {watch.process.rank: watch.process.ledger for watch in watches if watch.ended}
+        running = [watch.process for watch in watches if not watch.ended]
+        if any(ledger.refused(epoch) for ledger in gone.values()):
             return True
-        issued = {rank: counts(areas[rank], epoch) for rank in gone}
-        for rank in running:
+        issued = {rank: ledger.counts(epoch) for rank, ledger in gone.items()}
+        for process in running:
+            process.look()
             behind = {
                 key: [other for other in gone if issued[other].get(key, 0) < count]
-                for key, count in counts(areas[rank], epoch).items()
+                for key, count in process.ledger.counts(epoch).items()
             }
             if not any(behind.values()):
                 continue
-            members = self._ledger_of(rank, 1).members
+            members = process.ledger.read(epoch, 1).members
             for key, others in behind.items():
                 # A full ledger does not say how often its rank used the group.
-                known = [other for other in others if key in issued[other] or not areas[other].uncompared()]
+                known = [other for other in others if key in issued[other] or not gone[other].uncompared()]
                 if any(other in members.get(key, ()) for other in known):
                     return True
         return False
@@ -238,7 +241,7 @@ class Supervision:
             issued=ledger.issued,
             digests=ledger.digests,
             uncompared=ledger.uncompared,
-            began=ledger.begun,
+            began=ledger.begun or process.lost,
             **_ending(watch, passed_deadline),
         )
 

@@ -117,6 +117,7 @@ class _Rank:
         self._modules = modules
         self._recorder: Any = None
         self._device = "cpu"
+        self._store: Any = None
         self._pid = os.getpid()
 
     def join(self) -> None:
@@ -131,7 +132,7 @@ class _Rank:
         boot = self._bootstrap
         torch.set_num_threads(1)
         backend = backend_named(boot.backend)
-        reason = backend.unavailable(boot.size)
+        reason = backend.unavailable(boot.ranks_here or boot.size)
         if reason is not None:
             raise BackendUnavailable(f"backend {boot.backend!r} cannot run a world of {boot.size} here: {reason}.")
         devices = backend.device_count() if backend.device_count is not None else 0
@@ -141,7 +142,7 @@ class _Rank:
             backend.prepare(place)
         self._init_group(place.rank, place.size)
         memory = LedgerMemory(self._ledger_fd, 1 if backend.single_process else boot.size)
-        self._recorder = Recorder(memory, boot.rank, compare=not backend.single_process)
+        self._recorder = Recorder(memory, boot.rank, compare=backend.makes_group and not backend.single_process)
         interception.activate(self._recorder)
         device = backend.device_type if backend.device_type == "cpu" else f"{backend.device_type}:{index}"
         self._device = device
@@ -158,18 +159,28 @@ class _Rank:
 
             dist.init_process_group(backend.torch_backend, store=fake_store(), rank=rank, world_size=size)
             return
-        if env.get("GLOO_SOCKET_IFNAME") is None:
-            env.update({"GLOO_SOCKET_IFNAME": "lo"})
+        if env.get("GLOO_SOCKET_IFNAME") is None and self._bootstrap.interface:
+            env.update({"GLOO_SOCKET_IFNAME": self._bootstrap.interface})
+        host, port = self._bootstrap.store_host, self._bootstrap.store_port
+        if not backend.makes_group:
+            env.update(env.as_launched(rank, size, host, port))
+            if self._listen is None:
+                return
         listen = {} if self._listen is None else {"master_listen_fd": self._listen}
         store = dist.TCPStore(
-            "127.0.0.1",
-            self._bootstrap.store_port,
+            host,
+            port,
             world_size=size,
             is_master=rank == 0,
             wait_for_workers=False,
+            # Code that makes a store at MASTER_PORT itself finds this one, in the same process, instead of a port in use.
+            multi_tenant=not backend.makes_group,
             **listen,  # type: ignore[arg-type]  # one keyword of an untyped pybind constructor
         )
-        dist.init_process_group(backend.torch_backend, store=store, rank=rank, world_size=size)
+        if backend.makes_group:
+            dist.init_process_group(backend.torch_backend, store=store, rank=rank, world_size=size)
+        else:
+            self._store = store
 
     def _move(self, place: Place) -> None:
         current = world_place.current_world()

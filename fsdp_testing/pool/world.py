@@ -44,7 +44,7 @@ class World:
         group = dist.group.WORLD
         if group is None:
             raise HarnessError(
-                "world.group: expected the world's process group, got none: the test destroyed it. "
+                "world.group: expected the world's process group, got none: the test destroyed it, or its backend is 'bare'. "
                 "Make groups of your own with torch.distributed.new_group and destroy those."
             )
         return group

@@ -16,10 +16,12 @@ from fsdp_testing.backends import backend_named
 from fsdp_testing.backends.devices import share_from
 from fsdp_testing.errors import InvalidArgument, PoolBroken
 from fsdp_testing.ledger import memory
+from fsdp_testing.ledger.reading import AreaView
 from fsdp_testing.pool.channel import dumps, readable
 from fsdp_testing.pool.jobs import Bootstrap, Job, Place
 from fsdp_testing.pool.outcome import Fate, WorldOutcome
-from fsdp_testing.pool.processes import RankProcess, directory, environment_for_ranks, listening_socket
+from fsdp_testing.pool.processes import RankProcess, directory, environment_for_ranks, start_rank
+from fsdp_testing.pool.remote_rank import RemoteRank, StartRank
 from fsdp_testing.pool.supervision import Supervision
 from fsdp_testing.pool.targets import Target, target_of
 
@@ -57,35 +59,45 @@ class PooledWorld:
         self.busy = False
         self.before_leaving: list[Callable[[PooledWorld], None]] = []
         self._pool = pool
-        self._single = backend_named(key.backend).single_process
+        backend = backend_named(key.backend)
+        self._single = backend.single_process
+        self._lockstep = backend.makes_group and not backend.single_process
         self._running = threading.Lock()
         self._owner = os.getpid()
         self._jobs = 0
+        self._number = pool.next_number()
         self._joined = False
         self._place = Place(0, key.size) if self._single else None
         self._before = ""
         self._sys_path: list[str] = []
         self._directory = ""
         self._environment: dict[bytes, bytes] = {}
-        self._processes: list[RankProcess] = []
+        self._processes: list[RankProcess | RemoteRank] = []
         self._ledger: memory.LedgerMemory
         self._open()
 
-    def _start(self, count: int, ledger_fd: int, settings: dict[str, Any]) -> list[RankProcess]:
+    def _start(self, count: int, ledger_fd: int, settings: dict[str, Any]) -> list[RankProcess | RemoteRank]:
+        hosts = self._pool.hosts
+        layout = hosts.layout(count, self._number) if hosts is not None else (None,) * count
         share = share_from(env.get("PYTEST_XDIST_WORKER"), env.get("PYTEST_XDIST_WORKER_COUNT"))
-        processes: list[RankProcess] = []
-        server = self._pool.server()
-        with contextlib.ExitStack() as undo, listening_socket() as listener:
-            size, backend, port = self.key.size, self.key.backend, listener.getsockname()[1]
-            for rank in range(count):
-                listen = listener.fileno() if rank == 0 and not self._single else None
-                process = RankProcess(server, rank, ledger_fd, listen)
+        boot = Bootstrap(0, self.key.size, self.key.backend, share, 0, **settings, coverage=self._pool.coverage)
+        processes: list[RankProcess | RemoteRank] = []
+        with contextlib.ExitStack() as undo:
+            for rank, host in enumerate(layout):
+                mine = replace(boot, rank=rank)
+                mine = hosts.placed(mine, layout) if hosts is not None else mine
+                serves = rank == 0 and not self._single
+                process: RankProcess | RemoteRank
+                if host is None:
+                    ledger = ledger_fd, AreaView(self._ledger.areas[rank])
+                    process, port = start_rank(self._pool.server(), mine, ledger, serves_store=serves)
+                else:
+                    process = host.start(StartRank(self._number, count, mine, serves))
+                    port = process.store_port
                 processes.append(process)
                 undo.callback(process.close)
                 undo.callback(process.kill)
-                process.channel.send(
-                    Bootstrap(rank, size, backend, share, port, **settings, coverage=self._pool.coverage)
-                )
+                boot = replace(boot, store_port=port)
             undo.pop_all()
         return processes
 
@@ -192,12 +204,12 @@ class PooledWorld:
     ) -> WorldOutcome:
         supervision = Supervision(
             self._processes,
-            self._ledger,
             self._job(target, name, arguments, lasting),
             self.key.size,
             self.key.backend,
             timeout,
             single_process=self._single,
+            lockstep=self._lockstep,
             joined=self._joined,
         )
         finished = False
@@ -209,10 +221,26 @@ class PooledWorld:
             if not finished:
                 self.discard()
         self._joined = supervision.joined
+        self._refuse_what_was_lost(outcome)
         self._pool.note(self.key, outcome, supervision.new_modules)
         if self._before and any(rank.fate is Fate.DIED and not rank.began for rank in outcome.ranks):
             outcome = replace(outcome, suspect=self._before)
         return outcome
+
+    def _refuse_what_was_lost(self, outcome: WorldOutcome) -> None:
+        """Judge nothing that ran while a host vanished or the launcher ended the run.
+
+        Raises:
+            PoolBroken: It names the ranks and hosts; the verdict is unknown.
+        """
+        lost = [process for process in self._processes if isinstance(process, RemoteRank) and process.lost]
+        if not lost and not self._pool.given_up:
+            return
+        self.discard()
+        said = "; ".join(f"rank {process.rank} was lost with {process.host}" for process in lost)
+        if lost:
+            self._pool.give_up(f"{', '.join(dict.fromkeys(process.host for process in lost))} vanished")
+        raise PoolBroken(f"{outcome.name}: {said or self._pool.given_up}\n{outcome.describe()}")
 
     def _replace_processes(self) -> None:
         for process in self._processes:
@@ -291,7 +319,7 @@ class PooledWorld:
         limit = time.monotonic() + _LEAVE_SECONDS
         for process in self._processes:
             while process.read_exit() is None and time.monotonic() < limit:
-                readable(process.status_fd, limit - time.monotonic())
+                readable(process.sources[-1], limit - time.monotonic())
 
     def kill_ranks(self) -> None:
         """Kill the ranks of a world in which another thread waits for a call; that thread notices, and releases the rest.

@@ -45,6 +45,9 @@ SetupMaker = Callable[[Case, nn.Module], Setup]
 class RankProgram:
     """One case on one rank, in the making."""
 
+    late, garbage = True, True
+    """Whether results of collectives arrive as late as they may, and fresh memory holds garbage."""
+
     def __init__(self, case: Case, adapter: Adapter, rank: int, make_setup: SetupMaker = setup_in_world) -> None:
         self.case = case
         self.adapter = adapter
@@ -69,7 +72,10 @@ class RankProgram:
         error: RaisedError | None = None
         try:
             # Luck is to help nobody: neither a quick network nor memory that holds zeros or yesterday's weights.
-            with deliver_late(), filled_with_garbage():
+            with (
+                deliver_late() if self.late else nullcontext(),
+                filled_with_garbage() if self.garbage else nullcontext(),
+            ):
                 self._run(observe_all=observe_all)
         except Exception as raised:  # noqa: BLE001 - whatever a foreign implementation raises is a finding
             error = self.record(raised)

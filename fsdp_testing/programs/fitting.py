@@ -41,3 +41,12 @@ def oracle_view(case: Case) -> Case:
     """Return what the oracle's free replay depends on; it knows no strategy, wrapping or offload."""
     world = WorldSpec(case.world.size)
     return replace(case, world=world, strategy="no_shard", wrapping=WrappingPlan(), cpu_offload=False)
+
+
+def lockstep_view(case: Case) -> Case:
+    """Return what the oracle's lockstep depends on, where it knows no units: whether gradients are replicated, besides.
+
+    What was accumulated may be reduced with replicated gradients, which decides bounds (`Replay`).
+    """
+    replicated = case.strategy == "no_shard" or case.world.mesh_shape[-1] == 1
+    return replace(oracle_view(case), strategy="no_shard" if replicated else "full_shard")

@@ -78,6 +78,12 @@ class _TermReplay(Replay):
 
     def accumulate(self, rank: int, gradients: LocalGradients) -> None:
         super().accumulate(rank, gradients)
+        self._note(rank, gradients)
+
+    def interrupted(self, rank: int, batch: Any) -> None:
+        self._note(rank, self.local_gradients(rank, batch)[1])
+
+    def _note(self, rank: int, gradients: LocalGradients) -> None:
         before = sum(1 for term in self.terms if (term.operation, term.rank) == (self.index, rank))
         self.terms.append(GradientTerm(self.index, before, rank, self._uses[id(gradients)]))
 

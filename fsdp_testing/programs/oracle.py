@@ -44,7 +44,12 @@ def expect_free(
 
 
 def expect_lockstep(
-    case: Case, division: Division | None, adopted: Mapping[int, GatheredState], *, displaced: bool = True
+    case: Case,
+    division: Division | None,
+    adopted: Mapping[int, GatheredState],
+    *,
+    displaced: bool = True,
+    sums: torch.dtype | None = None,
 ) -> Expectation:
     """Replay `case` from the implementation's own state before each operation.
 
@@ -54,13 +59,14 @@ def expect_lockstep(
         adopted: Its state after every operation that it ran, by index.
         displaced: Allow for another place in memory, which takes a second replay. Without it every bound is at most as
             wide: what agrees then agrees, and what does not has to be asked again.
+        sums: Dtype in which local micro-batches add up, where it is not that of the reduction.
     """
-    replay = Replay(case, division, adopted=adopted)
+    replay = Replay(case, division, adopted=adopted, sums=sums)
     plain = replay.run(observe_all=True)
     moved = plain
     if displaced:
         elsewhere = Disturbance(case.seed, 0, displaced=True)
-        moved = Replay(case, division, elsewhere, adopted).run(observe_all=True)
+        moved = Replay(case, division, elsewhere, adopted, sums).run(observe_all=True)
     points = tuple(_lockstep_point(a, b) for a, b in zip(plain, moved))
     return Expectation(points, replay.shapes, {"mode": "lockstep"})
 

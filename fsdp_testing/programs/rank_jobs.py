@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+
+import torch
 
 from fsdp_testing.checkers.gathered_state import GatheredState
 from fsdp_testing.checkers.quantities import Expectation, Expected
 from fsdp_testing.implementations import registry
 from fsdp_testing.implementations.adapter import Adapter
+from fsdp_testing.implementations.protocol import Division
 from fsdp_testing.ledger.interception import listen
+from fsdp_testing.ledger.records import Call
 from fsdp_testing.pool import Failed
 from fsdp_testing.pool.world import current_world
 from fsdp_testing.programs import oracle
@@ -18,10 +24,25 @@ from fsdp_testing.programs.accounts import AccountedObservation, AccountedProgra
 from fsdp_testing.programs.execute import RankProgram
 from fsdp_testing.programs.gradient_terms import GradientTerm
 from fsdp_testing.programs.gradient_terms import gradient_terms as terms_of
+from fsdp_testing.programs.models import dtype_of
 from fsdp_testing.programs.module_values import Seen, WatchedObservation, WatchedProgram
 from fsdp_testing.programs.module_values import expect_modules as modules_of
 from fsdp_testing.programs.setup import division_of
-from fsdp_testing.records import Case, RankObservation
+from fsdp_testing.programs.starting import module_to_wrap
+from fsdp_testing.records import UNIT_ROUNDOFF, Case, RankObservation
+
+
+@dataclass(frozen=True, slots=True)
+class Otherwise:
+    """What an implementation may do in another way than it says, in the oracle's lockstep.
+
+    Attributes:
+        sums: Dtype in which local micro-batches add up; None for that of the reduction.
+        division: How the mean is formed; None for what the adapter says.
+    """
+
+    sums: str | None = None
+    division: Division | None = None
 
 
 def run_case(implementation: Adapter | str, case: Case, observe_all: bool) -> RankObservation | Failed:
@@ -67,6 +88,25 @@ def expect_free(case: Case, observe_all: bool) -> Expectation:
         return oracle.expect_free(case, observe_all=observe_all)
 
 
+def run_luckily(
+    implementation: Adapter | str, case: Case, observe_all: bool, late: bool, garbage: bool
+) -> RankObservation | Failed:
+    """Run `case` through an implementation, without one of what takes its luck from it.
+
+    Args:
+        implementation: Which.
+        case: The case.
+        observe_all: Observe after every operation.
+        late: Results of collectives arrive as late as they may.
+        garbage: Fresh memory holds garbage.
+
+    Collectives: those of the implementation; every rank of the world runs the same call.
+    """
+    program = RankProgram(case, registry.adapter_of(implementation), current_world().rank)
+    program.late, program.garbage = late, garbage
+    return run_program(program, observe_all)
+
+
 def run_watched(implementation: Adapter | str, case: Case, observe_all: bool) -> RankObservation | Failed:
     """Run `case` through an implementation, with what every call of every module computes.
 
@@ -85,10 +125,51 @@ def expect_modules(
         return modules_of(case, division_of(case, registry.adapter_of(implementation)), adopted)
 
 
-def expect_lockstep(case: Case, implementation: Adapter | str, adopted: Mapping[int, GatheredState]) -> Expectation:
-    """Run the oracle in lockstep with what an implementation did, in this process alone."""
+def expect_lockstep(
+    case: Case, implementation: Adapter | str, adopted: Mapping[int, GatheredState], otherwise: Otherwise | None = None
+) -> Expectation:
+    """Run the oracle in lockstep with what an implementation did, in this process alone.
+
+    Args:
+        case: The case.
+        implementation: Which implementation.
+        adopted: Its state after every operation.
+        otherwise: What is done in another way than the implementation says; None for nothing.
+    """
+    other = otherwise or Otherwise()
+    sums = None if other.sums is None else dtype_of(other.sums)
     with no_warnings():
-        return oracle.expect_lockstep(case, division_of(case, registry.adapter_of(implementation)), adopted)
+        division = other.division or division_of(case, registry.adapter_of(implementation))
+        return oracle.expect_lockstep(case, division, adopted, sums=sums)
+
+
+def first_values(case: Case, new: bool) -> list[dict[str, torch.Tensor]]:
+    """Return the parameters and buffers with which each rank's model begins, in this process alone.
+
+    Args:
+        case: The case.
+        new: Those of the model that takes another one's place.
+    """
+    case = replace(case, seed=case.seed + new, wrapping=replace(case.wrapping, meta_init=False))
+    modules = [module_to_wrap(case, rank, {})[0] for rank in range(case.world.size)]
+    return [{name: t.detach() for name, t in (*m.named_parameters(), *m.named_buffers())} for m in modules]
+
+
+def reducing_dtypes(implementation: Adapter | str, case: Case) -> set[str]:
+    """Run `case` through an implementation, and return the dtypes of what this rank gave to sums over ranks.
+
+    Collectives: those of the implementation; every rank of the world runs the same call.
+    """
+    found: set[str] = set()
+
+    def note(_group: object, call: Call, _site: object) -> None:
+        if "reduce" in call.text:
+            found.update(set(re.findall(r"\w+", call.text)) & set(UNIT_ROUNDOFF))
+
+    program = RankProgram(case, registry.adapter_of(implementation), current_world().rank)
+    with listen(note):
+        run_program(program, observe_all=False)
+    return found
 
 
 def gradient_terms(

@@ -58,6 +58,7 @@ class Replay:
         division: Division | None = None,
         disturbance: Disturbance = NO_DISTURBANCE,
         adopted: Mapping[int, GatheredState] | None = None,
+        sums: torch.dtype | None = None,
     ) -> None:
         self.case = case
         self.size = case.world.size
@@ -65,6 +66,7 @@ class Replay:
         self.disturbance = disturbance
         self.adopted = adopted
         self.precision = precision_of(case.mixed_precision)
+        self.sums = sums or self.precision.on_the_wire
         self.master = models.build_model(case)
         self.parameters = dict(self.master.named_parameters())
         self.compute = {fqn: self._compute_parameter(p) for fqn, p in self.parameters.items()}
@@ -136,6 +138,10 @@ class Replay:
         run = models.penalised if penalised else models.forward
         return run(self.replicas[rank], self.case, batch, rank, inputs)
 
+    def interrupted(self, rank: int, batch: Any) -> None:
+        """Run the forward of a micro-batch whose backward raises: gradients come of neither."""
+        self.forward(rank, batch)
+
     def refresh(self) -> None:
         """Cast the stored parameters into the compute parameters; nothing to do where they share their numbers."""
         with torch.no_grad():
@@ -183,7 +189,7 @@ class Replay:
         self._nothing_pending()
 
     def _nothing_pending(self) -> None:
-        self.pending = [PendingGradients(self.precision.on_the_wire) for _ in range(self.size)]
+        self.pending = [PendingGradients(self.sums) for _ in range(self.size)]
         self.pending_roundings = 0
 
     def _add_mean(self, fqn: str, parameter: nn.Parameter, reduced: Reduced, summed: torch.dtype) -> None:

@@ -13,6 +13,8 @@ import pytest
 from fsdp_testing import env
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.pool.controller import platform_refusal
+from fsdp_testing.pool.world import inside_rank
+from fsdp_testing.pytest_plugin import dist_pool
 from fsdp_testing.pytest_plugin.rank_debugger import debugged_rank
 from fsdp_testing.pytest_plugin.selection import defaults_of, refusal_to_draw, world_request
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def validate(config: pytest.Config) -> None:
-    """Check this plugin's options; under torchrun, join its world.
+    """Check this plugin's options, and that no two plugins want to have the processes of a launcher.
 
     Raises:
         pytest.UsageError: Lists every wrong option.
@@ -29,8 +31,13 @@ def validate(config: pytest.Config) -> None:
     try:
         defaults_of(config)
         debugged_rank(config)
-        if platform_refusal() is None and env.torchrun() is not None:
-            protocol_of(config)
+        if config.option.dist_pool:
+            dist_pool.check()
+        workers = getattr(config.option, "numprocesses", None)
+        if workers and env.launched() is not None and not inside_rank():
+            raise InvalidArgument(
+                f"pytest-xdist: expected no -n under a launcher, got -n {workers}. Its processes make the ranks; run either."
+            )
     except InvalidArgument as error:
         raise pytest.UsageError(str(error)) from None
 
@@ -45,35 +52,22 @@ def protocol_of(config: pytest.Config) -> Protocol:
     if made is None:
         from fsdp_testing.pytest_plugin.protocol import Protocol, Sweep
 
-        _attach(config)
         made = Protocol(config)
         config.pluginmanager.register(made, "fsdp_testing.protocol")
         config.pluginmanager.register(Sweep(made.leases), "fsdp_testing.sweep")
+        launch = None if inside_rank() else env.launched()
+        if launch is not None and launch.world_size > 1:
+            from fsdp_testing.pytest_plugin.launched import NAME, Launched
+
+            config.pluginmanager.register(Launched(config, launch, made.leases), NAME)
     return made
-
-
-def _attach(config: pytest.Config) -> None:
-    """Under torchrun its processes are the world: worlds of our own would be made once in each of them."""
-    from fsdp_testing.pool.world import inside_rank
-
-    launch = None if inside_rank() else env.torchrun()
-    if launch is None:
-        return
-    if getattr(config.option, "numprocesses", None):
-        raise InvalidArgument(
-            f"pytest-xdist: expected no -n under torchrun, got -n {config.option.numprocesses}. The processes of "
-            "torchrun are the ranks; run either."
-        )
-    from fsdp_testing.pytest_plugin import attached
-
-    config.pluginmanager.register(attached.Attached(config, launch), attached.NAME)
 
 
 def start_ahead(config: pytest.Config) -> None:
     """Start the fork server, without waiting, where this process is to have ranks."""
     if platform_refusal() is None:
         protocol = protocol_of(config)
-        if not config.option.collectonly and not config.pluginmanager.has_plugin("fsdp_testing.attached"):
+        if not config.option.collectonly:
             protocol.leases.start()
 
 
@@ -89,11 +83,7 @@ def select(config: pytest.Config, marked: Sequence[pytest.Item]) -> dict[pytest.
     refused: dict[pytest.Item, str] = {}
     problems: list[str] = []
     no_ranks = platform_refusal()
-    attached: Any = None
-    protocol: Any = None
-    if no_ranks is None:
-        protocol = protocol_of(config)
-        attached = config.pluginmanager.get_plugin("fsdp_testing.attached")
+    protocol: Any = protocol_of(config) if no_ranks is None else None
     for item in marked:
         try:
             request = world_request(item)
@@ -104,8 +94,7 @@ def select(config: pytest.Config, marked: Sequence[pytest.Item]) -> dict[pytest.
         if refusal is not None:
             refused[item] = f"{item.nodeid}: marker world: {refusal}"
         else:
-            # The fake backend is one process anywhere.
-            (protocol if attached is None or request.backend == "fake" else attached).take(item, request)
+            protocol.take(item, request)
     if problems:
         raise pytest.UsageError(*problems)
     _warn_of_reruns(config, marked)

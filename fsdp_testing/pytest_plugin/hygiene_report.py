@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from fsdp_testing.pool import WorldOutcome
-from fsdp_testing.pool.outcome import rank_names
+from fsdp_testing.pool.outcome import left_behind, rank_names
 from fsdp_testing.pytest_plugin.longrepr import build, text_element
 from fsdp_testing.pytest_plugin.records import Phase, RankResult, WarningRecord
 from fsdp_testing.pytest_plugin.selection import location_of
-from fsdp_testing.records.dirt import Dirt
 
 
 class WorldHygieneWarning(pytest.PytestWarning):
     """A test left something behind in a rank; `--strict-hygiene` makes it a failure."""
-
-
-def left_behind(dirt: Iterable[tuple[int, Iterable[Dirt]]]) -> list[str]:
-    """Return one line for each thing that ranks left behind, from (rank, what it left); equal things once."""
-    found: dict[str, list[int]] = {}
-    for rank, entries in dirt:
-        for entry in dict.fromkeys(map(str, entries)):
-            found.setdefault(entry, []).append(rank)
-    return [f"{rank_names(ranks)} left {entry}" for entry, ranks in found.items()]
 
 
 def report_teardown_failure(item: pytest.Item, text: str) -> None:

@@ -45,7 +45,7 @@ class RankSession:
         rank = current_world().rank
         base = Path(directory)
         own = base / f"tmp{rank}"
-        own.mkdir(exist_ok=True)
+        own.mkdir(parents=True, exist_ok=True)  # on another host than the controller's, the world's directory too
         env.update({"TMPDIR": str(own)})
         hygiene_process.TEMPORARY.use(own)
         started = rank_template.take(spec)

@@ -40,7 +40,7 @@ class Leases:
         """Begin to start the fork server, without waiting: collection goes on meanwhile."""
         if self._pool is None:
             self._pool = default_pool()
-            self._pool.coverage = _coverage_settings()
+            self._pool.coverage = coverage_settings()
             self._pool.add_preload(IN_RANK)
             self._pool.add_preparation(f"{_TEMPLATE}:prepare", encode(self._description()))
             self._pool.start()
@@ -146,7 +146,7 @@ def _problems(outcome: WorldOutcome) -> list[str]:
     return found
 
 
-def _coverage_settings() -> dict[str, Any] | None:
+def coverage_settings() -> dict[str, Any] | None:
     """How ranks measure coverage: like this process, when it is measured."""
     import sys
 

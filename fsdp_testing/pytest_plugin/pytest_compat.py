@@ -7,6 +7,7 @@ release that `pyproject.toml` admits, the other environments on the newest.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -96,3 +97,13 @@ def draws_alike_everywhere(function: Callable[..., Any]) -> bool:
     """Return whether a Hypothesis test is derandomized; Hypothesis promises no name for it, so without it: no."""
     settings = getattr(function, "_hypothesis_internal_use_settings", None)
     return bool(getattr(settings, "derandomize", False))
+
+
+def drop_reports(config: pytest.Config) -> None:
+    """Have this process write no report: another one with the same arguments writes the same files."""
+    for plugin in config.pluginmanager.get_plugins():
+        if type(plugin).__name__ == "LogXML":
+            setattr(plugin, "logfile", os.devnull)  # noqa: B010 - of a private class
+    for name in ("lfplugin", "nfplugin", "stepwiseplugin"):
+        if config.pluginmanager.has_plugin(name):
+            config.pluginmanager.unregister(name=name)

@@ -10,11 +10,10 @@ import pytest
 from fsdp_testing.backends import registered_backends
 from fsdp_testing.errors import InvalidArgument, WorldFailed
 from fsdp_testing.pool import WorldOutcome
-from fsdp_testing.pool.attachment import run_attached
 from fsdp_testing.pool.channel import dumps, loads
+from fsdp_testing.pool.outcome import left_behind
 from fsdp_testing.pool.targets import target_of
-from fsdp_testing.pytest_plugin.attached import NAME as ATTACHED
-from fsdp_testing.pytest_plugin.hygiene_report import WorldHygieneWarning, left_behind
+from fsdp_testing.pytest_plugin.hygiene_report import WorldHygieneWarning
 from fsdp_testing.pytest_plugin.leases import IN_RANK, Leases
 from fsdp_testing.pytest_plugin.marker import WorldRequest, read_marker
 from fsdp_testing.pytest_plugin.selection import defaults_of
@@ -66,16 +65,13 @@ class BoundWorld:
             kwargs: Likewise.
 
         Returns:
-            One result per rank. Under torchrun its processes are the ranks, and each of them must come here.
+            One result per rank.
 
         Raises:
             RanksFailed: A rank raised, died, hung or disagreed.
             UnsendableFunction: The function has no name that a rank could import.
         """
         __tracebackhide__ = True
-        attached: Any = self._worlds.session.config.pluginmanager.get_plugin(ATTACHED)
-        if attached is not None:
-            return run_attached(attached.launch, function, (args, kwargs), self._asked.size, self._asked.backend)
         target = target_of(function)
         collected = {str(item.path) for item in self._worlds.session.items}
         test_file = target.path if target.path in collected else ""

@@ -23,6 +23,7 @@ class Explanation:
         seconds: Time that took.
         complete: Whether every single operation that remains is needed; else time or runs were used up.
         place: The first module whose numbers are wrong, in a sentence; empty if none was seen.
+        happened: What was done wrong, as a clause of the sentence; empty where nothing that was tried gives these numbers.
         portrait: The shortest schedule as it ran, if the implementation can be traced.
     """
 
@@ -35,6 +36,7 @@ class Explanation:
     complete: bool
     place: str = ""
     portrait: Portrait | None = None
+    happened: str = ""
 
 
 @dataclass(frozen=True, slots=True)

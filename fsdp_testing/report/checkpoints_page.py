@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     from fsdp_testing.checkpoints.summary import Summary
 
 
+_SHADES = {"X": "fails", "?": "unknown", "r": "refused", "=": "holds"}
+"""Class of a square in the drawing, by the mark of a state."""
+
+
 def write_checkpoints_page(summary: Summary, directory: Path) -> Path:
     """Write `index.html` into `directory`, which is made if it is missing, and return its path.
 
@@ -26,9 +31,9 @@ def write_checkpoints_page(summary: Summary, directory: Path) -> Path:
     columns: dict[str, dict[str, dict[str, int]]] = {number: {} for number in numbers.values()}
     rows = {place: f"{number}. {place}" for number, place in enumerate(summary.places, 1)}
     for saver, row in summary.cells().items():
-        for loader, counts in row.items():
+        for loader, results in row.items():
             if loader in numbers:
-                columns[numbers[loader]][rows[saver]] = dict(counts)
+                columns[numbers[loader]][rows[saver]] = dict(Counter(_SHADES[one.mark] for one in results))
     page = new_environment().from_string(resource("checkpoints.html"))
     text = page.render(
         summary=summary,

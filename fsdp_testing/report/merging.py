@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from fsdp_testing.errors import InvalidArgument
@@ -25,56 +25,73 @@ def merged(reports: Mapping[str, RunReport]) -> RunReport:
     Raises:
         InvalidArgument: A part is missing or there twice, or parts are not of one run; every offender is listed.
     """
-    _refuse(_problems(reports))
+    refuse_parts(
+        {path: Part(report.shard, _alike(report)) for path, report in reports.items()},
+        "Give the JSON reports of `fsdp-verify run ... --shard 1/N` to `N/N`, all else alike.",
+    )
     parts = sorted(reports.values(), key=lambda report: report.shard)
     rounds = zip_longest(*(part.results for part in parts))
     results = tuple(result for each in rounds for result in each if result is not None)
-    _refuse(_gaps(parts, results))
+    _refuse(_gaps(parts, results), _ANOTHER_RUN)
     portraits = next((part.portraits for part in parts if part.portraits), ())
     seconds = sum(part.seconds for part in parts)
     return replace(parts[0], results=results, shard=(), portraits=portraits, seconds=seconds)
 
 
-def _refuse(problems: Iterable[str]) -> None:
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What shows whether parts belong together: which one it is, `(i, n)` or empty, and what all have alike, by name."""
+
+    shard: tuple[int, ...]
+    alike: Mapping[str, object]
+
+
+def refuse_parts(parts: Mapping[str, Part], advice: str) -> None:
+    """Make sure that parts, by where they come from, are those of one whole.
+
+    Raises:
+        InvalidArgument: One is missing or there twice, or they are not of one whole; every offender is listed.
+    """
+    _refuse(_problems(parts), advice)
+
+
+def _refuse(problems: Iterable[str], advice: str) -> None:
     if listed := "; ".join(problems):
-        raise InvalidArgument(
-            f"merge: expected every part of one run once, got: {listed}. "
-            "Give the JSON reports of `fsdp-verify run ... --shard 1/N` to `N/N`, all else alike."
-        )
+        raise InvalidArgument(f"merge: expected every part of one run once, got: {listed}. {advice}")
 
 
-def _problems(reports: Mapping[str, RunReport]) -> Iterator[str]:
-    """What shows in the heads of the reports."""
-    for path, report in reports.items():
-        if len(report.shard) != 2:
+def _problems(given: Mapping[str, Part]) -> Iterator[str]:
+    for path, part in given.items():
+        if len(part.shard) != 2:
             yield f"{path} is no part but a whole run"
-    parts = {path: report for path, report in reports.items() if len(report.shard) == 2}
+    parts = {path: part for path, part in given.items() if len(part.shard) == 2}
     if not parts:
-        if not reports:
+        if not given:
             yield "no report"
         return
     first, model = next(iter(parts.items()))
-    for path, report in parts.items():
-        for name, known, other in zip(_NAMES, _alike(model), _alike(report), strict=True):
+    of = model.shard[1]
+    for path, part in parts.items():
+        for name, known in {**model.alike, "number of parts": of}.items():
+            other = {**part.alike, "number of parts": part.shard[1]}[name]
             if known != other:
                 yield f"{path} has {name} {other}, {first} has {known}"
-    of = model.shard[1]
-    seen = Counter(report.shard[0] for report in parts.values() if report.shard[1] == of)
+    seen = Counter(part.shard[0] for part in parts.values() if part.shard[1] == of)
     for number in range(1, of + 1):
         if seen[number] > 1:
-            given = ", ".join(path for path, report in parts.items() if report.shard == (number, of))
-            yield f"part {number} of {of} {seen[number]} times ({given})"
+            twice = ", ".join(path for path, part in parts.items() if part.shard == (number, of))
+            yield f"part {number} of {of} {seen[number]} times ({twice})"
         elif not seen[number]:
             yield f"part {number} of {of} is missing"
 
 
-_NAMES = ("implementations", "world sizes", "backend", *_ALIKE_ENVIRONMENT, "number of parts")
+_ANOTHER_RUN = "Give the reports of one run, all of one version."
 
 
-def _alike(report: RunReport) -> tuple[object, ...]:
-    """What the parts of one run have in common, as `_NAMES` calls it."""
-    versions = [report.environment.get(name, "") for name in _ALIKE_ENVIRONMENT]
-    return report.implementations, report.world_sizes, report.backend, *versions, report.shard[1]
+def _alike(report: RunReport) -> dict[str, object]:
+    versions = {name: report.environment.get(name, "") for name in _ALIKE_ENVIRONMENT}
+    whole = {"implementations": report.implementations, "world sizes": report.world_sizes, "backend": report.backend}
+    return {**whole, **versions}
 
 
 def _gaps(parts: Sequence[RunReport], results: Sequence[CheckResult]) -> Iterator[str]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp_testing.script_check.whole import WholeRun, first_steps
+from fsdp_testing.script_check.whole import COPY, WholeRun, first_steps
 from fsdp_testing.training_check import causes
 from fsdp_testing.training_check.comparison import Difference, suggestion
-from fsdp_testing.training_check.whole import Disagreement, assembled
+from fsdp_testing.training_check.whole import BUFFER, MOMENT, RATE, SETTING, Disagreement, assembled
 
 CLOSE = 1e-6
 
@@ -85,6 +85,8 @@ def _start(run: WholeRun) -> str:
 
 def of_disagreement(run: WholeRun, found: Disagreement) -> str:
     """Return why ranks hold different numbers of the same parameter."""
+    if found.kind == BUFFER:
+        return _batch_norm(run, found) or "Each rank computes its own: reduce it, or leave it out of the model's state."
     metric = causes.MetricFact(found.name, mean_agrees=False, sum_agrees=False)
     return (
         (_local_norm(run, found.step) if _reduced(run, found.step) else "")
@@ -116,6 +118,7 @@ def of_difference(reference: WholeRun, run: WholeRun, found: Difference) -> str:
     step = found.step
     return (
         _rate(reference, run, found)
+        or _kept(found)
         or _local_norm(run, step)
         or _counts(run, found)
         or _batch_norm(run, found)
@@ -126,9 +129,9 @@ def of_difference(reference: WholeRun, run: WholeRun, found: Difference) -> str:
 
 
 def _rate(reference: WholeRun, run: WholeRun, found: Difference) -> str:
-    if found.quantity != "learning rate":
+    if found.quantity != RATE:
         return ""
-    mine, other = (one.quantities["learning rate"][found.step] for one in (run, reference))
+    mine, other = (one.quantities[RATE][found.step] for one in (run, reference))
     ratio = float(mine[0] / other[0]) if float(other[0]) else 0.0
     scaled = (
         f" is multiplied by the number of ranks ({ratio:.6g} times)"
@@ -136,6 +139,20 @@ def _rate(reference: WholeRun, run: WholeRun, found: Difference) -> str:
         else (f" depends on the number of ranks ({ratio:.6g} times that of one process)")
     )
     return f"Cause: the learning rate{scaled}. One process with the rows of all ranks takes the mean of the same gradients."
+
+
+def _kept(found: Difference) -> str:
+    """Return the cause where only what a script keeps beside weights and gradients differs: these come first in a step."""
+    if found.quantity.startswith(SETTING):
+        return f"Cause: the optimizer's {found.quantity.removeprefix(SETTING)} depends on the number of ranks."
+    if found.quantity.startswith(COPY):
+        return (
+            "Cause: weights agree at each step and this copy of them does not: its decay, or how often it is updated, depends on "
+            "the number of ranks."
+        )
+    if found.quantity.startswith(MOMENT):
+        return "Cause: gradients and weights agree so far: the optimizer's state is changed outside of its step."
+    return ""
 
 
 def _counts(run: WholeRun, found: Difference) -> str:
@@ -148,7 +165,7 @@ def _counts(run: WholeRun, found: Difference) -> str:
     )
 
 
-def _batch_norm(run: WholeRun, found: Difference) -> str:
+def _batch_norm(run: WholeRun, found: Difference | Disagreement) -> str:
     if not run.ranks[0].steps[found.step].batch_norm:
         return ""
     return (

@@ -36,12 +36,37 @@ class LoaderSeen:
     Attributes:
         length: What `len` gave; None where it was not asked or has none.
         passes: The items of each pass.
-        repeats_order: Whether a second pass began as the first did, though a sampler is to shuffle.
+        rows: Digests of the rows of each pass.
+        complete: Of each pass whether all that the loader has was taken.
+        batch: Rows of the first item.
+        shuffles: Whether a sampler is to take another order in each pass.
+        replaces: Whether its sampler draws rows that it has drawn already.
     """
 
     length: int | None = None
     passes: list[list[Any]] = field(default_factory=list)
-    repeats_order: bool = False
+    rows: list[list[str]] = field(default_factory=list)
+    complete: list[bool] = field(default_factory=list)
+    batch: int = 0
+    shuffles: bool = False
+    replaces: bool = False
+
+    @property
+    def repeats_order(self) -> bool:
+        """Whether a second pass began as the first did, though a sampler is to shuffle."""
+        if not self.shuffles or len(self.rows) < 2:
+            return False
+        first, second = self.rows[0], self.rows[1]
+        known = min(len(first), len(second))
+        return len(set(first[:known])) > 1 and first[:known] == second[:known]
+
+    def take(self, turn: int, item: Any, due: int | None) -> None:
+        """Take note of an item of a pass; `due` is how many it has in all, if that is known."""
+        digests = row_digests(item)
+        self.passes[turn].append(on_cpu(item))
+        self.rows[turn] += digests
+        self.batch = self.batch or len(digests)
+        self.complete[turn] = len(self.passes[turn]) == due
 
 
 @dataclass(slots=True)
@@ -117,31 +142,31 @@ class Feeder:
 
     def _items(self, loader: Any, own: Iterator[Any]) -> Iterator[Any]:
         number, seen = self._seen(loader)
-        items: list[Any] = []
-        seen.passes.append(items)
-        fed = self._fed(number)
+        seen.passes.append([])
+        seen.rows.append([])
+        seen.complete.append(False)
+        sampler = getattr(loader, "sampler", None)
+        seen.shuffles = isinstance(sampler, DistributedSampler) and sampler.shuffle
+        seen.replaces = bool(getattr(sampler, "replacement", False))
+        fed, turn = self._fed(number), len(seen.passes) - 1
         if fed is None:
+            due = _length(loader)
             for item in own:
-                items.append(on_cpu(item))
-                seen.repeats_order |= _repeats(loader, seen)
+                seen.take(turn, item, due)
                 yield item
+            seen.complete[turn] = True
             return
-        turn = len(seen.passes) - 1
         for item in fed.passes[turn] if turn < len(fed.passes) else ():
             next(own, None)  # so that its own sampler draws what it draws
-            items.append(item)
+            seen.passes[turn].append(item)
             yield item
 
 
-def _repeats(loader: Any, seen: LoaderSeen) -> bool:
-    """Whether the second pass of a shuffling sampler begins as the first did."""
-    sampler = getattr(loader, "sampler", None)
-    if len(seen.passes) != 2 or not isinstance(sampler, DistributedSampler) or not sampler.shuffle:
-        return False
-    first, second = seen.passes
-    known = min(len(first), len(second))
-    rows = [[row for item in turn[:known] for row in row_digests(item)] for turn in (first, second)]
-    return len(set(rows[0])) > 1 and rows[0] == rows[1]
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader.batch_sampler if loader.batch_sampler is not None else loader.dataset)
+    except (TypeError, NotImplementedError, AttributeError):
+        return None
 
 
 _current: Feeder | None = None

@@ -9,6 +9,7 @@ import os
 import runpy
 import shutil
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -22,9 +23,12 @@ from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.ledger.late_delivery import deliver_late
 from fsdp_testing.pool.world import current_world
 from fsdp_testing.programs.fresh_memory import filled_with_garbage
+from fsdp_testing.script_check.copies import copies_in
 from fsdp_testing.script_check.feeding import Feed, Feeder, Taken
+from fsdp_testing.script_check.numbers import Log, watch_numbers
 from fsdp_testing.training_check.disturbance import disturbed
 from fsdp_testing.training_check.evidence import StepEvidence, Witness
+from fsdp_testing.training_check.held import Spans
 from fsdp_testing.training_check.launch import as_torchrun_starts
 from fsdp_testing.training_check.observation import Observer, StepSeen
 
@@ -41,6 +45,7 @@ class ScriptRun:
         is_module: Whether it is run with `-m`.
         steps: Optimizer steps after which it is ended.
         folder: The current folder of this run.
+        stop_before: Step before which it is ended; never with 0.
         seed: Other than 0: roundings are made differently.
         keep_data: Whether to report the data that was taken.
         feed: What it is given in place of its own data.
@@ -51,6 +56,7 @@ class ScriptRun:
     is_module: bool
     steps: int
     folder: str
+    stop_before: int = 0
     seed: int = 0
     keep_data: bool = False
     feed: Feed = field(default_factory=Feed)
@@ -58,11 +64,24 @@ class ScriptRun:
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What one rank reports of its run."""
+    """What one rank reports of its run.
+
+    Attributes:
+        steps: Each step of an optimizer.
+        evidence: What explains differences, by step.
+        taken: The data.
+        numbers: Numbers that the script took out of tensors, by line.
+        outside: Files that it wrote elsewhere than below its current folder.
+        copies: Other copies of the weights at the end, by the name of their variable.
+        ended: Whether the script ended by itself.
+    """
 
     steps: tuple[StepSeen, ...]
     evidence: tuple[StepEvidence, ...]
     taken: Taken
+    numbers: Log
+    outside: tuple[str, ...]
+    copies: dict[str, Spans]
     ended: bool
 
 
@@ -83,11 +102,16 @@ def run_here(run: ScriptRun) -> RankReport:
         if steps >= run.steps:
             raise _EnoughSteps
 
-    observer = Observer(stop, feeder.forward)
+    def stop_before(steps: int) -> None:
+        if run.stop_before and steps >= run.stop_before:
+            raise _EnoughSteps
+
+    observer = Observer(stop, feeder.forward, stop_before)
     observer.keep_calls = run.keep_data
     roundings = disturbed(run.seed * world.size + world.rank) if run.seed else nullcontext()
-    ended = False
+    ended, copies = False, dict[str, Spans]()
     with ExitStack() as stack:
+        numbers = stack.enter_context(watch_numbers())
         for context in (
             _in_folder(run.folder),
             as_torchrun_starts(world),
@@ -102,10 +126,10 @@ def run_here(run: ScriptRun) -> RankReport:
         ):
             stack.enter_context(context)
         try:
-            _run(run)
+            copies = copies_in([_run(run)], observer.models)
             ended = True
-        except _EnoughSteps:
-            pass
+        except _EnoughSteps as end:
+            copies = copies_in([frame.f_locals for frame, _ in traceback.walk_tb(end.__traceback__)], observer.models)
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise InvalidArgument(f"ended with exit code {end.code}") from end
@@ -116,19 +140,22 @@ def run_here(run: ScriptRun) -> RankReport:
         taken.marked.clear()
         for loader in taken.loaders:
             loader.passes = [[] for _ in loader.passes]
-    return RankReport(tuple(observer.steps), tuple(witness.steps), taken, ended)
+    return RankReport(
+        tuple(observer.steps), tuple(witness.steps), taken, numbers, tuple(sorted(_outside)), copies, ended
+    )
 
 
-def _run(run: ScriptRun) -> None:
+def _run(run: ScriptRun) -> dict[str, Any]:
+    """Run the script to its end and return its globals."""
     argv, path = list(sys.argv), list(sys.path)
     main = sys.modules.get("__main__")
     try:
         sys.argv[:] = [run.script, *run.arguments]
         if run.is_module:
-            runpy.run_module(run.script, run_name="__main__", alter_sys=True)
-        else:
-            sys.path.insert(0, str(Path(run.script).parent))
-            runpy.run_path(run.script, run_name="__main__")
+            sys.path.insert(0, str(Path.cwd()))
+            return runpy.run_module(run.script, run_name="__main__", alter_sys=True)
+        sys.path.insert(0, str(Path(run.script).parent))
+        return runpy.run_path(run.script, run_name="__main__")
     finally:
         sys.argv[:], sys.path[:] = argv, path
         if main is not None:
@@ -185,6 +212,7 @@ def _in_folder(folder: str) -> Iterator[None]:
             _own(os.fspath(file), empty=True)
         return real_save(value, file, *args, **kwargs)
 
+    _outside.clear()
     _written_in.append(os.path.realpath(folder))
     _hook_once()
     try:
@@ -196,6 +224,7 @@ def _in_folder(folder: str) -> Iterator[None]:
 
 
 _written_in: list[str] = []
+_outside: set[str] = set()
 _hooked: list[bool] = []
 
 
@@ -216,11 +245,22 @@ def _see_open(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _own(path: str, *, empty: bool) -> None:
-    """Replace a link of the run's folder by a file of its own: empty where the old content goes anyway, else a copy."""
+    """Put aside the file of a link in the run's folder, and take note of files elsewhere.
+
+    Args:
+        path: Of the file that is to be written.
+        empty: Whether its old content goes anyway.
+    """
     place = Path(path)
     full = place.parent.resolve() / place.name
-    if not _written_in or not full.is_relative_to(_written_in[-1]) or not full.is_symlink():
-        return
+    if _written_in and not full.is_relative_to(_written_in[-1]) and full.parts[1:2] not in (("dev",), ("proc",)):
+        _outside.add(str(full))
+    elif _written_in and full.is_symlink():
+        _replace(full, empty=empty)
+
+
+def _replace(full: Path, *, empty: bool) -> None:
+    """Replace a link by a file of its own, empty or a copy."""
     source = full.resolve()
     full.unlink()
     if not empty:

@@ -6,8 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fsdp_testing.records import Verdict
-from fsdp_testing.script_check.whole import WholeRun
-from fsdp_testing.training_check.whole import GRADIENT, PARAMETER
+from fsdp_testing.script_check.whole import COPY, WholeRun
+from fsdp_testing.training_check.whole import BUFFER, GRADIENT, MOMENT, PARAMETER, SETTING, UNCLIPPED
+
+KINDS = {
+    UNCLIPPED: "gradients as the first clip is given them",
+    GRADIENT: "gradients as the optimizer is given them",
+    PARAMETER: "parameters after the step",
+    MOMENT: "the optimizer's state",
+    BUFFER: "buffers",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +68,28 @@ class ScriptReport:
         return "\n".join([self.script, *(line for judgement in self.judgements for line in judgement.lines())])
 
 
-def compared_lines(run: WholeRun, left_out: Sequence[str], remarks: Sequence[str]) -> tuple[str, ...]:
-    """Return what was compared at each step, and what was not and why."""
-    kinds = {GRADIENT: "gradients as the optimizer is given them", PARAMETER: "parameters after the step"}
-    found = [name for name in run.quantities if not name.startswith(tuple(kinds))]
-    for start, words in kinds.items():
-        tensors = [values[0] for name, values in run.quantities.items() if name.startswith(start)]
+def compared_lines(
+    run: WholeRun, names: Sequence[str], left_out: Sequence[str], remarks: Sequence[str]
+) -> tuple[str, ...]:
+    """Return what was compared at each step, and what was not and why.
+
+    Args:
+        run: The world.
+        names: Of the quantities that were compared.
+        left_out: What was not, and why.
+        remarks: More lines.
+    """
+    order = list(run.quantities)
+    found = sorted({name for name in names if not name.startswith((*KINDS, SETTING, COPY))}, key=order.index)
+    settings = [name.removeprefix(SETTING) for name in names if name.startswith(SETTING)]
+    found += [f"other settings ({', '.join(settings)})"] if settings else []
+    for start, words in KINDS.items():
+        tensors = [values[0] for name, values in run.quantities.items() if name.startswith(start) and name in names]
         if tensors:
             found.append(f"{words} ({len(tensors)} tensors, {sum(t.numel() for t in tensors):,} numbers)")
     rows = sum(sum(run.union(step).values()) for step in range(run.steps))
     steps = "1 step" if run.steps == 1 else f"each of {run.steps} steps"
     lines = [f"compared at {steps}: {', '.join(found)}; {rows} rows of data"]
+    copies = sorted({name.split(", ")[0] for name in names if name.startswith(COPY)})
+    lines += [f"compared at the end: {', '.join(copies)}"] if copies else []
     return (*lines, *(f"not compared: {what}" for what in left_out), *remarks)

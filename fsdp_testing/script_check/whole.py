@@ -9,8 +9,11 @@ from dataclasses import dataclass, replace
 from fsdp_testing.script_check.launched import RankReport
 from fsdp_testing.training_check.comparison import Quantities
 from fsdp_testing.training_check.evidence import StepEvidence
-from fsdp_testing.training_check.observation import Spans, StepSeen
-from fsdp_testing.training_check.whole import PARAMETER, Disagreement, assembled, together
+from fsdp_testing.training_check.held import Spans
+from fsdp_testing.training_check.observation import StepSeen
+from fsdp_testing.training_check.whole import MOMENT, PARAMETER, Disagreement, assembled, together
+
+COPY = "weights kept as "
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +22,10 @@ class WholeRun:
 
     Attributes:
         size: Number of ranks.
-        quantities: By name, of every step: losses, learning rates, norms, gradients, parameters.
+        quantities: By name, of every step: losses, norms, the optimizer's settings, gradients, parameters, its state, buffers;
+            and of the end, other copies of the weights.
         rows: Of every step, for each rank, the digests of its rows.
-        disagreements: The first of parameters, and the first of gradients.
+        disagreements: The first of each kind.
         ranks: What each rank reported.
     """
 
@@ -55,6 +59,12 @@ class WholeRun:
 def whole(size: int, ranks: Sequence[RankReport]) -> WholeRun:
     """Put the reports of all ranks together; all made as many steps."""
     quantities, disagreements = together([rank.steps for rank in ranks])
+    # Of copies rank 0's count, which it saves: others need not keep any.
+    for copy, first in ranks[0].copies.items():
+        for name in first:
+            tensor = assembled([rank.copies.get(copy, {}).get(name, ()) for rank in ranks])[0]
+            if not bool(tensor.isnan().any()):
+                quantities[f"{COPY}{copy!r}, {name}"] = [tensor]
     rows = tuple(
         tuple(tuple(row for forward in rank.steps[step].rows for row in forward) for rank in ranks)
         for step in range(min(len(rank.steps) for rank in ranks))
@@ -66,6 +76,13 @@ def initial(run: WholeRun) -> Quantities:
     """Return the parameters with which a run began."""
     before: list[Spans] = [rank.steps[0].before for rank in run.ranks]
     return {PARAMETER + name: [assembled([spans.get(name, ()) for spans in before])[0]] for name in before[0]}
+
+
+def initial_state(run: WholeRun) -> Quantities:
+    """Return the optimizer's state with which a run began."""
+    before: list[Spans] = [rank.steps[0].moments_before for rank in run.ranks]
+    names = {name: None for spans in before for name in spans}
+    return {MOMENT + name: [assembled([spans.get(name, ()) for spans in before])[0]] for name in names}
 
 
 def first_steps(run: WholeRun) -> list[StepSeen]:

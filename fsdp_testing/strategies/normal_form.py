@@ -42,8 +42,8 @@ def legal_case(case: Case, capabilities: frozenset[str] | None = None) -> Case:
     if case.model.tree is not None and _changes_ignored(case):
         # Nobody averages gradients of what is ignored, or puts its numbers back after an edit.
         case = replace(case, wrapping=replace(case.wrapping, ignored=()))
-    if case.model.tree is not None:
-        case = replace(case, program=tuple(_trained_alike(case)))
+    trained = _trained_alike if case.model.tree is not None else _trained_at_all
+    case = replace(case, program=tuple(trained(case)))
     case = replace(case, world=_legal_world(case))
     if case.mixed_precision is not None and case.mixed_precision.buffer_dtype:
         # Buffers may be cast while wrapping or in the first forward: what is seen between is each one's own affair.
@@ -209,7 +209,8 @@ def _trained_alike(case: Case) -> Iterator[Operation]:
     """Yield the operations, with the branches of rank 0 on every rank where the loss of some ranks would train nothing.
 
     Nobody calls backward with such a loss, and the ranks whose loss trains something would wait in theirs: the user's own
-    doing, on every implementation.
+    doing, on every implementation. Nor does anybody reduce what awaits it from a `no_sync` when no rank's loss trains anything:
+    then every branch runs, and a micro-batch that trains nothing even so is left out.
     """
     specs = parameters(case.model.tree)
     first = {spec.tie: spec.fqn for spec in reversed(specs) if spec.tie}
@@ -224,14 +225,32 @@ def _trained_alike(case: Case) -> Iterator[Operation]:
             if pending and not any(changed.values()):
                 continue  # no backward would ever reduce what awaits it
             flags = changed
-        pending = operation.pending_after(pending)
+        awaiting, pending = pending, operation.pending_after(pending)
         trainable = {spec.module for spec in specs if flags[first.get(spec.tie, spec.fqn)]}
 
         def trains(mask: tuple[bool, ...], trainable: set[str] = trainable) -> bool:
             return any(fqn in trainable for fqn in _contributing(places, mask))
 
-        parted = any(len({trains(mask) for mask in batch.usage}) > 1 for batch in operation.batches())
-        yield operation.used_alike() if parted and operation.runs_backward else operation
+        if operation.runs_backward:
+            if any(len({trains(mask) for mask in batch.usage}) > 1 for batch in operation.batches()):
+                operation = operation.used_alike()
+            reduces = awaiting and not pending
+            if reduces and not all(trains(mask) for batch in operation.batches() for mask in batch.usage or ((),)):
+                if not trains(()):
+                    pending = awaiting
+                    continue
+                operation = operation.with_batches(lambda batch: replace(batch, usage=()))
+        yield operation
+
+
+def _trained_at_all(case: Case) -> Iterator[Operation]:
+    """Yield the operations of a model of the zoo, none of which freezes everything while gradients await a reduction."""
+    pending = False
+    for operation in case.program:
+        change = operation.requires_grad_change()
+        if not (pending and change is not None and not change[1] and "*" in change[0]):
+            pending = operation.pending_after(pending)
+            yield operation
 
 
 def _contributing(places: list[Walk], mask: tuple[bool, ...]) -> Iterator[str]:

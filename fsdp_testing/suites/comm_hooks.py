@@ -203,7 +203,9 @@ SUITE.add(
     "comm_hook.result_is_kept",
     "What the hook returns is the gradient: nothing else is reduced, divided or added.",
     _trained,
-    mode=RunMode(run_hooked, (_QUARTER,), expect_scaled, (_QUARTER.factor,)),
+    mode=RunMode(
+        run_hooked, (_QUARTER,), expect_scaled, (_QUARTER.factor,), besides="what the communication hook returns"
+    ),
 )
 SUITE.add(
     "comm_hook.bfloat16",

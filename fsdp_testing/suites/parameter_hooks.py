@@ -125,7 +125,14 @@ SUITE.add(
     _case,
     source="torch.Tensor.register_hook",
     needs={"tensor_hooks"},
-    mode=RunMode(run_hooked_parameters, (False,), expect_scaled, (FACTOR,), review=remarks.review),
+    mode=RunMode(
+        run_hooked_parameters,
+        (False,),
+        expect_scaled,
+        (FACTOR,),
+        review=remarks.review,
+        besides="what the hooks on parameters return",
+    ),
 )
 SUITE.add(
     "parameter_hooks.after_accumulation",

@@ -34,37 +34,37 @@ class TraceRecorder:
 
     def __init__(self, operation: Callable[[], int]) -> None:
         self._operation = operation
-        self._told: list[tuple[_Maker, float, int, tuple[Any, ...]]] = []
+        self._recorded: list[tuple[_Maker, float, int, tuple[Any, ...]]] = []
         self._made: list[Event] = []
 
     @property
     def events(self) -> tuple[Event, ...]:
-        for sequence, (make, moment, operation, facts) in enumerate(self._told[len(self._made) :], len(self._made)):
+        for sequence, (make, moment, operation, facts) in enumerate(self._recorded[len(self._made) :], len(self._made)):
             self._made.append(make(sequence, moment, operation, *facts))
         return tuple(self._made)
 
     def __len__(self) -> int:
-        return len(self._told)
+        return len(self._recorded)
 
     def collective(self, group: GroupIdentity, call: Call, site: str) -> None:
         """Record a collective; the ledger's listener."""
-        self._told.append((_collective, time.monotonic(), self._operation(), (group, call, site)))
+        self._recorded.append((_collective, time.monotonic(), self._operation(), (group, call, site)))
 
     def unit(self, unit: str, transition: str, parameters: tuple[str, ...] = ()) -> None:
         """Record a transition of a unit: `unshard`, `gather`, `reshard`, `free`."""
-        self._told.append((UnitEvent, time.monotonic(), self._operation(), (unit, transition, parameters)))
+        self._recorded.append((UnitEvent, time.monotonic(), self._operation(), (unit, transition, parameters)))
 
     def autograd(self, module: str, moment: str) -> None:
         """Record that a module's forward or backward begins or ends."""
-        self._told.append((AutogradEvent, time.monotonic(), self._operation(), (module, moment)))
+        self._recorded.append((AutogradEvent, time.monotonic(), self._operation(), (module, moment)))
 
     def operation(self) -> None:
         """Record that an operation of the program begins."""
-        self._told.append((OperationEvent, time.monotonic(), self._operation(), ()))
+        self._recorded.append((OperationEvent, time.monotonic(), self._operation(), ()))
 
     def waited(self, start: float, stop: float) -> None:
         """Record that this rank waited for a collective from `start` to `stop`."""
-        self._told.append((WaitEvent, start, self._operation(), (stop - start,)))
+        self._recorded.append((WaitEvent, start, self._operation(), (stop - start,)))
 
 
 def _collective(
@@ -72,9 +72,8 @@ def _collective(
 ) -> CollectiveEvent:
     what: tuple[Any, ...] = (*call.what, None, None)
     name, detail, *rest = what
-    words = [str(word) for word in detail or ()]
-    root = next((int(word[5:]) for word in words if word.startswith("root=")), -1)
-    reduce_op = next((word for word in words if not word.startswith("root=")), "")
+    root = next((part for part in detail or () if isinstance(part, int)), -1)
+    reduce_op = next((part for part in detail or () if isinstance(part, str)), "")
     sizes = rest[1]
     return CollectiveEvent(
         sequence,

@@ -163,7 +163,7 @@ def _compare(
         return None
     one, two = left.double().reshape(-1), right.double().reshape(-1)
     largest = float(one[one.isfinite()].abs().max()) if bool(one.isfinite().any()) else 0.0
-    found = difference(two, one, _floor(left.dtype, roundings) * largest + admitted.get(place, 0.0))
+    found = difference(two, one, floor(left.dtype, roundings) * largest + admitted.get(place, 0.0))
     if not found.exceeded:
         decided.numbers += one.numel()
         # As everywhere: what roundings move by as much as the numbers are large decides nothing.
@@ -177,7 +177,7 @@ def _compare(
     return Difference(name, step, steps, sentence, _ratio(one, two), one.numel(), found.error)
 
 
-def _floor(dtype: torch.dtype, roundings: float) -> float:
+def floor(dtype: torch.dtype, roundings: float) -> float:
     """Return the part of the largest number that so many roundings may make."""
     unit = UNIT_ROUNDOFF.get(str(dtype).removeprefix("torch."), 0.0)
     few = unit > UNIT_ROUNDOFF["float32"]

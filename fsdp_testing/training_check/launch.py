@@ -18,20 +18,13 @@ from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.pool.world import World
 
 # No agent serves a store there: who joins a store of its own instead of the world's group is refused a connection at once.
-_ADDRESS, _PORT = "127.0.0.1", "29500"
+_ADDRESS, _PORT = "127.0.0.1", 29500
 
 
 def variables(world: World) -> dict[str, str | None]:
     """Return the variables that torchrun sets in each process of one host."""
-    rank, size = str(world.rank), str(world.size)
-    return {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
+    return env.as_launched(world.rank, world.size, _ADDRESS, _PORT) | {
         "GROUP_RANK": "0",
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
-        "MASTER_ADDR": _ADDRESS,
-        "MASTER_PORT": _PORT,
         "TORCHELASTIC_RUN_ID": "none",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }

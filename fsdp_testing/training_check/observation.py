@@ -1,32 +1,27 @@
 """What does a rank hold and compute at each optimizer step of a training that knows nothing of us?
 
 Models are those whose forward is called outermost with gradients; each parameter is reported as the spans that the rank
-has of it, read in place and without communication, whatever holds it: plain, DDP, FSDP1, FSDP2 and other DTensors, `fsdp_ref`.
+has of it (`held`).
 """
 
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fsdp_testing.implementations.protocol import Piece
-from fsdp_testing.implementations.shared import flat_pieces, naming, pieces
-
-Span = tuple[tuple[int, ...], int, int, torch.Tensor]
-"""Shape of the whole parameter, first and last element of this rank's part in row-major order, and these elements."""
-Spans = dict[str, tuple[Span, ...]]
+from fsdp_testing.implementations.shared import pieces
+from fsdp_testing.training_check.held import Held, Spans, buffers_of, held_by, moments_of, spans_of
 
 _MOST_ROWS = 4096
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +30,18 @@ class StepSeen:
 
     Attributes:
         losses: What each backward pass was called on (its sum, where that was no scalar).
+        loss_dtype: Their dtype.
         rows: Digest of each row that the outermost forwards were given, by forward.
-        rates: Learning rate of each group of parameters.
+        settings: Each number by which the optimizer is set ("lr", "weight_decay", ...), of every group of parameters.
         norms: What `clip_grad_norm_` returned.
+        norm_dtype: Their dtype.
         before: Parameters as the step found them; of the first step only.
+        moments_before: What the optimizer kept of parameters before it; of the first step only.
+        unclipped: Gradients as the step's first clip was given them; empty without one.
         gradients: As the optimizer is given them; None counts as zeros.
         parameters: After the step.
+        moments: What the optimizer keeps of each parameter after the step.
+        buffers: Buffers of the models after the step, those that a checkpoint holds.
         unreduced: Parameters whose sharded gradient had not been reduced.
         given: How many parameters have a gradient on this rank.
         strange: How many tensors the optimizer steps that belong to no model that was seen.
@@ -51,12 +52,18 @@ class StepSeen:
     """
 
     losses: tuple[float, ...]
+    loss_dtype: torch.dtype
     rows: tuple[tuple[str, ...], ...]
-    rates: tuple[float, ...]
+    settings: dict[str, tuple[float, ...]]
     norms: tuple[float, ...]
+    norm_dtype: torch.dtype
     before: Spans
+    moments_before: Spans
+    unclipped: Spans
     gradients: Spans
     parameters: Spans
+    moments: Spans
+    buffers: Spans
     unreduced: tuple[str, ...]
     given: int
     strange: int
@@ -81,28 +88,33 @@ class Observer:
     Args:
         after_step: Called after each step with the number of steps so far; may raise to end the training.
         before_forward: Is given the arguments of each outermost forward and returns those to use.
+        before_step: Called before each step with the number of steps so far; may raise to end the training.
     """
 
     def __init__(
         self,
         after_step: Callable[[int], None] = lambda _: None,
         before_forward: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any]] = lambda a, k: (a, k),
+        before_step: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.steps: list[StepSeen] = []
         self.models: list[nn.Module] = []
         self.calls: list[Call] = []
         self.keep_calls = False
-        self._after_step, self._before_forward = after_step, before_forward
+        self._after_step, self._before_forward, self._about_to_step = after_step, before_forward, before_step
         self._depth = 0
         self._stepping = 0  # an optimizer may be made of others, whose steps are parts of its own
         self._start_step()
 
     def _start_step(self) -> None:
         self._losses: list[float] = []
+        self._loss_dtype = self._norm_dtype = torch.float64
         self._rows: list[tuple[str, ...]] = []
         self._norms: list[float] = []
         self._drew = False
         self._before: Spans = {}
+        self._moments_before: Spans = {}
+        self._unclipped: Spans = {}
         self._gradients: Spans = {}
         self._unreduced: tuple[str, ...] = ()
         self._given = 0
@@ -111,15 +123,17 @@ class Observer:
     @contextmanager
     def watch(self) -> Iterator[None]:
         """See everything while the context lasts."""
-        clip = torch.nn.utils.clip_grad_norm_
         with ExitStack() as stack:
             for owner, name, replacement in (
                 (nn.Module, "__call__", self._seeing_calls(nn.Module.__call__)),
                 (torch.autograd, "backward", self._seeing_losses(torch.autograd.backward)),
-                (torch.nn.utils, "clip_grad_norm_", self._seeing_norms(clip)),
-                (torch.nn.utils.clip_grad, "clip_grad_norm_", self._seeing_norms(clip)),
             ):
                 stack.enter_context(mock.patch.object(owner, name, replacement))
+            for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
+                replacement = self._seeing_clips(getattr(torch.nn.utils, name))
+                for place in (torch.nn.utils, torch.nn.utils.clip_grad):
+                    if hasattr(place, name):
+                        stack.enter_context(mock.patch.object(place, name, replacement))
             for register, hook in (
                 (register_optimizer_step_pre_hook, self._before_step),
                 (register_optimizer_step_post_hook, self._end_step),
@@ -155,47 +169,60 @@ class Observer:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             found = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
             original(tensors, *args, **kwargs)
+            self._loss_dtype = found[0].dtype
             self._losses.append(float(sum(float(tensor.detach().double().sum()) for tensor in found)))
 
         return backward
 
-    def _seeing_norms(self, original: Any) -> Any:
-        def clip_grad_norm_(*args: Any, **kwargs: Any) -> Any:
+    def _seeing_clips(self, original: Any) -> Any:
+        def clip(*args: Any, **kwargs: Any) -> Any:
+            if not self._unclipped:
+                held = self._of_models(held_by)
+                self._unclipped = {name: spans_of(found, "grad") for name, found in held.items()}
             norm = original(*args, **kwargs)
             # A DTensor's norm is a part of it on each rank; to ask for the whole would communicate.
             if type(norm) is torch.Tensor:
                 self._norms.append(float(norm))
+                self._norm_dtype = norm.dtype
             return norm
 
-        return clip_grad_norm_
+        return clip
 
     def _before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         self._stepping += 1
         if self._stepping > 1:
             return
+        self._about_to_step(len(self.steps))
         held = self._held(optimizer)
-        self._gradients = {name: _spans(found, "grad") for name, found in held.items()}
+        self._gradients = {name: spans_of(found, "grad") for name, found in held.items()}
         self._unreduced = tuple(name for name, found in held.items() if any(not piece.reduced for piece in found))
         self._given = sum(any(piece.grad is not None for piece in found) for found in held.values())
         if not self.steps:
-            self._before = {name: _spans(found, "value") for name, found in held.items()}
+            self._before = {name: spans_of(found, "value") for name, found in held.items()}
+            self._moments_before = self._of_models(lambda model: moments_of(model, optimizer))
 
     def _end_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         self._stepping -= 1
         if self._stepping:
             return
-        parameters = {name: _spans(found, "value") for name, found in self._held(optimizer).items()}
+        parameters = {name: spans_of(found, "value") for name, found in self._held(optimizer).items()}
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
         known = {id(p) for model in self.models for p in model.parameters()}
         self.steps.append(
             StepSeen(
                 losses=tuple(self._losses),
+                loss_dtype=self._loss_dtype,
                 rows=tuple(self._rows),
-                rates=tuple(float(group.get("lr", 0.0)) for group in optimizer.param_groups),
+                settings=_settings(optimizer),
                 norms=tuple(self._norms),
+                norm_dtype=self._norm_dtype,
                 before=self._before,
+                moments_before=self._moments_before,
+                unclipped=self._unclipped,
                 gradients=self._gradients,
                 parameters=parameters,
+                moments=self._of_models(lambda model: moments_of(model, optimizer)),
+                buffers=self._of_models(buffers_of),
                 unreduced=self._unreduced,
                 given=self._given,
                 strange=sum(id(p) not in known for p in stepped) if self.models else 0,
@@ -208,68 +235,45 @@ class Observer:
         self._start_step()
         self._after_step(len(self.steps))
 
-    def _held(self, optimizer: torch.optim.Optimizer) -> Mapping[str, tuple[Piece, ...]]:
+    def _held(self, optimizer: torch.optim.Optimizer) -> Held:
+        if self.models:
+            return self._of_models(held_by, needed=True)
+        listed = [(place, at, p) for place, g in enumerate(optimizer.param_groups) for at, p in enumerate(g["params"])]
+        return self._read(
+            lambda: {f"parameter {at} of group {group}": pieces.of_parameter(p) for group, at, p in listed}, needed=True
+        )
+
+    def _of_models(self, read: Callable[[nn.Module], Mapping[str, _T]], *, needed: bool = False) -> dict[str, _T]:
+        """Return what is read of each model by name; those of a second one have its number before them."""
+        named = [(f"model {number}: " if number else "", model) for number, model in enumerate(self.models)]
+        return self._read(
+            lambda: {prefix + name: found for prefix, m in named for name, found in read(m).items()}, needed=needed
+        )
+
+    def _read(self, read: Callable[[], dict[str, _T]], *, needed: bool) -> dict[str, _T]:
         # An optimizer or tensor of a kind that nobody thought of must not end a training that is only watched.
         try:
-            return self._pieces(optimizer)
+            return read()
         except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on
-            self._unreadable = f"{type(error).__name__}: {error}"
+            if needed:
+                self._unreadable = f"{type(error).__name__}: {error}"
             return {}
 
-    def _pieces(self, optimizer: torch.optim.Optimizer) -> Mapping[str, tuple[Piece, ...]]:
-        found: dict[str, tuple[Piece, ...]] = {}
-        for number, model in enumerate(self.models):
-            prefix = f"model {number}: " if number else ""
-            found |= {prefix + name: held for name, held in held_by(model).items()}
-        known = {id(p) for model in self.models for p in model.parameters()}
-        for number, group in enumerate(optimizer.param_groups):
-            for place, parameter in enumerate(group["params"]):
-                if id(parameter) not in known and not self.models:
-                    found[f"parameter {place} of group {number}"] = pieces.of_parameter(parameter)
-        return found
 
-
-def held_by(model: nn.Module) -> dict[str, tuple[Piece, ...]]:
-    """Return what this rank has of each parameter of a model, by original name; communicates nothing."""
-    torch_fsdp, ours = sys.modules.get("torch.distributed.fsdp"), sys.modules.get("fsdp_ref")
-    if torch_fsdp is not None and any(isinstance(m, torch_fsdp.FullyShardedDataParallel) for m in model.modules()):
-        from fsdp_testing.implementations.torch import fsdp1_flat
-
-        found = dict(flat_pieces.local_pieces(model, fsdp1_flat.flat_units(model)))
-    elif ours is not None:
-        from fsdp_testing.implementations.ref import handle_pieces
-
-        found = dict(flat_pieces.local_pieces(model, handle_pieces.flat_units(model)))
-    else:
-        found = pieces.of_parameters(naming.named_parameters(model))
-    inside = [f"{naming.original(n)}.module." for n, m in model.named_modules() if n and _is_replicated(m)]
-    return {_without(inside, name): held for name, held in found.items()}
-
-
-def _is_replicated(module: nn.Module) -> bool:
-    return isinstance(module, DistributedDataParallel)
+def _settings(optimizer: torch.optim.Optimizer) -> dict[str, tuple[float, ...]]:
+    """Return each number by which an optimizer is set, of every group: {"lr": (0.1,), "betas": (0.9, 0.999)}."""
+    found: dict[str, tuple[float, ...]] = {}
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            numbers = value if isinstance(value, tuple) else (value,)
+            single = all(n.numel() == 1 if isinstance(n, torch.Tensor) else type(n) in (int, float) for n in numbers)
+            if name != "params" and single:
+                found[name] = found.get(name, ()) + tuple(float(number) for number in numbers)
+    return found
 
 
 def _is_batch_norm(module: nn.Module) -> bool:
     return isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)) and module.training
-
-
-def _without(wrappers: list[str], name: str) -> str:
-    for prefix in wrappers:
-        if name.startswith(prefix):
-            return prefix.removesuffix("module.") + name.removeprefix(prefix)
-    return name
-
-
-def _spans(held: tuple[Piece, ...], which: str) -> tuple[Span, ...]:
-    found = []
-    for piece in held:
-        tensor = getattr(piece, which)
-        if tensor is None and which == "grad" and piece.value is not None:
-            tensor = torch.zeros_like(piece.value)
-        if tensor is not None:
-            found.append((tuple(piece.shape), piece.start, piece.stop, tensor.detach().cpu().reshape(-1).clone()))
-    return tuple(found)
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:

@@ -10,55 +10,74 @@ import torch
 from fsdp_testing.checkers.divergence import DECISIVE
 from fsdp_testing.checkers.tensors import same_bits
 from fsdp_testing.training_check.comparison import Quantities, first_difference, side_by_side
-from fsdp_testing.training_check.observation import Span, StepSeen
+from fsdp_testing.training_check.held import Span
+from fsdp_testing.training_check.observation import StepSeen
 
-GRADIENT, PARAMETER = "gradient of ", "parameter "
+GRADIENT, UNCLIPPED, PARAMETER, MOMENT, BUFFER = (
+    "gradient of ",
+    "gradient before clipping of ",
+    "parameter ",
+    "optimizer state ",
+    "buffer ",
+)
+RATE, SETTING = "learning rate", "setting "
 
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """Ranks that hold different numbers of what they share: a gradient, or a parameter after the step."""
+    """Ranks that hold different numbers of what they share; `kind` starts the names of all quantities like this one."""
 
     step: int
     name: str
     rank: int
-    gradient: bool
+    kind: str
 
     @property
-    def kind(self) -> str:
-        """Start of the names of all quantities like this one."""
-        return GRADIENT if self.gradient else PARAMETER
+    def decides(self) -> bool:
+        """Whether it is a mistake as such; ranks may have gradients of their own and yet make one step."""
+        return self.kind not in (GRADIENT, UNCLIPPED)
 
     def __str__(self) -> str:
         return f"{self.name} differs between ranks 0 and {self.rank} at step {self.step}"
 
 
 def together(ranks: Sequence[Sequence[StepSeen]]) -> tuple[Quantities, tuple[Disagreement, ...]]:
-    """Return losses, learning rates, norms, gradients and parameters of every step, and where ranks first disagree.
+    """Return losses, the optimizer's settings, norms, gradients, parameters, its state and buffers of every step.
 
     Args:
         ranks: What each rank was seen to do; steps that not every rank made are left out.
+
+    Returns:
+        The quantities by name, and of each kind where ranks first disagree, parameters first.
     """
     quantities: Quantities = {}
-    found: dict[bool, Disagreement] = {}
-
-    def add(name: str, value: torch.Tensor) -> None:
-        quantities.setdefault(name, []).append(value)
-
+    found: dict[str, Disagreement] = {}
     for step, seen in enumerate(zip(*ranks)):
-        add("loss", torch.tensor([sum(one.losses) for one in seen], dtype=torch.float64).mean())
-        if seen[0].norms:
-            add("norm that clip_grad_norm_ gave", torch.tensor(seen[0].norms, dtype=torch.float64))
-        for what, spans in ((GRADIENT, [one.gradients for one in seen]), (PARAMETER, [one.parameters for one in seen])):
-            for name in spans[0]:
+        one = seen[0]
+        loss = torch.tensor([sum(rank.losses) for rank in seen], dtype=torch.float64).mean()
+        quantities.setdefault("loss", []).append(loss.to(one.loss_dtype))
+        if one.norms:
+            norms = torch.tensor(one.norms, dtype=one.norm_dtype)
+            quantities.setdefault("norm that clip_grad_norm_ gave", []).append(norms)
+        for kind, spans in (
+            (UNCLIPPED, [rank.unclipped for rank in seen]),
+            (GRADIENT, [rank.gradients for rank in seen]),
+            (PARAMETER, [rank.parameters for rank in seen]),
+            (MOMENT, [rank.moments for rank in seen]),
+            (BUFFER, [rank.buffers for rank in seen]),
+        ):
+            if kind == PARAMETER:
+                for name, values in one.settings.items():
+                    name = RATE if name == "lr" else SETTING + name
+                    quantities.setdefault(name, []).append(torch.tensor(values, dtype=torch.float64))
+            for name in {name: None for rank in spans for name in rank}:
                 tensor, odd = assembled([rank.get(name, ()) for rank in spans])
                 if odd is not None:
-                    gradient = what == GRADIENT
-                    found.setdefault(gradient, Disagreement(step, what + name, odd, gradient))
-                add(what + name, tensor)
-            if what == GRADIENT:
-                add("learning rate", torch.tensor(seen[0].rates, dtype=torch.float64))
-    return quantities, tuple(found.values())
+                    found.setdefault(kind, Disagreement(step, kind + name, odd, kind))
+                if kind == MOMENT and bool(tensor.isnan().any()):
+                    continue  # of a part that no rank has stepped yet the optimizer keeps nothing
+                quantities.setdefault(kind + name, []).append(tensor)
+    return quantities, tuple(found[kind] for kind in (PARAMETER, MOMENT, BUFFER, UNCLIPPED, GRADIENT) if kind in found)
 
 
 def assembled(ranks: Sequence[tuple[Span, ...]]) -> tuple[torch.Tensor, int | None]:
@@ -100,7 +119,7 @@ def comparable(reference: Quantities, other: Quantities, roundings: float) -> tu
 
     if not any(name.startswith(PARAMETER) for name in names) or differs(PARAMETER):
         return names, left
-    apart: tuple[str, ...] = (GRADIENT, "learning", "norm") if differs("learning") else ()
+    apart: tuple[str, ...] = (UNCLIPPED, GRADIENT, MOMENT, RATE, "norm") if differs(RATE) else ()
     # What roundings may do to a loss in the dtype that it was computed in is asked later; a part of a sum is far from it.
     pairs = [pair for name in names if name == "loss" for pair in zip(reference[name], other[name])]
     apart += ("loss",) if any(bool(((one - two).abs() > DECISIVE * one.abs()).any()) for one, two in pairs) else ()

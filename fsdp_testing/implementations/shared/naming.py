@@ -6,6 +6,7 @@ known here; an adapter for a wrapper with another prefix gives its own `named_pa
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 INSERTED = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
 
 
+@functools.lru_cache(maxsize=4096)  # asked for every event of every unit
 def original(fqn: str) -> str:
     """`fqn` without the components that wrappers insert."""
     return ".".join(part for part in fqn.split(".") if part not in INSERTED)

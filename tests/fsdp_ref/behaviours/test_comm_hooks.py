@@ -6,6 +6,8 @@ import copy
 
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_wrapper
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
 from fsdp_ref import FullyShardedDataParallel as FSDP
 from fsdp_ref import MixedPrecision, ShardingStrategy
@@ -82,6 +84,13 @@ def test_registration(lab):
     model.check_is_root()
     with pytest.raises(AssertionError, match=r"^register_comm_hook can only be called on a root instance\.$"):
         model.module.blocks[0].register_comm_hook(state, reduce_scatter_hook)
+    # DDP's hooks take a bucket: they would fail in the middle of backward.
+    with pytest.raises(
+        AssertionError, match=r"expected hook\(state, grad\[, output\]\), got powerSGD_hook, which takes a bucket"
+    ):
+        model.register_comm_hook(state, powerSGD_hook)
+    with pytest.raises(AssertionError, match="got bf16_compress_wrapper_hook, which takes a bucket of DDP"):
+        model.register_comm_hook(state, bf16_compress_wrapper(powerSGD_hook))
     model.register_comm_hook(state, reduce_scatter_hook)
     with pytest.raises(AssertionError, match="^A communication hook is already registered$"):
         model.register_comm_hook(state, reduce_scatter_hook)

@@ -11,6 +11,7 @@ from torch import nn
 import fsdp_ref
 from fsdp_ref import ShardingStrategy
 from fsdp_ref.composable import register_fsdp_forward_method
+from fsdp_ref.errors import FsdpRuntimeError
 
 S = ShardingStrategy
 quiet = pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy:FutureWarning")
@@ -69,10 +70,27 @@ def test_what_can_be_registered(lab, path):
 @pytest.mark.world([2, 3])
 def test_an_unregistered_method_leaves_no_local_gradient(lab, orig_path, strategy):
     model = lab.shard(lab.make(Coder), orig_path, sharding_strategy=strategy)
-    match = "register_fsdp_forward_method" if strategy is S.NO_SHARD else "mat|size"
-    with pytest.raises(RuntimeError, match=match):
+    with pytest.raises(RuntimeError, match="register_fsdp_forward_method"):
         model.encode(lab.batch()).sum().backward()
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.world(2)
+def test_an_unregistered_method_is_named_with_what_is_sharded(lab, path):
+    model = lab.shard(lab.make(Coder), path)
+    x = lab.batch()
+    said = r"Coder.encode: expected full.* got sharded ones: first.weight, first.bias. Call .*\(module, 'encode'\)"
+    for each in (model, copy.deepcopy(model)):
+        for called in (lambda m=each: m.encode(x), lambda m=each: loss(m, x)):
+            with pytest.raises(FsdpRuntimeError, match=said):
+                called()
+        with pytest.raises(
+            FsdpRuntimeError, match=r"Coder.forward of a module inside: .* got sharded ones: second.weight"
+        ):
+            each.second(x[:, :1].expand(-1, 4))
+        with lab.full(each):
+            assert each.encode(x).shape == (2, 4)
+        each(x).sum().backward()
 
 
 @quiet

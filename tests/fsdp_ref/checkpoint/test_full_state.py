@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from fsdp_ref import (
     FullyShardedDataParallel,
@@ -19,6 +21,7 @@ from fsdp_ref import (
     state_dict_type,
 )
 from fsdp_ref.annotations import units_under
+from fsdp_ref.errors import UnsupportedError
 from fsdp_ref.states import TrainingState
 from fsdp_ref.wrap import ModuleWrapPolicy
 
@@ -111,6 +114,21 @@ def test_units_below_a_plain_root(world):
     assert set(model.state_dict()) == set(want)
     model.load_state_dict({name: value * 2 for name, value in want.items()})
     assert all(torch.equal(value, want[name] * 2) for name, value in model.state_dict().items())
+
+
+@pytest.mark.world(2)
+def test_what_rank_0_sends_through_torchs_functions(world):
+    """It goes by the names that ``named_parameters()`` shows, which a flat parameter hides."""
+    state = {name: value * 2 for name, value in net().state_dict().items()}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    for way in ("orig", "flat"):
+        model = shard(way, net())
+        kept = model.state_dict()
+        refused = pytest.raises(UnsupportedError, match=r"one flat parameter .* of .*bias.* Pass use_orig_params=True")
+        with refused if way == "flat" else nullcontext():
+            set_model_state_dict(model, dict(state) if world.rank == 0 else {}, options=options)
+        want = kept if way == "flat" else state
+        assert all(torch.equal(value, want[name]) for name, value in model.state_dict().items())
 
 
 class Raising(torch.autograd.Function):

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint import state_dict as torch_functions
 
 import fsdp_ref
 from fsdp_ref import (
@@ -18,7 +19,7 @@ from fsdp_ref import (
     optim_state_dict_to_load,
     state_dict_type,
 )
-from fsdp_ref.errors import FsdpRuntimeError, FsdpValueError, TrainingStateError
+from fsdp_ref.errors import FsdpRuntimeError, FsdpValueError, TrainingStateError, UnsupportedError
 
 RANK0 = (StateDictType.FULL_STATE_DICT, None, FullOptimStateDictConfig(rank0_only=True))
 BIAS, WEIGHT = "1.a.bias", "1.a.weight"
@@ -197,6 +198,11 @@ def test_moments_and_models_that_are_refused(optim_lab):
     model.module[1].module.extra = around.extra
     with pytest.raises(FsdpRuntimeError, match=r"added to modules of units after sharding: 0.1.extra"):
         optim_state_dict(around, optim)
+    model.module[1].module.a = nn.Identity()
+    with pytest.raises(
+        FsdpRuntimeError, match=r"a model without 0.1.a.weight, 0.1.a.bias, whose modules were replaced"
+    ):
+        optim_state_dict(around, optim)
 
 
 def refusal(model, optim, saved):
@@ -233,3 +239,49 @@ def test_names_and_positions():
         rekey({"state": {"2.bias": {}}, "param_groups": []}, OptimStateKeyType.PARAM_ID, model)
     with pytest.raises(TypeError, match="optim_state_key_type"):
         rekey(own, "PARAM_NAME", model)
+
+
+@pytest.mark.parametrize(
+    "layout", ["orig FULL_SHARD wrapped", "composable FULL_SHARD whole", "flat SHARD_GRAD_OP whole"]
+)
+@pytest.mark.world(2)
+def test_torchs_own_functions_are_refused(optim_lab, layout):
+    """They take pieces for whole parameters; what they may do, and what users do, is left alone."""
+    model, optim = optim_lab.trained(layout)
+    saved, own = optim_state_dict(model, optim), copy.deepcopy(optim.state_dict())
+    fresh = optim_lab.adamw(model.parameters())
+    optim.zero_grad()  # where there are gradients torch makes no step of its own, and a fresh optimizer has no state to save
+    named = {"state": dict(saved["state"]), "param_groups": saved["param_groups"]}
+    lenient = torch_functions.StateDictOptions(strict=False)  # no name of a whole parameter is that of a flat one
+    calls = [lambda o=o: torch_functions.get_optimizer_state_dict(model, o) for o in (optim, fresh)]
+    calls += [
+        lambda: torch_functions.get_state_dict(model, optim),
+        lambda: torch_functions.set_optimizer_state_dict(model, optim, named, options=lenient),
+        lambda: torch_functions.get_optimizer_state_dict(model, loaded),
+    ]
+    loaded = optim_lab.adamw(model.parameters())
+    optim_state_dict_to_load(model, loaded, saved, load_directly=True)
+    for call in calls:
+        with pytest.raises(
+            UnsupportedError, match=r"this rank's pieces of parameters. Save with fsdp_ref.optim_state_dict"
+        ):
+            call()
+    optim_lab.same(own, optim.state_dict())
+    optim.load_state_dict(own)
+    optim_lab.same(torch_functions.get_model_state_dict(model), model.state_dict())
+    others = [torch.nn.Parameter(torch.ones(2))]
+    plain = optim_lab.adamw(others)
+    assert torch_functions.get_optimizer_state_dict(nn.ParameterList(others), plain)["state"]["0"]["step"] == 1.0
+
+
+@pytest.mark.world(3)
+def test_what_one_rank_alone_cannot_save_is_refused_by_all(optim_lab):
+    model, optim = optim_lab.trained("orig FULL_SHARD wrapped")
+    odd = {"state": {}, "param_groups": [{"params": [99]}]}
+    with pytest.raises(FsdpValueError, match=r"expected parameter keys of this optimizer \(.*\), got 99.") as caught:
+        optim_state_dict(model, optim, odd if optim_lab.rank == 1 else None)
+    assert ("rank 1 of the shard group: " in str(caught.value)) == (optim_lab.rank != 1)
+    stranger = torch.optim.SGD([torch.zeros(3, requires_grad=True)], lr=0.1)
+    with pytest.raises(FsdpValueError, match=r"number 0 of shape \(3,\) in group 0"):
+        optim_state_dict(model, stranger if optim_lab.rank == 2 else optim)
+    assert optim_state_dict(model, optim)["state"]

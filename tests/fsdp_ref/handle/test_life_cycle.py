@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_ref.comm.groups import DataParallelGroups
@@ -108,6 +109,9 @@ def test_what_cannot_be_flattened_is_refused_by_name():
         refused([one, nn.Parameter(torch.ones(2), requires_grad=False)], "uniform `requires_grad`")
         refused([nn.Parameter(torch.ones(2, dtype=torch.int32), requires_grad=False)], "Cannot flatten integer dtype")
         refused([nn.Parameter(torch.ones(2, dtype=torch.complex64))], "Cannot flatten complex")
+        with FakeTensorMode():
+            fake = nn.Linear(2, 2)
+        refused(list(fake.parameters()), "Cannot flatten fake tensors: .* got p0, p1")
         refused([make(groups).flat_param], "Cannot flatten a `FlatParameter`")
 
 

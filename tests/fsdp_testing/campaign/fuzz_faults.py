@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +37,18 @@ class Dies(Toy):
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
         if self.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
+        return super().clip(max_norm, norm_type)
+
+
+class KillsHost(Toy):
+    """Rank 1 kills the launcher's process that forked it, where that says it may be killed."""
+
+    def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        if os.environ.get("KILL_THIS_HOST"):
+            pid = os.getpid()
+            while b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            os.kill(pid, signal.SIGKILL)
         return super().clip(max_norm, norm_type)
 
 
@@ -99,6 +112,7 @@ class WrongMean(Toy):
 RAISES_IN_CLIP = ToyAdapter(Raises, "RAISES_IN_CLIP")
 ONE_RAISES_IN_CLIP = ToyAdapter(OneRaises, "ONE_RAISES_IN_CLIP")
 DIES_IN_CLIP = ToyAdapter(Dies, "DIES_IN_CLIP")
+KILLS_HOST = ToyAdapter(KillsHost, "KILLS_HOST")
 HANGS_IN_CLIP = ToyAdapter(Hangs, "HANGS_IN_CLIP")
 LEAKS_IN_CLIP = ToyAdapter(Leaks, "LEAKS_IN_CLIP")
 GATHERS_MORE_IN_CLIP = ToyAdapter(GathersMore, "GATHERS_MORE_IN_CLIP")

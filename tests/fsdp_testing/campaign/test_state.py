@@ -56,7 +56,7 @@ def test_a_damaged_state_is_told(tmp_path: Path):
     state = StateDirectory(tmp_path, "torch-ddp")
     state.save(Progress("torch-ddp"))
     text = (tmp_path / "state.json").read_text()
-    for damaged in (text[:-5], text.replace('"version": 2', '"version": 9'), text.replace("torch-ddp", "other")):
+    for damaged in (text[:-5], text.replace('"version": 3', '"version": 9'), text.replace("torch-ddp", "other")):
         (tmp_path / "state.json").write_text(damaged)
         with pytest.raises(InvalidRecord, match=r"state\.json"):
             state.load()

@@ -41,7 +41,7 @@ def results() -> dict[tuple[str, str], Result]:
 
 def test_without_a_fault_all_holds(results: dict[tuple[str, str], Result]):
     sound = [(SOUND, ""), (SOUND, SOUND), ("refuses", SOUND), (SOUND, "saves-wrong")]
-    assert [results[pair].status for pair in sound] == ["holds"] * 4
+    assert [results[pair].mark for pair in sound] == ["="] * 4
 
 
 @pytest.mark.parametrize("name", LOADING)
@@ -51,44 +51,50 @@ def test_of_a_loader_with_a_fault_every_cell_fails_and_names_the_entry(
     loader = name.lower().replace("_", "-")
     for saver in (SOUND, "refuses", loader):
         found = results[saver, loader]
-        assert found.status == "fails"
+        assert found.mark == "X"
         assert found.reason.startswith(LOADING[name]), found
-    assert results[loader, ""].status == results[loader, SOUND].status == "holds"
+    assert results[loader, ""].mark == results[loader, SOUND].mark == "="
 
 
 def test_what_was_saved_wrong_is_told_of_the_saver_in_its_row(results: dict[tuple[str, str], Result]):
     row = [one for (saver, _), one in results.items() if saver == "saves-wrong"]
     assert len(row) == len(LOADING) + 5
-    assert {one.status for one in row} == {"fails"}
+    assert {one.mark for one in row} == {"X"}
     assert all(one.reason.startswith("saving: exp_avg of outer.w.bias, element 2: got ") for one in row)
 
 
 def test_saving_that_changes_the_next_step_is_found(results: dict[tuple[str, str], Result]):
     found = results["saves-differently", ""]
-    assert found.status == "fails"
+    assert found.mark == "X"
     assert found.reason.startswith("further step: ")
 
 
 def test_an_error_on_every_rank_is_a_refusal(results: dict[tuple[str, str], Result]):
     found = results[SOUND, "refuses"]
-    assert found.status == "refused"
+    assert found.mark == "r"
     assert found.reason == "loading: ValueError: this state is of another model"
 
 
 def test_a_death_and_a_lone_error_stay_in_their_own_cells():
     found = exchanged(SOUND, "DIES", "REFUSES_ON_ONE", "TRAINS_DIFFERENTLY", subjects=(MOMENTUM,))
     of = {(one.saver.split()[0], one.loader.split(" ")[0]): one for one in found}
-    assert of[SOUND, SOUND].status == of["dies", SOUND].status == "holds"
-    assert {of[saver, ""].status for saver in (SOUND, "dies", "refuses-on-one")} == {"holds"}
+    assert of[SOUND, SOUND].mark == of["dies", SOUND].mark == "="
+    assert {of[saver, ""].mark for saver in (SOUND, "dies", "refuses-on-one")} == {"="}
     for loader, word in (("dies", "died by SIGKILL"), ("refuses-on-one", "only on rank 1 of 2: loading: ")):
-        assert {of[saver, loader].status for saver in (SOUND, "refuses-on-one")} == {"fails"}
+        assert {of[saver, loader].mark for saver in (SOUND, "refuses-on-one")} == {"X"}
         assert word in of[SOUND, loader].reason
     found_later = of[SOUND, "trains-differently"]
-    assert found_later.status == "fails"
+    assert found_later.mark == "X"
     assert found_later.reason.startswith("further step: ")
 
 
 def test_a_hang_ends_and_fails():
     (found,) = [one for one in exchanged("HANGS", subjects=(MOMENTUM,), deadline=5.0) if one.loader]
-    assert found.status == "fails"
+    assert found.mark == "X"
     assert "hung" in found.reason
+
+
+def test_numbers_that_change_while_a_directory_is_written_do_not_get_into_it():
+    """Shards that are the parameters themselves, and a state that is trained on before its files are written."""
+    found = exchanged("torch-fsdp2", subjects=(ADAMW,), ways=("async",))
+    assert [one.mark for one in found] == ["="] * 6

@@ -32,7 +32,7 @@ def test_a_fault_is_printed_drawn_and_written(tmp_path: Path, verify: Callable[.
     assert "loading: step of first.w.weight: got 0.0, expected 2.0" in ended.out
     found = json.loads(data.read_text())
     assert found["format"] == "fsdp_testing/checkpoints"
-    assert sum(one["status"] == "fails" for one in found["results"]) == 2
+    assert sum(one["verdict"] == "fail" for one in found["results"]) == 2
     drawn = (page / "index.html").read_text()
     assert drawn.count('class="cell holds"') == 2
     assert drawn.count('class="cell fails"') == 2

@@ -233,14 +233,6 @@ def test_bad_usage_is_one_message_and_exit_code_2(
     assert "Traceback" not in ended.err
 
 
-def test_under_torchrun_it_says_that_it_cannot_yet(verify: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}.items():
-        monkeypatch.setenv(name, value)
-    ended = verify("run", "torch-ddp")
-    assert ended.code == 2
-    assert "torchrun" in ended.err
-
-
 def test_for_real(verify: Callable[..., Any], tmp_path: Path) -> None:
     ended = verify("run", "torch-ddp", "--check", "training.sgd*", "--json", str(tmp_path / "r.json"))
     assert ended.code == 0, ended.out + ended.err

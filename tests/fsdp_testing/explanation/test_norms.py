@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from fsdp_testing.explanation.norms import norm_of_what
+from fsdp_testing.explanation.norms import Norm, norm_of_what
 
 DRAW = torch.Generator().manual_seed(1)
 GRADIENTS = {
@@ -24,7 +24,7 @@ def norm(p: float, **counts: int) -> float:
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0])
 def test_the_one_account_that_fits_is_told(p: float) -> None:
     def told(got: float) -> str:
-        return norm_of_what(got, norm(p), 1e-12, p, GRADIENTS)
+        return norm_of_what(Norm(got, norm(p), 1e-12, p), GRADIENTS)
 
     assert told(norm(p, a_weight=0)) == "that of all gradients but a.weight"
     assert told(norm(p, a_weight=0, a_bias=0)) == "that of all gradients but a"
@@ -37,6 +37,23 @@ def test_the_one_account_that_fits_is_told(p: float) -> None:
 def test_nothing_is_told_where_several_accounts_fit_or_the_right_norm_is_another() -> None:
     alike = {"a.weight": GRADIENTS["a.weight"], "b.weight": GRADIENTS["a.weight"].clone(), "c.weight": torch.ones(2)}
     powers = [float(gradient.double().square().sum()) for gradient in alike.values()]
-    assert norm_of_what(math.sqrt(sum(powers) - powers[0]), math.sqrt(sum(powers)), 1e-12, 2.0, alike) == ""
-    assert norm_of_what(norm(2.0, a_bias=0), norm(2.0) + 0.1, 1e-12, 2.0, GRADIENTS) == ""
-    assert norm_of_what(2.0, 1.0, 1e-12, math.inf, GRADIENTS) == ""
+    without = Norm(math.sqrt(sum(powers) - powers[0]), math.sqrt(sum(powers)), 1e-12, 2.0)
+    assert norm_of_what(without, alike) == ""
+    assert norm_of_what(Norm(norm(2.0, a_bias=0), norm(2.0) + 0.1, 1e-12, 2.0), GRADIENTS) == ""
+    assert norm_of_what(Norm(2.0, 1.0, 1e-12, math.inf), GRADIENTS) == ""
+
+
+def test_what_is_no_norm_of_some_of_the_gradients_is_told_by_where_it_comes_from() -> None:
+    due, mine = norm(2.0), [GRADIENTS["a.bias"], GRADIENTS["b.weight"][:2]]
+
+    def told(got: float, p: float = 2.0, **known: bool) -> str:
+        return norm_of_what(Norm(got, due, 1e-12, p), GRADIENTS, mine, {1: 5.0}, **known)
+
+    own = math.sqrt(sum(float(part.double().square().sum()) for part in mine))
+    assert told(own) == "that of the rank's own part of the gradients"
+    assert told(norm(3.0)) == "the 3-norm"
+    assert told(due + 5.0) == "the right norm and that of operation 1 added up"
+    assert told(float(torch.tensor(due).float())) == "what is due, rounded to float32"
+    assert told(math.nan, lacks_elements=True) == "no number, just where ranks have no element of some parameter"
+    assert told(1.0, math.inf) == "1, as any number to the power of 1/p is for an infinite p"
+    assert told(due + 4.0) == told(own + 1e-9) == told(math.nan) == told(due * (1 + 1e-9)) == ""

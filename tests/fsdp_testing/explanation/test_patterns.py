@@ -7,16 +7,28 @@ import torch
 
 from fsdp_testing.checkers.quantities import Expected, Quantity
 from fsdp_testing.conformance import run_conformance
+from fsdp_testing.explanation.held import Held
 from fsdp_testing.explanation.patterns import pattern_of
 
 DUE = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 BESIDE = DUE.flip(0) + 1
-POINT = {Quantity("value", "a"): Expected(DUE, 1e-12), Quantity("value", "b"): Expected(BESIDE, 1e-12)}
-A = Quantity("value", "a")
+A, B, SQUARES = Quantity("value", "a"), Quantity("value", "b"), Quantity("optimizer", "a", "exp_avg_sq")
+POINT = {A: Expected(DUE, 1e-12), B: Expected(BESIDE, 1e-12), Quantity("gradient", "a"): Expected(DUE.sin())}
+STATE = Quantity("optimizer", "a", "exp_avg")
+MOMENTS = {STATE: Expected(DUE), SQUARES: Expected(DUE.square())}
 
 
 def words(got: torch.Tensor, due: torch.Tensor = DUE) -> str:
-    found = pattern_of(A, got, Expected(due, 1e-12), POINT)
+    flat = due.reshape(-1)
+    found = pattern_of([Held(A, 0, (0, flat.numel()), got.reshape(-1), flat, 1e-12)], POINT)
+    return "" if found is None else found.words
+
+
+def spread(*parts: torch.Tensor, quantity: Quantity = A) -> str:
+    """What the halves of `DUE` are like on two ranks."""
+    due = DUE.reshape(2, -1)
+    pieces = [Held(quantity, rank, (6 * rank, 6 * rank + 6), part, due[rank]) for rank, part in enumerate(parts)]
+    found = pattern_of(pieces, POINT if quantity == A else MOMENTS)
     return "" if found is None else found.words
 
 
@@ -32,7 +44,13 @@ def words(got: torch.Tensor, due: torch.Tensor = DUE) -> str:
         (BESIDE, "what is due of parameter b"),
         (DUE.reshape(-1).roll(1), "what is due, moved by 1 element"),
         (DUE.reshape(-1).roll(6), "what is due, moved by 6 elements"),
+        (DUE.reshape(-1).flip(0), "what is due in reverse, inside each rank's part"),
         (DUE.t(), "what is due, its elements in other places"),
+        (DUE.clamp(-1, 1), "what is due, cut off at 1"),
+        (DUE.where(DUE.abs() > 0.5, 0 * DUE), "what is due, with its smallest numbers set to zero"),
+        (DUE + 0.5 * DUE.sin(), "what is due, moved by 0.5 times its gradient"),
+        (torch.cat([DUE.reshape(-1)[:-2], torch.zeros(2)]), "what is due, with zero in its last 2 elements"),
+        (DUE.float(), "what is due, cast to float32"),
     ],
 )
 def test_what_every_element_agrees_with_is_told(got: torch.Tensor, told: str) -> None:
@@ -42,13 +60,45 @@ def test_what_every_element_agrees_with_is_told(got: torch.Tensor, told: str) ->
     assert words(other) == ""
 
 
+def test_each_rank_is_asked_by_itself() -> None:
+    first, second = DUE.reshape(2, -1)
+    assert spread(first, second * 3) == "3 times what is due"
+    assert spread(first.roll(1), second.roll(1)) == "what is due, moved by 1 element inside each rank's part"
+    assert spread(first, first) == "what is due of the part of rank 0"
+    assert spread(first.square(), second.square(), quantity=STATE) == "what is due of exp_avg_sq"
+    assert spread(first * 2, second * 3) == spread(first, second.roll(1) + 1) == spread(first, second) == ""
+    whole = Held(Quantity("result", "state.a", "", 0), 0, (0, 12), torch.cat([first, second * 0]), DUE.reshape(-1))
+    found = pattern_of([whole], {})
+    assert found is not None
+    assert found.words == "what is due, with zero in its last 6 elements"
+    own = Held(whole.quantity, 0, whole.span, torch.cat([first * 0, second]), whole.due, own=((6, 12),))
+    found = pattern_of([own], {})
+    assert found is not None
+    assert found.words.startswith("what is due in the rank's own part, and zero")
+
+
 def test_of_right_numbers_and_of_too_few_nothing_is_told() -> None:
     assert words(DUE) == words(DUE + 1e-13) == words(DUE * torch.nan) == ""
-    exactly = pattern_of(A, torch.nextafter(DUE, DUE + 1), Expected(DUE), POINT)
-    assert exactly is None
     assert words(torch.tensor([2.0]), torch.tensor([1.0])) == ""
     narrow = DUE.float().double()
     assert words(narrow, narrow) == words(narrow + 1.0, narrow) == ""
+
+
+def test_a_last_place_is_neither_a_factor_nor_another_order() -> None:
+    def told(got: torch.Tensor) -> str:
+        found = pattern_of([Held(A, 0, (0, 12), got.reshape(-1), DUE.reshape(-1))], POINT)
+        return "" if found is None else found.words
+
+    assert told(torch.nextafter(DUE, DUE + 1)) == "what is due but for one unit in the last place"
+    two = torch.nextafter(torch.nextafter(DUE, DUE + 1), DUE + 1)
+    assert told(two) == ""
+
+
+def test_a_cast_that_was_not_made_is_told() -> None:
+    held = Held(Quantity("buffer", "a", "", 0), 0, (0, 12), DUE.reshape(-1), DUE.reshape(-1).float())
+    found = pattern_of([held], {})
+    assert found is not None
+    assert found.words == "the right number, left in float64 where a cast to float32 is due"
 
 
 def test_a_planted_shift_is_told() -> None:

@@ -11,7 +11,8 @@ from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.lifecycle import unsharded_before
 from fsdp_testing.conformance import run_conformance
 from fsdp_testing.errors import PoolBroken, WorldFailed
-from fsdp_testing.explanation.root_causes import How, explain_results
+from fsdp_testing.explanation.inquiry import How
+from fsdp_testing.explanation.root_causes import explain_results
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.records import (
     Batch,
@@ -289,6 +290,64 @@ def test_the_cast_that_was_made_instead_is_named(name: str, check: str, told: st
     assert told in sentence
     assert "equal bits were due" in sentence
     assert sentence.endswith("and is what one process gives with that cast.")
+
+
+@pytest.mark.parametrize(
+    ("name", "check", "happened"),
+    [
+        # Both give bits that a reduction in bfloat16 would give, too; none was on the wire.
+        (
+            "faults_gradients:AddsUpInComputeDtype",
+            "mixed_precision.local_sums",
+            "local micro-batches are added up in bfloat16 where float32 is due",
+        ),
+        (
+            "faults_models:AccumulatesReduced",
+            "mixed_precision.accumulated",
+            "what is wrong is what is due, rounded to bfloat16",
+        ),
+        (
+            "faults_around:HookResultIgnored",
+            "comm_hook.result_is_kept",
+            "what the communication hook returns has no effect",
+        ),
+        (
+            "faults_around:PartialGradientsStay",
+            "exceptions.repeatedly",
+            "the gradient of layers.2.weight (and of 1 more) still contains operation 0, interrupt, which was cleared",
+        ),
+        (
+            "faults_gradients:UnusedGetsZeros",
+            "unused.gradient_is_none",
+            "parameters that no rank used are given gradients of zeros",
+        ),
+        (
+            "faults_memory:GatherNotAwaited",
+            "training.sgd_momentum",
+            "the result of a collective is read before it was waited for",
+        ),
+        (
+            "faults_schedules:ZerosAreNone",
+            "zero_grad.then_step",
+            "operation 1, zero_grad, is done with set_to_none=True where False is asked for",
+        ),
+        (
+            "faults_saving:LoadsOnFirstRank",
+            "full_state_dict.fresh_instance",
+            "operation 0, reload, does not load what is wrong: the new model's own values stay on rank 1",
+        ),
+        (
+            "faults_state:FirstRankWritesOnly",
+            "summon.edits_are_kept",
+            "operation 0, edit_full_parameters, had no effect on parameters on rank 1",
+        ),
+    ],
+)
+def test_what_was_done_instead_is_named(name: str, check: str, happened: str) -> None:
+    report = run_conformance(name, checks=(check,), world_sizes=(2,), explain=GENEROUS)
+    shortest = [f.shortest for result in report.results for f in result.findings if f.shortest is not None]
+    assert [one.happened for one in shortest] == [happened]
+    assert happened.removeprefix("what is wrong is ") in shortest[0].sentence
 
 
 def test_of_other_casts_nothing_is_said_when_none_gives_the_numbers() -> None:

@@ -22,8 +22,8 @@ from fsdp_testing.ledger.records import (
 
 SUM = Call(("all_reduce", ("sum",)), "all_reduce(sum)")
 MAX = Call(("all_reduce", ("max",)), "all_reduce(max)")
-SENT = Call(("broadcast", ("root=0",)), "broadcast(root=0)", WAITS_FOR_NOBODY)
-AWAITED = Call(("broadcast", ("root=0",)), "broadcast(root=0)", 0)
+SENT = Call(("broadcast", (0,)), "broadcast(root=0)", WAITS_FOR_NOBODY)
+AWAITED = Call(("broadcast", (0,)), "broadcast(root=0)", 0)
 WORLD = group_identity("0", (0, 1, 2), 3, True)
 PAIR = group_identity("1", (0, 1), 3, True)
 OTHERS = group_identity("2", (1, 2), 3, True)

@@ -71,6 +71,20 @@ def test_what_a_rank_had_to_import_the_next_one_has() -> None:
     pool.close()
 
 
+@pytest.mark.usefixtures("stubs")
+def test_what_is_expected_the_first_rank_has_but_for_what_starts_threads() -> None:
+    pool = Pool()
+    pool.expect("triton")
+    assert run(pool, imported, "triton") == [[True]]
+    pool.expect("triton", "wave")
+    assert run(pool, imported, "triton", "wave") == [[True, True]], "also of a server that runs"
+    pool.expect("optree")
+    assert run(pool, imported, "wave", "optree") == [[True, False]]
+    pool.close()
+    assert run(pool, imported, "triton", "wave") == [[True, True]], "a pool that starts anew still expects them"
+    pool.close()
+
+
 def test_a_few_modules_are_worth_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "WORTH_A_SUCCESSOR", 1000)
     pool = Pool()

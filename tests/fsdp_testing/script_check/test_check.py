@@ -11,13 +11,13 @@ from fsdp_testing import check_script
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.records import Verdict
 from fsdp_testing.script_check import ScriptDiffers, ScriptUndecided, examine
-from fsdp_testing.script_check.check import Launch
+from fsdp_testing.script_check.running import Launch
 
 SCRIPTS = Path(__file__).parent
 
 
-def judge(script, *arguments, sizes=(2,), steps=2):
-    launch = Launch(str(SCRIPTS / f"with_{script}.py"), arguments, steps=steps, isolation="warm")
+def judge(script, *arguments, sizes=(2,), steps=2, **options):
+    launch = Launch(str(SCRIPTS / f"with_{script}.py"), arguments, steps=steps, isolation="warm", **options)
     return examine(launch, sizes)
 
 
@@ -70,6 +70,37 @@ def test_a_right_script_passes_as_it_is(script, arguments, sizes, how):
         ("indices", ("--mistake", "not divided"), r"not divided by the number of accumulation steps"),
         ("indices", ("--mistake", "unreduced"), r"differs between ranks 0 and 1 .* gradients are not reduced"),
         ("indices", ("--mistake", "step skipped"), r"ranks make different numbers of optimizer steps: 3, 2"),
+        ("indices", ("--mistake", "hang"), r"rank 1 waits in barrier.*do not run the same collectives"),
+        (
+            "extras",
+            ("--mistake", "log"),
+            r"number taken at with_extras.py:\d+ .* reduced wrongly \(0.5 times as large\)",
+        ),
+        (
+            "extras",
+            ("--mistake", "scaled back"),
+            r"loss at step 0.*neither as mean nor as sum over ranks: it is scaled",
+        ),
+        (
+            "extras",
+            ("--mistake", "summed"),
+            r"gradient before clipping of 1.weight at step 0.*summed over ranks|2 times",
+        ),
+        (
+            "extras",
+            ("--mistake", "momentum"),
+            r"optimizer state momentum_buffer of 1.weight at step 0.*outside of its step",
+        ),
+        (
+            "extras",
+            ("--mistake", "average"),
+            r"weights kept as 'average.weights'.*this copy of them does not: its decay",
+        ),
+        (
+            "extras",
+            ("--mistake", "overlap"),
+            r"at step 0 5 rows .* taken by no rank and 5 rows are taken twice.*overlap",
+        ),
     ],
 )
 def test_each_mistake_is_found_and_its_cause_named(script, arguments, message):
@@ -84,6 +115,7 @@ def test_each_mistake_is_found_and_its_cause_named(script, arguments, message):
         (("--loss", "outside"), r"2 ranks: unknown: .*Mark the line .*`x, y = fsdp_testing.batch\(x, y\)`"),
         (("--mistake", "exit"), r"2 ranks: unknown: did not end well: .*died with exit code 0"),
         (("--mistake", "argument"), r"one process .*usage: with_indices.py --mistake argument CONFIG"),
+        (("--mistake", "spawn"), r"one process starts processes of its own with torch.multiprocessing"),
         (("--mistake", "never"), r"one process never steps an optimizer"),
         (("--mistake", "unseeded"), r"one process does not repeat itself: two runs differ, first in loss at step 0"),
         (("--mistake", "shape"), r"2 ranks: unknown: has other parameters than one process, first parameter head"),
@@ -101,6 +133,22 @@ def test_what_cannot_be_judged_is_unknown_with_one_sentence(arguments, message, 
         "text.txt": b"\0\1\2\3",
         "log.txt": b"mine",
     }
+
+
+def test_a_module_is_started_where_it_lies_and_a_file_that_each_run_replaces_is_named(tmp_path, monkeypatch):
+    place, elsewhere = tmp_path / "here", tmp_path / "log.txt"
+    place.mkdir()
+    (place / "training_of_a_user.py").write_text((SCRIPTS / "with_extras.py").read_text())
+    monkeypatch.chdir(place)
+    (place / "started_as_module.py").write_text(
+        "import pathlib, runpy, sys\nlog = pathlib.Path(sys.argv.pop())\nlog.write_text('begun')\n"
+        "runpy.run_path('training_of_a_user.py')\n"
+    )
+    launch = Launch("started_as_module", (str(elsewhere),), is_module=True, steps=2, isolation="warm")
+    report = examine(launch, (2,))
+    assert report.verdict is Verdict.PASS, str(report)
+    assert f"writes to {elsewhere}, outside the current folder: every run replaces it" in str(report)
+    assert sorted(path.name for path in place.iterdir() if path.suffix == ".pt") == []
 
 
 @pytest.mark.parametrize(

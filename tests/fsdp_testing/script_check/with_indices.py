@@ -42,6 +42,8 @@ rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 dist.init_process_group(backend="gloo", rank=rank, world_size=size)
 if mistake == "exit" and size > 1:
     os._exit(0)
+if mistake == "spawn":
+    torch.multiprocessing.spawn(print, nprocs=2)
 if mistake == "argument" and len(sys.argv) < 4:
     sys.exit("usage: with_indices.py --mistake argument CONFIG")
 Path("log.txt").write_text("begun")

@@ -44,3 +44,16 @@ def test_what_the_loss_may_not_see_trains_nothing_for_certain(field: str) -> Non
 
 def test_nothing_trains_anywhere() -> None:
     assert usages(case(Freeze(("*",)), MICRO)) == [PARTS]
+
+
+def test_what_awaits_reduction_is_reduced() -> None:
+    """A backward that trains nothing on any rank would leave it, and no implementation would be called."""
+    local = ForwardBackward(Batch(1, usage=PARTS[:1]), no_sync=True)
+    first = ForwardBackward(Batch(2, usage=PARTS[:1]))
+    assert usages(case(local, Freeze(("a.*",)), first)) == [PARTS[:1], ()]
+    assert usages(case(local, Freeze(("a.*",)), MICRO)) == [PARTS[:1], ()]  # rank 0's branch on every rank
+    assert usages(case(local, Freeze(("a.*",)), local, first)) == [PARTS[:1], PARTS[:1], ()]
+    assert usages(case(first, Freeze(("a.*",)), first)) == [PARTS[:1], PARTS[:1]]
+    assert usages(case(local, Freeze(("a.*",)), MICRO, Thaw(("a.*",)), first, dropped=True)) == [PARTS[:1], PARTS[:1]]
+    zoo = Case(ModelSpec("mlp"), WorldSpec(2), (local, Freeze(("*",)), first, Freeze(("*",)), first))
+    assert [operation.kind for operation in legal_case(zoo).program] == [local.kind, first.kind, "freeze", first.kind]

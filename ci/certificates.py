@@ -1,0 +1,242 @@
+"""Writes docs/certificates: what `fsdp-verify certify` found in the cube of small cases, a page for each implementation.
+
+    fsdp-verify certify torch-fsdp2 --sample 1500 --json torch-fsdp2.json
+    python ci/certificates.py torch-fsdp2.json...   # keep what matters of these results, and write their pages
+    python ci/certificates.py                       # write the pages of what is kept
+
+What is kept is counts and causes, in a JSON document beside each page; no cell and no word of a page is written by hand,
+but for `PAGES`, which names the page of docs/findings that explains a cause.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from fsdp_testing.certificate.axes import WORLDS
+from fsdp_testing.certificate.causes import schedule_of
+from fsdp_testing.certificate.summary import FACES, STATUSES
+from fsdp_testing.certificate.verdicts import FAILS, HOLDS, REFUSED, UNKNOWN
+from fsdp_testing.records import Case
+from fsdp_testing.report.drawings.cube import cube_picture
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "docs" / "certificates"
+FINDINGS = ROOT / "docs" / "findings"
+NAMES = ("torch-ddp", "torch-fsdp1", "torch-fsdp1-flat", "torch-fsdp2", "fsdp_ref-wrapper", "fsdp_ref-composable")
+ALL_WORLDS = [f"{strategy} {mesh}" for strategy, meshes in WORLDS.items() for mesh in meshes]
+
+_LOW = "bfloat16, reduced in float32"
+PAGES: dict[str, str] = {
+    "hybrid-group-of-one": "fsdp1-hybrid-group-of-one",
+    "local-sums-in-low-precision": "fsdp1-local-sums-in-low-precision",
+    f"full_shard/1/root/plain/nS/nS/-1/to none/{_LOW}": "fsdp2-no-sync-then-unused-in-mixed-precision",
+    f"full_shard/1/root and two nested/plain/nS/nS/-1/to none/{_LOW}": "fsdp2-no-sync-then-unused-in-mixed-precision",
+    f"full_shard/1/root/under two names/NS/S/-1/to none/{_LOW}": "fsdp1-no-shard-shared-low-precision",
+    f"full_shard/1/root/shared weight/NS/S/-1/to none/{_LOW}": "fsdp1-no-shard-shared-low-precision",
+}
+"""Name of a known failure, or simplest cell of a cause -> page of docs/findings that explains it, with a script."""
+
+STYLE = """<style>
+svg { --text: #16191f; --soft: #565d6b; --line: #d5d9e0; --pass: #14691f; --fail: #b3101b; --unknown: #8a1f8f; }
+@media (prefers-color-scheme: dark) {
+svg { --text: #e7eaf0; --soft: #a3abba; --line: #353c48; --pass: #85d893; --fail: #ff9a9f; --unknown: #ea9cf0; } }
+text { font: 11px system-ui, sans-serif; fill: var(--text); }
+.soft { fill: var(--soft); }
+.strong { font-weight: 600; }
+.grid { stroke: var(--line); }
+.holds { fill: var(--pass); }
+.fails { fill: var(--fail); }
+.unknown { fill: var(--unknown); }
+.refused { fill: var(--line); }
+.some { fill-opacity: 0.55; stroke: var(--text); }
+</style>"""
+
+Kept = dict[str, Any]
+"""What is kept of one certificate: plain data, as `kept_of` makes it."""
+
+
+def kept_of(found: dict[str, Any], day: str) -> Kept:
+    """Return what is kept of a result of `certify --json`."""
+    counted = {
+        world: {face: [faces[face].get(status, 0) for status in STATUSES] for face in FACES if face in faces}
+        for world, faces in found["faces"].items()
+    }
+    same = ("implementation", "cube", "members", "asked", "statuses", "pairs", "unequal", "reasons", "unexplained")
+    return {
+        **{name: found[name] for name in same},
+        "day": day,
+        "torch": found["environment"]["torch"].partition("+")[0],
+        "claimed": found["cube"] - sum(found["not_claimed"].values()),
+        "not_claimed": found["not_claimed"],
+        "causes": [_cause(one) for one in found["causes"]],
+        "faces": counted,
+    }
+
+
+def _cause(one: dict[str, Any]) -> dict[str, Any]:
+    case = Case.from_json({"format": "fsdp_testing/case", "version": 1, **one["case"]})
+    cell = "/".join(str(value) for value in one["cell"].values())
+    where = {"world": f"{case.strategy} {one['cell']['mesh']}", "units": ["", *case.wrapping.units]}
+    plain = {name: one[name] for name in ("cells", "signature", "reason", "known", "shortened")}
+    return {**plain, "cell": cell, **where, "schedule": schedule_of(case)}
+
+
+def write(kept: Kept) -> None:
+    """Write the JSON document of one implementation, one line for each cause and world."""
+    rows = {name: kept[name] for name in kept if name not in ("causes", "faces")}
+    text = ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in rows.items())
+    causes = ",\n".join(f" {json.dumps(one)}" for one in kept["causes"])
+    faces = ",\n".join(
+        f" {json.dumps(world)}: {json.dumps(counts, separators=(',', ':'))}" for world, counts in kept["faces"].items()
+    )
+    (FOLDER / f"{kept['implementation']}.json").write_text(
+        f'{{\n{text},\n"causes": [\n{causes}\n],\n"faces": {{\n{faces}\n}}\n}}\n', encoding="utf-8"
+    )
+
+
+def read() -> dict[str, Kept]:
+    """Return what is kept of every implementation."""
+    files = [FOLDER / f"{name}.json" for name in NAMES]
+    return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()}
+
+
+def pages(table: dict[str, Kept]) -> dict[str, str]:
+    """Return the text of every page and picture, by file name."""
+    found = {"README.md": index(table)}
+    for name, kept in table.items():
+        found |= {f"{name}.md": page(kept), f"{name}.svg": picture(kept)}
+    return found
+
+
+def picture(kept: Kept) -> str:
+    """Return the cube as a file that shows by itself what the HTML report shows inside a page.
+
+    Patterns of the first step that hold in every world are left out, and texts for a pointer, which pictures do not show.
+    """
+    faces = {
+        world: {face: {s: n for s, n in zip(STATUSES, counts) if n} for face, counts in by_face.items()}
+        for world, by_face in kept["faces"].items()
+    }
+    found = {face: [by_face[face] for by_face in faces.values() if face in by_face] for face in FACES}
+    rows = [f for f in FACES if found[f] and not (f.startswith("first: ") and all(set(c) <= {HOLDS} for c in found[f]))]
+    drawn = str(cube_picture(faces, rows, [world for world in ALL_WORLDS if world in faces]))
+    drawn = re.sub(r"><title>[^<]*</title></rect>", "/>", drawn)
+    opening, _, rest = drawn.partition(">")
+    return f"{opening.replace('<svg', '<svg xmlns=' + chr(34) + 'http://www.w3.org/2000/svg' + chr(34), 1)}>{STYLE}{rest}\n"
+
+
+def index(table: dict[str, Kept]) -> str:
+    """Return the table of all implementations."""
+    lines = [
+        "# Certificates of small cases",
+        "",
+        "Made by `python ci/certificates.py` of what [`fsdp-verify certify`](../certificate.md) found. A sample is spread over",
+        "all faces of the cube; it refutes where a cell fails, and does not certify where none does.",
+        "",
+        "| implementation | cells that ran | hold | fail | refused | unknown | causes | torch | day |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, kept in table.items():
+        counts = [f"{kept['statuses'][status]:,}" for status in (HOLDS, FAILS, REFUSED, UNKNOWN)]
+        ran = f"{_ran(kept):,} of {kept['claimed']:,} that it claims" + (" (a sample)" if _is_sample(kept) else "")
+        row = [f"[{name}]({name}.md)", ran, *counts, str(len(kept["causes"])), kept["torch"], kept["day"]]
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join([*lines, ""])
+
+
+def page(kept: Kept) -> str:
+    """Return the page of one implementation."""
+    name, statuses, sample = kept["implementation"], kept["statuses"], _is_sample(kept)
+    said = {FAILS: "fail", REFUSED: "are refused by the implementation itself", UNKNOWN: "are unknown"}
+    others = "".join(f"; {statuses[status]:,} {verb}" for status, verb in said.items() if statuses[status])
+    lines = [
+        f"# {name} in small cases",
+        "",
+        f"**{statuses[HOLDS]:,} of {_ran(kept):,} cells hold{others}.** "
+        + (
+            f"A sample: the cube has {kept['claimed']:,} cells that {name} claims." if sample else "All that it claims."
+        ),
+        f"Seen on torch {kept['torch']}, CPU, gloo, {kept['day']}. What the axes are: [the cube](../certificate.md#the-cube).",
+        "",
+        f"![Which cells hold and which fail]({name}.svg)",
+        "",
+        "Green: all cells of a square hold; red: all fail; pale with an edge: some do; grey: refused; violet: unknown; blank:",
+        "none ran. Letters of a first step: S synchronises, N stays local, a small letter leaves a part unused; patterns without",
+        "a row hold everywhere.",
+    ]
+    if kept["causes"]:
+        lines += ["", "## Why cells fail"]
+    for cause in kept["causes"]:
+        lines += ["", *_told(cause)]
+    if kept["unexplained"]:
+        lines += ["", f"{kept['unexplained']:,} cells that fail were not followed to a cause."]
+    lines += ["", "## By axis", "", "| | cells that ran | hold | fail |", "|---|---|---|---|"]
+    lines += [f"| {where} | {sum(c):,} | {c[0]:,} | {c[1]:,} |" for where, c in _by_axis(kept)]
+    if kept["reasons"]:
+        lines += ["", "## Refused or unknown", "", *(f"- {n:,} x {why}" for why, n in kept["reasons"].items())]
+    if kept["not_claimed"]:
+        missing = kept["not_claimed"].items()
+        lines += ["", "## Not claimed", "", *(f"- {n:,} cells of the cube need {tags}" for tags, n in missing)]
+    return "\n".join([*lines, ""])
+
+
+def _told(cause: dict[str, Any]) -> list[str]:
+    stem = page_of(cause)
+    link = f" [What happens, with a script]({_link(stem)})." if stem else ""
+    shortest = "the shortest case" if cause["shortened"] else "not shortened"
+    units = ", ".join(unit or "the root" for unit in cause["units"])
+    return [
+        f"### {cause['cells']:,} cells: {' '.join(cause['signature'].split())}",
+        "",
+        f"{cause['reason'].splitlines()[0]}.{link}",
+        "",
+        f"- The simplest cell: `{cause['cell']}`",
+        f"- Its schedule ({shortest}; {cause['world']}, units: {units}):",
+        *(f"  - `{line}`" for line in cause["schedule"]),
+    ]
+
+
+def page_of(cause: dict[str, Any]) -> str:
+    """Return the page of docs/findings that explains a cause; empty where `PAGES` names none."""
+    return PAGES.get(cause["known"]) or PAGES.get(cause["cell"], "")
+
+
+def _link(stem: str) -> str:
+    return f"../findings/{stem}.md"
+
+
+def _by_axis(kept: Kept) -> list[tuple[str, list[int]]]:
+    """Return the counts of every world, and of every other face over all worlds."""
+    every = kept["faces"].values()
+    rows = [(world, kept["faces"][world]["all"]) for world in ALL_WORLDS if world in kept["faces"]]
+    for face in FACES[1:]:
+        found = [faces[face] for faces in every if face in faces]
+        rows += [(face, [sum(counts) for counts in zip(*found)])] if found else []
+    return rows
+
+
+def _ran(kept: Kept) -> int:
+    return sum(kept["statuses"].values())
+
+
+def _is_sample(kept: Kept) -> bool:
+    return _ran(kept) < kept["claimed"]
+
+
+def main(results: list[str]) -> None:
+    """Keep results, and write all pages."""
+    FOLDER.mkdir(exist_ok=True)
+    for result in map(Path, results):
+        day = datetime.fromtimestamp(result.stat().st_mtime, UTC).date().isoformat()
+        write(kept_of(json.loads(result.read_text(encoding="utf-8")), day))
+    for name, text in pages(read()).items():
+        (FOLDER / name).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

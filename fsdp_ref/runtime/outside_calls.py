@@ -1,0 +1,51 @@
+"""What happens when a method other than forward computes with a unit's modules while its parameters are sharded?
+
+torch would say that some matrix has the wrong shape. A hook on the modules that have sharded parameters says which
+parameters these are, which method was called, and how to register it. What a method computes with parameters themselves,
+without calling a module, reaches no hook.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fsdp_ref.annotations import OWNERS_KEY
+from fsdp_ref.compat import method_called_on
+from fsdp_ref.errors import FsdpRuntimeError, explain, listing
+from fsdp_ref.handle.originals import Shown
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fsdp_ref.runtime.unit import Unit
+
+
+def watch_modules(unit: Unit) -> None:
+    """Watch calls of the modules whose parameters the unit shards; copies of them are watched too."""
+    if unit.handle is None or not unit.handle.sharded:
+        return
+    for module in {site.module: None for managed in unit.handle.originals.managed for site in managed.sites}:
+        if not any(hook is _refuse_sharded for hook in module._forward_pre_hooks.values()):
+            module.register_forward_pre_hook(_refuse_sharded)
+
+
+def _refuse_sharded(module: nn.Module, args: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    for unit, names in module.__dict__.get(OWNERS_KEY, {}).items():
+        handle = unit.handle
+        if not names or handle is None or handle.originals.shown is not Shown.SHARDED:
+            continue
+        fqns = [site.fqn for managed in handle.originals.managed for site in managed.sites if site.module is module]
+        method = method_called_on((unit.holder, unit.module, *unit.modules))
+        raise FsdpRuntimeError(
+            explain(
+                f"{type(unit.module).__name__}.{method or 'forward of a module inside'}",
+                expected=f"full parameters, which {unit!r} has in its forward and in registered methods",
+                got=f"sharded ones: {listing(fqns)}",
+                remedy=f"Call register_fsdp_forward_method(module, {method or 'name'!r}) once after sharding, or call it "
+                "inside summon_full_params where no gradient is needed",
+            )
+        )

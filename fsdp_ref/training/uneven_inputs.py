@@ -1,0 +1,171 @@
+"""How do ranks with different numbers of batches train together, when every rank is needed to gather and to reduce?
+
+A rank that has no batch left goes on with an example, whose gradients are zeros, and takes the optimizer steps of its
+shards. Built on torch's own ``torch.distributed.algorithms.join.Join``, which counts who has batches left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+from fsdp_ref.annotations import outermost_units
+from fsdp_ref.errors import FsdpRuntimeError, UnsupportedError, explain, listing
+from fsdp_ref.runtime.unit import Unit
+from fsdp_ref.storage.precision import map_tensors
+
+
+class UnevenInputs(Joinable):
+    """Lets ranks run different numbers of training steps with one sharded model.
+
+    ::
+
+        uneven = UnevenInputs(model, (example,), finish)  # finish: clip, optimizer.step(), zero_grad()
+        with Join([uneven]):
+            for batch in batches:
+                loss_of(model(batch)).backward()
+                uneven.finish()
+
+    Each step's gradient is the mean over **all** ranks, in which a rank without a batch counts as zeros, as with
+    torch's DDP in its ``join`` by default: what one process computes from the sum of the losses divided by the number of ranks.
+    While a rank has no batch it runs ``model`` on the example, hooks included; random state and buffers are put back.
+    ``example`` must give finite outputs, since zero times infinity is no zero.
+
+    Args:
+        model: the module that is called: one outermost unit, or a plain module around several.
+        example: positional arguments of one call of ``model``, on this rank's device; only finite values are asked of them.
+        finish: everything of a step that follows backward; it is called on every rank as often as on the rank with most batches.
+
+    Raises:
+        FsdpValueError: there is no unit.
+        UnsupportedError: the units are over different ranks, or of some of them only; ``SyncBatchNorm`` is in the model.
+
+    Collectives:
+        In ``Join`` each call of ``model`` is announced by an all-reduce of one element.
+    """
+
+    def __init__(self, model: nn.Module, example: Sequence[Any], finish: Callable[[], object]) -> None:
+        super().__init__()
+        units = outermost_units(model, "UnevenInputs")
+        _refuse_model(model, units)
+        self._model = model
+        self._example = tuple(example)
+        self._finish = finish
+        self._device = units[0].config.device
+        self._group = units[0].config.groups.shard if not units[0].config.hybrid else dist.group.WORLD
+        self._unfinished = False
+        self._joined = False
+        # Before the units' own hooks, which communicate.
+        model.register_forward_pre_hook(self._announce, prepend=True)
+
+    def finish(self) -> None:
+        """End a step: call what was given as ``finish``."""
+        self._unfinished = False
+        self._finish()
+
+    def join_hook(self, **_: Any) -> JoinHook:
+        """Return what a rank without batches runs for each step of the others."""
+        return _Shadow(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of computation."""
+        return self._device
+
+    @property
+    def join_process_group(self) -> Any:
+        """All ranks of the model."""
+        return self._group
+
+    def _announce(self, _: nn.Module, args: Any) -> None:
+        if self._joined or not self._join_config.enable:
+            return
+        if self._unfinished or not torch.is_grad_enabled():
+            raise FsdpRuntimeError(
+                explain(
+                    "UnevenInputs",
+                    expected="in Join one forward with gradients, one backward and one finish() for each batch",
+                    got="a second forward before finish()" if self._unfinished else "a forward without gradients",
+                    remedy="Accumulate and evaluate outside of Join; ranks without batches do not take part in either",
+                )
+            )
+        self._unfinished = True
+        Join.notify_join_context(self)
+
+    def shadow(self) -> None:
+        """Take part in a step of the ranks that have a batch, adding zeros."""
+        self._joined = True
+        try:
+            with _put_back(self._model, self._device):
+                outputs: list[Tensor] = []
+                map_tensors(self._model(*self._example), _adder(outputs))
+                torch.autograd.backward(outputs, [torch.zeros_like(each) for each in outputs])
+        finally:
+            self._joined = False
+        self.finish()
+
+    def end(self) -> None:
+        """Stop announcing: ``Join`` has ended."""
+        self._join_config = type(self._join_config).construct_disabled_join_config()
+
+
+class _Shadow(JoinHook):
+    def __init__(self, training: UnevenInputs) -> None:
+        self._training = training
+
+    def main_hook(self) -> None:
+        self._training.shadow()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self._training.end()
+
+
+def _adder(outputs: list[Tensor]) -> Callable[[Tensor], Tensor]:
+    def add(tensor: Tensor) -> Tensor:
+        if tensor.requires_grad:
+            outputs.append(tensor)
+        return tensor
+
+    return add
+
+
+def _refuse_model(model: nn.Module, units: Sequence[Unit]) -> None:
+    total = {unit.config.groups.total_size for unit in units}
+    groups = {unit.config.groups.shard for unit in units}
+    hybrid = any(unit.config.hybrid for unit in units)
+    if len(groups) > 1 or (hybrid and total != {dist.get_world_size()}):
+        raise UnsupportedError(
+            explain(
+                "UnevenInputs",
+                expected="units over the same ranks (hybrid ones: over all)",
+                got=listing(repr(unit) for unit in units),
+                remedy="Make one UnevenInputs for each model",
+            )
+        )
+    synchronised = [name for name, each in model.named_modules() if isinstance(each, nn.SyncBatchNorm)]
+    if synchronised:
+        raise UnsupportedError(
+            explain(
+                "UnevenInputs",
+                expected="modules that see their own rank's batch alone",
+                got=f"SyncBatchNorm at {listing(synchronised)}",
+                remedy="The example of a rank without batches would count in its statistics: use BatchNorm or LayerNorm",
+            )
+        )
+
+
+@contextmanager
+def _put_back(model: nn.Module, device: torch.device) -> Iterator[None]:
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    devices = [device] if device.type != "cpu" else []
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        yield
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(before[name])

@@ -1,0 +1,17 @@
+"""Import this, and torch's multi-process test classes run on the pool, under any test runner.
+
+`import fsdp_testing.dist_pool` in a test file or a conftest does what `pytest --dist-pool` does. What is replaced, and what is
+not, stands in `fsdp_testing.test_classes`.
+"""
+
+from __future__ import annotations
+
+from fsdp_testing.pool.world import inside_rank
+from fsdp_testing.test_classes import torch_classes
+from fsdp_testing.test_classes.deepspeed_classes import take_over as take_over_deepspeed
+
+__all__ = ["take_over_deepspeed"]
+
+# A process of a test class imports the test file too, and starts no processes itself.
+if not inside_rank():
+    torch_classes.take_over()

@@ -1,0 +1,183 @@
+"""Do a world and one process with the same data compute the same?
+
+Losses and logged numbers come last: they are judged by what they mean where everything that trains agrees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from fsdp_testing.script_check import causes, readings
+from fsdp_testing.script_check.feeding import Feed
+from fsdp_testing.script_check.report import compared_lines
+from fsdp_testing.script_check.running import Failed, Runner, Undecided
+from fsdp_testing.script_check.whole import WholeRun, initial
+from fsdp_testing.training_check.comparison import (
+    ROUNDINGS,
+    Decided,
+    Difference,
+    Quantities,
+    beyond_roundings,
+    first_difference,
+)
+from fsdp_testing.training_check.whole import GRADIENT, PARAMETER, comparable, loss_table, only
+
+View = Callable[[WholeRun], Quantities]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A world and one process that saw the same data.
+
+    Attributes:
+        runner: Runs either again.
+        reference: The run of one process.
+        run: That of the world.
+        feed: What the one process was given.
+        kept: Disturbed runs of both by seed.
+    """
+
+    runner: Runner
+    reference: WholeRun
+    run: WholeRun
+    feed: Feed
+    kept: dict[int, tuple[WholeRun, WholeRun]] = field(default_factory=dict)
+
+    @property
+    def table(self) -> tuple[str, ...]:
+        """Loss and norm of the gradient of both, step by step."""
+        return loss_table(self.reference.quantities, self.run.quantities, self.reference.size, self.run.size)
+
+    def difference(self, view: View, decided: Decided) -> Difference | None:
+        """Return where both differ beyond what roundings may do, in what `view` shows of a run."""
+        reference, run = view(self.reference), view(self.run)
+        found = first_difference(reference, run, ROUNDINGS)
+        if found is None or found.error is None:
+            return found
+        if not self.kept:
+            repeated = first_difference(run, view(self.runner.run(self.run.size)), 0.0)
+            if repeated is not None:
+                raise Undecided(f"does not repeat itself: two runs differ, first in {repeated}.")
+
+        def disturbed(seed: int) -> list[tuple[Quantities, Quantities]]:
+            if seed not in self.kept:
+                again = self.runner.run
+                self.kept[seed] = again(1, feed=self.feed, seed=seed), again(self.run.size, seed=seed)
+            return [(here, view(moved)) for here, moved in zip((reference, run), self.kept[seed])]
+
+        return beyond_roundings(reference, run, ROUNDINGS, disturbed, decided)
+
+
+def decide(pair: Pair) -> tuple[str, ...]:
+    """Compare all that was seen, and return what was compared, what was not and why.
+
+    Raises:
+        Failed: The world differs.
+        Undecided: Nothing can be said.
+    """
+    reference, run = pair.reference, pair.run
+    names, left = comparable(reference.quantities, run.quantities, ROUNDINGS)
+    for found in run.disagreements:
+        left.append(f"{found.kind.strip()}: ranks have their own, and yet agree on parameters")
+        names = [name for name in names if not name.startswith(found.kind)]
+    _check_trained(run, names)
+    trained = [name for name in names if name != readings.LOSS]
+    agree = first_difference(only(reference.quantities, trained), only(run.quantities, trained), ROUNDINGS) is None
+    left = [sentence for sentence in left if not sentence.endswith(f": {readings.LOSS}")]
+    chosen = trained if agree else names
+    decided, remarks = Decided(), []
+    difference = pair.difference(lambda one: only(one.quantities, chosen), decided)
+    if difference is not None:
+        _fail(pair, difference, causes.of_difference(reference, run, difference))
+    if readings.LOSS not in chosen and readings.LOSS in run.quantities:
+        remarks += _judge_losses(pair, decided)
+    if not decided.enough:
+        raise Undecided(
+            "roundings alone move most of what is compared as far as it differs. Compare fewer steps (--steps), or in float32."
+        )
+    remarks += [
+        f"not decided: {sentence}, as far as roundings alone move them" for _, sentence in decided.open.values()
+    ]
+    remarks += _judge_logged(pair, scaled=any(GRADIENT.strip() in sentence for sentence in left))
+    return compared_lines(run, [*names, *({readings.LOSS} & {*run.quantities})], left, remarks)
+
+
+def _fail(pair: Pair, found: Difference, cause: str) -> None:
+    if any(seen.drew for rank in pair.run.ranks for seen in rank.steps[: found.step + 1]):
+        raise Undecided(
+            f"differs from one process, {found}, and forward draws random numbers, which cannot be the same for other shares "
+            "of the data. Draw them outside forward, or switch them off for this check."
+        )
+    raise Failed(f"differs from one process: {found}. {cause}", pair.table)
+
+
+def _check_trained(run: WholeRun, names: Sequence[str]) -> None:
+    """Zeros are equal whatever they came from: a pass takes a gradient that is none."""
+    compared = only(run.quantities, names)
+    gradients = [value for name, values in compared.items() if name.startswith(GRADIENT) for value in values]
+    before = initial(run)
+    changed = any(
+        not torch.equal(values[-1], before[name][0])
+        for name, values in compared.items()
+        if name.startswith(PARAMETER) and name in before
+    )
+    if not (changed or any(bool(gradient.any()) for gradient in gradients)):
+        raise Undecided(
+            "trains nothing that can be seen: gradients are zero and no parameter changes. Compare more steps."
+        )
+
+
+def _judge_losses(pair: Pair, decided: Decided) -> list[str]:
+    """Judge what backward was called on, where all that it trains agrees."""
+    reading = readings.reading_of(pair.reference, pair.run)
+    found = pair.difference(lambda run: readings.losses(run, reading), decided)
+    if found is None:
+        return [] if reading == readings.MEAN else [f"the loss of one process is {reading} of theirs"]
+    if readings.is_some_mean(pair.reference, pair.run):
+        raise Undecided(
+            f"trains as one process does, but {found}, as the mean over ranks. It lies between the losses of the ranks: the "
+            "script weights their gradients by numbers that are not seen. Weight the loss before backward instead, by "
+            "own count x ranks / count of all ranks, or log it reduced in the same way."
+        )
+    _fail(
+        pair,
+        found,
+        "Cause: gradients and parameters are those of one process and the loss is not, neither as mean nor as sum over ranks: "
+        "it is scaled, and the gradient is scaled back elsewhere. Whatever is logged of it is wrong.",
+    )
+    return []
+
+
+def _judge_logged(pair: Pair, *, scaled: bool) -> list[str]:
+    """Judge numbers that the script reduced over ranks and took out of tensors, as it does for its log.
+
+    Args:
+        pair: The runs.
+        scaled: Gradients of both differ by a factor, and so may their norms.
+    """
+    known = readings.logged(pair.reference, pair.run)
+    remarks = []
+    for line in known.reduced:
+        found = pair.difference(partial(readings.at_line, line), Decided())
+        if found is None:
+            remarks.append(f"compared: {len(known.reduced[line][0])} numbers taken at {line}, which the script reduced")
+            continue
+        one, other = known.reduced[line]
+        times, is_loss = readings.factor(one, other), readings.is_loss(pair.reference, 0, one)
+        if is_loss or (times is not None and not scaled):
+            by = "by no constant factor" if times is None else f"{times:.6g} times as large"
+            _fail(
+                pair,
+                found,
+                f"Cause: what is logged there is reduced wrongly ({by}); training agrees. Divide the sum of the ranks' numbers "
+                "by the number of ranks, once, or by the sum of their weights.",
+            )
+        remarks.append(f"not compared: the number taken at {line} is the same on all ranks and not that of one process")
+    remarks += [f"not compared: the number taken at {line}, each rank's own" for line in known.own]
+    return remarks + [
+        f"not compared: the number taken at {line}, taken another number of times" for line in known.uneven
+    ]

@@ -1,0 +1,108 @@
+"""What does a rank hold of each parameter, its gradient, its moments and each buffer of a model that nobody registered?
+
+Read in place and without communication, whatever holds it: plain tensors, DDP, FSDP1, FSDP2 and other DTensors, `fsdp_ref`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_testing import compat
+from fsdp_testing.implementations.protocol import Piece, StateEntry
+from fsdp_testing.implementations.shared import flat_pieces, naming, pieces
+from fsdp_testing.implementations.shared.flat_pieces import FlatUnit
+
+Span = tuple[tuple[int, ...], int, int, torch.Tensor]
+"""Shape of the whole tensor, first and last element of this rank's part in row-major order, and these elements."""
+Spans = dict[str, tuple[Span, ...]]
+Held = Mapping[str, tuple[Piece, ...]]
+
+
+def held_by(model: nn.Module) -> Held:
+    """Return what this rank has of each parameter of a model, by original name; communicates nothing."""
+    units = _flat_units(model)
+    found: Held = (
+        pieces.of_parameters(naming.named_parameters(model))
+        if units is None
+        else flat_pieces.local_pieces(model, units)
+    )
+    wrappers = _wrappers(model)
+    return {_without(wrappers, name): held for name, held in found.items()}
+
+
+def moments_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Spans:
+    """Return what an optimizer keeps of each parameter of a model, as "exp_avg of NAME"; scalars have the shape ()."""
+    units = _flat_units(model)
+    found: Mapping[str, Mapping[str, StateEntry]] = (
+        pieces.optimizer_state(dict(naming.named_parameters(model)), optimizer)
+        if units is None
+        else flat_pieces.optimizer_pieces(model, optimizer, units)
+    )
+    wrappers = _wrappers(model)
+    return {
+        f"{what} of {_without(wrappers, name)}": _entry(entry)
+        for name, state in found.items()
+        for what, entry in state.items()
+    }
+
+
+def buffers_of(model: nn.Module) -> Spans:
+    """Return the buffers that a checkpoint of the model holds; a batch norm's count of calls is no number of the model."""
+    wrappers = _wrappers(model)
+    modules = naming.unwrapped(model).named_modules()
+    kept = {
+        naming.original(f"{prefix}.{name}".lstrip(".")) for prefix, m in modules for name in compat.saved_buffers(m)
+    }
+    return {
+        _without(wrappers, name): spans_of(pieces.of_tensor(buffer), "value")
+        for name, buffer in naming.named_buffers(model)
+        if name in kept and not name.endswith("num_batches_tracked")
+    }
+
+
+def spans_of(held: tuple[Piece, ...], which: str) -> tuple[Span, ...]:
+    """Return copies of the values ("value") or gradients ("grad") of pieces; a gradient that is None counts as zeros."""
+    found = []
+    for piece in held:
+        tensor = getattr(piece, which)
+        if tensor is None and which == "grad" and piece.value is not None:
+            tensor = torch.zeros_like(piece.value)
+        if tensor is not None:
+            found.append((tuple(piece.shape), piece.start, piece.stop, tensor.detach().cpu().reshape(-1).clone()))
+    return tuple(found)
+
+
+def _entry(entry: StateEntry) -> tuple[Span, ...]:
+    if isinstance(entry, tuple):
+        return spans_of(entry, "value")
+    return (((), 0, 1, torch.tensor([entry], dtype=torch.float64)),)
+
+
+def _flat_units(model: nn.Module) -> Iterator[FlatUnit] | None:
+    torch_fsdp, ours = sys.modules.get("torch.distributed.fsdp"), sys.modules.get("fsdp_ref")
+    if torch_fsdp is not None and any(isinstance(m, torch_fsdp.FullyShardedDataParallel) for m in model.modules()):
+        from fsdp_testing.implementations.torch import fsdp1_flat
+
+        return fsdp1_flat.flat_units(model)
+    if ours is not None:
+        from fsdp_testing.implementations.ref import handle_pieces
+
+        return handle_pieces.flat_units(model)
+    return None
+
+
+def _wrappers(model: nn.Module) -> list[str]:
+    replicated = [name for name, m in model.named_modules() if name and isinstance(m, DistributedDataParallel)]
+    return [f"{naming.original(name)}.module." for name in replicated]
+
+
+def _without(wrappers: list[str], name: str) -> str:
+    for prefix in wrappers:
+        if name.startswith(prefix):
+            return prefix.removesuffix("module.") + name.removeprefix(prefix)
+    return name
