@@ -35,6 +35,8 @@ MISLEADING: dict[str, str] = {}
 _LIKE = re.compile(r"\): (what is due.*|zero|.* times what is due.*)$|\): (what is due.*); what is computed before")
 """What the numbers are like with which the first wrong module computes, at the end of the sentence about it."""
 
+_LIKENESS = ("what is wrong is ", "the first wrong module: ")
+
 _HEAD = """# Causes of planted faults
 
 Made by `python ci/causes.py`. Each fault of `tests/quality` that breaks a check by wrong numbers, what is wrong with it,
@@ -75,15 +77,17 @@ def rows_of(page: str) -> dict[str, str]:
 
 def counted(rows: dict[str, str]) -> str:
     """Return how many causes are named."""
-    found = Counter[str]()
+    found, likenesses = Counter[str](), 0
     for name, row in rows.items():
         causes = row.removesuffix(" |").split(" | ")[2].split("; and: ")
         named = sum(cause != "-" for cause in causes)
+        likenesses += named == len(causes) and all(cause.startswith(_LIKENESS) for cause in causes)
         found["wrong" if name in MISLEADING else "named" if named == len(causes) else "some" if named else "none"] += 1
     share = 100 * found["named"] / max(len(rows), 1)
     return (
         f"{len(rows)} faults: all causes named {found['named']} ({share:.0f} %), some {found['some']}, "
-        f"none {found['none']}, named wrongly {found['wrong']}."
+        f"none {found['none']}, named wrongly {found['wrong']}. Of those named, {likenesses} are named by no more than what the "
+        "wrong numbers are like."
     )
 
 

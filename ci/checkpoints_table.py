@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,15 +24,18 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "checkpoints-table.md"
 PAGES = {
     r"Missing key in checkpoint state_dict: optimizer\.param_groups\.": "fsdp1-optimizer-directory-empty-shard",
+    r"torch function 'data_ptr', with args: \(ShardedTensor\(": "fsdp1-async-save",
     r"AssertionError: Expected device to be set": "dsd-stateless-optimizer",
     r"FSDP assumes .* is in the state_dict": "fsdp1-no-shard-unit-without-gradient",
 }
 """What a reason says, and the page of the finding that explains it."""
+VERSIONS = ("fsdp-testing", "torch", "python", "processors")
 
 
 def page_of(result: Result) -> str:
     """Return the page that explains why a state does not hold; empty if none does."""
-    if (result.loader or result.saver).startswith("fsdp_ref"):
+    saves = not result.loader or not result.reason.startswith(("loading", "further step"))
+    if (result.saver if saves else result.loader).startswith("fsdp_ref"):
         return ""  # no page excuses the reference
     return next((page for said, page in PAGES.items() if re.search(said, result.reason)), "")
 
@@ -43,13 +47,14 @@ def document(found: Sequence[Summary]) -> tuple[str, list[Result]]:
     whole = Summary(found[0].environment, places, results, sum(one.seconds for one in found))
     bad = [result for result in results if result.verdict is not Verdict.PASS]
     open_ = [result for result in bad if not page_of(result)]
-    versions = sorted({f"{name} {value}" for one in found for name, value in one.environment.items()})
+    versions = sorted(
+        {f"{name} {one.environment[name]}" for one in found for name in VERSIONS if name in one.environment}
+    )
     lines = [
         "# Who loads whose checkpoints",
         "",
-        "Made by `python ci/checkpoints_table.py` from what [`fsdp-verify checkpoints`](checkpoints.md) wrote: "
-        + ", ".join(versions)
-        + ".",
+        "Made by `python ci/checkpoints_table.py` from what [`fsdp-verify checkpoints`](checkpoints.md) wrote, with",
+        f"{', '.join(versions)}, {time.strftime('%d %B %Y')}. Subjects and ways that the table lacks were not run.",
         f"{whole.conclusion()}.",
         "",
         *_table(whole),
@@ -100,7 +105,7 @@ def _explained(bad: Sequence[Result]) -> list[str]:
             by_page.setdefault(page_of(result), []).append(result)
     lines = []
     for page, results in sorted(by_page.items(), key=lambda item: -len(item[1])):
-        whose = sorted({(r.loader or r.saver).split()[0] for r in results})
+        whose = sorted({(r.loader if r.reason.startswith("loading") else r.saver).split()[0] for r in results})
         lines.append(f"- {len(results):,} states, {', '.join(whose)}: [{page}](findings/{page}.md)")
     return lines or ["Every state holds."]
 

@@ -96,23 +96,24 @@ def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> set[float]:
     return found | {float(group["lr"]) for group in optimizer.param_groups}
 
 
-def sharded(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    with fsdp_ref.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        return {"model": model.state_dict(), "optimizer": fsdp_ref.optim_state_dict(model, optimizer)}
+def collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": model.state_dict(), "optimizer": fsdp_ref.optim_state_dict(model, optimizer)}
 
 
 def save(way: str, folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if way == "file":
-        with fsdp_ref.state_dict_type(
-            model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-        ):
-            state = {"model": model.state_dict(), "optimizer": fsdp_ref.optim_state_dict(model, optimizer)}
+        on_rank_0 = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+        with fsdp_ref.state_dict_type(model, StateDictType.FULL_STATE_DICT, on_rank_0):
+            state = collect(model, optimizer)
         if dist.get_rank() == 0:
             save_file(state, folder / "checkpoint.pt")
-    elif way == "dcp":
-        dcp.save(sharded(model, optimizer), checkpoint_id=folder / f"step-{step}")
+        return
+    with fsdp_ref.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        state = collect(model, optimizer)
+    if way == "dcp":
+        dcp.save(state, checkpoint_id=folder / f"step-{step}")
     else:
-        saving: Any = dcp.async_save(sharded(model, optimizer), checkpoint_id=folder / f"step-{step}")
+        saving: Any = dcp.async_save(state, checkpoint_id=folder / f"step-{step}")
         fill(model, optimizer, -1.0)  # what is trained on must not get into the files
         saving.result()
 
@@ -140,27 +141,20 @@ def load(way: str, folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
 
 
 def _load_one(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    if path.is_dir():
-        state = sharded(model, optimizer)
-        dcp.load(state, checkpoint_id=path)
-        with fsdp_ref.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-            model.load_state_dict(state["model"])
-            fsdp_ref.optim_state_dict_to_load(model, optimizer, state["optimizer"], load_directly=True)
-    else:
-        state = torch.load(path, weights_only=True)
+    form = StateDictType.SHARDED_STATE_DICT if path.is_dir() else StateDictType.FULL_STATE_DICT
+    with fsdp_ref.state_dict_type(model, form):
+        if path.is_dir():
+            state = collect(model, optimizer)
+            dcp.load(state, checkpoint_id=path)
+        else:
+            state = torch.load(path, weights_only=True)
         model.load_state_dict(state["model"])
         fsdp_ref.optim_state_dict_to_load(model, optimizer, state["optimizer"], load_directly=True)
 
 
 @dataclass
 class Moment:
-    """When who is killed: at a call that one rank makes.
-
-    Attributes:
-        rank: Whose calls are counted.
-        call: The number of the call.
-        victims: Ranks.
-    """
+    """Who is killed, and when: at which call (its number) of which rank."""
 
     rank: int
     call: int
@@ -168,13 +162,7 @@ class Moment:
 
 
 class Calls:
-    """Counts the calls that this process makes, in all its threads, and kills at one of them.
-
-    Args:
-        call: Its number; 0 for none.
-        victims: Processes, this one last.
-        folder: Where files are that are saved.
-    """
+    """Counts the calls that this process makes, in all its threads, and kills processes (this one last) at one; 0 for none."""
 
     def __init__(self, call: int, victims: list[int], folder: Path) -> None:
         self.count = 0

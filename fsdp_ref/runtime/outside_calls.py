@@ -27,8 +27,7 @@ def watch_modules(unit: Unit) -> None:
     if unit.handle is None or not unit.handle.sharded:
         return
     for module in {site.module: None for managed in unit.handle.originals.managed for site in managed.sites}:
-        if not any(hook is _refuse_sharded for hook in module._forward_pre_hooks.values()):
-            module.register_forward_pre_hook(_refuse_sharded)
+        module.register_forward_pre_hook(_refuse_sharded)
 
 
 def _refuse_sharded(module: nn.Module, args: Any) -> None:

@@ -9,7 +9,7 @@ only if they are small fractions of it, and if the sum with just these weights i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -232,15 +232,34 @@ def _fraction(value: float, denominator: int, apart: float) -> Fraction | None:
 # ---------------------------------------------------------------------------------------------------------- sentences
 
 
-def sentence(case: Case, found: Contributions) -> str:
-    """Return what is wrong with the sum, such as "the gradient of a on rank 1 lacks operation 0 of rank 2"."""
+BatchName = Callable[[int, int | None], str]
+"""What a sentence calls a micro-batch of an operation; its number is None where the operation has only one."""
+
+
+def of_program(case: Case) -> BatchName:
+    """Return the names of the micro-batches of a program."""
+
+    def name(operation: int, micro_batch: int | None) -> str:
+        which = "" if micro_batch is None else f"micro-batch {micro_batch} of "
+        return f"{which}operation {operation}, {case.program[operation].words()},"
+
+    return name
+
+
+def sentence(found: Contributions, size: int, name_of: BatchName) -> str:
+    """Return what is wrong with the sum, such as "the gradient of a on rank 1 lacks operation 0 of rank 2".
+
+    Args:
+        found: What it is the sum of.
+        size: Number of ranks.
+        name_of: Names micro-batches.
+    """
     name = found.fqns[0] if len(found.fqns) == 1 else f"{found.fqns[0]} (and of {len(found.fqns) - 1} more)"
     where = f" on {ranks_text(found.ranks)}" if found.ranks else ""
-    return f"the gradient of {name}{where} {', and '.join(_clauses(case, found))}"
+    return f"the gradient of {name}{where} {', and '.join(_clauses(found, size, name_of))}"
 
 
-def _clauses(case: Case, found: Contributions) -> list[str]:
-    size = case.world.size
+def _clauses(found: Contributions, size: int, name_of: BatchName) -> list[str]:
     due = [weight for weight in found.weights if weight.due]
     factors = {weight.got for weight in due}
     if (
@@ -255,12 +274,12 @@ def _clauses(case: Case, found: Contributions) -> list[str]:
         scale = "" if factors == {Fraction(0), Fraction(size)} else ", divided by the number of ranks"
         return [f"is that of its own inputs alone, not reduced over the ranks{scale}"]
     for factor in sorted(factors - {Fraction(1)}):
-        terms = _terms(case, found, [weight for weight in due if weight.got == factor])
+        terms = _terms(name_of, found, [weight for weight in due if weight.got == factor])
         clauses.append(f"lacks {terms.rstrip(',')}" if not factor else f"counts {terms} {_times(factor)}")
     extra = [weight for weight in found.weights if not weight.due and weight.got]
     if extra:
         often = {weight.got for weight in extra}
-        terms = f"{_terms(case, found, extra).rstrip(',')}, which was cleared"
+        terms = f"{_terms(name_of, found, extra).rstrip(',')}, which was cleared"
         clauses.append(
             f"still contains {terms}" if often == {Fraction(1)} else f"still counts {terms}, {_times(max(often))}"
         )
@@ -272,6 +291,8 @@ def _of_all(found: Contributions, factor: Fraction, size: int) -> str:
     if not factor:
         return "lacks every term"
     often = f"{factor} times what is due" if factor > 1 else f"{factor} of what is due"
+    if factor.numerator > _LARGEST_DENOMINATOR:
+        return f"is {often}"  # no number of ranks or uses
     busy = len({weight.rank for weight in found.weights if weight.due})
     if found.uses > 1 and factor in (found.uses, Fraction(1, found.uses)):
         return f"is {often}, as if its {found.uses} uses were {'multiplied' if factor > 1 else 'averaged'}"
@@ -285,7 +306,7 @@ def _times(factor: Fraction) -> str:
     return {Fraction(2): "twice"}.get(factor, f"{factor} times")
 
 
-def _terms(case: Case, found: Contributions, wanted: Sequence[Weight]) -> str:
+def _terms(name_of: BatchName, found: Contributions, wanted: Sequence[Weight]) -> str:
     """Terms in words: whole ranks and whole micro-batches by their name, else one by one."""
     chosen, peers = {_key(w) for w in wanted}, [w for w in found.weights if w.due == wanted[0].due]
     for name, part in (
@@ -296,28 +317,27 @@ def _terms(case: Case, found: Contributions, wanted: Sequence[Weight]) -> str:
         values = dict.fromkeys(part(w) for w in wanted)
         whole = {_key(w) for w in peers if part(w) in values}
         if whole == chosen and (name == "batch" or len(values) < len({part(w) for w in peers})):
-            return _listed([_named(case, found, name, value) for value in values])
-    return _listed([_one(case, found, weight) for weight in wanted])
+            return _listed([_named(name_of, found, name, value) for value in values])
+    return _listed([_one(name_of, found, weight) for weight in wanted])
 
 
-def _named(case: Case, found: Contributions, name: str, value: object) -> str:
+def _named(name_of: BatchName, found: Contributions, name: str, value: object) -> str:
     if name == "rank":
         return f"the inputs of rank {value}"
     if name == "use":
         return _use(value)
     assert isinstance(value, tuple)
-    return _batch(case, found, *value)
+    return _batch(name_of, found, *value)
 
 
-def _one(case: Case, found: Contributions, weight: Weight) -> str:
-    parts = [_batch(case, found, weight.operation, weight.micro_batch), f"of rank {weight.rank}"]
+def _one(name_of: BatchName, found: Contributions, weight: Weight) -> str:
+    parts = [_batch(name_of, found, weight.operation, weight.micro_batch), f"of rank {weight.rank}"]
     return " ".join(parts if weight.use is None else [*parts, f"({_use(weight.use)})"])
 
 
-def _batch(case: Case, found: Contributions, operation: int, micro_batch: int) -> str:
+def _batch(name_of: BatchName, found: Contributions, operation: int, micro_batch: int) -> str:
     several = any(weight.operation == operation and weight.micro_batch for weight in found.weights)
-    which = f"micro-batch {micro_batch} of " if several else ""
-    return f"{which}operation {operation}, {case.program[operation].words()},"
+    return name_of(operation, micro_batch if several else None)
 
 
 def _use(use: object) -> str:

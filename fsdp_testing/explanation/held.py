@@ -45,8 +45,8 @@ class Held:
 
     @property
     def of_another_dtype(self) -> bool:
-        """Whether it has another dtype than is due; gradients and optimizer state may have one of their own."""
-        compared = self.quantity.kind in ("value", "buffer", "result")
+        """Whether it has another dtype than is due; gradients, optimizer state and norms may have one of their own."""
+        compared = self.quantity.kind in ("value", "buffer", "result") and self.quantity.name != "total_norm"
         return compared and self.got is not None and self.due is not None and self.got.dtype != self.due.dtype
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:

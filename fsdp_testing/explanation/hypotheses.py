@@ -9,7 +9,7 @@ values of their own. A wrong gradient is taken apart into the terms that it is t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -18,6 +18,7 @@ import torch
 from fsdp_testing.checkers import agreement
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.divergence import DECISIVE
+from fsdp_testing.checkers.explain import listed
 from fsdp_testing.checkers.quantities import Expectation, Expected, ExpectedPoint
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.explanation.contributions import Contributions, contributions
@@ -60,7 +61,7 @@ class Hypothesis:
 
     Attributes:
         left_out: Index of the operation without which one process gives the same; -1 if it is something else.
-        kinds: Sorts of the quantities that are alike (`result`, `gradient`, `value`, ...).
+        kinds: Sorts of the quantities that are alike (`result`, `state` for a saved one, `gradient`, `value`, ...).
         units: Units for which alone the step `left_out` had no effect; empty if for all.
         contributions: What wrong gradients are the sum of.
         pattern: What they are like, element by element.
@@ -77,6 +78,21 @@ class Hypothesis:
     ranks: tuple[int, ...] = ()
     happened: str = ""
     confirmed: str = "is what one process gives with that"
+
+
+_KINDS = {
+    "gradient": "gradients",
+    "value": "parameters",
+    "buffer": "buffers",
+    "optimizer": "the optimizer's state",
+    "result": "results",
+    "state": "the saved state",
+}
+
+
+def kinds_text(kinds: Iterable[str]) -> str:
+    """Return sorts of quantities in words."""
+    return listed(sorted(_KINDS[kind] for kind in kinds))
 
 
 def contradict(one: Hypothesis | None, other: Hypothesis | None) -> bool:
@@ -119,7 +135,7 @@ class WrongNumbers:
         self._point = next(places, None) if wanted else None
         self._pieces = [] if self._point is None else held(ranks, self._point, wanted)
         self._wrong = [one for one in self._pieces if one.wrong]
-        self._kinds = frozenset(quantity.kind for quantity in wanted)
+        self._kinds = frozenset("state" if q.name.startswith("state.") else q.kind for q in wanted)
 
     def hypothesis(self, unsharded: UnshardedUnits) -> Hypothesis | None:
         """Return what the numbers are equal to, or None if to nothing that is tried.
@@ -133,11 +149,10 @@ class WrongNumbers:
         wrong = {one.quantity for one in self._wrong}
         if point is None or not self._wrong or {one.quantity for one in self._pieces} != wrong:
             return None  # something else than numbers differs as well
-        found = self._besides(point) or self._contributions(point)
+        found = self._besides(point) or self._contributions(point) or self._begun()
         if found is None and free:
             found = self._other_program(point) or self._stale_units(point, unsharded)
-        found = found or self._needless(point) or self._begun()
-        return found or (self._norm(point) if free else None) or self._pattern(point)
+        return found or self._needless(point) or (self._norm(point) if free else None) or self._pattern(point)
 
     # ------------------------------------------------------------------------------------------- gradients
 
@@ -192,11 +207,14 @@ class WrongNumbers:
             # An operation that is left out gives no result.
             left_out = index != point.index or point.snapshot
             if left_out and self._is_like(self._replaced(index, Observe()), point):
-                return Hypothesis(index, self._kinds, ranks=self._affected())
+                # State that was right when that operation was over has lost it since.
+                lost = index < point.index and point.snapshot
+                what = f"what {name}, did to {kinds_text(self._kinds)} is lost" if lost else ""
+                return Hypothesis(index, self._kinds, ranks=self._affected(), happened=what)
             for setting, other in operation.other_settings():
                 if self._is_like(self._replaced(index, other), point):
                     done, asked = (f"{getattr(one, setting)!r}" for one in (other, operation))
-                    what = f"{name}, is done with {setting}={done} where {asked} is asked for"
+                    what = f"{name}, works as if {setting}={done} were asked for, not {asked}"
                     return Hypothesis(-1, self._kinds, happened=what, ranks=self._affected())
         return None
 
@@ -300,7 +318,7 @@ class WrongNumbers:
 
     def _pattern(self, point: ExpectedPoint) -> Hypothesis | None:
         """What everything that is wrong is like, if all is like the same."""
-        found = pattern_of(self._pieces, point.quantities, self._unit_roundoff())
+        found = pattern_of(self._pieces, point.quantities)
         return None if found is None else Hypothesis(-1, self._kinds, pattern=found, ranks=self._affected())
 
     def _affected(self) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 
 import torch
 
@@ -40,18 +41,15 @@ class Pattern:
     words: str
 
 
-def pattern_of(
-    pieces: Sequence[Held], expected: Mapping[Quantity, Expected], unit_roundoff: float = 0.0
-) -> Pattern | None:
+def pattern_of(pieces: Sequence[Held], expected: Mapping[Quantity, Expected]) -> Pattern | None:
     """Return what all wrong numbers are like, or None if like nothing that is tried.
 
     Args:
         pieces: What ranks hold of the quantities that are wrong, right pieces included.
         expected: Everything that is expected at the same point.
-        unit_roundoff: Of the narrowest dtype that they are computed in, where that is not their own.
     """
     wrong = [one for one in pieces if one.wrong]
-    numbers = sum(one.due.numel() for one in wrong if one.due is not None)
+    numbers = _numbers(wrong)
     if not numbers or any(one.got is None or one.due is None for one in wrong):
         return None
     if any(one.of_another_dtype for one in wrong):
@@ -59,35 +57,38 @@ def pattern_of(
     if not all(bool(_got(one).isfinite().all() & _due(one).isfinite().all()) for one in wrong):
         return None
     if not all(_due(one).is_floating_point() for one in wrong):
-        return _first(wrong, ((("zero", "zero", lambda one: torch.zeros_like(_due(one)), False)),), unit_roundoff)
-    if not any(difference(_got(one), _due(one), _bound(one, unit_roundoff)).exceeded for one in wrong):
+        return _first(wrong, ((("zero", "zero", lambda one: torch.zeros_like(_due(one)), False)),))
+    if not any(difference(_got(one), _due(one), _bound(one)).exceeded for one in wrong):
         return _last_place(wrong) if numbers >= _ENOUGH else None
-    return _first(wrong, _tried(wrong, pieces, expected), unit_roundoff)
+    return _first(wrong, _tried(wrong, pieces, expected))
+
+
+def _numbers(wrong: Sequence[Held]) -> int:
+    """How many numbers there are; what several ranks have of the same is one."""
+    return sum(stop - start for _, _, _, start, stop in {(*one.quantity[:3], *one.span) for one in wrong})
 
 
 _Candidate = tuple[str, str, Like, bool]
 """Kind, words, the numbers, and whether they are computed (and so rounded) or copied."""
 
 
-def _first(
-    wrong: Sequence[Held], candidates: Iterator[_Candidate] | tuple[_Candidate, ...], unit: float
-) -> Pattern | None:
+def _first(wrong: Sequence[Held], candidates: Iterator[_Candidate] | tuple[_Candidate, ...]) -> Pattern | None:
     for kind, words, like, computed in candidates:
-        if all(_agrees(one, like(one), computed=computed, unit=unit) for one in wrong):
+        if all(_agrees(one, like(one), computed=computed) for one in wrong):
             return Pattern(kind, words)
     return None
 
 
-def _agrees(one: Held, like: torch.Tensor | None, *, computed: bool, unit: float) -> bool:
+def _agrees(one: Held, like: torch.Tensor | None, *, computed: bool) -> bool:
     if like is None or like.shape != _got(one).shape:
         return False
-    bound = _bound(one, unit) if computed else one.bound
+    bound = _bound(one) if computed else one.bound
     return not difference(_got(one), like, bound).exceeded
 
 
-def _bound(one: Held, unit: float) -> torch.Tensor:
+def _bound(one: Held) -> torch.Tensor:
     own = UNIT_ROUNDOFF.get(str(_due(one).dtype).removeprefix("torch."), 0.0)
-    return one.bound + _ROUNDINGS * max(own, unit) * _due(one).abs().double()
+    return one.bound + _ROUNDINGS * own * _due(one).abs().double()
 
 
 def _got(one: Held) -> torch.Tensor:
@@ -137,7 +138,7 @@ def _tried(
 ) -> Iterator[_Candidate]:
     """Yield what may have happened, each with the numbers that would be right if it had."""
     yield "zero", "zero", lambda one: torch.zeros_like(_due(one)), False
-    if sum(_due(one).numel() for one in wrong) < _ENOUGH:
+    if _numbers(wrong) < _ENOUGH:
         return
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         if all(torch.finfo(dtype).eps > torch.finfo(_due(one).dtype).eps for one in wrong):
@@ -246,8 +247,12 @@ def _elsewhere(wrong: Sequence[Held], pieces: Sequence[Held]) -> Iterator[_Candi
     if any(one.span != (0, wholes[one.quantity].numel()) for one in wrong):
         for shift in (1, -1):
             words = f"what is due, moved by {shift} element inside each rank's part"
-            yield "shifted inside", words, lambda one, shift=shift: _due(one).roll(shift), False  # type: ignore[misc]
+            yield "shifted inside", words, partial(_rolled, shift), False
     yield "reversed", "what is due in reverse, inside each rank's part", lambda one: _due(one).flip(0), False
+
+
+def _rolled(shift: int, one: Held) -> torch.Tensor:
+    return _due(one).roll(shift)
 
 
 def _whole(quantity: Quantity, pieces: Sequence[Held]) -> torch.Tensor:

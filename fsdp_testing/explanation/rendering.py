@@ -5,17 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fsdp_testing.checkers.explain import listed, ranks_text
-from fsdp_testing.explanation.contributions import sentence
-from fsdp_testing.explanation.hypotheses import Hypothesis
+from fsdp_testing.explanation.contributions import of_program, sentence
+from fsdp_testing.explanation.hypotheses import Hypothesis, kinds_text
 from fsdp_testing.records import RAISES, Case, Finding
-
-_KINDS = {
-    "gradient": "gradients",
-    "value": "parameters",
-    "buffer": "buffers",
-    "optimizer": "the optimizer's state",
-    "result": "results",
-}
 
 UnshardedUnits = Mapping[str, tuple[int, ...]]
 
@@ -58,7 +50,7 @@ def _what_is_wrong(finding: Finding) -> str:
 def clause(case: Case, like: Hypothesis, unsharded: UnshardedUnits) -> str:
     """Return what happened, without the schedule and the numbers."""
     if like.contributions is not None:
-        return sentence(case, like.contributions)
+        return sentence(like.contributions, case.world.size, of_program(case))
     if like.pattern is not None:
         return f"what is wrong is {like.pattern.words}{_where(like)}"
     if like.happened:
@@ -71,7 +63,7 @@ def clause(case: Case, like: Hypothesis, unsharded: UnshardedUnits) -> str:
             verb = "holds" if len(unsharded) == 1 else "hold"
             return f"{units_text(tuple(unsharded))} still {verb} the weights from before {name}, on {where}"
         return f"the weights from before {name}, are still in use"
-    return f"{name}, had no effect on {listed(sorted(_KINDS[kind] for kind in like.kinds))}{_where(like)}"
+    return f"{name}, had no effect on {kinds_text(like.kinds)}{_where(like)}"
 
 
 def _where(like: Hypothesis) -> str:

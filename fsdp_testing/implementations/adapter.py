@@ -70,6 +70,8 @@ class TorchStyle:
             the tensor that takes this rank's span of the result; without it the gradient is reduced in place. The hook
             alone divides.
         unshard: `(model, unit FQN)`: gather one unit now.
+        unshard_async: `(model, unit FQN)`: begin to gather one unit, and return a function that waits for it; where nobody calls
+            that, the unit's forward waits.
         reshard: `(model, unit FQN)`: free one unit's gathered parameters.
         units: `(unit FQN, FQNs of its parameters)` in the implementation's own order.
         trace_units: `(model, emit)`: context in which `emit(unit FQN, transition, parameter FQNs)` is called at each
@@ -116,6 +118,7 @@ class TorchStyle:
     load_sharded_optimizer_state: Callable[[Model, Optimizer, State], None] = LEFT_OUT
     register_comm_hook: Callable[[Model, object, Callable[..., Any]], None] = LEFT_OUT
     unshard: Callable[[Model, str], None] = LEFT_OUT
+    unshard_async: Callable[[Model, str], Callable[[], None] | None] = LEFT_OUT
     reshard: Callable[[Model, str], None] = LEFT_OUT
     units: Callable[[Model], Sequence[tuple[str, tuple[str, ...]]]] = LEFT_OUT
     trace_units: Callable[[Model, EmitUnit], AbstractContextManager[Any]] = LEFT_OUT

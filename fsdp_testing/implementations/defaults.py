@@ -35,6 +35,7 @@ def methods(implementation: object, given: _Given) -> dict[str, Callable[..., An
 
     filled: dict[str, Callable[..., Any]] = {
         "no_sync": _own_no_sync(name),
+        "unshard_async": given.get("unshard", _missing(name, "unshard")),  # which leaves nothing to wait for
         "clip_grad_norm": clip_grad_norm,
         "local_pieces": local,
         "full_parameters": _gathering_full_parameters(local),

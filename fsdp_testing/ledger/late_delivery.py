@@ -55,7 +55,10 @@ def call_late(name: str, method: Callable[..., Any], group: Any, args: tuple[Any
             output.detach().clone() if in_place else torch.empty(output.shape, dtype=output.dtype, device="cpu")
             for output in outputs
         ]
-    work = method(group, *_with_outputs(args, stand_ins), **kwargs)
+    # An input that lies in the memory of an output (a gather in place) may be read after that was hidden.
+    hidden = {output.untyped_storage().data_ptr() for output in outputs}
+    given = [_apart(value, hidden) for value in _with_outputs(args, stand_ins)]
+    work = method(group, *given, **kwargs)
     if work is None:
         raise RuntimeError(f"{name}: expected a work object of an asynchronous collective, got None")
     # The root of a broadcast may go on reading what it sends.
@@ -98,6 +101,15 @@ def _with_outputs(args: tuple[Any, ...], outputs: Sequence[Tensor]) -> tuple[Any
     if given and isinstance(given[0], Tensor):
         return (list(outputs), *args[1:])
     return ([list(outputs)], *args[1:])
+
+
+def _apart(value: Any, hidden: set[int]) -> Any:
+    """Return an argument whose tensors lie in no storage that is hidden, copies where they did."""
+    if isinstance(value, list):
+        return [_apart(each, hidden) for each in value]
+    if isinstance(value, Tensor) and value.untyped_storage().data_ptr() in hidden:
+        return value.detach().clone()
+    return value
 
 
 def _can_wait(output: Any) -> bool:

@@ -112,6 +112,8 @@ class UnshardFirst(TrainingPass):
         batch: Inputs.
         units: FQNs of the units; the root is the empty string.
         reshard: They are released again before the micro-batch.
+        asynchronous: The gathers are only begun. Those of every second unit are waited for by hand, those of the others by
+            their forward; before units are released all are waited for.
     """
 
     kind: ClassVar[str] = "unshard_first"
@@ -120,12 +122,14 @@ class UnshardFirst(TrainingPass):
     batch: Batch
     units: tuple[str, ...] = ("",)
     reshard: bool = False
+    asynchronous: bool = False
 
     @classmethod
     def draw(cls, drawer: OperationDrawer) -> UnshardFirst:
         choices = drawer.choices
         units = ("", *(unit for unit in drawer.units if choices.chance(3)))
-        return cls(drawer.batch(), units[1:] if choices.chance(3) else units, choices.chance(3))
+        units = units[1:] if choices.chance(3) else units
+        return cls(drawer.batch(), units, choices.chance(3), choices.chance(2))
 
     def normalise(self, context: ProgramContext) -> Operation | None:
         return replace(self, units=tuple(dict.fromkeys(unit for unit in self.units if unit in context.units)))
@@ -135,6 +139,7 @@ class UnshardFirst(TrainingPass):
         yield UnshardFirst(self.batch.plain())
         yield replace(self, units=("",))
         yield replace(self, reshard=False)
+        yield replace(self, asynchronous=False)
 
     def most_passes(self, uses: int, *, frees_early: bool) -> int | None:
         return 1 + uses * (1 + frees_early)
@@ -145,8 +150,11 @@ class UnshardFirst(TrainingPass):
         return before | {"", *self.units} if frees_early else None
 
     def run(self, program: RankProgram) -> Values:
-        for unit in self.units:
-            program.adapter.unshard(program.model, unit)
+        begin = program.adapter.unshard_async if self.asynchronous else program.adapter.unshard
+        waits = [begin(program.model, unit) for unit in self.units]
+        for wait in waits[:: 1 if self.reshard else 2]:
+            if wait is not None:
+                wait()
         for unit in self.units if self.reshard else ():
             program.adapter.reshard(program.model, unit)
         return ForwardBackward(self.batch).run(program)
@@ -174,6 +182,9 @@ class AssignData(ForwardPass):
     def draw(cls, drawer: OperationDrawer) -> AssignData:
         factor = drawer.choices.pick(_FACTORS)
         return cls(drawer.patterns(), factor, drawer.batch())
+
+    def other_settings(self) -> Iterator[tuple[str, Operation]]:
+        yield "patterns", replace(self, patterns=())
 
     def normalise(self, context: ProgramContext) -> Operation | None:
         if context.tree is None:

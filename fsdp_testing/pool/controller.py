@@ -15,9 +15,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsdp_testing import env
 from fsdp_testing.backends import backend_named
 from fsdp_testing.errors import BackendUnavailable, HarnessError, InvalidArgument, PoolBroken
 from fsdp_testing.pool import preload
+from fsdp_testing.pool.device_slots import DeviceSlots, Lease
 from fsdp_testing.pool.outcome import WorldOutcome
 from fsdp_testing.pool.processes import directory
 from fsdp_testing.pool.server import ForkServer
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 MOST_PROCESSES = 256
 _MOST_IDLE_RANKS = 64
+# So long may other workers' tests take until their devices are free.
+_DEVICE_SECONDS = 600.0
 # What ranks are made with and watched by. Windows has none of it, macOS some: asked when ranks are, never at import.
 _NEEDED = ((os, "fork"), (os, "register_at_fork"), (os, "memfd_create"), (socket, "SOCK_SEQPACKET"), (select, "poll"))
 
@@ -53,6 +57,7 @@ class Pool:
         # Most recently used last.
         self._worlds: list[PooledWorld] = []
         self._unavailable: dict[WorldKey, str] = {}
+        self._slots: DeviceSlots | None = None
         self._numbers = itertools.count()
         self.owner = os.getpid()
         self.hosts: Hosts | None = None
@@ -122,15 +127,40 @@ class Pool:
             if key in self._unavailable:
                 raise BackendUnavailable(self._unavailable[key])
             world = self._idle(key) if isolation == "warm" else None
-            if world is None:
-                # Its store would keep what an earlier test wrote, and the next group would find that.
-                world = PooledWorld(self, key, kept=isolation == "warm" and backend_named(backend).makes_group)
-            else:
+            if world is not None:
                 self._worlds.remove(world)
+                self._worlds.append(world.lend())
+                return world
+        lease = self._lease_of(key)
+        with self._lock:
+            # The store of a world without a group would keep what an earlier test wrote, and the next group would find that.
+            kept = isolation == "warm" and backend_named(backend).makes_group
+            world = PooledWorld(self, key, kept=kept, lease=lease)
             world.lend()
             self._worlds.append(world)
         self._limit_idle()
         return world
+
+    def _lease_of(self, key: WorldKey) -> Lease | None:
+        """Take devices for a world, where workers of pytest-xdist run side by side; elsewhere worlds may share them."""
+        backend = backend_named(key.backend)
+        if backend.device_count is None or self.hosts is not None or env.get("PYTEST_XDIST_WORKER") is None:
+            return None
+        if self._slots is None or self._slots.count != backend.device_count():
+            name = f"fsdp-testing-devices-{os.getuid()}-{env.get('PYTEST_XDIST_TESTRUNUID', 'session')}"
+            self._slots = DeviceSlots(Path(tempfile.gettempdir()) / name, backend.device_count())
+        try:
+            return self._slots.take(key.size, 0.0)
+        except PoolBroken:
+            # What nobody uses here goes first: others wait for it as this process waits for theirs.
+            for idle in self.worlds():
+                if idle.has_devices and not idle.busy:
+                    idle.leave()
+            return self._slots.take(key.size, _DEVICE_SECONDS)
+
+    def devices_awaited(self) -> bool:
+        """Return whether another process waits for devices."""
+        return self._slots is not None and self._slots.awaited()
 
     def _idle(self, key: WorldKey) -> PooledWorld | None:
         for world in list(self._worlds):

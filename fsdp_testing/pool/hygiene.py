@@ -21,6 +21,13 @@ from fsdp_testing.pool.hygiene_probe import Probe
 from fsdp_testing.records.dirt import Dirt
 
 PROBES: tuple[Probe, ...] = (*hygiene_python.PROBES, *hygiene_torch.PROBES, *hygiene_process.PROBES)
+# What is nobody's concern after a call whose process ends with it: all but what ends badly, or not at all, with the process.
+ENDS_WITH_PROCESS = frozenset(probe.kind for probe in PROBES) - {
+    "process group",
+    "child process",
+    "thread",
+    "temporary file",
+}
 _READERS = tuple(probe.read for probe in PROBES)
 
 

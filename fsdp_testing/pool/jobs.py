@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdp_testing.backends.devices import Share
 from fsdp_testing.pool.outcome import ErrorRecord
 from fsdp_testing.pool.targets import Target
 from fsdp_testing.records.dirt import Dirt
@@ -17,20 +16,20 @@ LOOPBACK = "127.0.0.1"
 class Bootstrap:
     """What a new rank needs to join its world.
 
-    `share` is the controller's among those of one test session (pytest-xdist): they share the devices. The rank with number 0
-    serves the world's store at `store_host`; `interface` is the one that gloo is to use (empty: gloo chooses), and
-    `ranks_here` says how many of the world are on this machine.
+    `devices` are those that the world has for itself, which its ranks use in turn; without any, its ranks use all there are.
+    The rank with number 0 serves the world's store at `store_host`; `interface` is the one that gloo is to use (empty: gloo
+    chooses), and `ranks_here` says how many of the world are on this machine.
     """
 
     rank: int
     size: int
     backend: str
-    share: Share
     store_port: int
     environment: dict[str, str]
     sys_path: list[str]
     directory: str
     argv: list[str]
+    devices: tuple[int, ...] = ()
     coverage: dict[str, Any] | None = None
     store_host: str = LOOPBACK
     interface: str = "lo"

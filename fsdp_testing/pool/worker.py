@@ -125,7 +125,6 @@ class _Rank:
         import torch
 
         from fsdp_testing.backends import RankPlace, backend_named
-        from fsdp_testing.backends.devices import devices_for
         from fsdp_testing.ledger import interception
         from fsdp_testing.ledger.recorder import Recorder
 
@@ -136,7 +135,8 @@ class _Rank:
         if reason is not None:
             raise BackendUnavailable(f"backend {boot.backend!r} cannot run a world of {boot.size} here: {reason}.")
         devices = backend.device_count() if backend.device_count is not None else 0
-        index = devices_for(boot.size, devices, boot.share)[boot.rank]
+        held = boot.devices or range(max(1, devices))
+        index = held[boot.rank % len(held)]
         place = RankPlace(boot.rank, boot.size, index)
         if backend.prepare is not None:
             backend.prepare(place)

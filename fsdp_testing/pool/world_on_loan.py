@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_testing import env
 from fsdp_testing.backends import backend_named
-from fsdp_testing.backends.devices import share_from
 from fsdp_testing.errors import InvalidArgument, PoolBroken
 from fsdp_testing.ledger import memory
 from fsdp_testing.ledger.reading import AreaView
 from fsdp_testing.pool.channel import dumps, readable
+from fsdp_testing.pool.device_slots import Lease
 from fsdp_testing.pool.jobs import Bootstrap, Job, Place
 from fsdp_testing.pool.outcome import Fate, WorldOutcome
 from fsdp_testing.pool.processes import RankProcess, directory, environment_for_ranks, start_rank
@@ -52,7 +52,7 @@ class PooledWorld:
         before_leaving: Called with the world when it is about to end and its ranks still answer.
     """
 
-    def __init__(self, pool: Pool, key: WorldKey, *, kept: bool) -> None:
+    def __init__(self, pool: Pool, key: WorldKey, *, kept: bool, lease: Lease | None = None) -> None:
         self.key = key
         self.kept = kept
         self.trusted = True
@@ -72,6 +72,7 @@ class PooledWorld:
         self._sys_path: list[str] = []
         self._directory = ""
         self._environment: dict[bytes, bytes] = {}
+        self._lease = lease
         self._processes: list[RankProcess | RemoteRank] = []
         self._ledger: memory.LedgerMemory
         self._open()
@@ -79,8 +80,10 @@ class PooledWorld:
     def _start(self, count: int, ledger_fd: int, settings: dict[str, Any]) -> list[RankProcess | RemoteRank]:
         hosts = self._pool.hosts
         layout = hosts.layout(count, self._number) if hosts is not None else (None,) * count
-        share = share_from(env.get("PYTEST_XDIST_WORKER"), env.get("PYTEST_XDIST_WORKER_COUNT"))
-        boot = Bootstrap(0, self.key.size, self.key.backend, share, 0, **settings, coverage=self._pool.coverage)
+        devices = self._lease.devices if self._lease is not None else ()
+        boot = Bootstrap(
+            *(0, self.key.size, self.key.backend, 0), **settings, devices=devices, coverage=self._pool.coverage
+        )
         processes: list[RankProcess | RemoteRank] = []
         with contextlib.ExitStack() as undo:
             for rank, host in enumerate(layout):
@@ -100,6 +103,10 @@ class PooledWorld:
                 boot = replace(boot, store_port=port)
             undo.pop_all()
         return processes
+
+    @property
+    def has_devices(self) -> bool:
+        return self._lease is not None
 
     @property
     def whole(self) -> bool:
@@ -296,7 +303,7 @@ class PooledWorld:
             return
         if self._single:
             self._place = Place(0, self.key.size)
-        if not self.trusted or not self.kept:
+        if not self.trusted or not self.kept or (self._lease is not None and self._pool.devices_awaited()):
             self.leave()
         self.busy = False
 
@@ -343,6 +350,8 @@ class PooledWorld:
             process.close()
         if processes:
             self._ledger.close()
+        if self._lease is not None:
+            self._lease.release()
         self._pool.forget(self)
 
 

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from fsdp_testing import compat
+from fsdp_testing.backends import backend_named
 from fsdp_testing.errors import CollectiveMismatch
-from fsdp_testing.pool.hygiene import Snapshot, take_snapshot
+from fsdp_testing.pool.hygiene import ENDS_WITH_PROCESS, Snapshot, take_snapshot
 from fsdp_testing.pool.world import World, current_world
 from fsdp_testing.pytest_plugin.records import Phase, WarningRecord
 from fsdp_testing.pytest_plugin.selection import SIZE_FIXTURE, collected_id, parametrize_sizes
@@ -178,6 +179,8 @@ class RankPlugin:
     def _guard(self, node: Any) -> None:
         # pytest itself sets filters and log handlers around each test, so that no longer-lived fixture can own them.
         ignore = frozenset() if isinstance(node, pytest.Item) else _SET_PER_TEST
+        if not backend_named(current_world().backend).makes_group:
+            ignore |= ENDS_WITH_PROCESS  # such a world is never kept, and making a group leaves its traces
         self._guards[node] = take_snapshot(zlib.crc32(node.nodeid.encode()), ignore)
         # Finalizers run last in, first out: this one comes after those of all fixtures of the node.
         node.addfinalizer(lambda: self._check(node))

@@ -15,7 +15,7 @@ from fsdp_testing.script_check import causes, readings
 from fsdp_testing.script_check.feeding import Feed
 from fsdp_testing.script_check.report import compared_lines
 from fsdp_testing.script_check.running import Failed, Runner, Undecided
-from fsdp_testing.script_check.whole import WholeRun, initial
+from fsdp_testing.script_check.whole import COPY, WholeRun, initial, is_mean_of_weights
 from fsdp_testing.training_check.comparison import (
     ROUNDINGS,
     Decided,
@@ -84,6 +84,8 @@ def decide(pair: Pair) -> tuple[str, ...]:
     for found in run.disagreements:
         left.append(f"{found.kind.strip()}: ranks have their own, and yet agree on parameters")
         names = [name for name in names if not name.startswith(found.kind)]
+    # A variable may hold gradients by the same names, each rank's own.
+    names = [name for name in names if not name.startswith(COPY) or is_mean_of_weights(reference, name)]
     _check_trained(run, names)
     trained = [name for name in names if name != readings.LOSS]
     agree = first_difference(only(reference.quantities, trained), only(run.quantities, trained), ROUNDINGS) is None
@@ -164,7 +166,9 @@ def _judge_logged(pair: Pair, *, scaled: bool) -> list[str]:
     for line in known.reduced:
         found = pair.difference(partial(readings.at_line, line), Decided())
         if found is None:
-            remarks.append(f"compared: {len(known.reduced[line][0])} numbers taken at {line}, which the script reduced")
+            remarks.append(
+                f"compared: what is taken at {line}, {len(known.reduced[line][0])} times, which the script reduced"
+            )
             continue
         one, other = known.reduced[line]
         times, is_loss = readings.factor(one, other), readings.is_loss(pair.reference, 0, one)

@@ -39,6 +39,7 @@ class LoaderSeen:
         rows: Digests of the rows of each pass.
         complete: Of each pass whether all that the loader has was taken.
         batch: Rows of the first item.
+        due: Items of a pass; None where the loader has no length.
         shuffles: Whether a sampler is to take another order in each pass.
         replaces: Whether its sampler draws rows that it has drawn already.
     """
@@ -48,6 +49,7 @@ class LoaderSeen:
     rows: list[list[str]] = field(default_factory=list)
     complete: list[bool] = field(default_factory=list)
     batch: int = 0
+    due: int | None = None
     shuffles: bool = False
     replaces: bool = False
 
@@ -60,13 +62,13 @@ class LoaderSeen:
         known = min(len(first), len(second))
         return len(set(first[:known])) > 1 and first[:known] == second[:known]
 
-    def take(self, turn: int, item: Any, due: int | None) -> None:
-        """Take note of an item of a pass; `due` is how many it has in all, if that is known."""
+    def take(self, turn: int, item: Any) -> None:
+        """Take note of an item of a pass."""
         digests = row_digests(item)
         self.passes[turn].append(on_cpu(item))
         self.rows[turn] += digests
         self.batch = self.batch or len(digests)
-        self.complete[turn] = len(self.passes[turn]) == due
+        self.complete[turn] = len(self.passes[turn]) == self.due
 
 
 @dataclass(slots=True)
@@ -150,9 +152,9 @@ class Feeder:
         seen.replaces = bool(getattr(sampler, "replacement", False))
         fed, turn = self._fed(number), len(seen.passes) - 1
         if fed is None:
-            due = _length(loader)
+            seen.due = _length(loader)
             for item in own:
-                seen.take(turn, item, due)
+                seen.take(turn, item)
                 yield item
             seen.complete[turn] = True
             return

@@ -52,6 +52,8 @@ def _of_pass(turn: int, own: LoaderSeen, ranks: Sequence[LoaderSeen], there: Cou
     twice = sum(count - 1 for count in there.values())
     if any(count > 1 for count in here.values()):
         return ""
+    if not all_seen and own.due is None:
+        return ""  # a stream may begin anew
     if not all_seen:  # padding comes last
         return _sentence(f"in pass {turn} over a DataLoader", 0, twice) if twice else ""
     lost = (here - there).total() if own.complete[turn : turn + 1] == [True] else 0
@@ -62,8 +64,8 @@ def _of_pass(turn: int, own: LoaderSeen, ranks: Sequence[LoaderSeen], there: Cou
 
 
 def _sentence(where: str, lost: int, twice: int) -> str:
-    counts = [f"{lost} rows that one process takes are taken by no rank"] if lost else []
-    counts += [f"{twice} rows are taken twice"] if twice else []
+    counts = [f"{lost} of the rows that one process takes are taken by no rank"] if lost else []
+    counts += [f"{twice} of the rows that the ranks take were taken before"] if twice else []
     return (
         f"{where} {' and '.join(counts)}. Cause: the shares of the ranks overlap or leave rows out. Divide by rank and number of "
         "ranks as DistributedSampler does, or take rows[rank::size]."

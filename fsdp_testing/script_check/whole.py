@@ -6,8 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from fsdp_testing.script_check.launched import RankReport
-from fsdp_testing.training_check.comparison import Quantities
+from fsdp_testing.training_check.comparison import ROUNDINGS, Quantities, floor
 from fsdp_testing.training_check.evidence import StepEvidence
 from fsdp_testing.training_check.held import Spans
 from fsdp_testing.training_check.observation import StepSeen
@@ -76,6 +78,14 @@ def initial(run: WholeRun) -> Quantities:
     """Return the parameters with which a run began."""
     before: list[Spans] = [rank.steps[0].before for rank in run.ranks]
     return {PARAMETER + name: [assembled([spans.get(name, ()) for spans in before])[0]] for name in before[0]}
+
+
+def is_mean_of_weights(run: WholeRun, name: str) -> bool:
+    """Whether a copy of a parameter lies, number by number, between values that the parameter had: a mean of weights does."""
+    copy, parameter = run.quantities[name][0], PARAMETER + name.split(", ", 1)[1]
+    had = torch.stack([*initial(run).get(parameter, []), *run.quantities[parameter]])
+    room = floor(copy.dtype, ROUNDINGS) * had.abs().max()
+    return bool(((copy >= had.amin(0) - room) & (copy <= had.amax(0) + room)).all())
 
 
 def initial_state(run: WholeRun) -> Quantities:

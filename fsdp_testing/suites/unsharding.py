@@ -19,9 +19,11 @@ def _iteration(model: str, seed: int, **fields: bool) -> tuple[UnshardFirst, Ste
 
 @SUITE.check("unshard.before_forward")
 def _before(place: Place) -> Iterable[Case]:
-    """Units that were gathered before a micro-batch train as those that it gathers itself."""
+    """Units that were gathered before a micro-batch train as those that it gathers itself, waited for or not."""
     for model in ("deep_nest", "uneven"):
         yield place.case(model, *_iteration(model, 0), Observe(), *_iteration(model, 1), Observe())
+        begun = (*_iteration(model, 2, asynchronous=True), *_iteration(model, 3, asynchronous=True))
+        yield place.case(model, *begun, *_iteration(model, 4, asynchronous=True, reshard=True), Observe())
 
 
 @SUITE.check("unshard.and_reshard")

@@ -14,8 +14,9 @@ from typing import Any
 
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.pool.channel import dumps
+from fsdp_testing.pool.hygiene import ENDS_WITH_PROCESS
 from fsdp_testing.pool.targets import Target
-from fsdp_testing.test_classes.processes import Processes, ends_with_process
+from fsdp_testing.test_classes.processes import Processes
 
 _LAUNCHERS = ("_launch_daemonic_procs", "_launch_non_daemonic_procs")
 _NEEDED = (*_LAUNCHERS, "_dist_run", "_dist_destroy")
@@ -57,7 +58,7 @@ def _launch(instance: Any, size: int, *arguments: Any) -> None:
             "_dist_destroy",
             name=name,
             timeout=getattr(instance, "exec_timeout", None),
-            lasting=ends_with_process(),
+            lasting=ENDS_WITH_PROCESS,
         )
     reasons = {each.why for each in ended}
     if len(reasons) > 1:

@@ -24,9 +24,6 @@ _IMPORTED_AHEAD = ("torch", "numpy", "expecttest")
 # They start processes, threads or a web server when they are imported.
 _NEVER = ("torch._inductor.compile_worker", "torch.utils.tensorboard")
 
-# What ends badly, or not at all, when a process ends.
-_OUTLIVES_PROCESS = frozenset({"process group", "child process", "thread", "temporary file"})
-
 
 class LeftBehindWarning(UserWarning):
     """A test left something behind in one of its processes."""
@@ -93,13 +90,6 @@ def _imported_here() -> list[str]:
     """Return what this process has imported of torch, in the order in which it began to."""
     found = (name for name in list(sys.modules) if name.partition(".")[0] in _IMPORTED_AHEAD)
     return [name for name in found if not name.startswith(_NEVER)]
-
-
-def ends_with_process() -> frozenset[str]:
-    """Return the kinds of state that are nobody's concern after a test whose process ends with it."""
-    from fsdp_testing.pool.hygiene import PROBES
-
-    return frozenset(probe.kind for probe in PROBES) - _OUTLIVES_PROCESS
 
 
 class Processes:
@@ -195,8 +185,7 @@ def _exit_codes(outcome: WorldOutcome) -> str:
 def _show_output(outcome: WorldOutcome) -> None:
     for rank in outcome.ranks:
         for text, stream in ((rank.stdout, sys.stdout), (rank.stderr, sys.stderr)):
-            for line in text.splitlines():
-                print(f"[rank {rank.rank}] {line}", file=stream)
+            stream.writelines(f"[rank {rank.rank}] {line}\n" for line in text.splitlines())
 
 
 def _report_leaks(name: str, outcome: WorldOutcome) -> None:

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_testing.errors import HarnessError, WorldFailed
+from fsdp_testing.pool.hygiene import ENDS_WITH_PROCESS
 from fsdp_testing.pool.targets import Target, target_of
-from fsdp_testing.test_classes.processes import Ended, Processes, ends_with_process, was_lost
+from fsdp_testing.test_classes.processes import Ended, Processes, was_lost
 
 _HOME = "torch.testing._internal.common_distributed"
 _IN_RANK = "fsdp_testing.test_classes.in_rank"
@@ -130,7 +131,7 @@ def _run_processes(case: Any, fn: Callable[[], object]) -> None:
                 name=name,
                 timeout=get_timeout(name),
                 accepted=accepted,
-                lasting=ends_with_process(),
+                lasting=ENDS_WITH_PROCESS,
             )
             seconds = processes.seconds
     except WorldFailed as error:

@@ -95,8 +95,8 @@ def _not_reduced(seen: Steps, step: int) -> str:
     if one.local:
         ran = f"all {passes} run" if one.backwards > 1 else f"the {passes} runs"
         return (
-            f"Cause: the no_sync boundary is off by one. At step {step} {ran} inside no_sync and none is reduced before the "
-            "optimizer steps. Leave no_sync for the last one."
+            f"Cause: the no_sync boundary is off by one. At step {step} {ran} inside no_sync (FSDP2: after "
+            "set_requires_gradient_sync(False)) and none is reduced before the optimizer steps. Synchronise in the last one."
         )
     return (
         f"Cause: gradients are not reduced. At step {step} nothing of the gradients' size is reduced between the "

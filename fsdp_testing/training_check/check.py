@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fsdp_testing.errors import HarnessError, InvalidArgument, WorldFailed
@@ -28,6 +28,7 @@ from fsdp_testing.training_check.disturbance import disturbed
 from fsdp_testing.training_check.evidence import StepEvidence, Witness
 from fsdp_testing.training_check.launch import as_torchrun_starts
 from fsdp_testing.training_check.observation import Observer, StepSeen
+from fsdp_testing.training_check.terms import Terms, wrong_term
 from fsdp_testing.training_check.whole import comparable, loss_table, only, together
 
 Train = Callable[[World], Mapping[str, Any]]
@@ -56,12 +57,14 @@ class _Run:
         ranks: What each returned, each quantity as a list of steps.
         evidence: What each saw.
         observed: What no rank returned: losses, gradients and parameters of all ranks, where these agree on them.
+        terms: What each backward pass of each rank added to gradients, step by step.
     """
 
     size: int
     ranks: tuple[Quantities, ...]
     evidence: tuple[tuple[StepEvidence, ...], ...]
     observed: Quantities
+    terms: tuple[tuple[Terms, ...], ...] = ()
 
     @property
     def name(self) -> str:
@@ -136,7 +139,11 @@ def _judge(runner: _Runner, runs: tuple[_Run, _Run], view: View, known: tuple[Di
             _tell_undecided(runner.target, decided)
             return
         found = beyond
-    cause = causes.between_sizes(reference.evidence, other.evidence, other.size) or suggestion(found, other.size)
+    cause = (
+        causes.between_sizes(reference.evidence, other.evidence, other.size)
+        or wrong_term(reference.observed, other.observed, other.terms, roundings)
+        or suggestion(found, other.size)
+    )
     table = loss_table(reference.observed, other.observed, reference.size, other.size)
     raise TrainingDiffers(
         "\n".join([f"{runner.target}: {other.name} differs from {reference.name}: {found}. {cause}", *table])
@@ -181,7 +188,17 @@ def train_here(target: Target, seed: int) -> tuple[Quantities, tuple[StepEvidenc
                 f"{wrong or type(value).__name__}. Return what the loop computes, detached."
             )
         result[name] = [torch.as_tensor(step).detach().cpu().clone() for step in steps]
-    return result, tuple(witness.steps), tuple(observer.steps)
+    return result, _with_kept_gradients(witness.steps, observer.steps), tuple(observer.steps)
+
+
+def _with_kept_gradients(evidence: Sequence[StepEvidence], steps: Sequence[StepSeen]) -> tuple[StepEvidence, ...]:
+    """Note as local the backward passes of a sharded model that left nothing to step by: it keeps what it does not reduce."""
+    if len(evidence) != len(steps):
+        return tuple(evidence)
+    return tuple(
+        replace(one, local=one.backwards) if one.gathered and seen.losses and not seen.given else one
+        for one, seen in zip(evidence, steps)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +233,7 @@ class _Runner:
         returned, evidence, steps = (tuple(column) for column in zip(*outcome.values))
         observed, disagreements = together(steps)
         kept = {n: values for n, values in observed.items() if not any(n.startswith(d.kind) for d in disagreements)}
-        return _Run(size, returned, evidence, kept)
+        return _Run(size, returned, evidence, kept, tuple(tuple(one.terms for one in rank) for rank in steps))
 
 
 def _check_repeats(runner: _Runner, run: _Run) -> None:

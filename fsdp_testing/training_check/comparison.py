@@ -133,6 +133,10 @@ def _room_of(pairs: Sequence[tuple[Quantities, Quantities]], runs: int) -> Room:
             distance = _distance(there, here, place)
             found[place] = torch.maximum(found[place], distance) if place in found else distance
     numbers = sum(tensor.numel() for tensor in found.values())
+    if runs < RUNS:
+        # A number that was rounded once, to a coarse grid, may stay where it is by chance beside others that move: wait for more.
+        unmoved = {place: (tensor == 0) & bool(tensor.any()) for place, tensor in found.items()}
+        found = {place: tensor.masked_fill(unmoved[place], torch.inf) for place, tensor in found.items()}
     return {place: room(tensor, numbers, runs) for place, tensor in found.items()}
 
 

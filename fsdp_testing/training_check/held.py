@@ -35,6 +35,15 @@ def held_by(model: nn.Module) -> Held:
     return {_without(wrappers, name): held for name, held in found.items()}
 
 
+def whole_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of a model that shards nothing, by original name; none of one that does."""
+    shards = ("fsdp_ref", "torch.distributed.fsdp", "torch.distributed._composable")
+    plain = all(type(parameter) is nn.Parameter for parameter in model.parameters())
+    if plain and not any(type(module).__module__.startswith(shards) for module in model.modules()):
+        wrappers = _wrappers(model)
+        yield from ((_without(wrappers, name), parameter) for name, parameter in naming.named_parameters(model))
+
+
 def moments_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Spans:
     """Return what an optimizer keeps of each parameter of a model, as "exp_avg of NAME"; scalars have the shape ()."""
     units = _flat_units(model)

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -18,9 +19,11 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdp_testing.implementations.shared import pieces
-from fsdp_testing.training_check.held import Held, Spans, buffers_of, held_by, moments_of, spans_of
+from fsdp_testing.training_check.held import Held, Spans, buffers_of, held_by, moments_of, spans_of, whole_parameters
 
 _MOST_ROWS = 4096
+_STEPS_WITH_TERMS, _MOST_TERMS = 2, 2**20
+"""Of how many steps the terms of gradients are kept, and how many numbers of each."""
 _T = TypeVar("_T")
 
 
@@ -49,6 +52,7 @@ class StepSeen:
         unreadable: Why parameters could not be read; empty if they were.
         drew: Whether a forward drew random numbers from the default generator.
         batch_norm: Whether a model in training has batch norms that look at one rank's rows alone.
+        terms: What each backward pass added to the gradients of parameters that are whole here; of the first steps only.
     """
 
     losses: tuple[float, ...]
@@ -71,6 +75,7 @@ class StepSeen:
     unreadable: str
     drew: bool
     batch_norm: bool
+    terms: tuple[dict[str, torch.Tensor], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +124,8 @@ class Observer:
         self._unreduced: tuple[str, ...] = ()
         self._given = 0
         self._unreadable = ""
+        self._terms: list[dict[str, torch.Tensor]] = []
+        self._numbers = 0
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -159,11 +166,29 @@ class Observer:
             observer._drew |= not torch.equal(state, torch.get_rng_state())
             if not any(module is known for known in observer.models):
                 observer.models.append(module)
+                observer._hook(module)
             if observer.keep_calls:
                 observer.calls.append(Call(on_cpu(args), on_cpu(kwargs), _holds_a_loss(output)))
             return output
 
         return __call__
+
+    def _hook(self, model: nn.Module) -> None:
+        """See what each backward pass adds to gradients, before anything is reduced."""
+        prefix = f"model {len(self.models) - 1}: " if len(self.models) > 1 else ""
+        for name, parameter in whole_parameters(model):
+            if parameter.requires_grad and parameter.is_leaf:
+                parameter.register_hook(partial(self._see_term, prefix + name))
+
+    def _see_term(self, name: str, gradient: torch.Tensor) -> None:
+        self._numbers += gradient.numel()
+        if len(self.steps) >= _STEPS_WITH_TERMS or self._numbers > _MOST_TERMS:
+            self._terms = []
+            return
+        while len(self._terms) <= len(self._losses):
+            self._terms.append({})
+        known = self._terms[-1].get(name)
+        self._terms[-1][name] = gradient.detach().cpu().clone() if known is None else known + gradient.detach().cpu()
 
     def _seeing_losses(self, original: Any) -> Any:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -230,6 +255,7 @@ class Observer:
                 unreadable=self._unreadable,
                 drew=self._drew,
                 batch_norm=any(_is_batch_norm(module) for model in self.models for module in model.modules()),
+                terms=tuple(self._terms) if self._numbers <= _MOST_TERMS else (),
             )
         )
         self._start_step()

@@ -8,7 +8,7 @@ run the same units).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -196,6 +196,12 @@ def unshard(model: nn.Module, unit: str) -> None:
     dict(_units(model))[unit].unshard()
 
 
+def unshard_async(model: nn.Module, unit: str) -> Callable[[], None] | None:
+    """Begin to gather one unit. Collectives: as `unshard`."""
+    handle = dict(_units(model))[unit].unshard(async_op=True)
+    return None if handle is None else handle.wait
+
+
 def reshard(model: nn.Module, unit: str) -> None:
     """Free one unit's gathered parameters."""
     dict(_units(model))[unit].reshard()
@@ -214,6 +220,7 @@ IMPLEMENTATION = TorchStyle(
     trace_units=unit_trace.fsdp2_trace,
     gathered_bytes=unit_trace.fsdp2_gathered_bytes,
     unshard=unshard,
+    unshard_async=unshard_async,
     reshard=reshard,
     **saved_state.METHODS,
 )

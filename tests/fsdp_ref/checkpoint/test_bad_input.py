@@ -1,6 +1,6 @@
 """Files that are damaged, of another model or hostile, a full disk, and moments at which nothing can be loaded.
 
-What is refused leaves the model, its optimizer and the checkpoint before as they were, on every rank alike.
+Directories and moments that are refused leave the model, its optimizer and the checkpoint before as they were, on every rank.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def vendor(name: str = "vendor") -> Backend:
 
 
 def test_built_in_backends() -> None:
-    assert registered_backends()[:4] == ("gloo", "nccl", "fake", "gloo-cuda")
+    assert registered_backends()[:5] == ("gloo", "nccl", "fake", "gloo-cuda", "bare")
     assert backend_named("gloo").unavailable(2) is None
     assert backend_named("fake").unavailable(1024) is None
     assert backend_named("fake").single_process

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fsdp_testing.checkers.quantities import Expected
-from fsdp_testing.explanation.contributions import Contributions, contributions, sentence
+from fsdp_testing.explanation.contributions import Contributions, contributions, of_program
+from fsdp_testing.explanation.contributions import sentence as sentence_of
 from fsdp_testing.programs.gradient_terms import GradientTerm
 from fsdp_testing.records import (
     Batch,
@@ -67,6 +68,10 @@ def asked(*ranks: RankObservation, terms: tuple[GradientTerm, ...] = TERMS) -> C
     return contributions(LAST, {"w": Expected(total(SOUND), 1e-12)}, ranks, terms)
 
 
+def sentence(found: Contributions) -> str:
+    return sentence_of(found, CASE.world.size, of_program(CASE))
+
+
 @pytest.mark.parametrize(
     ("weights", "told"),
     [
@@ -88,7 +93,7 @@ def asked(*ranks: RankObservation, terms: tuple[GradientTerm, ...] = TERMS) -> C
 def test_what_a_gradient_is_the_sum_of(weights: dict[tuple[int, int], float], told: str) -> None:
     found = asked(*(observed(rank, total(weights)) for rank in (0, 1)))
     assert found is not None
-    assert sentence(CASE, found) == f"the gradient of w {told}"
+    assert sentence(found) == f"the gradient of w {told}"
     assert {(w.operation, w.rank): float(w.got) for w in found.weights if w.got} == pytest.approx(
         {key: weight for key, weight in weights.items() if weight}
     )
@@ -98,23 +103,21 @@ def test_shards_are_put_together_and_what_one_rank_has_is_named() -> None:
     wrong = total({**SOUND, (3, 0): 0.0})
     split = asked(observed(0, wrong, 0, 9), observed(1, wrong, 9, 20))
     assert split is not None
-    assert sentence(CASE, split) == "the gradient of w lacks operation 3, forward-backward, of rank 0"
+    assert sentence(split) == "the gradient of w lacks operation 3, forward-backward, of rank 0"
     alone = asked(observed(0, total(SOUND)), observed(1, wrong))
     assert alone is not None
     assert alone.ranks == (1,)
-    assert sentence(CASE, alone) == "the gradient of w on rank 1 lacks operation 3, forward-backward, of rank 0"
+    assert sentence(alone) == "the gradient of w on rank 1 lacks operation 3, forward-backward, of rank 0"
     own = asked(*(observed(rank, total({(2, rank): 2.0, (3, rank): 2.0})) for rank in (0, 1)))
     assert own is not None
-    assert (
-        sentence(CASE, own) == "the gradient of w on rank 0 is that of its own inputs alone, not reduced over the ranks"
-    )
+    assert sentence(own) == "the gradient of w on rank 0 is that of its own inputs alone, not reduced over the ranks"
 
 
 def test_one_use_of_several_is_named() -> None:
     wrong = total(SOUND) - sum(term.uses["w"][CALLS[1]] / 2 for term in TERMS if term.operation)
     found = asked(observed(0, wrong), observed(1, wrong))
     assert found is not None
-    assert sentence(CASE, found) == "the gradient of w lacks its use in call 1 of a"
+    assert sentence(found) == "the gradient of w lacks its use in call 1 of a"
 
 
 def test_nothing_is_said_where_it_is_not_certain() -> None:

@@ -80,6 +80,8 @@ def test_each_rank_is_asked_by_itself() -> None:
 def test_of_right_numbers_and_of_too_few_nothing_is_told() -> None:
     assert words(DUE) == words(DUE + 1e-13) == words(DUE * torch.nan) == ""
     assert words(torch.tensor([2.0]), torch.tensor([1.0])) == ""
+    norms = [Held(Quantity("result", "n", "", r), r, (0, 1), torch.tensor([3.0]), torch.tensor([1.0])) for r in (0, 1)]
+    assert pattern_of(norms, {}) is None
     narrow = DUE.float().double()
     assert words(narrow, narrow) == words(narrow + 1.0, narrow) == ""
 

@@ -329,7 +329,7 @@ def test_the_cast_that_was_made_instead_is_named(name: str, check: str, told: st
         (
             "faults_schedules:ZerosAreNone",
             "zero_grad.then_step",
-            "operation 1, zero_grad, is done with set_to_none=True where False is asked for",
+            "operation 1, zero_grad, works as if set_to_none=True were asked for, not False",
         ),
         (
             "faults_saving:LoadsOnFirstRank",

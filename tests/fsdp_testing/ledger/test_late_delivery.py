@@ -63,6 +63,22 @@ def reduce_scatter_single() -> Started:
     return work, out, total(3 * world.size).chunk(world.size)[world.rank]
 
 
+def gather_in_place() -> Started:
+    """What this rank gives lies in the memory that takes the result."""
+    world = current_world()
+    out = torch.zeros(3 * world.size, dtype=torch.float64)
+    given = out[3 * world.rank :][:3].copy_(mine(3))
+    work = gather_into(out, given, async_op=True)
+    return work, out, torch.cat([torch.arange(3, dtype=torch.float64) + 100 * rank for rank in range(world.size)])
+
+
+def reduce_scatter_in_place() -> Started:
+    world = current_world()
+    given = mine(3 * world.size)
+    out = given.chunk(world.size)[world.rank]
+    return scatter_sum(out, given, async_op=True), out, total(3 * world.size).chunk(world.size)[world.rank]
+
+
 def all_to_all() -> Started:
     world = current_world()
     out = torch.zeros(2 * world.size, dtype=torch.float64)
@@ -72,7 +88,8 @@ def all_to_all() -> Started:
 
 
 STARTS: tuple[Callable[[], Started], ...] = (
-    all_reduce, broadcast, gather_single, gather_list, reduce_scatter_single, all_to_all,
+    all_reduce, broadcast, gather_single, gather_list, reduce_scatter_single, all_to_all, gather_in_place,
+    reduce_scatter_in_place,
 )  # fmt: skip
 
 

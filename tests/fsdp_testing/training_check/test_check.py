@@ -407,3 +407,92 @@ def test_gradients_are_compared_without_being_returned_and_both_worlds_are_shown
     assert table[0][:4] == ["step", "loss", "(1", "rank)"]
     assert [row[0] for row in table[1:]] == ["0", "1"]
     assert float(table[1][3]) == pytest.approx(2 * float(table[1][4]), rel=1e-4)
+
+
+def fsdp2_boundary_off_by_one(world):
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1)).double()
+    if world.size > 1:
+        fully_shard(model, mesh=world.mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        inputs, targets = data(step)
+        optimizer.zero_grad()
+        for part in range(PARTS):
+            if world.size > 1:
+                model.set_requires_gradient_sync(part == PARTS)  # the last one is PARTS - 1
+            rows = slice(part * ROWS // PARTS + world.rank, (part + 1) * ROWS // PARTS, world.size)
+            ((model(inputs[rows]) - targets[rows]).square().mean() / PARTS).backward()
+        optimizer.step()
+    with torch.no_grad():
+        return {"output": model(data(9)[0])}
+
+
+def test_a_boundary_of_fsdp2_is_told_as_one():
+    with pytest.raises(
+        TrainingDiffers, match="Cause: the no_sync boundary is off by one. At step 0 all 2 backward passes"
+    ):
+        check_training(fsdp2_boundary_off_by_one, world_sizes=(1, 2))
+
+
+def reduces_by_hand(world, weight):
+    """Every rank's gradients of each micro-batch are multiplied by a weight, and averaged by hand at the end."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        inputs, targets = data(step)
+        optimizer.zero_grad()
+        gathered = [torch.zeros_like(p) for p in model.parameters()]
+        for part in range(PARTS):
+            rows = slice(part * ROWS // PARTS + world.rank, (part + 1) * ROWS // PARTS, world.size)
+            ((model(inputs[rows]) - targets[rows]).square().mean() / PARTS).backward()
+            for whole, parameter in zip(gathered, model.parameters()):
+                whole += parameter.grad * (weight(world.rank, part) if world.size > 1 else 1.0)
+            optimizer.zero_grad()
+        for whole, parameter in zip(gathered, model.parameters()):
+            dist.all_reduce(whole)
+            parameter.grad = whole / world.size
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def lacks_a_micro_batch(world):
+    return reduces_by_hand(world, lambda rank, part: 0.0 if (rank, part) == (1, 0) else 1.0)
+
+
+def counts_a_rank_twice(world):
+    return reduces_by_hand(world, lambda rank, part: 2.0 if rank == 2 else 1.0)
+
+
+def rotates(world):
+    return reduces_by_hand(world, lambda rank, part: 1.0 + 0.37 * rank * (part + 0.1))
+
+
+@pytest.mark.parametrize(
+    ("loop", "size", "told"),
+    [
+        (
+            lacks_a_micro_batch,
+            2,
+            "the gradient of 0.weight (and of 3 more) lacks backward pass 1 of rank 1, at step 0.",
+        ),
+        (
+            counts_a_rank_twice,
+            3,
+            "the gradient of 0.weight (and of 3 more) counts the inputs of rank 2 twice, at step 0.",
+        ),
+    ],
+)
+def test_the_term_of_a_gradient_that_is_wrong_is_named(loop, size, told):
+    with pytest.raises(TrainingDiffers) as caught:
+        check_training(loop, world_sizes=(1, size))
+    assert f"Cause: {told}" in str(caught.value)
+
+
+def test_of_weights_that_are_no_fractions_no_term_is_named():
+    with pytest.raises(TrainingDiffers) as caught:
+        check_training(rotates, world_sizes=(1, 2))
+    assert "Cause" not in str(caught.value)

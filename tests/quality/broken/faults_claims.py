@@ -59,6 +59,9 @@ class StartingToy(Toy):
         """All is one unit, which is gathered in place of any."""
         self.unshard()
 
+    def begin_to_gather(self, unit: str) -> None:
+        self.gather_unit(unit)
+
     def release_unit(self, unit: str) -> None:
         for parameter in self.full.values():
             parameter.data = torch.full_like(parameter, float("nan"))
@@ -85,6 +88,9 @@ class StartingAdapter(WrappingAdapter):
 
     def unshard(self, model: StartingToy, unit: str) -> None:
         model.gather_unit(unit)
+
+    def unshard_async(self, model: StartingToy, unit: str) -> None:
+        model.begin_to_gather(unit)
 
     def reshard(self, model: StartingToy, unit: str) -> None:
         model.release_unit(unit)
@@ -207,6 +213,14 @@ class _KeepsGathered(StartingToy):
 
     def gather_unit(self, unit: str) -> None:
         super().gather_unit(unit)
+        self.__dict__["gathered"] = True
+
+
+@kind(StartingAdapter, "unshard.before_forward")
+class BegunCountsAsGathered(_KeepsGathered):
+    """A gather that was begun and not waited for counts as one that has arrived."""
+
+    def begin_to_gather(self, unit: str) -> None:
         self.__dict__["gathered"] = True
 
 
