@@ -351,18 +351,6 @@ def test_refused_before_anything_is_touched(mesh):
             with pytest.raises(FlattenError, match=message):
                 made()
         assert model.blocks[0].up.weight is param
-    alone = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
-    put(nn.Parameter(distribute_tensor(weight.full_tensor().detach(), DeviceMesh.from_group(alone, "cpu"))))
-    with pytest.raises(UnsupportedError, match="one axis for all parameters"):
-        fsdp_ref.fully_shard(model, device_mesh=mesh["dp"])
-    # Of units made one after the other it is noticed when they are used as one model.
-    around = nn.Sequential(nn.Linear(1, 1), parallelize(make(), mesh).blocks[0])
-    around[0].weight = nn.Parameter(distribute_tensor(torch.ones(1, 1), DeviceMesh.from_group(alone, "cpu")))
-    for part in around:
-        fsdp_ref.fully_shard(part, device_mesh=mesh["dp"])
-    with pytest.raises(FsdpValueError, match=r"tensor-parallel ranks.*got Block: \[\d, \d\]"):
-        fsdp_ref.clip_grad_norm_(fsdp_ref.fully_shard(around, device_mesh=mesh["dp"]), 1.0)
-    dist.destroy_process_group(alone)
     put(weight)
     assert {name: id(param) for name, param in model.named_parameters()} == before
     with pytest.raises(UnsupportedError, match="replicate"):
@@ -375,6 +363,26 @@ def test_refused_before_anything_is_touched(mesh):
     train_in_one_process(reference)
     train(shard(model, mesh), mesh["dp"].get_local_rank())
     same(model.state_dict(), reference.state_dict(), "the corrected call")
+
+
+@pytest.mark.world(4, timeout=300)
+def test_two_axes_in_one_model_are_refused(mesh):
+    """In one call, or when units that were made one after the other are used as one model."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import distribute_tensor
+
+    model = parallelize(make(), mesh)
+    alone = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
+    model.scale = nn.Parameter(distribute_tensor(torch.ones(4).double(), DeviceMesh.from_group(alone, "cpu")))
+    with pytest.raises(UnsupportedError, match="one axis for all parameters"):
+        fsdp_ref.fully_shard(model, device_mesh=mesh["dp"])
+    around = nn.Sequential(nn.Linear(1, 1), parallelize(make(), mesh).blocks[0])
+    around[0].weight = nn.Parameter(distribute_tensor(torch.ones(1, 1), DeviceMesh.from_group(alone, "cpu")))
+    for part in around:
+        fsdp_ref.fully_shard(part, device_mesh=mesh["dp"])
+    with pytest.raises(FsdpValueError, match=r"tensor-parallel ranks.*got Block: \[\d, \d\]"):
+        fsdp_ref.clip_grad_norm_(fsdp_ref.fully_shard(around, device_mesh=mesh["dp"]), 1.0)
+    dist.destroy_process_group(alone)
 
 
 class Transposed(ParameterExtension):
