@@ -34,7 +34,6 @@ from fsdp_ref.naming import FLAT_PARAM, FSDP_WRAPPED_MODULE, clean_tensor_name, 
 from fsdp_ref.runtime.root import close_ended, lazy_init
 from fsdp_ref.runtime.unit import Unit
 from fsdp_ref.states import ReshardReason, UnitState
-from fsdp_ref.storage.param_sites import managed_at
 
 if TYPE_CHECKING:
     from fsdp_ref.storage.extension import ParameterExtension
@@ -48,6 +47,7 @@ class OpenState:
     Attributes:
         module: the outermost module of that part; its hook ends it.
         form: the form that the unit's entries have.
+        extensions: what is special about parameters, by place.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class OpenState:
         self._parameters = parameters
         self._fresh = fresh
         self._spread: Spread | None = None
+        self.extensions = {} if unit.handle is None else unit.handle.originals.extended
         self._copies: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}
         self.collecting = RunningCall.of_outermost_module_method()
 
@@ -229,15 +230,7 @@ def _left_to_rank_zero(unit: Unit) -> bool:
 
 def _takes_part(unit: Unit) -> bool:
     """Return whether this rank has parts of what rank 0 returns of the unit."""
-    return unit.handle is not None and unit.handle.originals.extended and unit.config.groups.is_first
-
-
-def _extension_at(unit: Unit, module: nn.Module, name: str) -> ParameterExtension | None:
-    handle = unit.handle
-    found = (
-        managed_at(handle.originals.managed, module, name) if handle is not None and handle.originals.extended else None
-    )
-    return None if found is None else found.extension
+    return unit.handle is not None and bool(unit.handle.originals.extended) and unit.config.groups.is_first
 
 
 def _leave(module: nn.Module) -> None:
@@ -279,7 +272,7 @@ def _convert(unit: Unit, open_state: OpenState, module: nn.Module, state: dict[s
         if open_state.form is StateDictType.LOCAL_STATE_DICT:
             state.pop(key, None)
         elif isinstance(state.get(key), Tensor):
-            state[key] = open_state.entry(state[key], _extension_at(unit, module, name))
+            state[key] = open_state.entry(state[key], open_state.extensions.get((module, name)))
     if open_state.form is StateDictType.LOCAL_STATE_DICT and module is unit.module:
         assert unit.handle is not None  # it was opened
         state[prefix + FLAT_PARAM] = open_state.spread.flat_shard(unit.handle)
@@ -333,7 +326,7 @@ def _before_load(
         for name in names:
             param = module._parameters.get(name)
             _take_whole(unit, param, state, prefix + name, reports[2])
-            extension = _extension_at(unit, module, name)
+            extension = unit.open_state.extensions.get((module, name))
             value = state.get(prefix + name)
             if (
                 extension is not None

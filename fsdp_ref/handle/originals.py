@@ -91,7 +91,8 @@ class Originals:
         self.managed = list(params)
         self.params: list[nn.Parameter] = [managed.param for managed in params]
         self.extensions = [managed.extension for managed in params]
-        self.extended = any(extension is not None for extension in self.extensions)
+        # The same by place: module and name.
+        self.extended = {(s.module, s.name): m.extension for m in params if m.extension is not None for s in m.sites}
         self.use_orig_params = handle.config.use_orig_params
         self.shown = Shown.SHARDED
         self._placeholders = [

@@ -289,8 +289,9 @@ def check_homogeneous(units: list[Unit]) -> None:
         "limit_all_gathers": [unit.config.limit_all_gathers for unit in units],
         "_use_full_prec_in_eval": [unit.config.switches.full_precision_in_eval for unit in units],
     }
-    axes = [dist.get_process_group_ranks(axis) for axis in _tensor_groups(units) if axis is not None]
-    settings["tensor-parallel ranks"] = [*axes]
+    axes = [axis and dist.get_process_group_ranks(axis) for axis in _tensor_groups(units)]
+    first = next((ranks for ranks in axes if ranks), None)
+    settings["tensor-parallel ranks"] = [ranks or first for ranks in axes]  # units without such parameters fit any
     for name, values in settings.items():
         if any(value != values[0] for value in values):
             odd = [f"{type(unit.module).__name__}: {value}" for unit, value in zip(units, values) if value != values[0]]

@@ -65,11 +65,6 @@ class ManagedParam:
         return ParamSpec.of(self.fqn, tuple(self.param.shape), self.param.stride(), self.aliases)
 
 
-def managed_at(params: Iterable[ManagedParam], module: nn.Module, name: str) -> ManagedParam | None:
-    """Return which of ``params`` hangs at ``module.name``; None for none."""
-    return next((p for p in params if any(s.module is module and s.name == name for s in p.sites)), None)
-
-
 def sites_below(module: nn.Module, params: Iterable[nn.Parameter]) -> list[ManagedParam]:
     """Find every place of ``params`` (compared by identity) below ``module``.
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_ref
 from fsdp_ref import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from fsdp_ref.errors import FlattenError, UnshardConflictError, UnsupportedError, WritebackError
+from fsdp_ref.errors import FlattenError, FsdpValueError, UnshardConflictError, UnsupportedError, WritebackError
 from fsdp_ref.storage.extension import ParameterExtension
 from fsdp_ref.wrap import ModuleWrapPolicy
 
@@ -64,10 +64,12 @@ def make(seed=0, dtype=torch.float64):
 
 
 @pytest.fixture
-def mesh(world):
+def mesh(world, request):
+    """Two replicas by two parts; with three axes (replicate, dp, tp)."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    made = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    shape = getattr(request, "param", (2, 2))
+    made = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "dp", "tp")[-len(shape) :])
     yield made
     for group in made.get_all_groups():
         dist.destroy_process_group(group)
@@ -98,12 +100,12 @@ def parallelize(model, mesh):
 
 
 def shard(model, mesh, path="wrapper", strategy=S.FULL_SHARD, **options):
-    policy = ModuleWrapPolicy({Block})
+    policy, over = ModuleWrapPolicy({Block}), mesh["dp"] if mesh.ndim == 2 else mesh["replicate", "dp"]
     if path == "composable":
-        return fsdp_ref.fully_shard(model, policy=policy, strategy=strategy, device_mesh=mesh["dp"], **options)
+        return fsdp_ref.fully_shard(model, policy=policy, strategy=strategy, device_mesh=over, **options)
     options.setdefault("use_orig_params", path == "wrapper")
     return FullyShardedDataParallel(
-        model, auto_wrap_policy=policy, sharding_strategy=strategy, device_mesh=mesh["dp"], **options
+        model, auto_wrap_policy=policy, sharding_strategy=strategy, device_mesh=over, **options
     )
 
 
@@ -173,21 +175,27 @@ def frozen(model):
 @pytest.mark.world(4, timeout=300)
 @pytest.mark.covers("B154")
 @pytest.mark.parametrize(
-    ("path", "strategy"),
-    [("wrapper", S.FULL_SHARD), ("flat", S.SHARD_GRAD_OP), ("composable", S.FULL_SHARD), ("composable", S.NO_SHARD)],
+    ("path", "strategy", "mesh"),
+    [
+        ("wrapper", S.FULL_SHARD, (2, 2)),
+        ("flat", S.SHARD_GRAD_OP, (2, 2)),
+        ("composable", S.HYBRID_SHARD, (2, 1, 2)),
+        ("composable", S.NO_SHARD, (2, 2)),
+    ],
+    indirect=["mesh"],
 )
 def test_trains_as_one_process(world, mesh, path, strategy):
     """Forward, backward, accumulation, norms, Adam; tied, replicated and (with originals) frozen parameters; uneven parts."""
     freeze = frozen if path != "flat" else (lambda model: model)
     reference = freeze(make())
     _, want = train_in_one_process(reference)
-    model = freeze(parallelize(make(), mesh))
+    model, place = freeze(parallelize(make(), mesh)), mesh.get_local_rank(0)
     # Rank 0's values count: other replicas differ in everything, other ranks of the axis in what is plain.
     for param in model.parameters():
-        if mesh["dp"].get_local_rank() or (not hasattr(param, "placements") and world.rank):
+        if place or (not hasattr(param, "placements") and world.rank):
             param.data.add_(1.0 + world.rank)
     model = shard(model, mesh, path, strategy, sync_module_states=True)
-    _, norms = train(model, mesh["dp"].get_local_rank())
+    _, norms = train(model, place)
     for norm, expected in zip(norms, want, strict=True):
         # Sums over other ranks than one process has: 1e-10 is far above their roundings and below any other meaning.
         torch.testing.assert_close(norm, expected, **CLOSE)
@@ -293,16 +301,16 @@ def test_backward_may_begin_anywhere_and_graphs_are_freed(mesh):
         handle = each[1].down.register_forward_pre_hook(lambda module, args: inner.append(args[0]))
         out = each(x)
         handle.remove()
-        inside = inner[-1]
-        (out.square().sum() + 0.0).backward(retain_graph=True)
+        inside = inner.pop()
+        out.square().sum().backward(retain_graph=True)
         (inside.full_tensor() if each is model else inside).sum().backward()
         torch.optim.SGD(each.parameters(), lr=0.1).step()
     same(model.state_dict(), reference.state_dict(), "weights")
-    del out, inside
-    watched = [weakref.ref(tensor) for tensor in inner]
-    inner.clear()
+    model[1].down.register_forward_pre_hook(lambda module, args: inner.append(args[0]))
+    model(x)
+    saved_by_its_own_node = weakref.ref(inner.pop())
     gc.collect()
-    assert all(watch() is None for watch in watched), "a graph with DTensors was never freed"
+    assert saved_by_its_own_node() is None, "a graph that no backward went through was never freed"
 
 
 @pytest.mark.world(4, timeout=300)
@@ -355,6 +363,26 @@ def test_refused_before_anything_is_touched(mesh):
     train_in_one_process(reference)
     train(shard(model, mesh), mesh["dp"].get_local_rank())
     same(model.state_dict(), reference.state_dict(), "the corrected call")
+
+
+@pytest.mark.world(4, timeout=300)
+def test_two_axes_in_one_model_are_refused(mesh):
+    """In one call, or when units that were made one after the other are used as one model."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import distribute_tensor
+
+    model = parallelize(make(), mesh)
+    alone = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
+    model.scale = nn.Parameter(distribute_tensor(torch.ones(4).double(), DeviceMesh.from_group(alone, "cpu")))
+    with pytest.raises(UnsupportedError, match="one axis for all parameters"):
+        fsdp_ref.fully_shard(model, device_mesh=mesh["dp"])
+    around = nn.Sequential(nn.Linear(1, 1), parallelize(make(), mesh).blocks[0])
+    around[0].weight = nn.Parameter(distribute_tensor(torch.ones(1, 1), DeviceMesh.from_group(alone, "cpu")))
+    for part in around:
+        fsdp_ref.fully_shard(part, device_mesh=mesh["dp"])
+    with pytest.raises(FsdpValueError, match=r"tensor-parallel ranks.*got Block: \[\d, \d\]"):
+        fsdp_ref.clip_grad_norm_(fsdp_ref.fully_shard(around, device_mesh=mesh["dp"]), 1.0)
+    dist.destroy_process_group(alone)
 
 
 class Transposed(ParameterExtension):

@@ -129,7 +129,13 @@ def save(mesh, folder, path):
     equal(values(state["optim"]), whole["optim"], "sharded optimizer state")
     dcp.save(state, checkpoint_id=folder)
 
-    # Back into another model of the same layout, in both forms, whole values from rank 0 alone too.
+    load_back(mesh, path, model, optim, whole)
+    refuse_odd(model)
+    return whole
+
+
+def load_back(mesh, path, model, optim, whole):
+    """Into another model of the same layout, in both forms, whole values from rank 0 alone too."""
     for form, rank0_only in ((SHARDED, False), (FULL, False), (FULL, True)):
         fresh, fresh_optim = sharded(mesh, path, seed=1)
         for each in (model, fresh):
@@ -151,14 +157,15 @@ def save(mesh, folder, path):
         got = values(fsdp_ref.optim_state_dict(fresh, fresh_optim)["state"])
         equal(got, whole["optim"], f"optimizer, {form.name} {rank0_only}")
 
-    # A rank that would gather something else is named, and nobody waits for it.
+
+def refuse_odd(model):
+    """A rank that would gather something else is named, and nobody waits for it."""
     forms(model, SHARDED)
     odd = dict(model.state_dict())
     if dist.get_rank() == 3:
         del odd["1.up.weight"]
     with pytest.raises(FsdpRuntimeError, match="same sharded entries"):
         model.load_state_dict(odd, strict=False)
-    return whole
 
 
 def model_state(mine):
