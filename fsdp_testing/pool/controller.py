@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import itertools
 import os
+import re
 import select
 import socket
 import sys
@@ -135,7 +136,12 @@ class Pool:
         with self._lock:
             # The store of a world without a group would keep what an earlier test wrote, and the next group would find that.
             kept = isolation == "warm" and backend_named(backend).makes_group
-            world = PooledWorld(self, key, kept=kept, lease=lease)
+            try:
+                world = PooledWorld(self, key, kept=kept, lease=lease)
+            except BaseException:
+                if lease is not None:
+                    lease.release()
+                raise
             world.lend()
             self._worlds.append(world)
         self._limit_idle()
@@ -147,7 +153,8 @@ class Pool:
         if backend.device_count is None or self.hosts is not None or env.get("PYTEST_XDIST_WORKER") is None:
             return None
         if self._slots is None or self._slots.count != backend.device_count():
-            name = f"fsdp-testing-devices-{os.getuid()}-{env.get('PYTEST_XDIST_TESTRUNUID', 'session')}"
+            visible = re.sub(r"\W", "_", env.get("CUDA_VISIBLE_DEVICES") or "all")
+            name = f"fsdp-testing-devices-{os.getuid()}-{visible}"
             self._slots = DeviceSlots(Path(tempfile.gettempdir()) / name, backend.device_count())
         try:
             return self._slots.take(key.size, 0.0)

@@ -1,4 +1,4 @@
-"""Which devices are free? Worlds of several workers of one pytest-xdist session take theirs one by one, and none twice.
+"""Which devices are free? Worlds of the workers of a user's pytest-xdist sessions take theirs one by one, and none twice.
 
 A device is a file that its holder has locked. The kernel gives the lock back when the holder's process ends, however it
 ends, so that no device is lost. All of a world's devices are taken by one worker after the other: who is first in the
@@ -74,7 +74,7 @@ class DeviceSlots:
                 time.sleep(_POLL_SECONDS)
             raise PoolBroken(
                 f"devices: expected {wanted} of {self.count} devices to become free within {seconds:g} s, got {len(held)}. "
-                "Other workers of this session hold the rest; start fewer (-n), or ask for smaller worlds."
+                "Other workers of pytest-xdist hold the rest; start fewer (-n), or ask for smaller worlds."
             )
         finally:
             for lock in (*held.values(), *([queue] if queue is not None else [])):

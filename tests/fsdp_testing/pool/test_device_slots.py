@@ -96,7 +96,7 @@ def test_worlds_of_two_workers_have_different_devices(tmp_path: Path, monkeypatc
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.import_module("four_devices")
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
-    monkeypatch.setenv("PYTEST_XDIST_TESTRUNUID", "one")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     mine, other = Pool(("four_devices",)), Pool(("four_devices",))
 
@@ -116,7 +116,7 @@ def test_worlds_of_two_workers_have_different_devices(tmp_path: Path, monkeypatc
             other.world(4, "four-devices")
         assert other.worlds() == ()
         monkeypatch.setattr(controller, "_DEVICE_SECONDS", 60.0)
-        slots = DeviceSlots(tmp_path / f"fsdp-testing-devices-{os.getuid()}-one", 4)
+        slots = DeviceSlots(tmp_path / f"fsdp-testing-devices-{os.getuid()}-4_5_6_7", 4)
         got: list[list[int]] = []
 
         def use_all() -> None:
