@@ -1,7 +1,7 @@
 """What does one multi-rank test cost, here and with the launchers that others use?
 
 Each setup is a generated test file, run by real pytest in a process of its own; the time of a test is what passes between
-pytest's start and end of the item, its first test is told apart. Setups take turns, so that a busy machine is busy for
+pytest's start and end of the item, its first test is kept apart. Setups take turns, so that a busy machine is busy for
 all of them. Minima tell the cost, medians the cost under the load of the moment.
 
     python benchmarks/pool.py [--quick] [--json FILE] [--ranks 2,4] [--only NAME,...]
@@ -54,10 +54,10 @@ def run_setup(setup: Setup, ranks: int, tests: int, folder: Path) -> tuple[list[
     )
     if not output.exists():
         return [], done.stdout[-1500:] + done.stderr[-1500:]
-    told = json.loads(output.read_text())
-    if set(told["outcomes"]) != {"passed"} or len(told["times"]) != tests:
+    expected = json.loads(output.read_text())
+    if set(expected["outcomes"]) != {"passed"} or len(expected["times"]) != tests:
         return [], done.stdout[-3000:]
-    return told["times"], ""
+    return expected["times"], ""
 
 
 def cold_import(rounds: int) -> list[float]:
@@ -165,7 +165,7 @@ FATES = {
 
 
 def fates(ranks: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds until each fate is told, on a world that is warm."""
+    """Seconds until each fate is reported, on a world that is warm."""
     from fsdp_testing.pool import default_pool
 
     seconds: dict[str, list[float]] = {}
@@ -204,8 +204,8 @@ def summary(seconds: Iterable[float]) -> dict[str, float]:
     return {"min": values[0] * 1e3, "median": statistics.median(values) * 1e3, "count": len(values)}
 
 
-def shown(told: dict[str, float]) -> str:
-    return f"{told['min']:9.2f} / {told['median']:9.2f}"
+def shown(expected: dict[str, float]) -> str:
+    return f"{expected['min']:9.2f} / {expected['median']:9.2f}"
 
 
 def print_report(report: dict[str, Any]) -> None:
@@ -214,24 +214,24 @@ def print_report(report: dict[str, Any]) -> None:
     for ranks, setups in report["setups"].items():
         base = setups.get("warm, marker") or setups.get("warm, run_ranks")
         print(f"\n{ranks} ranks: one test, ms (min / median), the minimum against the warm one, and the first test")
-        for name, told in setups.items():
-            if "problem" in told:
-                print(f"  {name:40} did not run: {told['problem'].strip().splitlines()[-1:]}")
+        for name, expected in setups.items():
+            if "problem" in expected:
+                print(f"  {name:40} did not run: {expected['problem'].strip().splitlines()[-1:]}")
                 continue
-            ratio = f"{told['later']['min'] / base['later']['min']:8.1f}x" if base and "later" in base else ""
-            first = f"{told['first']['min']:8.0f} ms = {told['first']['min'] / cold:4.2f} cold imports"
-            print(f"  {name:40} {shown(told['later'])} {ratio:>10}  first {first}")
-    for ranks, told in report["ledger"].items():
-        share = (told["on"]["min"] / told["off"]["min"] - 1) * 100
-        middle = (told["on"]["median"] / told["off"]["median"] - 1) * 100
+            ratio = f"{expected['later']['min'] / base['later']['min']:8.1f}x" if base and "later" in base else ""
+            first = f"{expected['first']['min']:8.0f} ms = {expected['first']['min'] / cold:4.2f} cold imports"
+            print(f"  {name:40} {shown(expected['later'])} {ratio:>10}  first {first}")
+    for ranks, expected in report["ledger"].items():
+        share = (expected["on"]["min"] / expected["off"]["min"] - 1) * 100
+        middle = (expected["on"]["median"] / expected["off"]["median"] - 1) * 100
         print(
-            f"\nledger, all_reduce of 4 floats on {ranks} ranks: {told['on']['min'] * 1e3:.1f} us with, "
-            f"{told['off']['min'] * 1e3:.1f} us without: +{share:.1f} % (medians +{middle:.1f} %)"
+            f"\nledger, all_reduce of 4 floats on {ranks} ranks: {expected['on']['min'] * 1e3:.1f} us with, "
+            f"{expected['off']['min'] * 1e3:.1f} us without: +{share:.1f} % (medians +{middle:.1f} %)"
         )
     print(f"\nstate of a process compared before and after a clean job: {shown(report['hygiene'])} ms (min / median)")
-    print("\ntime until a fate is told, ms (min / median):")
-    for name, told in report["fates"].items():
-        print(f"  {name:20} {shown(told)}")
+    print("\ntime until a fate is reported, ms (min / median):")
+    for name, expected in report["fates"].items():
+        print(f"  {name:20} {shown(expected)}")
 
 
 def options() -> argparse.Namespace:
@@ -255,16 +255,16 @@ def measure(chosen: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         for size in sizes:
             for index, setup in enumerate(setups):
                 tests = setup.quick if chosen.quick else setup.tests
-                told = times[size, setup.name]
+                expected = times[size, setup.name]
                 seconds, problem = run_setup(setup, size, tests, scratch / f"{size}-{index}")
-                told.problem = told.problem or problem
-                told.first += seconds[:1]
-                told.later += seconds[1:]
+                expected.problem = expected.problem or problem
+                expected.first += seconds[:1]
+                expected.later += seconds[1:]
                 print(f"{size} ranks, {setup.name}: {problem or shown(summary(seconds[1:]))}", file=sys.stderr)
     report: dict[str, Any] = {"cold import torch": summary(cold), "setups": {}, "ledger": {}}
-    for (size, name), told in times.items():
-        entry = {"problem": told.problem} if told.problem else {
-            "first": summary(told.first), "later": summary(told.later)
+    for (size, name), expected in times.items():
+        entry = {"problem": expected.problem} if expected.problem else {
+            "first": summary(expected.first), "later": summary(expected.later)
         }  # fmt: skip
         report["setups"].setdefault(size, {})[name] = entry
     return report

@@ -228,14 +228,14 @@ def asked_tests(tree: Path, mutant: Mutant, tests: Sequence[str], seconds: float
 
 def run(tree: Path, *arguments: str, seconds: float = SECONDS) -> tuple[int, str]:
     """Python on the tree: exit code and output; 124 for what does not end, which is ended with all that it started."""
-    command, told = [sys.executable, *arguments], subprocess.PIPE
+    command, said = [sys.executable, *arguments], subprocess.PIPE
     with subprocess.Popen(
         command,
         cwd=tree,
         env=environment(tree),
         text=True,
         start_new_session=True,
-        stdout=told,
+        stdout=said,
         stderr=subprocess.STDOUT,
     ) as process:
         try:
@@ -250,9 +250,9 @@ def run(tree: Path, *arguments: str, seconds: float = SECONDS) -> tuple[int, str
 
 
 def _account(output: str) -> str:
-    told = re.findall(r"^(?:FAILED|ERROR) (.*)$", output, flags=re.MULTILINE)
+    said = re.findall(r"^(?:FAILED|ERROR) (.*)$", output, flags=re.MULTILINE)
     refuted = re.findall(r"^\s+(\S+) .*\b(?:FAIL|unknown)\b", output, flags=re.MULTILINE)
-    return (told or refuted or output.strip().splitlines() or [""])[0][:200]
+    return (said or refuted or output.strip().splitlines() or [""])[0][:200]
 
 
 def copied(home: Path) -> Path:
@@ -313,9 +313,9 @@ def attempted(mutants: Sequence[Mutant], bench: Bench, results: Path, until: flo
             if done or time.monotonic() > until or (before is None and stage != STAGES[0]):
                 continue
             fate = known[mutant.identity] = bench.fate(mutant, stage, before)
-            told = {"fate": asdict(fate), "file": mutant.file, "line": mutant.first, "diff": mutant.diff}
+            said = {"fate": asdict(fate), "file": mutant.file, "line": mutant.first, "diff": mutant.diff}
             with results.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(told) + "\n")
+                stream.write(json.dumps(said) + "\n")
             end = (
                 f"{fate.stage}{' (hung)' if fate.hung else ''}: {fate.account}" if fate.stage else "not noticed so far"
             )

@@ -1,6 +1,6 @@
 """What can go wrong in the harness itself: one tree, each class says what it means and what to do.
 
-A failing *test* is not in this tree; failures of ranks are told through verdicts (`fsdp_testing.records`).
+A failing *test* is not in this tree; failures of ranks are reported through verdicts (`fsdp_testing.records`).
 """
 
 from __future__ import annotations

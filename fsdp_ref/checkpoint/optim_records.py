@@ -22,7 +22,7 @@ class Entry:
     Attributes:
         dtype: of a tensor that is shaped like this rank's piece of the parameter; None for anything else.
         value: anything else, tensors on the CPU. Of a piece of one element too: a step count may look the same, and is
-            told apart by larger pieces.
+            distinguished by larger pieces.
     """
 
     dtype: torch.dtype | None

@@ -27,7 +27,7 @@ from fsdp_testing.strategies import legal_case, needs_of_case
 
 @cache
 def tree_of(trait: str) -> dict[str, Any]:
-    """Return the model, one object for each trait: what is told apart by identity is found again."""
+    """Return the model, one object for each trait: what is kept apart by identity is found again."""
     given = TRAITS[trait]
 
     def node(kind: str, name: str, part: str = "", **others: Any) -> dict[str, Any]:

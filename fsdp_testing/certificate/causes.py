@@ -34,7 +34,7 @@ class CellCause:
         case: The shortest case that shows it; if nobody had the time to shorten it, that of the cell.
         shortened: Whether it was shortened.
         known: Name of the known failure that it is; empty if it is none.
-        link: Where that is told.
+        link: Where that is reported.
     """
 
     cell: Cell
@@ -74,7 +74,7 @@ class CauseFinder:
     Args:
         certificate: What ran.
         known: Known failures of the implementation.
-        seconds: Time for it all; what is not reached is told as its simplest cell.
+        seconds: Time for it all; what is not reached is reported as its simplest cell.
     """
 
     def __init__(self, certificate: Certificate, known: KnownFailures, seconds: float) -> None:
@@ -175,7 +175,7 @@ class CauseFinder:
 
 
 def _told(plain: CellCause, found: Investigated | None) -> tuple[Hashable, CellCause]:
-    """Return what makes a cause one, and the cause as it is told after a closer look."""
+    """Return what makes a cause one, and the cause as it is reported after a closer look."""
     if found is None:
         return plain.cell, plain
     if found.discovery is not None:

@@ -170,6 +170,6 @@ def missing(subject: Subject, layout: Layout, adapter: Adapter) -> frozenset[str
     """Return the capabilities that an implementation would have to claim besides its own to be asked this."""
     case = case_of(subject, layout, adapter)
     needs = needs_of_case(case) | needs_of_case(further(subject, case)) | {"full_state_dict"}
-    # Where only whole units are told apart, their parameters cannot be in different groups.
+    # Where only whole units are kept apart, their parameters cannot be in different groups.
     needs |= {"frozen_mixed_unit"} if subject.first else set()
     return frozenset(needs - adapter.capabilities)

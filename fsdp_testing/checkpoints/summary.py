@@ -84,7 +84,7 @@ class Summary:
         return found
 
     def causes(self) -> list[Cause]:
-        """Return why states do not hold, what fails first, the most frequent first; layouts are not told apart."""
+        """Return why states do not hold, what fails first, the most frequent first; layouts are not distinguished."""
         groups: dict[tuple[str, str, str, str], list[Result]] = {}
         for one in self.results:
             if one.verdict is not Verdict.PASS:

@@ -24,7 +24,7 @@ _LARGEST_DENOMINATOR = 64
 _NEAR = 1e-6
 """How near a weight is to its fraction at least, if it is 1. The bound of the comparison decides whether it is right."""
 _DEPENDENT = 1e-9
-"""Singular values below this share of the largest: terms that cannot be told apart."""
+"""Singular values below this share of the largest: terms that cannot be distinguished."""
 
 Gradients = Mapping[str, torch.Tensor]
 

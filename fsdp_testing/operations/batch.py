@@ -17,7 +17,7 @@ class Batch:
         rows: Number of rows, one entry for all ranks or one per rank (cycled); 0 is an empty batch.
         usage: Which optional branches of the model run, one mask for all ranks or one per rank (cycled); an empty tuple
             uses all. Models without branches ignore it.
-        scale: Factor on the inputs, so that micro-batches can be told apart by magnitude.
+        scale: Factor on the inputs, so that micro-batches can be distinguished by magnitude.
         alike: Every rank has the inputs of rank 0, so that gradients that nobody reduces are the mean as well.
     """
 

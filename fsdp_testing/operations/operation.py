@@ -187,7 +187,7 @@ class Operation:
         return self.kind
 
     def shape(self) -> str:
-        """Return the kind, local micro-batches told apart, as schedules are compared."""
+        """Return the kind, local micro-batches distinguished, as schedules are compared."""
         return f"{self.kind}(no_sync)" if self.pending_after(False) else self.kind
 
     def text(self, index: int) -> str:

@@ -128,7 +128,7 @@ class Hosts:
         return tuple(None if number == 0 else self.others[number - 1] for number in numbers)
 
     def placed(self, boot: Bootstrap, layout: Sequence[Host | None]) -> Bootstrap:
-        """Complete what a rank of a world is told: how it reaches the others, and how many of them are on its machine."""
+        """Complete what a rank of a world is sent: how it reaches the others, and how many of them are on its machine."""
         places = [host.place if host is not None else self.here for host in layout]
         machines = [place.machine for place in places]
         boot = replace(boot, ranks_here=machines.count(machines[boot.rank]))
@@ -203,11 +203,11 @@ def _gather(launch: Launch, patience: timedelta) -> Hosts:
     places: list[Place] = []
     missing: list[int] = []
     for number in range(1, launch.world_size):
-        told = meeting.get(f"place/{number}", timedelta(seconds=0.1) if missing else patience)
-        if told is None:
+        message = meeting.get(f"place/{number}", timedelta(seconds=0.1) if missing else patience)
+        if message is None:
             missing.append(number)
         else:
-            places.append(Place(**json.loads(told)))
+            places.append(Place(**json.loads(message)))
     if missing:
         raise PoolBroken(
             f"{launch.launcher}: expected all {launch.world_size} processes within {patience.total_seconds():.0f} s, got "
@@ -260,7 +260,7 @@ class Meeting:
         self._store.set(name, text)
 
     def get(self, name: str, patience: timedelta) -> str | None:
-        """Return what another process told; None if it did not in time."""
+        """Return what another process sent; None if it did not in time."""
         try:
             self._store.wait([name], patience)
             return bytes(self._store.get(name)).decode()

@@ -1,4 +1,4 @@
-"""Every way in which a rank can end is told in the verdict, and the next test passes on a new world."""
+"""Every way in which a rank can end is reported in the verdict, and the next test passes on a new world."""
 
 from __future__ import annotations
 
@@ -176,8 +176,8 @@ def test_a_fate_is_told_and_the_next_test_passes(name: str, fates: dict[str, Any
     case, following = fates[_test(name)], fates[_test(name) + "_next"]
     assert case.outcome == "failure", case
     for pattern in FATES[name][1]:
-        told = case.message if pattern.startswith("^") else case.text
-        assert re.search(pattern, told), f"{pattern} is missing in:\n{case.message}\n{case.text}"
+        said = case.message if pattern.startswith("^") else case.text
+        assert re.search(pattern, said), f"{pattern} is missing in:\n{case.message}\n{case.text}"
     assert following.outcome == "passed", following
 
 
@@ -188,7 +188,7 @@ def test_a_mismatch_ends_at_the_users_call(fates: dict[str, Any]) -> None:
     assert text.count("default group differs") <= 2, text
 
 
-# name: (body, what is told); the test passes with a warning, and fails under --strict-hygiene.
+# name: (body, what is reported); the test passes with a warning, and fails under --strict-hygiene.
 LEAKS: dict[str, tuple[str, str]] = {
     "group": ("dist.new_group([0, 1])", r"ranks 0, 1 left process group: .* of ranks \[0, 1\] was not destroyed"),
     "thread": (

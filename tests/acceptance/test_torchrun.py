@@ -85,15 +85,15 @@ def test_marked_tests_run_on_two_hosts_and_a_killed_one_is_named(tmp_path: Path)
             )
         )
     texts = [agent.communicate(timeout=400)[0] for agent in agents]
-    told = next((text for text in texts if "test_sum" in text), "")
-    assert "2 processes of the launcher" in told, texts
+    expected = next((text for text in texts if "test_sum" in text), "")
+    assert "2 processes of the launcher" in expected, texts
     for name in ("test_sum[world=2]", "test_sum[world=3]", "test_plain", "test_fake"):
-        assert f"test_it.py::{name} PASSED" in told, told
-    assert "rank 1: ValueError: planted" in told
+        assert f"test_it.py::{name} PASSED" in expected, expected
+    assert "rank 1: ValueError: planted" in expected
     lost = "test_it.py::test_host_dies: rank 1 was lost with process 1 of the launcher on host"
-    assert lost in told
-    assert "test_never_begun" not in told.partition("=== ERRORS ===")[0].partition("test_host_dies")[2]
-    assert "1 failed, 4 passed, 1 error" in told
+    assert lost in expected
+    assert "test_never_begun" not in expected.partition("=== ERRORS ===")[0].partition("test_host_dies")[2]
+    assert "1 failed, 4 passed, 1 error" in expected
     suite = ET.parse(tmp_path / "report.xml").getroot()[0]
     (error,) = suite.findall("testcase[@name='test_host_dies']/error")
     assert lost in str(error.get("message"))

@@ -37,15 +37,15 @@ def verify(*arguments: str) -> list[str]:
 
 def test_a_test_runs_on_it(installed: dict[str, str], tmp_path: Path) -> None:
     shutil.copy(EXAMPLE / "test_on_toyccl.py", tmp_path)
-    told = run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], tmp_path, installed)
-    assert "2 passed" in told
+    said = run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], tmp_path, installed)
+    assert "2 passed" in said
 
 
 def test_a_check_runs_on_it(installed: dict[str, str], tmp_path: Path) -> None:
     words = verify("run", "torch-fsdp2", "--backend", "toyccl", "--check", "training.sgd_momentum")
-    told = run(words, tmp_path, installed)
-    assert "1 of 1 claims hold" in told
-    assert "toyccl on worlds of 2" in told
+    said = run(words, tmp_path, installed)
+    assert "1 of 1 claims hold" in said
+    assert "toyccl on worlds of 2" in said
 
 
 def test_it_is_listed_and_its_own_reason_is_told(installed: dict[str, str], tmp_path: Path) -> None:
@@ -55,6 +55,6 @@ def test_it_is_listed_and_its_own_reason_is_told(installed: dict[str, str], tmp_
 
 
 def test_without_the_package_nobody_knows_it(tmp_path: Path) -> None:
-    told = run(verify("run", "torch-fsdp2", "--backend", "toyccl"), tmp_path, dict(os.environ), code=2)
-    assert "expected one of" in told
-    assert "got 'toyccl'" in told
+    said = run(verify("run", "torch-fsdp2", "--backend", "toyccl"), tmp_path, dict(os.environ), code=2)
+    assert "expected one of" in said
+    assert "got 'toyccl'" in said

@@ -14,7 +14,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs/parity.md").read_text(encodi
 PAIRS = [("fsdp_ref-wrapper", "fsdp_ref-composable"), ("torch-fsdp1", "torch-fsdp2")]
 
 
-def told(left: str, right: str) -> dict[tuple[str, str], list[str]]:
+def said(left: str, right: str) -> dict[tuple[str, str], list[str]]:
     """The table of a pair: model and strategy to the aspects in which they differ."""
     table = PAGE.split(f"<!-- parity {left} {right} -->")[1].split("\n\n")[0]
     found: dict[tuple[str, str], list[str]] = {}
@@ -33,14 +33,14 @@ def compared(left: str, right: str) -> list[CaseParity]:
 @pytest.mark.parametrize(("left", "right"), PAIRS)
 def test_every_case_of_the_command_has_a_row(left: str, right: str) -> None:
     cases = {(case.model.name, case.strategy) for case in parity_cases(left, right, 2)}
-    assert cases == set(told(left, right))
+    assert cases == set(said(left, right))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("left", "right"), PAIRS)
 def test_the_table_is_what_the_command_finds(left: str, right: str) -> None:
     found = compared(left, right)
-    assert {(one.case.model.name, one.case.strategy): differing_aspects(one) for one in found} == told(left, right)
+    assert {(one.case.model.name, one.case.strategy): differing_aspects(one) for one in found} == said(left, right)
     assert not [fault for one in found for fault in one.faults]
 
 

@@ -1,4 +1,4 @@
-"""The life cycle of units: complete, enforced, and told in torch's words."""
+"""The life cycle of units: complete, enforced, and named in torch's words."""
 
 from __future__ import annotations
 

@@ -120,22 +120,22 @@ else:
 
 
 @pytest.mark.parametrize(
-    ("what", "code", "told"),
+    ("what", "code", "said"),
     [
         ("works", 0, "got [[6.0, 0], [6.0, 1]]"),
         ("fails", 1, "ValueError: planted"),
         ("size", 1, "expected size=2, the number of torchrun's processes, got 3"),
     ],
 )
-def test_under_torchrun_its_processes_are_the_world(what: str, code: int, told: str, tmp_path: Path) -> None:
+def test_under_torchrun_its_processes_are_the_world(what: str, code: int, said: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(TORCHRUN)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script), what]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == code, done.stderr
-    assert told in done.stdout + done.stderr
+    assert said in done.stdout + done.stderr
     if what == "works":
-        assert done.stdout.count(told) == 4
+        assert done.stdout.count(said) == 4
 
 
 def test_names_of_the_package() -> None:

@@ -1,4 +1,4 @@
-"""What is not claimed is probed: what is right, what refuses and what is silently wrong are told apart."""
+"""What is not claimed is probed: what is right, what refuses and what is silently wrong are kept apart."""
 
 from __future__ import annotations
 

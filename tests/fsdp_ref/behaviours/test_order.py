@@ -169,7 +169,7 @@ def test_prefetch_under_no_grad_still_tracks(lab, path):
 
 
 class Swaps(Root):
-    """Runs b before a when told to."""
+    """Runs b before a when asked to."""
 
     swap = False
 

@@ -51,17 +51,17 @@ def assert_trains(lab, model, reference):
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "expected"),
     [
         pytest.param(lambda: nn.Parameter(torch.zeros(2, 3)), r"shape \(2, 3\) for \(3, 3\)", id="another shape"),
         pytest.param(lambda: None, "NoneType", id="nothing"),
     ],
 )
-def test_other_values_for_summoned_parameters(lab, orig_path, value, told):
+def test_other_values_for_summoned_parameters(lab, orig_path, value, expected):
     reference = lab.make(Pair)
     inner = copy.deepcopy(reference)
     model = lab.shard(inner, orig_path)
-    refused = pytest.raises(WritebackError, match=rf"Cannot writeback when the parameter shape.*b\.weight: {told}")
+    refused = pytest.raises(WritebackError, match=rf"Cannot writeback when the parameter shape.*b\.weight: {expected}")
     with refused, lab.full(model):
         weight, inner.b.weight = inner.b.weight, value()
     inner.b.weight = weight
@@ -99,8 +99,8 @@ def test_units_and_handles_are_not_pickled_nor_copied_in_use(lab, path):
     reference = lab.make(Pair)
     model = lab.shard(copy.deepcopy(reference), path)
     (unit,) = lab.units(model)
-    for thing, told in ((unit, "cannot pickle Unit"), (unit.handle, "cannot pickle the flat parameter")):
-        with pytest.raises(FsdpTypeError, match=told):
+    for thing, expected in ((unit, "cannot pickle Unit"), (unit.handle, "cannot pickle the flat parameter")):
+        with pytest.raises(FsdpTypeError, match=expected):
             pickle.dumps(thing)
     with lab.full(model):
         with pytest.raises(FsdpRuntimeError, match="deepcopy of Unit.*expected an idle unit"):

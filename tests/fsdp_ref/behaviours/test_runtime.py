@@ -150,7 +150,7 @@ def test_operations_in_a_wrong_state_name_the_right_ones(lab):
 
 
 class Boom(nn.Module):
-    """Fails where it is told to."""
+    """Fails where it is asked to."""
 
     def __init__(self):
         super().__init__()

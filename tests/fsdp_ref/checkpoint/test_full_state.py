@@ -175,7 +175,7 @@ def test_a_state_after_a_failed_backward_of_a_root_without_parameters(world, api
 
 
 class FailsToSave(nn.Module):
-    """Raises while its state is collected, as often as it is told to."""
+    """Raises while its state is collected, as often as it is asked to."""
 
     def __init__(self, failures: int) -> None:
         super().__init__()

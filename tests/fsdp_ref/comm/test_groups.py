@@ -75,7 +75,7 @@ def test_what_is_passed(rank):
         assert resolved(None, plane, S.HYBRID_SHARD) == expected
         pair = (plane.get_group(1), plane.get_group(0))
         assert resolved(pair, None, S.HYBRID_SHARD) == resolved(list(pair), None, S.HYBRID_SHARD, False) == expected
-        for group, mesh, strategy, automatic, error, told in (
+        for group, mesh, strategy, automatic, error, said in (
             (world, line, S.FULL_SHARD, True, ConfigError, "Cannot pass both process_group and device_mesh"),
             (None, plane, S.FULL_SHARD, True, ConfigError, "ndim=1 for FULL_SHARD but got ndim=2. Pass one axis"),
             (
@@ -99,5 +99,5 @@ def test_what_is_passed(rank):
             ((world, world, world), None, S.HYBRID_SHARD, True, ConfigError, "None or Tuple.* for HYBRID_SHARD, got"),
             ((world, "none"), None, S.HYBRID_SHARD, True, ConfigError, "None or Tuple.* for HYBRID_SHARD, got"),
         ):
-            with pytest.raises(error, match=told):
+            with pytest.raises(error, match=said):
                 resolve_groups(group, mesh, strategy, automatic=automatic)

@@ -64,8 +64,8 @@ def test_of_very_many_offenders_the_rest_is_counted() -> None:
     names = tuple(ParamSpec.of(f"w{index}", (1,)) for index in range(53))
     with pytest.raises(LayoutError) as info:
         FlatLayout(names, tuple(range(0, 106, 2)), 105, 1, 1)
-    told = str(info.value)
-    assert "'w1' at 2 after an end at 1 with alignment 1" in told
-    assert "'w50' at 100" in told
-    assert "'w51'" not in told
-    assert " and 2 more. Build it with" in told
+    said = str(info.value)
+    assert "'w1' at 2 after an end at 1 with alignment 1" in said
+    assert "'w50' at 100" in said
+    assert "'w51'" not in said
+    assert " and 2 more. Build it with" in said

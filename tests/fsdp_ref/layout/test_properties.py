@@ -28,7 +28,7 @@ PADS = st.sampled_from([1, 2, 3, 4, 8])
 
 @dataclass(frozen=True)
 class Drawn:
-    """A parameter as drawn: what the layout is told, and a tensor with recognisable values."""
+    """A parameter as drawn: what the layout is given, and a tensor with recognisable values."""
 
     spec: ParamSpec
     value: torch.Tensor

@@ -54,7 +54,7 @@ def _reduce_twice(original: Any, sync: GradSync, unit: Any, local: Any) -> None:
 
 #: Units say that they are free, and their storage keeps its memory.
 NEVER_FREED = _with("NEVER_FREED", planting((FlatBuffer, "free", instead(lambda original, buffer: None))))
-#: Each gather is made twice; the second one is not told of and its result dropped.
+#: Each gather is made twice; the second one is not reported and its result dropped.
 GATHERS_TWICE = _with("GATHERS_TWICE", planting((FlatHandle, "start_unshard", instead(_gather_twice))))
 #: Each reduction brings two more.
 REDUCES_MORE = _with("REDUCES_MORE", planting((GradSync, "reduce", instead(_reduce_twice))))

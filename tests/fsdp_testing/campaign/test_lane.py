@@ -119,7 +119,7 @@ def test_what_a_finalizer_lets_go_of_is_no_model_that_stays():
 
 
 def test_an_engine_is_asked_in_its_own_terms():
-    """Its step clears gradients and it trains in float32: as the case stands, both would be told as failures."""
+    """Its step clears gradients and it trains in float32: as the case stands, both would be reported as failures."""
     program = (micro(1), Step(), micro(2), Observe(), Step())
     assert statuses("toy_engine:UNBROKEN", case(*program, strategy="full_shard")) == [("passed", "")]
 

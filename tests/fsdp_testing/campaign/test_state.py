@@ -1,4 +1,4 @@
-"""What a campaign leaves on disk is whole, is read again, and damage to it is told."""
+"""What a campaign leaves on disk is whole, is read again, and damage to it is reported."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_cases_are_read_from_every_file_that_holds_one(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "said"),
     [
         ("", "expected a JSON document"),
         ("[1]", "expected a JSON object"),
@@ -90,10 +90,10 @@ def test_cases_are_read_from_every_file_that_holds_one(tmp_path: Path):
         (case(Freeze(("nothing.*",))).to_json(), "parts that have no meaning"),
     ],
 )
-def test_a_bad_file_is_refused(tmp_path: Path, text: str, told: str):
+def test_a_bad_file_is_refused(tmp_path: Path, text: str, said: str):
     file = tmp_path / "case.json"
     file.write_text(text)
-    with pytest.raises(InvalidRecord, match=told):
+    with pytest.raises(InvalidRecord, match=said):
         read_recorded(file)
 
 

@@ -1,4 +1,4 @@
-"""Parity is a pure function of what was observed: each kind of divergence, alone, is found and told."""
+"""Parity is a pure function of what was observed: each kind of divergence, alone, is found and reported."""
 
 from __future__ import annotations
 
@@ -81,13 +81,13 @@ def expectation(gradient=G, bound=1e-12, **fields):
     return Expectation((ExpectedPoint(0, results), point), {"w": (2, 2)})
 
 
-def told(tally):
+def said(tally):
     return [f"{found.kind}: {found.quantity} {found.sentence}" for found in tally.divergences]
 
 
 def test_what_agrees_is_counted_and_passes():
     tally = compare(expectation(), ranks(snapshot(0), snapshot(1)), Comparison())
-    assert told(tally) == []
+    assert said(tally) == []
     assert tally.comparisons == 9  # two losses, gradient, value, momentum, two step counters, two buffers
 
 
@@ -96,7 +96,7 @@ def test_a_bound_that_admits_nearly_everything_decides_nothing(off, undecided):
     """A program may amplify roundings until its bound is larger than the numbers; what is equal there still is."""
     seen = ranks(snapshot(0, grad_pieces=pieces(changed(G, 0, off), 0)), snapshot(1))
     tally = compare(expectation(bound=50.0), seen, Comparison())
-    assert told(tally) == []
+    assert said(tally) == []
     assert len(tally.undecided) == undecided
     if undecided:
         assert "gradient of w is off by 0.125 where no number is larger than 1" in (
@@ -118,7 +118,7 @@ def test_what_is_no_number_decides_nothing(value, bound):
     seen[3] += 0.5 if value == math.inf else 0.0
     held = ranks(*(snapshot(rank, grad_pieces=pieces(seen, rank)) for rank in range(2)))
     tally = compare(expectation(gradient=wanted, bound=bound), held, Comparison())
-    assert told(tally) == []
+    assert said(tally) == []
     (undecided,) = tally.undecided
     assert str(undecided.quantity) == "gradient of w"
     assert undecided.sentence.endswith("nothing follows from it")
@@ -126,7 +126,7 @@ def test_what_is_no_number_decides_nothing(value, bound):
 
 def test_a_result_within_an_enormous_bound_is_not_decided_either():
     tally = compare(expectation(bound=50.0), ranks(snapshot(0), snapshot(1), losses=(0.25, 1.0)), Comparison())
-    assert told(tally) == []
+    assert said(tally) == []
     assert [str(one.quantity) for one in tally.undecided] == ["loss on rank 1"]
 
 
@@ -161,7 +161,7 @@ def changed(whole, index, by):
 )
 def test_each_divergence_of_a_parameter_is_found(rank_one, message):
     tally = compare(expectation(), ranks(snapshot(0), snapshot(1, **rank_one)), Comparison())
-    assert any(line.startswith(message) for line in told(tally)), told(tally)
+    assert any(line.startswith(message) for line in said(tally)), said(tally)
 
 
 def test_ranks_that_diverge_are_named():
@@ -172,56 +172,56 @@ def test_ranks_that_diverge_are_named():
 def test_results_come_before_state_and_end_the_comparison():
     seen = ranks(snapshot(0), snapshot(1, pieces=pieces(W + 1, 1)), losses=(0.25, 0.5))
     tally = compare(expectation(), seen, Comparison())
-    assert told(tally) == ["diverged: loss on rank 1 is off by 0.25 (bound 1e-12): got 0.5, expected 0.75"]
+    assert said(tally) == ["diverged: loss on rank 1 is off by 0.25 (bound 1e-12): got 0.5, expected 0.75"]
     tally = compare(expectation(), seen, Comparison(outputs=False))
-    assert told(tally)[0].startswith("diverged: parameter w")
+    assert said(tally)[0].startswith("diverged: parameter w")
 
 
 def test_a_gradient_that_must_be_none():
     seen = ranks(snapshot(0), snapshot(1))
     tally = compare(expectation(None), seen, Comparison())
-    assert told(tally)[0] == "diverged: gradient of w holds numbers (up to 0.5), expected None"
+    assert said(tally)[0] == "diverged: gradient of w holds numbers (up to 0.5), expected None"
     zeros = [snapshot(r, grad_pieces=pieces(G * 0, r)) for r in range(2)]
-    assert told(compare(expectation(None), ranks(*zeros), Comparison()))
-    assert not told(compare(expectation(None), ranks(*zeros), Comparison(none_is_zero=True)))
+    assert said(compare(expectation(None), ranks(*zeros), Comparison()))
+    assert not said(compare(expectation(None), ranks(*zeros), Comparison(none_is_zero=True)))
     none = [snapshot(r, grad_pieces=None, grad_dtype=None) for r in range(2)]
-    assert not told(compare(expectation(None), ranks(*none), Comparison()))
-    assert told(compare(expectation(G * 0), ranks(*none), Comparison()))
-    assert not told(compare(expectation(G * 0), ranks(*none), Comparison(none_is_zero=True)))
-    assert told(compare(expectation(G), ranks(*none), Comparison(none_is_zero=True)))
+    assert not said(compare(expectation(None), ranks(*none), Comparison()))
+    assert said(compare(expectation(G * 0), ranks(*none), Comparison()))
+    assert not said(compare(expectation(G * 0), ranks(*none), Comparison(none_is_zero=True)))
+    assert said(compare(expectation(G), ranks(*none), Comparison(none_is_zero=True)))
 
 
 def test_pending_gradients_are_not_compared():
     seen = ranks(snapshot(0, grad_pieces=pieces(G + 1, 0)), snapshot(1))
-    assert not told(compare(expectation(pending=True), seen, Comparison()))
+    assert not said(compare(expectation(pending=True), seen, Comparison()))
 
 
 def test_a_rank_without_elements_may_have_no_gradient():
     one = snapshot(0, pieces=(ObservedPiece(0, 4, W.clone()),), grad_pieces=(ObservedPiece(0, 4, G.clone()),))
     two = snapshot(1, pieces=(ObservedPiece(4, 4, W[:0]),), grad_pieces=None, grad_dtype=None)
     tally = compare(expectation(), ranks(one, two), Comparison(optimizer=False))
-    assert not told(tally)
+    assert not said(tally)
 
 
 def test_optimizer_state_is_compared():
     wrong = dataclasses.replace(
         snapshot(1), optimizer={"w": OptimizerObservation("w", {"momentum_buffer": pieces(M * 2, 1)}, {"step": 2.0})}
     )
-    lines = told(compare(expectation(), ranks(snapshot(0), wrong), Comparison()))
+    lines = said(compare(expectation(), ranks(snapshot(0), wrong), Comparison()))
     assert lines[0].startswith("diverged: optimizer state momentum_buffer of w is off by")
     assert lines[1].startswith("diverged: optimizer state step of w on rank 1 is off by 1")
-    assert not told(compare(expectation(), ranks(snapshot(0), wrong), Comparison(optimizer=False)))
+    assert not said(compare(expectation(), ranks(snapshot(0), wrong), Comparison(optimizer=False)))
     silent = [dataclasses.replace(snapshot(r), optimizer=None) for r in range(2)]
-    assert not told(compare(expectation(), ranks(*silent), Comparison()))
+    assert not said(compare(expectation(), ranks(*silent), Comparison()))
 
 
 def test_buffers_are_each_ranks_own():
     swapped = dataclasses.replace(snapshot(1), buffers=snapshot(0).buffers)
-    assert told(compare(expectation(), ranks(snapshot(0), swapped), Comparison())) == [
+    assert said(compare(expectation(), ranks(snapshot(0), swapped), Comparison())) == [
         "diverged: buffer b on rank 1 is off by 1 (bound 0): got 0.0, expected 1.0"
     ]
     gone = dataclasses.replace(snapshot(1), buffers={})
-    assert told(compare(expectation(), ranks(snapshot(0), gone), Comparison())) == [
+    assert said(compare(expectation(), ranks(snapshot(0), gone), Comparison())) == [
         "missing: buffer b on rank 1 is gone"
     ]
 
@@ -229,7 +229,7 @@ def test_buffers_are_each_ranks_own():
 def test_a_rank_that_reports_nothing_is_missing():
     silent = RankObservation(1, (OperationResult(0, {"loss": torch.tensor(0.75, dtype=torch.float64)}),), ())
     tally = compare(expectation(), [ranks(snapshot(0), snapshot(1))[0], silent], Comparison())
-    assert told(tally) == ["missing: state was not reported"]
+    assert said(tally) == ["missing: state was not reported"]
     assert tally.divergences[0].ranks == (1,)
 
 
@@ -245,7 +245,7 @@ def test_comparison_ends_before_an_operation_that_raised():
 
 def test_ignored_parameters_are_left_out():
     seen = ranks(snapshot(0), snapshot(1, pieces=pieces(W + 1, 1)))
-    assert not told(compare(expectation(), seen, Comparison(ignore=("w",))))
+    assert not said(compare(expectation(), seen, Comparison(ignore=("w",))))
 
 
 def test_the_leading_divergence_is_the_one_that_explains_most():

@@ -136,10 +136,10 @@ BROKEN = {
 
 @pytest.mark.parametrize("broken", BROKEN)
 def test_each_broken_promise_is_found_by_its_rule(broken):
-    change, rule, told = BROKEN[broken]
+    change, rule, expected = BROKEN[broken]
     found = rule(case(), ranks(change))
     assert found is not None
-    assert told in found.statement
+    assert expected in found.statement
     assert found.operation == 1
 
 

@@ -1,4 +1,4 @@
-"""A claim that raises NotImplementedError is told as such, with the place; other exceptions as they are."""
+"""A claim that raises NotImplementedError is reported as such, with the place; other exceptions as they are."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def test_a_rank_that_recorded_nothing_says_nothing():
 
 
 @pytest.mark.parametrize(
-    ("calls", "told"),
+    ("calls", "said"),
     [
         (RIGHT[:1], "called 1 times, expected 2"),
         ((*RIGHT, replace(RIGHT[0], operation=0)), "called 1 times, expected 0"),
@@ -42,10 +42,10 @@ def test_a_rank_that_recorded_nothing_says_nothing():
         ((RIGHT[0], replace(RIGHT[1], output=2)), "6 elements and an output of 2 for 2 ranks"),
     ],
 )
-def test_what_is_wrong_is_told_with_its_place(calls, told):
+def test_what_is_wrong_is_told_with_its_place(calls, said):
     found = check_calls(case(), seen(*calls), 2, "float64")
     assert found is not None
-    assert told in found.explanation
+    assert said in found.explanation
     assert "on rank 0" in found.explanation
 
 

@@ -37,8 +37,8 @@ def case(*program, strategy="full_shard"):
     return Case(ModelSpec("mlp"), WorldSpec(2), program, strategy=strategy)
 
 
-def account(index, *held, **told):
-    return OperationAccount(index, held=tuple((unit, 64) for unit in held), **told)
+def account(index, *held, **expected):
+    return OperationAccount(index, held=tuple((unit, 64) for unit in held), **expected)
 
 
 def review(program, *accounts, strategy="full_shard", budget=BUDGET):
@@ -138,9 +138,9 @@ EXCESS = {
 }
 
 
-@pytest.mark.parametrize(("program", "told", "strategy", "words"), EXCESS.values(), ids=list(EXCESS))
-def test_communication_that_nobody_needs_is_told(program, told, strategy, words):
-    found = review(program, told, strategy=strategy)
+@pytest.mark.parametrize(("program", "expected", "strategy", "words"), EXCESS.values(), ids=list(EXCESS))
+def test_communication_that_nobody_needs_is_told(program, expected, strategy, words):
+    found = review(program, expected, strategy=strategy)
     assert found is not None
     assert found.kind == "excess"
     assert words in found.sentence
@@ -148,19 +148,19 @@ def test_communication_that_nobody_needs_is_told(program, told, strategy, words)
     assert (found.rank, found.operation) == (1, len(program) - 1)
     assert found.measured > found.limit
     assert str(found.measured) in words
-    assert review(program, told, strategy=strategy, budget=None) is None
+    assert review(program, expected, strategy=strategy, budget=None) is None
 
 
 def test_what_runs_several_times_may_be_gathered_as_often():
-    told = passing(0, (100, 90) * 4, (100, 90) * 2, ("a", "b") * 4)
-    assert review((MICRO,), told, budget=CommunicationBudget(2, 200, 2)) is None
-    assert review((MICRO,), told) is not None
+    expected = passing(0, (100, 90) * 4, (100, 90) * 2, ("a", "b") * 4)
+    assert review((MICRO,), expected, budget=CommunicationBudget(2, 200, 2)) is None
+    assert review((MICRO,), expected) is not None
 
 
 def test_several_forwards_and_gathering_by_hand_cost_as_much_more():
     for strategy in ("full_shard", "shard_grad_op"):
-        told = passing(0, (100, 90) * 4, (100, 90) * 2, ("a", "b") * 4)
-        assert review((SEVERAL,), told, strategy=strategy) is None
+        expected = passing(0, (100, 90) * 4, (100, 90) * 2, ("a", "b") * 4)
+        assert review((SEVERAL,), expected, strategy=strategy) is None
     assert review((BY_HAND,), passing(0, units=("a",) * 3, gathers=(100, 90) * 3)) is None
     assert review((EDIT,), account(0, gathered=("a", "b"), gather_bytes=(100, 90))) is None
 
@@ -170,8 +170,8 @@ def test_flags_and_norms_are_no_communication_of_parameters():
 
 
 def test_a_whole_copy_that_is_cast_is_filled_and_moves_nothing():
-    told = account(0, backward=True, gathered=("a",) * 5, reduction_bytes=(100,))
-    assert review((MICRO,), told, strategy="no_shard") is None
+    expected = account(0, backward=True, gathered=("a",) * 5, reduction_bytes=(100,))
+    assert review((MICRO,), expected, strategy="no_shard") is None
 
 
 def test_the_first_operation_is_told_whichever_rank_it_is_on():
@@ -183,13 +183,13 @@ def test_the_first_operation_is_told_whichever_rank_it_is_on():
 
 
 def test_where_nothing_is_cast_a_copy_without_shards_is_one_too_many():
-    told = account(0, backward=True, gathered=("a",))
-    found = review((MICRO,), told, strategy="no_shard", budget=CommunicationBudget(1, 200, 2, casts=False))
+    expected = account(0, backward=True, gathered=("a",))
+    found = review((MICRO,), expected, strategy="no_shard", budget=CommunicationBudget(1, 200, 2, casts=False))
     assert found is not None
     assert "gathered 1 times on rank 1, 0 would do" in found.sentence
 
 
 def test_a_check_may_ask_for_some_of_the_rules():
-    told = passing(0, units=("a",) * 3, reductions=(90,) * 3)
-    assert first_overrun(case(MICRO), [(told,)], BUDGET, (Measure.REDUCTIONS,)).measure is Measure.REDUCTIONS
-    assert first_overrun(case(MICRO), [(told,)], BUDGET, (Measure.KEPT_PARAMETERS,)) is None
+    expected = passing(0, units=("a",) * 3, reductions=(90,) * 3)
+    assert first_overrun(case(MICRO), [(expected,)], BUDGET, (Measure.REDUCTIONS,)).measure is Measure.REDUCTIONS
+    assert first_overrun(case(MICRO), [(expected,)], BUDGET, (Measure.KEPT_PARAMETERS,)) is None

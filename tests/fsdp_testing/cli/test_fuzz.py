@@ -109,7 +109,7 @@ def process_wait(process: subprocess.Popen[bytes], seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["nobody"], "expected one of"),
         (["torch-ddp", "--without", "tree.what"], "tree.what"),
@@ -121,9 +121,9 @@ def process_wait(process: subprocess.Popen[bytes], seconds: float) -> None:
         (["--exhibits", "1000"], "expected 1 to"),
     ],
 )
-def test_bad_usage_ends_with_2(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]):
+def test_bad_usage_ends_with_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
     assert fuzz(*arguments) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_exhibits_are_hunted_and_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
@@ -139,12 +139,12 @@ def test_exhibits_are_hunted_and_counted(monkeypatch: pytest.MonkeyPatch, capsys
 
     monkeypatch.setattr(hunting, "hunt", pretended)
     assert fuzz("--exhibits", "3", "--seed", "7", "--seconds", "9") == 1
-    told, warned = capsys.readouterr()
+    message, warned = capsys.readouterr()
     assert "fuzz --exhibits is called museum --exhibits now" in warned
     assert [name for name, _, _ in asked] == [exhibit.id for exhibit in hunting.drawn_exhibits(3, 7)]
     assert {(seed, seconds) for _, seed, seconds in asked} == {(7, 9.0)}
-    assert "2 of 3 exhibits were met" in told
-    assert f"NOT MET {asked[1][0]}" in told
+    assert "2 of 3 exhibits were met" in message
+    assert f"NOT MET {asked[1][0]}" in message
     asked.clear()
     assert fuzz("--exhibits", "1", "--seed", "7") == 0
 
@@ -158,17 +158,17 @@ def test_a_state_of_another_implementation_is_refused(tmp_path: Path, capsys: py
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [(None, "readable text file"), ("{", "JSON"), ('{"format": "fsdp_testing/case", "version": 99}', "newer")],
 )
 def test_a_file_that_cannot_be_replayed_ends_with_2(
-    text: str | None, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     file = tmp_path / "case.json"
     if text is not None:
         file.write_text(text)
     assert main(["replay", str(file)]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_case_alone_needs_a_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -96,9 +96,9 @@ def test_a_reader_that_goes_away_leaves_no_traceback() -> None:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
-        told = process.stderr.read()
+        said = process.stderr.read()
         process.wait(timeout=60)
-    assert told == b""
+    assert said == b""
 
 
 def test_help_needs_neither_torch_nor_rich() -> None:

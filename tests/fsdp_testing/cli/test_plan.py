@@ -1,4 +1,4 @@
-"""The drawn layout is the reference's layout, and every bad model or option is told in one line."""
+"""The drawn layout is the reference's layout, and every bad model or option is reported in one line."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def result(check: str, verdict: Verdict) -> CheckResult:
 
 
 class Judge:
-    """Stands in for `run_conformance`: remembers how it was asked and gives the verdicts it was told to give."""
+    """Stands in for `run_conformance`: remembers how it was asked and gives the verdicts it is to give."""
 
     def __init__(self, *verdicts: Verdict, error: BaseException | None = None) -> None:
         self.verdicts = verdicts

@@ -40,6 +40,6 @@ def test_each_check_is_one_test(pytester):
 
 def test_an_expected_failure_is_a_strict_xfail(pytester):
     result = run(pytester, {"training.gradients_are_means": "known"})
-    # The unbroken one passes although a failure was expected: stale, and told as a failure.
+    # The unbroken one passes although a failure was expected: stale, and reported as a failure.
     result.assert_outcomes(xfailed=1, failed=1, skipped=2)
     result.stdout.fnmatch_lines(["*XPASS(strict)*known*"])

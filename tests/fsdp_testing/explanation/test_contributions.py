@@ -73,7 +73,7 @@ def sentence(found: Contributions) -> str:
 
 
 @pytest.mark.parametrize(
-    ("weights", "told"),
+    ("weights", "expected"),
     [
         ({**SOUND, (2, 1): 0.0}, "lacks operation 2, forward-backward in no_sync, of rank 1"),
         ({**SOUND, (2, 0): 0.0, (2, 1): 0.0}, "lacks operation 2, forward-backward in no_sync"),
@@ -90,10 +90,10 @@ def sentence(found: Contributions) -> str:
         ),
     ],
 )
-def test_what_a_gradient_is_the_sum_of(weights: dict[tuple[int, int], float], told: str) -> None:
+def test_what_a_gradient_is_the_sum_of(weights: dict[tuple[int, int], float], expected: str) -> None:
     found = asked(*(observed(rank, total(weights)) for rank in (0, 1)))
     assert found is not None
-    assert sentence(found) == f"the gradient of w {told}"
+    assert sentence(found) == f"the gradient of w {expected}"
     assert {(w.operation, w.rank): float(w.got) for w in found.weights if w.got} == pytest.approx(
         {key: weight for key, weight in weights.items() if weight}
     )
@@ -127,7 +127,7 @@ def test_nothing_is_said_where_it_is_not_certain() -> None:
     # No small fraction of a term, and a fraction with something besides.
     for wrong in (total({**SOUND, (2, 1): 0.12345}), total({**SOUND, (2, 1): 0.0}) + 1e-9 * noise):
         assert asked(observed(0, wrong), observed(1, wrong)) is None
-    # Terms that cannot be told apart: the same inputs on both ranks.
+    # Terms that cannot be distinguished: the same inputs on both ranks.
     alike = tuple(GradientTerm(t.operation, 0, t.rank, TERMS[t.operation and t.operation * 2 - 2].uses) for t in TERMS)
     assert asked(*(observed(rank, total({**SOUND, (2, 1): 0.0})) for rank in (0, 1)), terms=alike) is None
     # More terms than elements.

@@ -50,7 +50,7 @@ ALL = [*calls(0, FIRST), *calls(1, LAST)]
 TRUTH = {seen: Expected(torch.full((2,), float(place)), 0.25) for place, seen in enumerate(ALL)}
 
 
-def told(off: dict[Seen, float], wrong: list[Divergence] | None = None, hidden: tuple[Seen, ...] = ()) -> str:
+def said(off: dict[Seen, float], wrong: list[Divergence] | None = None, hidden: tuple[Seen, ...] = ()) -> str:
     ranks = [
         {
             s: one.value + off.get(s, 0.1)
@@ -69,21 +69,21 @@ def seen(what: str, module: str, rank: int, operation: int = 1) -> Seen:
 
 
 def test_of_several_wrong_tensors_the_first_on_any_rank_is_named() -> None:
-    parameter = told({seen(PARAMETER, "b", 1): 1.0, seen(OUTPUT, "b", 0): 1.0, seen(OUTPUT, "b", 1): 1.0})
+    parameter = said({seen(PARAMETER, "b", 1): 1.0, seen(OUTPUT, "b", 0): 1.0, seen(OUTPUT, "b", 1): 1.0})
     assert parameter.startswith(
         "`b` is the first module that computes with wrong numbers: its w on rank 1 in operation 1, "
     )
-    output = told({seen(OUTPUT, "b", 0): 1.0, seen(OUTPUT, "b", 1): 1.0, seen(GRADIENT, "b", 0): 1.0})
+    output = said({seen(OUTPUT, "b", 0): 1.0, seen(OUTPUT, "b", 1): 1.0, seen(GRADIENT, "b", 0): 1.0})
     assert output.startswith(
         "`b` is the first module whose output is wrong, on ranks 0 and 1 in operation 1, forward-backw"
     )
     assert output.endswith("(element 0: got 19, expected 18); its parameters are right")
-    gradient = told({seen(GRADIENT, "a", 1): 1.0})
+    gradient = said({seen(GRADIENT, "a", 1): 1.0})
     assert gradient.startswith(
         "every output is right; the gradient of the output of `a` is the first that is wrong, on rank 1"
     )
-    assert told({seen(INPUT, "b", 0): 1.0}).startswith("what comes into `b` is the first that is wrong, on rank 0 in")
-    assert "in operation 0," in told({seen(OUTPUT, "b", 1, 0): 1.0, seen(PARAMETER, "a", 0): 1.0})
+    assert said({seen(INPUT, "b", 0): 1.0}).startswith("what comes into `b` is the first that is wrong, on rank 0 in")
+    assert "in operation 0," in said({seen(OUTPUT, "b", 1, 0): 1.0, seen(PARAMETER, "a", 0): 1.0})
 
 
 def test_what_is_wrong_after_right_calls_is_told_from_the_last_module_to_the_first() -> None:
@@ -92,26 +92,26 @@ def test_what_is_wrong_after_right_calls_is_told_from_the_last_module_to_the_fir
 
     right = "its output and the gradient of its output are right"
     both = [diverged("gradient", "a.w"), diverged("gradient", "b.w")]
-    assert told({}, both) == f"`b`: {right}, the gradient of its w is wrong on rank 1 (and that of 1 more)"
-    assert told({}, [diverged("value", "a.w"), *both]).startswith("`b`: ")
+    assert said({}, both) == f"`b`: {right}, the gradient of its w is wrong on rank 1 (and that of 1 more)"
+    assert said({}, [diverged("value", "a.w"), *both]).startswith("`b`: ")
     assert (
-        told({}, [diverged("optimizer", "a.w", "exp_avg")]) == f"`a`: {right}, the exp_avg of its w is wrong on rank 1"
+        said({}, [diverged("optimizer", "a.w", "exp_avg")]) == f"`a`: {right}, the exp_avg of its w is wrong on rank 1"
     )
-    uncalled = told({}, [diverged("gradient", "c.w")])
+    uncalled = said({}, [diverged("gradient", "c.w")])
     assert (
         uncalled == "`c`: it is not called in operation 1, forward-backward, the gradient of its w is wrong on rank 1"
     )
-    assert told({}, [diverged("gradient", "a.w"), diverged("result", "loss")]) == told({}) == ""
+    assert said({}, [diverged("gradient", "a.w"), diverged("result", "loss")]) == said({}) == ""
 
 
 def test_what_was_not_seen_is_not_spoken_of() -> None:
-    assert told({}, hidden=tuple(ALL)) == ""
+    assert said({}, hidden=tuple(ALL)) == ""
     gradients = tuple(s for s in ALL if s.what == GRADIENT)
     wrong = [Divergence(FailureKind.DIVERGED, Quantity("gradient", "a.w"), 1, (0,), "is off")]
-    assert told({}, wrong, gradients) == "`a`: its output is right, the gradient of its w is wrong on rank 0"
+    assert said({}, wrong, gradients) == "`a`: its output is right, the gradient of its w is wrong on rank 0"
     # Whether an output is right is not known where one rank did not show it.
-    assert told({}, wrong, (seen(OUTPUT, "a", 1),)) == "`a`: the gradient of its w is wrong on rank 0"
-    assert "parameters" not in told({seen(OUTPUT, "a", 0): 1.0}, hidden=(seen(PARAMETER, "a", 0),))
+    assert said({}, wrong, (seen(OUTPUT, "a", 1),)) == "`a`: the gradient of its w is wrong on rank 0"
+    assert "parameters" not in said({seen(OUTPUT, "a", 0): 1.0}, hidden=(seen(PARAMETER, "a", 0),))
 
 
 # --------------------------------------------------------------------------------------------------- on ranks

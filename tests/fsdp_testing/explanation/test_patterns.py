@@ -33,7 +33,7 @@ def spread(*parts: torch.Tensor, quantity: Quantity = A) -> str:
 
 
 @pytest.mark.parametrize(
-    ("got", "told"),
+    ("got", "expected"),
     [
         (DUE * 0, "zero"),
         (DUE.float().double(), "what is due, rounded to float32"),
@@ -53,8 +53,8 @@ def spread(*parts: torch.Tensor, quantity: Quantity = A) -> str:
         (DUE.float(), "what is due, cast to float32"),
     ],
 )
-def test_what_every_element_agrees_with_is_told(got: torch.Tensor, told: str) -> None:
-    assert words(got.contiguous()) == told
+def test_what_every_element_agrees_with_is_told(got: torch.Tensor, expected: str) -> None:
+    assert words(got.contiguous()) == expected
     other = got.reshape(-1).clone()
     other[3] += 1e-3
     assert words(other) == ""
@@ -87,13 +87,13 @@ def test_of_right_numbers_and_of_too_few_nothing_is_told() -> None:
 
 
 def test_a_last_place_is_neither_a_factor_nor_another_order() -> None:
-    def told(got: torch.Tensor) -> str:
+    def expected(got: torch.Tensor) -> str:
         found = pattern_of([Held(A, 0, (0, 12), got.reshape(-1), DUE.reshape(-1))], POINT)
         return "" if found is None else found.words
 
-    assert told(torch.nextafter(DUE, DUE + 1)) == "what is due but for one unit in the last place"
+    assert expected(torch.nextafter(DUE, DUE + 1)) == "what is due but for one unit in the last place"
     two = torch.nextafter(torch.nextafter(DUE, DUE + 1), DUE + 1)
-    assert told(two) == ""
+    assert expected(two) == ""
 
 
 def test_a_cast_that_was_not_made_is_told() -> None:

@@ -45,7 +45,7 @@ GRADIENT_FINDING = {
 
 
 @pytest.mark.parametrize(
-    ("fields", "like", "held", "told"),
+    ("fields", "like", "held", "said"),
     [
         (
             {},
@@ -104,9 +104,9 @@ GRADIENT_FINDING = {
     ],
 )
 def test_sentences(
-    fields: dict[str, Any], like: Hypothesis | None, held: dict[str, tuple[int, ...]], told: str
+    fields: dict[str, Any], like: Hypothesis | None, held: dict[str, tuple[int, ...]], said: str
 ) -> None:
-    assert render(finding(**fields), like, held) == told
+    assert render(finding(**fields), like, held) == said
 
 
 def test_ranks_and_units_in_words() -> None:

@@ -1,4 +1,4 @@
-"""Planted faults are reduced to what shows them and told by their cause, checked against one process."""
+"""Planted faults are reduced to what shows them and explained by their cause, checked against one process."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def the_explanation(findings: list[Finding]) -> Explanation:
 
 
 @pytest.mark.parametrize(
-    ("name", "check", "told"),
+    ("name", "check", "expected"),
     [
         *(
-            (f"faults_gradients:{name}", check, told)
-            for name, check, told in (
+            (f"faults_gradients:{name}", check, expected)
+            for name, check, expected in (
                 (
                     "SumForMean",
                     "training.gradients_are_means",
@@ -117,11 +117,11 @@ def the_explanation(findings: list[Finding]) -> Explanation:
         ),
     ],
 )
-def test_the_cause_is_named(name: str, check: str, told: str) -> None:
+def test_the_cause_is_named(name: str, check: str, expected: str) -> None:
     # A unit that stays gathered is a finding of its own besides.
     findings = [finding for finding in explained(name, check) if finding.kind is not FailureKind.KEPT]
     explanation = the_explanation(findings)
-    assert told in explanation.sentence, explanation.sentence
+    assert expected in explanation.sentence, explanation.sentence
     assert "bound" in explanation.sentence
     assert explanation.complete
     assert explanation.left_out > 0
@@ -275,7 +275,7 @@ def test_failures_that_one_schedule_shows_are_two_causes_if_their_numbers_differ
 
 
 @pytest.mark.parametrize(
-    ("name", "check", "told"),
+    ("name", "check", "expected"),
     [
         ("faults_state:WrongReduceDtype", "mixed_precision.reduce_float32", "reduced in bfloat16 where float32 is due"),
         (
@@ -285,9 +285,9 @@ def test_failures_that_one_schedule_shows_are_two_causes_if_their_numbers_differ
         ),
     ],
 )
-def test_the_cast_that_was_made_instead_is_named(name: str, check: str, told: str) -> None:
+def test_the_cast_that_was_made_instead_is_named(name: str, check: str, expected: str) -> None:
     sentence = the_explanation(explained(name, check)).sentence
-    assert told in sentence
+    assert expected in sentence
     assert "equal bits were due" in sentence
     assert sentence.endswith("and is what one process gives with that cast.")
 

@@ -100,7 +100,7 @@ def test_rules_survive_their_document_and_join_by_name():
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "said"),
     [
         ({"version": 99}, "written by a newer"),
         ({"version": 1}, "took operations out of cases"),
@@ -111,9 +111,9 @@ def test_rules_survive_their_document_and_join_by_name():
         ({"rules": [{"name": "a", "reason": "b"}]}, "expected rules with `signatures`"),
     ],
 )
-def test_a_bad_file_is_refused(change: dict[str, object], told: str):
+def test_a_bad_file_is_refused(change: dict[str, object], said: str):
     document = json.dumps({**json.loads(KnownFailures((STALE,)).to_json()), **change})
-    with pytest.raises(InvalidRecord, match=told):
+    with pytest.raises(InvalidRecord, match=said):
         read_known(document, "here")
 
 

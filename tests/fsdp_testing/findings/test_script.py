@@ -189,10 +189,10 @@ def test_a_cost_without_a_measure_gets_no_script(name: str, overrun: Overrun | N
 
 def test_a_reworded_sentence_changes_no_script():
     """Scripts are written from fields; nothing reads the reason but people."""
-    told = Discovery("torch-fsdp2", Signature(FailureKind.EXCESS, "gathers"), IN_VAIN, IN_VAIN, "", overrun=THRICE)
-    script, other = script_for(told), script_for(replace(told, reason="said quite differently"))
+    message = Discovery("torch-fsdp2", Signature(FailureKind.EXCESS, "gathers"), IN_VAIN, IN_VAIN, "", overrun=THRICE)
+    script, other = script_for(message), script_for(replace(message, reason="said quite differently"))
     assert script is not None
     assert other is not None
     assert script.splitlines()[1:] == other.splitlines()[1:]
-    again = Discovery.from_json(told.to_json(), "here")
-    assert again == told
+    again = Discovery.from_json(message.to_json(), "here")
+    assert again == message

@@ -76,8 +76,8 @@ def test_what_differs_is_named_with_its_rank_and_operation():
     first, second = run_ranks(found_on_ranks, size=2, access=Wrong)
     assert first[0].startswith("rank 0, 4 forward: ")
     assert second[0].startswith("rank 1, 4 forward: ")
-    assert any("parameter a.weight is off by" in told for told in first)
-    assert any("gradient of a.weight is off by" in told for told in first)
+    assert any("parameter a.weight is off by" in expected for expected in first)
+    assert any("gradient of a.weight is off by" in expected for expected in first)
 
 
 def test_what_is_measured_counts_beyond_its_limit_on_ranks_alone():

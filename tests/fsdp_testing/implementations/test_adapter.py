@@ -34,7 +34,7 @@ def test_any_object_with_the_attributes_will_do():
 
 
 @pytest.mark.parametrize(
-    ("broken", "told"),
+    ("broken", "message"),
     [
         (SimpleNamespace(), ["`name` is None", "`capabilities` is NoneType", "`wrap` is not callable"]),
         (SimpleNamespace(name="", wrap=print, capabilities={"a"}), ["`name` is ''"]),
@@ -42,10 +42,10 @@ def test_any_object_with_the_attributes_will_do():
         (SimpleNamespace(name="z", wrap=print, capabilities={1}), ["not a frozenset of strings"]),
     ],
 )
-def test_every_missing_requirement_is_listed(broken, told):
+def test_every_missing_requirement_is_listed(broken, message):
     with pytest.raises(InvalidImplementation) as caught:
         Adapter.of(broken)
-    assert [part for part in told if part not in str(caught.value)] == []
+    assert [part for part in message if part not in str(caught.value)] == []
 
 
 def test_a_method_that_is_missing_says_its_own_name_when_called():

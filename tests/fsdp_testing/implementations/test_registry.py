@@ -77,7 +77,7 @@ def test_what_is_no_name_is_refused(name):
 
 
 @pytest.mark.parametrize(
-    ("path", "told"),
+    ("path", "said"),
     [
         ("{m}_broken:x", "ModuleNotFoundError: No module named 'nothing_of_that_name'"),
         ("{m}:nothing", "AttributeError"),
@@ -88,10 +88,10 @@ def test_what_is_no_name_is_refused(name):
         (":mine", "expected `package.module:attribute`"),
     ],
 )
-def test_what_cannot_be_loaded_says_why(adapters, path, told):
+def test_what_cannot_be_loaded_says_why(adapters, path, said):
     with pytest.raises(InvalidImplementation) as caught:
         registry.load(path.format(m=adapters))
-    assert told in str(caught.value)
+    assert said in str(caught.value)
 
 
 def test_entry_points_are_loaded_by_name_and_only_when_asked_for(adapters, monkeypatch):

@@ -1,4 +1,4 @@
-"""An adapter's own mistakes are found before its implementation is judged, and are told as the adapter's."""
+"""An adapter's own mistakes are found before its implementation is judged, and are reported as the adapter's."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def first_piece(change):
     return local_pieces
 """
 
-#: What an author may get wrong -> a part of what is told about it.
+#: What an author may get wrong -> a part of what is reported about it.
 MISTAKES = {
     "returns_nothing": ("def wrap(m, s): pass\nIT = style(wrap)", "returned NoneType, not an nn.Module"),
     "raises": ("def wrap(m, s): raise KeyError('units')\nIT = style(wrap)", "KeyError: 'units'"),
@@ -141,21 +141,21 @@ def test_what_ships_with_us_is_fit(name, size):
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_told_as_the_adapters_own(mistake, adapter_module):
-    body, told = MISTAKES[mistake]
+    body, said = MISTAKES[mistake]
     with pytest.raises(InvalidImplementation) as caught:
         validation.validate(registry.load(adapter_module(body)), run_ranks)
-    assert told in str(caught.value)
+    assert said in str(caught.value)
     assert "This is the adapter's mistake" in str(caught.value)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_wrapping_changes_is_for_a_check_to_tell(fault, adapter_module):
-    body, check, told = FAULTS[fault]
+    body, check, said = FAULTS[fault]
     name = adapter_module(body)
     validation.validate(registry.load(name), run_ranks)
     result = run_check(name, check)
     assert result.verdict is Verdict.FAIL
-    assert told in result.explanation
+    assert said in result.explanation
 
 
 def test_the_same_adapter_without_a_mistake_is_fit(adapter_module):
@@ -195,6 +195,6 @@ def test_a_death_leads_whatever_the_others_raised_after_it():
 
     with pytest.raises(InvalidImplementation) as caught:
         validation.validate(claims("full_shard"), run_on_ranks)
-    told = str(caught.value)
-    assert "rank 1 died with exit code 3 in `wrap`" in told
-    assert told.index("rank 1 died") < told.index("connection closed")
+    said = str(caught.value)
+    assert "rank 1 died with exit code 3 in `wrap`" in said
+    assert said.index("rank 1 died") < said.index("connection closed")

@@ -108,7 +108,7 @@ def test_who_does_not_tell_of_units_is_not_asked():
 )
 def test_what_torch_is_known_to_waste_is_recognized(name: str, rule: str):
     known = shipped_known(name)
-    (example,) = [asked for told, asked in known.examples() if told.name == rule]
+    (example,) = [asked for expected, asked in known.examples() if expected.name == rule]
     note = note_of(name, example)
     assert note.signature is not None, note
     found = known.recognize(note.signature, example)

@@ -55,13 +55,13 @@ def raising(rank: int = 1, **facts: bool) -> RankObservation:
 
 
 def judged(
-    told: Sequence[CaseRecord],
+    message: Sequence[CaseRecord],
     tally: Compared = RIGHT,
     problem: str = "",
     outcome: WorldOutcome | None = None,
     **rest: object,
 ) -> Judgement:
-    return judge(CASE, told, lambda _: Numbers(tally, WHOLE, problem), outcome=outcome, **rest)  # type: ignore[arg-type]
+    return judge(CASE, message, lambda _: Numbers(tally, WHOLE, problem), outcome=outcome, **rest)  # type: ignore[arg-type]
 
 
 def world(*fates: Fate, cause: str = "") -> WorldOutcome:
@@ -83,9 +83,9 @@ LADDER = [
 ]
 
 
-@pytest.mark.parametrize(("told", "tally", "kind"), LADDER)
-def test_the_weightiest_fact_is_the_judgement(told, tally, kind):
-    found = judged(told, tally)
+@pytest.mark.parametrize(("message", "tally", "kind"), LADDER)
+def test_the_weightiest_fact_is_the_judgement(message, tally, kind):
+    found = judged(message, tally)
     assert found.verdict is {None: Verdict.UNKNOWN, "": Verdict.PASS}.get(kind, Verdict.FAIL)
     assert (found.finding.kind if found.finding else "") == (kind or "")
 
@@ -124,7 +124,7 @@ def test_a_rule_of_the_check_is_asked_where_the_oracle_came_to_the_end():
 
 
 @pytest.mark.parametrize(
-    ("told", "outcome", "expected"),
+    ("message", "outcome", "expected"),
     [
         ([], None, "unfinished"),
         ([CaseRecord(0, raising())], None, "one_raised"),
@@ -137,8 +137,8 @@ def test_a_rule_of_the_check_is_asked_where_the_oracle_came_to_the_end():
         ([CaseRecord(0, raising(not_supported=True))], None, "unsupported"),
     ],
 )
-def test_ranks_that_did_not_report(told, outcome, expected):
-    found = judged(told, outcome=outcome)
+def test_ranks_that_did_not_report(message, outcome, expected):
+    found = judged(message, outcome=outcome)
     note = note_of(found)
     assert (found.finding.kind if note.status == "suspect" and found.finding else note.status) == expected
     assert found.verdict is not Verdict.PASS

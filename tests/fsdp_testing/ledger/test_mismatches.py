@@ -1,4 +1,4 @@
-"""Ranks that disagree about a collective are told so at once."""
+"""Ranks that disagree about a collective are reported so at once."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ REFUSED: dict[Callable[[], None], tuple[str, str]] = {
 def test_ranks_that_disagree_are_told_at_once(pool: Pool, function: Callable[[], None]) -> None:
     outcome = run(pool, function)
     # Whoever comes second tells it.
-    told = ("|".join(map(re.escape, what.split(" or "))) for what in REFUSED[function])
-    first, second = (rf"rank {{}} issue[ds] (?:{what}) at \S+:\d+ in \w+" for what in told)
+    expected = ("|".join(map(re.escape, what.split(" or "))) for what in REFUSED[function])
+    first, second = (rf"rank {{}} issue[ds] (?:{what}) at \S+:\d+ in \w+" for what in expected)
     number = 2 if function is skipped_call else 1
     start = rf"^ranks disagree: collective #{number} of the default group differs: "
     orders = [f"{first.format(0)}; {second.format(1)}", f"{second.format(1)}; {first.format(0)}"]

@@ -37,7 +37,7 @@ def test_unknown_ids_are_refused():
 
 
 def test_a_mutation_that_does_nothing_escapes():
-    """The tour itself can fail: an exhibit without a bug is told as missed."""
+    """The tour itself can fail: an exhibit without a bug is reported as missed."""
     import dataclasses
 
     from fsdp_testing.museum import collection

@@ -180,8 +180,8 @@ def test_sockets_are_bound_to_loopback_alone(pool: Pool) -> None:
 
 
 def test_worlds_do_not_nest(pool: Pool) -> None:
-    for told in run(pool.world(2), nested):
-        assert "expected the controlling process, got a rank of a world" in told
+    for said in run(pool.world(2), nested):
+        assert "expected the controlling process, got a rank of a world" in said
 
 
 # ---- threads and forks of the controller

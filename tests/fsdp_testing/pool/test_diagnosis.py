@@ -175,7 +175,7 @@ def test_a_timeout_of_the_group_names_who_was_missing() -> None:
         "rank 0 gave up waiting in all_reduce(sum) #1 float32[4] at t.py:3 in f (RuntimeError: Timed out waiting 1000ms "
         "for recv); rank 1 never joined it: it was stopped before any collective"
     )
-    # A timeout of the test's own is told as it is.
+    # A timeout of the test's own is reported as it is.
     own = raised(0, "TimeoutError", "timed out", 1.0, collective(1))
     assert cause_in_words(own, outcome(1, Fate.RETURNED, collective(1))) == "rank 0 raised TimeoutError: timed out"
 

@@ -59,23 +59,23 @@ def test_close_leaves_no_process_and_can_be_undone() -> None:
 
 def test_callbacks_run_while_ranks_still_answer() -> None:
     pool = Pool()
-    told: list[Any] = []
+    expected: list[Any] = []
     world = pool.world(2)
-    world.before_leaving.append(lambda leaving: told.append(leaving.execute(pid).values))
+    world.before_leaving.append(lambda leaving: expected.append(leaving.execute(pid).values))
     pids = run(world, pid)
     pool.close()
-    assert told == [pids]
+    assert expected == [pids]
 
 
 def test_a_world_that_was_killed_calls_nobody() -> None:
     pool = Pool()
-    told: list[Any] = []
+    expected: list[Any] = []
     world = pool.world(2)
-    world.before_leaving.append(told.append)
+    world.before_leaving.append(expected.append)
     world.discard()
     world.release()
     pool.close()
-    assert told == []
+    assert expected == []
 
 
 SCRIPT = """

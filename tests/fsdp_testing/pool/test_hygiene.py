@@ -215,7 +215,7 @@ def test_modes_left_on_the_stack_are_named_and_not_put_back() -> None:
     snapshot = take_snapshot()
     with _Mode():
         dirt = snapshot.restore()
-    # This one answers no call at all, so that torch's own getters fail under it: that too is told, not raised.
+    # This one answers no call at all, so that torch's own getters fail under it: that too is reported, not raised.
     assert [(entry.kind, entry.restored) for entry in dirt] == [("torch default", False), ("torch mode", False)]
     assert "can no longer be read (NotImplementedError)" in dirt[0].what
 

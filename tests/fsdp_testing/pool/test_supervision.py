@@ -1,4 +1,4 @@
-"""Every way in which a rank can end a call is told, in time, and the next call runs on a whole world."""
+"""Every way in which a rank can end a call is reported, in time, and the next call runs on a whole world."""
 
 from __future__ import annotations
 
@@ -158,11 +158,11 @@ def test_raising_or_dying_is_noticed_within_a_second(pool: Pool) -> None:
 
 
 def test_all_tracebacks_are_kept(pool: Pool) -> None:
-    told = run(pool, raise_differently).describe()
-    assert "KeyError: 'left'" in told
-    assert "ValueError: right" in told
-    assert told.count("in raise_differently") == 2
-    assert "pool/worker.py" not in told
+    said = run(pool, raise_differently).describe()
+    assert "KeyError: 'left'" in said
+    assert "ValueError: right" in said
+    assert said.count("in raise_differently") == 2
+    assert "pool/worker.py" not in said
 
 
 def issues_and_takes_back() -> float:

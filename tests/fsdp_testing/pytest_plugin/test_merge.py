@@ -29,10 +29,10 @@ UNEVEN = Uneven("default group", ((0, 1), (1, 2)))
 
 
 def crash(message: str) -> dict[str, Any]:
-    told = {"path": "/t.py", "lineno": 9, "message": message}
+    expected = {"path": "/t.py", "lineno": 9, "message": message}
     entry = {"type": "ReprEntryNative", "data": {"lines": [f"E   {message}\n"]}}
     traceback = {"reprentries": [entry], "extraline": None, "style": "long"}
-    return {"reprcrash": told, "reprtraceback": traceback, "sections": [], "chain": [(traceback, told, None)]}
+    return {"reprcrash": expected, "reprtraceback": traceback, "sections": [], "chain": [(traceback, expected, None)]}
 
 
 PASSED = (Phase("setup", "passed", 0.1), Phase("call", "passed", 0.2), Phase("teardown", "passed", 0.3))
@@ -293,7 +293,7 @@ def test_a_rank_without_a_call_is_no_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "told"),
+    ("ranks", "expected"),
     [
         ([3], "rank 3"),
         ([2, 0], "ranks 0, 2"),
@@ -301,8 +301,8 @@ def test_a_rank_without_a_call_is_no_pass() -> None:
         ([0, 1, 2, 3, 9], "ranks 0, 1, 2, 3, 9"),
     ],
 )
-def test_ranks_in_words(ranks: Any, told: str) -> None:
-    assert rank_names(ranks) == told
+def test_ranks_in_words(ranks: Any, expected: str) -> None:
+    assert rank_names(ranks) == expected
 
 
 def test_folding_looks_past_addresses_and_the_rank_itself() -> None:

@@ -23,10 +23,10 @@ def explanation(make: SimpleNamespace, **fields: object) -> Explanation:
 
 
 def test_findings_of_one_cause_are_one(make: SimpleNamespace) -> None:
-    told = make.diverged(cause="x", shortest=explanation(make))
+    said = make.diverged(cause="x", shortest=explanation(make))
     other = make.diverged(cause="x", quantity="gradient of another.weight")
     results = (
-        make.result("one", "a.b", Verdict.FAIL, findings=(told,)),
+        make.result("one", "a.b", Verdict.FAIL, findings=(said,)),
         make.result("one", "c.d", Verdict.FAIL, findings=(other, other)),
         make.result("two", "a.b", Verdict.FAIL, findings=(other,)),
     )

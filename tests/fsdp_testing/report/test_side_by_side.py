@@ -1,4 +1,4 @@
-"""Rows that differ are shown with their surroundings; equal ranks are told once."""
+"""Rows that differ are shown with their surroundings; equal ranks are reported once."""
 
 from __future__ import annotations
 

@@ -69,9 +69,9 @@ def test_fsdp2_gathers_once_more_after_a_forward_without_backward() -> None:
 
 
 @pytest.mark.parametrize(
-    ("left", "right", "models", "told"),
+    ("left", "right", "models", "expected"),
     [("torch-ddp", "torch-fsdp1", [], "unit_trace"), ("torch-fsdp1", "torch-fsdp2", ["nope"], "nope")],
 )
-def test_what_cannot_be_compared_is_refused(left: str, right: str, models: list[str], told: str) -> None:
-    with pytest.raises(InvalidArgument, match=told):
+def test_what_cannot_be_compared_is_refused(left: str, right: str, models: list[str], expected: str) -> None:
+    with pytest.raises(InvalidArgument, match=expected):
         parity_cases(left, right, 2, models)

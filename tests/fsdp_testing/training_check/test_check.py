@@ -472,7 +472,7 @@ def rotates(world):
 
 
 @pytest.mark.parametrize(
-    ("loop", "size", "told"),
+    ("loop", "size", "said"),
     [
         (
             lacks_a_micro_batch,
@@ -486,10 +486,10 @@ def rotates(world):
         ),
     ],
 )
-def test_the_term_of_a_gradient_that_is_wrong_is_named(loop, size, told):
+def test_the_term_of_a_gradient_that_is_wrong_is_named(loop, size, said):
     with pytest.raises(TrainingDiffers) as caught:
         check_training(loop, world_sizes=(1, size))
-    assert f"Cause: {told}" in str(caught.value)
+    assert f"Cause: {said}" in str(caught.value)
 
 
 def test_of_weights_that_are_no_fractions_no_term_is_named():

@@ -86,17 +86,17 @@ def test_a_tree_is_built_in_the_dtype_asked_for_except_where_a_part_says_otherwi
 def test_what_the_legality_says_of_parameters_is_what_the_module_has():
     for data in drawn_trees(150):
         module = tree_model(data).build(5, torch.float64)
-        told = {}
+        said = {}
         seen: set[Any] = set()
         for spec in parameters(legal_tree(data)):
             if not spec.tie or spec.tie not in seen:
-                told[spec.fqn] = (spec.shape, not spec.frozen, spec.dtype or "float64")
+                said[spec.fqn] = (spec.shape, not spec.frozen, spec.dtype or "float64")
             seen.add(spec.tie)
         held = {
             name: (tuple(p.shape), p.requires_grad, str(p.dtype).removeprefix("torch."))
             for name, p in module.named_parameters()
         }
-        assert held == told
+        assert held == said
         assert set(unit_names(legal_tree(data))) <= {name for name, _ in module.named_modules(remove_duplicate=False)}
 
 
@@ -183,7 +183,7 @@ def test_needs_name_what_is_there():
 
 
 @pytest.mark.parametrize(
-    ("data", "told"),
+    ("data", "said"),
     [
         ([], "expected an object with a list of nodes"),
         ({"width": 4, "nodes": [{"kind": "what", "name": "a"}]}, "nodes\\[0\\].kind"),
@@ -197,8 +197,8 @@ def test_needs_name_what_is_there():
         ({"width": 4, "nodes": [{"kind": "group", "name": "g", "returns": "heap"}]}, "returns: expected one of"),
     ],
 )
-def test_data_that_is_no_tree_is_refused_with_its_place(data: Any, told: str):
-    with pytest.raises(InvalidRecord, match=told):
+def test_data_that_is_no_tree_is_refused_with_its_place(data: Any, said: str):
+    with pytest.raises(InvalidRecord, match=said):
         check_tree(data)
 
 

@@ -177,7 +177,7 @@ class SummonNeverEnds(MoreToy):
 
 
 class _WithHook(MoreToy):
-    """Whose hook faults are told apart by name."""
+    """Whose hook faults are distinguished by name."""
 
 
 @fault("comm_hook.not_in_no_sync")

@@ -252,7 +252,7 @@ def test_a_strategy_that_is_not_claimed_is_refused(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "precision", "size", "told"),
+    ("name", "precision", "size", "expected"),
     [
         ("torch-fsdp1", Precision(param_dtype=torch.bfloat16), 2, (2, 1.0, False)),
         ("torch-fsdp1", Precision(), 3, (2, 1.5, False)),
@@ -262,7 +262,7 @@ def test_a_strategy_that_is_not_claimed_is_refused(name):
         ("torch-ddp", Precision(), 3, (3, 1, False)),
     ],
 )
-def test_division_is_told_for_the_dtype_on_the_wire(name, precision, size, told):
+def test_division_is_told_for_the_dtype_on_the_wire(name, precision, size, expected):
     division = registry.load(name).division(Setup(0, size, torch.device("cpu"), precision=precision))
     assert division is not None
-    assert (division.before, division.after, division.mean_by_backend) == told
+    assert (division.before, division.after, division.mean_by_backend) == expected
