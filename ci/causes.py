@@ -35,7 +35,7 @@ MISLEADING: dict[str, str] = {}
 _LIKE = re.compile(r"\): (what is due.*|zero|.* times what is due.*)$|\): (what is due.*); what is computed before")
 """What the numbers are like with which the first wrong module computes, at the end of the sentence about it."""
 
-_LIKENESS = ("what is wrong is ", "the first wrong module: ")
+_NUMBERS_ONLY = ("what is wrong is ", "the first wrong module: ")
 
 _HEAD = """# Causes of planted faults
 
@@ -77,16 +77,16 @@ def rows_of(page: str) -> dict[str, str]:
 
 def counted(rows: dict[str, str]) -> str:
     """Return how many causes are named."""
-    found, likenesses = Counter[str](), 0
+    found, numbers_only = Counter[str](), 0
     for name, row in rows.items():
         causes = row.removesuffix(" |").split(" | ")[2].split("; and: ")
         named = sum(cause != "-" for cause in causes)
-        likenesses += named == len(causes) and all(cause.startswith(_LIKENESS) for cause in causes)
+        numbers_only += named == len(causes) and all(cause.startswith(_NUMBERS_ONLY) for cause in causes)
         found["wrong" if name in MISLEADING else "named" if named == len(causes) else "some" if named else "none"] += 1
     share = 100 * found["named"] / max(len(rows), 1)
     return (
         f"{len(rows)} faults: all causes named {found['named']} ({share:.0f} %), some {found['some']}, "
-        f"none {found['none']}, named wrongly {found['wrong']}. Of those named, {likenesses} are named by no more than what the "
+        f"none {found['none']}, named wrongly {found['wrong']}. Of those named, {numbers_only} are named by no more than what the "
         "wrong numbers are like."
     )
 

@@ -1,6 +1,6 @@
 """What are wrong numbers like, element by element? Rounded, scaled, in other places, or those of something else.
 
-Each likeness is tried against what one process has, on what every rank holds, and taken only if every element of
+Each pattern is tried against what one process has, on what every rank holds, and taken only if every element of
 everything that is wrong agrees, within the bound.
 """
 
@@ -25,7 +25,7 @@ _ROUNDINGS = 4
 _LARGEST_DENOMINATOR = 8
 
 Like = Callable[[Held], torch.Tensor | None]
-"""What a rank would have; None where the likeness has no meaning."""
+"""What a rank would have; None where the pattern has no meaning."""
 
 
 @dataclass(frozen=True, slots=True)

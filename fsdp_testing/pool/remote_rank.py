@@ -71,7 +71,7 @@ class Note:
 
 
 def keep_alive(sock: socket.socket) -> socket.socket:
-    """Have the kernel notice a peer that vanished without a word on the wire."""
+    """Have the kernel notice a peer that vanished and sent nothing."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for name, value in _KEEPALIVE:

@@ -143,7 +143,7 @@ class _Server:
         """Serve until the controlling process says that it is over.
 
         Raises:
-            PoolBroken: It did not come within `patience` seconds, or ended without a word.
+            PoolBroken: It did not come within `patience` seconds, or ended silently.
         """
         limit = time.monotonic() + patience
         while True:

@@ -1,6 +1,6 @@
 """FSDP1: gradients that no_sync collected for a unit are not reduced if the next synchronised backward does not use it.
 
-NO_SHARD leaves them different on every rank, without a word; the sharded strategies raise an AssertionError, but in mixed
+NO_SHARD leaves them different on every rank, silently; the sharded strategies raise an AssertionError, but in mixed
 precision, after a micro-batch that was synchronised: then each rank keeps its own gradient there too, in bfloat16.
 Run with torch alone: python fsdp1-no-sync-then-unused.py
 """

@@ -12,7 +12,7 @@ _PAGES = 4_300_000
 
 @fault("training.gradients_are_means")
 class MeanNotAwaited(Toy):
-    """The mean is read without a word to the sum, which has arrived by then."""
+    """The mean is read although only the sum was waited for."""
 
     def mean(self, fqn: str, contribution: torch.Tensor) -> torch.Tensor:
         total = contribution.clone()
