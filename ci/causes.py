@@ -86,8 +86,8 @@ def counted(rows: dict[str, str]) -> str:
     share = 100 * found["named"] / max(len(rows), 1)
     return (
         f"{len(rows)} faults: all causes named {found['named']} ({share:.0f} %), some {found['some']}, "
-        f"none {found['none']}, named wrongly {found['wrong']}. Of those named, {numbers_only} are named by no more than what the "
-        "wrong numbers are like."
+        f"none {found['none']}, named wrongly {found['wrong']}. Of those named, {numbers_only} are named by what the "
+        "wrong numbers are like alone."
     )
 
 
