@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_ref.compat import calls_of
 from fsdp_ref.errors import UnsupportedError, explain
-from fsdp_ref.storage.views import is_flattened
+from fsdp_ref.storage.views import is_held_by_us
 
 _TORCH: Final = "torch.distributed.checkpoint.state_dict"
 _known: Final[WeakSet[Optimizer]] = WeakSet()
@@ -35,7 +35,7 @@ def guard(optim: Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling() or optim in _known:
         return
     _known.add(optim)
-    if any(is_flattened(param) for group in optim.param_groups for param in group["params"]):
+    if any(is_held_by_us(param) for group in optim.param_groups for param in group["params"]):
         optim.register_state_dict_pre_hook(_refuse_torch)
         optim.register_load_state_dict_pre_hook(_refuse_torch)
 

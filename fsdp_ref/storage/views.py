@@ -17,7 +17,10 @@ from torch import Tensor, nn
 from fsdp_ref.layout import FlatLayout
 from fsdp_ref.storage.param_sites import ManagedParam, ParamSite
 
-_FLATTENED = "_fsdp_flattened"
+_FLATTENED = (
+    "_fsdp_flattened"  # torch's FSDP1 sets it too: units around leave such parameters alone, whoever holds them
+)
+_BY_US = "_fsdp_ref_flattened"
 
 Writer = Callable[[Tensor], None]
 
@@ -25,11 +28,17 @@ Writer = Callable[[Tensor], None]
 def mark_flattened(param: Tensor) -> None:
     """Mark a tensor as held by a unit, so that units around it leave it alone."""
     setattr(param, _FLATTENED, True)
+    setattr(param, _BY_US, True)
 
 
 def is_flattened(param: Tensor) -> bool:
     """Return whether a unit holds ``param``: one of its originals, or a flat parameter itself."""
     return getattr(param, _FLATTENED, False)
+
+
+def is_held_by_us(param: Tensor) -> bool:
+    """Return the same for units of ours alone, not for those of torch's FSDP1."""
+    return getattr(param, _BY_US, False)
 
 
 def flat_views(flat: Tensor, layout: FlatLayout) -> list[Tensor]:

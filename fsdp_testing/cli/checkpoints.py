@@ -163,4 +163,4 @@ def _print_table(
         table.add_row(name, *shown)
     console.print(table)
     if short:
-        console.print(Text("   ".join(f"{mark} {said}" for mark, said in MARKS.items()), "dim"))
+        console.print(Text("   ".join(f"{mark} {said}" for mark, said in MARKS.items()), "dim"), soft_wrap=True)

@@ -92,8 +92,8 @@ def test_the_matrix_has_every_part_once() -> None:
     parts = workflow["jobs"]["part"]["strategy"]["matrix"]["part"]
     assert parts == list(range(1, run.shard[1] + 1))
     assert [str(path) for path in merge.reports] == [f"part-{part}.json" for part in parts]
-    schema = ["--builtin-schema", "vendor.github-workflows", str(RECIPES / "matrix.yml")]
-    subprocess.run([sys.executable, "-m", "check_jsonschema", *schema], check=True, stdout=subprocess.DEVNULL)
+    # `tox -e lint` checks it against GitHub's schema.
+    assert "ci/recipes/matrix.yml" in (RECIPES.parents[1] / "tox.ini").read_text(encoding="utf-8")
 
 
 def test_ray_runs_every_part_and_merges_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from fsdp_ref import (
     fully_shard,
     set_state_dict_type,
 )
+from fsdp_ref.errors import UnsupportedError
 from fsdp_ref.wrap import ModuleWrapPolicy
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
@@ -188,9 +189,9 @@ def test_functions_of_torch_on_our_models(world, path):
             assert_seed(full(model), 0)
     model = ours(path, 1)
     from_first = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    if path == "flat" and world.rank == 1:
-        # torch broadcasts what it finds registered, which original parameters are not here.
-        with pytest.raises(RuntimeError, match="Missing key"):
+    if path == "flat":
+        # torch broadcasts what it finds registered, which original parameters are not here: every rank is refused.
+        with pytest.raises(UnsupportedError, match="with broadcast_from_rank0: expected original parameters"):
             set_model_state_dict(model, state, options=from_first)
     else:
         set_model_state_dict(model, state, options=from_first)

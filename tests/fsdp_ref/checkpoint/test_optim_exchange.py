@@ -21,6 +21,8 @@ from fsdp_ref import (
     optim_state_dict_to_load,
     set_state_dict_type,
 )
+from fsdp_ref.checkpoint.own_state import guard
+from fsdp_ref.storage.views import mark_flattened
 from fsdp_ref.wrap import ModuleWrapPolicy
 
 
@@ -157,3 +159,17 @@ def test_files_of_two_ranks_are_loaded_by_three(worlds, tmp_path):
         assert state["state"].keys() == want["state"].keys()
         for name, entries in want["state"].items():
             assert all(torch.equal(state["state"][name][key], value) for key, value in entries.items()), name
+
+
+def test_optimizers_of_torchs_own_sharded_models_are_left_alone():
+    """torch's FSDP1 marks its parameters as we mark ours, for units around them."""
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    parameter._fsdp_flattened = True
+    guard(optimizer)
+    assert not optimizer._optimizer_state_dict_pre_hooks
+    ours = nn.Parameter(torch.ones(2))
+    mark_flattened(ours)
+    optimizer = torch.optim.SGD([ours], lr=0.1)
+    guard(optimizer)
+    assert optimizer._optimizer_state_dict_pre_hooks
