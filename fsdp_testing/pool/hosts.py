@@ -176,14 +176,16 @@ def gathered(launch: Launch, pool: Pool, patience: timedelta = PATIENCE) -> Iter
     before: Any = None
     main = threading.current_thread() is threading.main_thread()
 
-    def told_to_end(number: int, frame: object) -> None:
+    def on_sigterm(number: int, frame: object) -> None:
         del number, frame
         vanished = ", ".join(str(host.place) for host in hosts.lost())
         why = f"{vanished} vanished" if vanished else "the launcher ended this run (SIGTERM)"
         pool.give_up(why)
 
     if main:
-        before = signal.signal(signal.SIGTERM, told_to_end)
+        before = signal.signal(signal.SIGTERM, on_sigterm)
+    if pool.worlds():
+        pool.close()  # worlds that were made before would be lent again, on this host alone
     pool.hosts = hosts
     try:
         yield hosts
