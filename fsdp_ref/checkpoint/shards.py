@@ -60,11 +60,13 @@ class Spread:
 
         Of one that is a part of a larger one itself ``full`` is that part (see ``ParameterExtension.chunk``).
         """
-        rows = full.clone()
+        rows = full
         if full.dim():
             count = -(-full.shape[0] // self.size)
             first = min(self.mesh.get_local_rank(self.mesh.ndim - 1) * count, full.shape[0])
-            rows = full[first : first + count].clone(memory_format=torch.contiguous_format)
+            rows = full[first : first + count]
+        # The buffer of the whole is given back; what is kept is these rows alone.
+        rows = rows.clone(memory_format=torch.contiguous_format)
         if extension is not None:
             return extension.chunk(rows, self.mesh, self._sharded if full.dim() else self._replicated)
         return self._dtensor(rows, full.shape)
