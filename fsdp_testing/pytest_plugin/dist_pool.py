@@ -18,11 +18,11 @@ def check() -> None:
     """Refuse the option where the pool cannot serve.
 
     Raises:
-        InvalidArgument: Under torchrun, or on a system without fork.
+        InvalidArgument: Under a launcher, or on a system without fork.
     """
-    if env.torchrun() is not None:
+    if env.launched() is not None:
         raise InvalidArgument(
-            "--dist-pool: expected to start processes, got torchrun's (RANK and WORLD_SIZE are set), which are the ranks "
+            "--dist-pool: expected to start processes, got those of a launcher, which are the ranks "
             "already. Leave out either."
         )
     refusal = platform_refusal()

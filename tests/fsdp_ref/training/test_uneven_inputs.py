@@ -82,8 +82,7 @@ def test_ranks_with_fewer_batches_train_on(world, api):
     with unshard_params(model):
         got = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
     due = torch.cat([parameter.reshape(-1) for parameter in reference(counts)])
-    assert got.numel() >= due.numel()
-    torch.testing.assert_close(got[: due.numel()], due, rtol=0, atol=1e-12)
+    torch.testing.assert_close(got, due, rtol=0, atol=1e-12)
     # Outside of Join nothing is announced, and nothing is refused.
     with torch.no_grad():
         model(batch(0, 0))
