@@ -96,7 +96,9 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 def waited(tensor: torch.Tensor) -> torch.Tensor:
     """Return a plain tensor in place of the result of a functional collective that nobody has waited for."""
-    module = sys.modules.get("torch.distributed._functional_collectives")  # who made such a tensor imported it; slow to import
+    module = sys.modules.get(
+        "torch.distributed._functional_collectives"
+    )  # who made such a tensor imported it; slow to import
     return tensor.wait() if module is not None and isinstance(tensor, module.AsyncCollectiveTensor) else tensor
 
 

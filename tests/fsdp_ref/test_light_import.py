@@ -20,7 +20,9 @@ for name in fsdp_ref.__all__:
 slow = ("_functional_collectives", "tensor", "fsdp", "checkpoint", "optim")
 print(*sorted({f"torch.distributed.{name}" for name in slow} & (set(sys.modules) - before)))
 """
-SETTINGS = "fsdp_ref fsdp_ref.compat fsdp_ref.config fsdp_ref.config.coerce fsdp_ref.config.enums fsdp_ref.config.policies"
+SETTINGS = (
+    "fsdp_ref fsdp_ref.compat fsdp_ref.config fsdp_ref.config.coerce fsdp_ref.config.enums fsdp_ref.config.policies"
+)
 
 
 def test_the_package_loads_settings_and_a_name_loads_no_slow_part_of_torch() -> None:
