@@ -4,21 +4,23 @@ A case has the axis in two places: `WorldSpec.tensor_parallel` says how many ran
 `WrappingPlan.layouts` what is made of which module. Those ranks have the same inputs, so that the oracle's mean is over
 one of each such group; otherwise it computes as ever, with the plain module: in float64 and float32 another order of
 sums is what its bounds allow for anyway. Operation by operation, and in low precision, it is asked what these roundings do:
-its displaced replay computes the sums of cut modules part by part (`compute_in_parts`), and how far that is from the
-plain one is how far an implementation may be. What ranks report is put together from spans of whole parameters, over
+its displaced replay computes the sums of cut modules part by part (`compute_in_parts`), which shows how far such roundings
+carry, and as many roundings as there are parts are allowed for besides (`roundings_of_cut_sums`). What ranks report is put together from spans of whole parameters, over
 both axes alike: each piece says its place in the whole, whichever axis cut it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
 
+from fsdp_testing.checkers.quantities import Quantity
 from fsdp_testing.programs.models import build_model, zoo_model
-from fsdp_testing.records import Case
+from fsdp_testing.records import UNIT_ROUNDOFF, Case, MixedPrecisionSpec
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
@@ -76,23 +78,68 @@ def compute_in_parts(replica: nn.Module, case: Case) -> nn.Module:
     return replica
 
 
+def roundings_of_cut_sums(case: Case, index: int, quantity: Quantity, size: float) -> float:
+    """Return how far a quantity of operation `index` may be off where sums that are cut are added up otherwise.
+
+    One sum of each cut module is: of rowwise ones the output, of colwise ones the gradient of the input, of sequences that of
+    the parameters. Its T parts are rounded, and T-1 additions of them, in the dtype of computation, in each micro-batch that
+    is reduced here. Where gradients are reduced in a narrower one, those that differ in a last bit may be cast to
+    neighbouring numbers.
+
+    Args:
+        case: The case.
+        index: Of an operation; only one that computes with the model is off at all.
+        quantity: Which.
+        size: Its largest element, or the largest of any gradient.
+    """
+    ranks = case.world.tensor_parallel
+    computed = quantity.kind in ("gradient", "buffer") or quantity.sort == "output"
+    if ranks == 1 or not computed or not any(operation.batches() for operation in case.program[index : index + 1]):
+        return 0.0
+    precision = case.mixed_precision or MixedPrecisionSpec()
+    dtype = precision.param_dtype or case.model.dtype
+    cut = sum(layout != "replicated" for _, layout in case.wrapping.layouts)
+    roundings = cut * (2 * ranks - 1) * UNIT_ROUNDOFF[dtype]
+    if quantity.kind == "gradient":
+        roundings *= _micro_batches_in_sum(case, index)
+    wire = UNIT_ROUNDOFF[precision.reduce_dtype or dtype]
+    if quantity.kind == "gradient" and wire > UNIT_ROUNDOFF[dtype]:
+        roundings += 2 * wire
+    return roundings * size
+
+
+def _micro_batches_in_sum(case: Case, index: int) -> int:
+    """Return how many micro-batches operation `index` reduces: its own, and those that awaited it."""
+    count, pending = 0, False
+    for operation in case.program[: index + 1]:
+        count = (count if pending else 0) + len(operation.batches())
+        pending = operation.pending_after(pending)
+    return count
+
+
 def _in_parts(module: nn.Module, layout: str, ranks: int) -> Forward | None:
-    def columns(x: torch.Tensor) -> torch.Tensor:
-        bias = module.bias.chunk(ranks) if module.bias is not None else [None] * ranks
-        parts = zip(module.weight.chunk(ranks), bias)
-        return torch.cat([nn.functional.linear(x, weight, one) for weight, one in parts], -1)
-
-    def rows(x: torch.Tensor) -> torch.Tensor:
-        weights = module.weight.chunk(ranks, 1)
-        parts = list(zip(x.chunk(ranks, -1), weights))
-        whole = nn.functional.linear(*parts[0], module.bias)
-        for part, weight in parts[1:]:
-            whole = whole + nn.functional.linear(part, weight)
-        return whole
-
-    def sequence(x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([type(module).forward(module, part) for part in x.chunk(ranks)])
-
     if isinstance(module, nn.Linear):
-        return {"colwise": columns, "rowwise": rows}.get(layout)
-    return sequence if layout == "sequence" else None
+        known = {"colwise": _by_columns, "rowwise": _by_rows}
+        return partial(known[layout], module, ranks) if layout in known else None
+    return partial(_by_sequence, module, ranks) if layout == "sequence" else None
+
+
+def _by_columns(module: nn.Linear, ranks: int, x: torch.Tensor) -> torch.Tensor:
+    """Parts of the output; in backward the gradients of the input are added up."""
+    biases: Sequence[torch.Tensor | None] = module.bias.chunk(ranks) if module.bias is not None else [None] * ranks
+    parts = zip(module.weight.chunk(ranks), biases)
+    return torch.cat([nn.functional.linear(x, weight, bias) for weight, bias in parts], -1)
+
+
+def _by_rows(module: nn.Linear, ranks: int, x: torch.Tensor) -> torch.Tensor:
+    """Partial sums, the bias in the first of them."""
+    first, *others = zip(x.chunk(ranks, -1), module.weight.chunk(ranks, 1))
+    whole = nn.functional.linear(*first, module.bias)
+    for part, weight in others:
+        whole = whole + nn.functional.linear(part, weight)
+    return whole
+
+
+def _by_sequence(module: nn.Module, ranks: int, x: torch.Tensor) -> torch.Tensor:
+    """Parts of the rows; in backward the gradients of the parameters are added up."""
+    return torch.cat([type(module).forward(module, part) for part in x.chunk(ranks)])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -238,16 +238,19 @@ def check_case(case: Case, where: str = "case") -> None:
     for name in ("param_dtype", "reduce_dtype", "buffer_dtype") if case.mixed_precision else ():
         if getattr(case.mixed_precision, name) is not None:
             demand(f"mixed_precision.{name}", getattr(case.mixed_precision, name), DTYPES)
-    if case.world.size < 1:
-        problems.append(f"world.size: expected at least 1, got {case.world.size}")
-    if math.prod(case.world.mesh_shape) != case.world.size:
-        problems.append(f"world.mesh: expected {case.world.size} ranks in all, got shape {case.world.mesh_shape}")
     for fqn, layout in case.wrapping.layouts:
         demand(f"wrapping.layouts of {fqn!r}", layout, LAYOUTS)
-    parts = case.world.tensor_parallel
-    if parts < 1 or case.world.size % parts:
-        problems.append(f"world.tensor_parallel: expected a divisor of {case.world.size} ranks, got {parts}")
-    if parts > 1 and case.world.mesh:
-        problems.append(f"world.mesh: expected none beside tensor_parallel, got {case.world.mesh}")
+    problems += _world_problems(case.world)
     if problems:
         raise InvalidRecord(f"{where}.{'; '.join(problems)}. Mend the document.")
+
+
+def _world_problems(world: WorldSpec) -> Iterator[str]:
+    if world.size < 1:
+        yield f"world.size: expected at least 1, got {world.size}"
+    if math.prod(world.mesh_shape) != world.size:
+        yield f"world.mesh: expected {world.size} ranks in all, got shape {world.mesh_shape}"
+    if world.tensor_parallel < 1 or world.size % world.tensor_parallel:
+        yield f"world.tensor_parallel: expected a divisor of {world.size} ranks, got {world.tensor_parallel}"
+    elif world.tensor_parallel > 1 and world.mesh:
+        yield f"world.mesh: expected none beside tensor_parallel, got {world.mesh}"

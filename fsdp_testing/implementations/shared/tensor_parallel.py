@@ -53,7 +53,8 @@ def parallelise(module: nn.Module, mesh: DeviceMesh, layouts: Sequence[tuple[str
     for fqn, layout in layouts:
         inner = module.get_submodule(fqn)
         if layout == "replicated":
-            distribute_module(inner, mesh, input_fn=_as_whole, output_fn=_as_local)
+            as_whole: Any = _as_whole  # torch's annotation gives a hook of inputs no result, and its code uses it
+            distribute_module(inner, mesh, input_fn=as_whole, output_fn=_as_local)
         for style in _styles(layout):
             parallelize_module(inner, mesh, style)
     _share_again(module, before)
