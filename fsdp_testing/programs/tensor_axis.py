@@ -3,10 +3,11 @@
 A case has the axis in two places: `WorldSpec.tensor_parallel` says how many ranks hold one model together, and
 `WrappingPlan.layouts` what is made of which module. Those ranks have the same inputs, so that the oracle's mean is over
 one of each such group; otherwise it computes as ever, with the plain module: in float64 and float32 another order of
-sums is what its bounds allow for anyway. Operation by operation, and in low precision, it is asked what these roundings do:
-its displaced replay computes the sums of cut modules part by part (`compute_in_parts`), which shows how far such roundings
-carry, and as many roundings as there are parts are allowed for besides (`roundings_of_cut_sums`). What ranks report is put together from spans of whole parameters, over
-both axes alike: each piece says its place in the whole, whichever axis cut it.
+sums is what its bounds allow for anyway. Operation by operation, and in low precision, it is asked what these roundings
+do: its displaced replay computes the sums of cut modules part by part (`compute_in_parts`), which shows how far such
+roundings carry, and as many roundings as there are parts are allowed for besides (`roundings_of_cut_sums`). What ranks
+report is put together from spans of whole parameters, over both axes alike: each piece says its place in the whole,
+whichever axis cut it.
 """
 
 from __future__ import annotations

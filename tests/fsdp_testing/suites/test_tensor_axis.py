@@ -17,6 +17,7 @@ from fsdp_testing.conformance import shared_runner
 from fsdp_testing.implementations.adapter import TorchStyle
 from fsdp_testing.implementations.protocol import Setup
 from fsdp_testing.implementations.torch import fsdp2, saved_state
+from fsdp_testing.judging.case_runner import JudgedCase
 from fsdp_testing.operations import Save
 from fsdp_testing.programs.tensor_axis import layouts_of, over_two_axes
 from fsdp_testing.records import Case, Clip, FailureKind, MixedPrecisionSpec, Observe, Reload, Step, Verdict
@@ -38,8 +39,8 @@ EVERYTHING = (
 )
 
 
-def judge(name: str, case: Case, comparison: Comparison = Comparison()):
-    return shared_runner().judge(name, over_two_axes(case, 2), comparison)
+def judge(name: str, case: Case, **how: Any) -> JudgedCase:
+    return shared_runner().judge(name, over_two_axes(case, 2), **how)
 
 
 # ---------------------------------------------------------------------------------------------- the axis in a case
@@ -87,7 +88,7 @@ def test_trains_clips_accumulates_saves_and_loads(name: str, model: str):
 def test_low_precision_stays_within_the_roundings_of_parts(name: str):
     precision = MixedPrecisionSpec("bfloat16", "float32")
     case = PLACE.case("gpt", *iteration(0), micro_batch(1), dtype="float32", precision=precision, optimizer=PLAIN_SGD)
-    found = judge(name, case, Comparison(lockstep=True))
+    found = judge(name, case, comparison=Comparison(lockstep=True))
     assert found.outcome.verdict is Verdict.PASS, found
     assert found.outcome.worst_ratio > 0
 
@@ -163,15 +164,15 @@ CLIPPED = PLACE.case("mlp", micro_batch(0), Clip(0.1), dtype="float32")
 @pytest.mark.parametrize(
     ("fault", "case", "quantity"),
     [
-        ("PARTIAL_SUMS", PLACE.case("mlp", micro_batch(0)), "loss"),
+        ("PARTIAL_SUMS", PLACE.case("mlp", micro_batch(0)), "output 0"),
         ("OWN_GRADIENT", PLACE.case("gpt", micro_batch(0)), "norm"),
-        ("NORM_OF_ONE_AXIS", CLIPPED, "total_norm"),
-        ("COUNTED_TWICE", CLIPPED, "total_norm"),
+        ("NORM_OF_ONE_AXIS", CLIPPED, "total norm"),
+        ("COUNTED_TWICE", CLIPPED, "total norm"),
         ("FIRST_PART", PLACE.case("mlp", Save()), "state.layers.0.weight"),
     ],
 )
 def test_a_fault_of_tensor_parallelism_is_caught(fault: str, case: Case, quantity: str):
-    found = judge(f"{__name__}:{fault}", case)
+    found = judge(f"{__name__}:{fault}", case, closely=True)
     assert found.finding is not None
     assert found.finding.kind in (FailureKind.DIVERGED, FailureKind.DISAGREED), found.finding
-    assert quantity in found.finding.explanation
+    assert quantity in found.finding.quantity
