@@ -104,10 +104,12 @@ class MovingProgram(RankProgram):
     def build_optimizer(self) -> None:
         """Load the model first: an optimizer may look at what it is given."""
         if self.saved is not None:
-            self.adapter.load_full_state_dict(self.model, self.saved.model)
+            with self._inside():
+                self.adapter.load_full_state_dict(self.model, self.saved.model)
         super().build_optimizer()
         if self.saved is not None and self.saved.optimizer is not None and self.optimizer is not None:
-            self.adapter.load_full_optimizer_state(self.model, self.optimizer, self.saved.optimizer)
+            with self._inside():
+                self.adapter.load_full_optimizer_state(self.model, self.optimizer, self.saved.optimizer)
 
 
 def run_and_save(
