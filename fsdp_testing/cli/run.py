@@ -35,6 +35,13 @@ def add(commands: Subparsers[Command]) -> Command:
     command.add_argument("--all", action="store_true", help="every registered implementation")
     what = command.add_argument_group("what is run")
     add_world_sizes(what)
+    what.add_argument(
+        "--tensor-parallel",
+        type=count,
+        default=1,
+        metavar="T",
+        help="ranks that hold one model together, cut by torch's tensor parallelism (default 1)",
+    )
     what.add_argument("--backend", default="gloo", help="of the ranks: gloo (default), nccl or a registered one")
     what.add_argument(
         "--check",
@@ -200,6 +207,7 @@ def judged(
             report = run_conformance(
                 *names,
                 world_sizes=options.world_size,
+                tensor_parallel=options.tensor_parallel,
                 backend=options.backend,
                 checks=tuple(options.check),
                 expected_failures=expected,
