@@ -88,7 +88,8 @@ class Setup:
         rank: This rank in `group`.
         world_size: Number of ranks in `group`.
         device: Where parameters live and computation runs.
-        group: The world's process group (the default group); `None` for an implementation that runs without one.
+        group: The world's process group (the default group), or one of some of its ranks, which needs the capability
+            `sub_groups`; `None` for an implementation that runs without one.
         mesh: The world as a 1-D mesh, or 2-D (replicate, shard) for the hybrid strategies; `None` without a group.
         units: FQNs of the submodules to wrap besides the root, any order; "" (the root) is implied.
         wrap_root: Whether the root itself is a unit; `False` leaves several independent roots.

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import fsdp_testing
@@ -29,7 +30,7 @@ from fsdp_testing.operations.operation import matching
 from fsdp_testing.programs import models, one_process
 from fsdp_testing.programs.fresh_memory import filled_with_garbage
 from fsdp_testing.programs.observe import snapshot_of
-from fsdp_testing.programs.setup import setup_in_world
+from fsdp_testing.programs.setup import setup_among, setup_in_world
 from fsdp_testing.programs.starting import module_to_wrap
 from fsdp_testing.records import Case, OperationResult, RaisedError, RankObservation, Snapshot, plan
 from fsdp_testing.records.schedule import builds_late
@@ -53,6 +54,7 @@ class RankProgram:
         self.adapter = adapter
         self.rank = rank
         self.make_setup = make_setup
+        self.make_group: Callable[[tuple[int, ...]], Any] = dist.new_group
         self.model: nn.Module = nn.Module()
         self.optimizer: torch.optim.Optimizer | None = None
         self.results: list[OperationResult] = []
@@ -186,6 +188,63 @@ class RankProgram:
         steps = self.optimizer is not None
         carried = one_process.train_on(self.case, batch, one_process.Saved(state, saved), flags, steps=steps)
         return carried.model, carried.optimizer
+
+    def train_among(
+        self, ranks: tuple[int, ...], case: Case, batch: Batch, saved: tuple[Any, Any], flags: Mapping[str, bool]
+    ) -> tuple[Any, Any]:
+        """Return what some of the ranks make, with the implementation, of a saved state of model and optimizer in one step.
+
+        Args:
+            ranks: Who trains.
+            case: Says how they wrap.
+            batch: Inputs; these ranks have those of the first ranks.
+            saved: Complete states; that of the optimizer None if there is none.
+            flags: `requires_grad` by name.
+
+        Collectives: a group is made, and the new states are sent by the first of `ranks`; every rank of the world calls.
+        """
+        group, box = self.make_group(ranks), [saved]
+        if self.rank in ranks:
+            with self._inside():
+                box = [
+                    self._trained(
+                        ranks.index(self.rank),
+                        case,
+                        batch,
+                        saved,
+                        flags,
+                        partial(setup_among, ranks=ranks, group=group),
+                    )
+                ]
+        dist.broadcast_object_list(box, src=ranks[0])
+        return box[0]
+
+    def _trained(
+        self,
+        place: int,
+        case: Case,
+        batch: Batch,
+        saved: tuple[Any, Any],
+        flags: Mapping[str, bool],
+        make_setup: SetupMaker,
+    ) -> tuple[Any, Any]:
+        adapter, (state, optimizer_state) = self.adapter, saved
+        module, init_module = module_to_wrap(replace(case, seed=case.seed + 2), place, flags)
+        model = adapter.wrap(module, replace(make_setup(case, module), init_module=init_module))
+        adapter.load_full_state_dict(model, state)
+        optimizer = None
+        if optimizer_state is not None:
+            optimizer = adapter.build_optimizer(model, partial(models.build_optimizer, case))
+            adapter.load_full_optimizer_state(model, optimizer, optimizer_state)
+        loss = models.forward(model, case, batch, place, models.make_inputs(case, batch, place)).loss
+        if loss.requires_grad:
+            adapter.backward(model, loss)
+        if optimizer is not None:
+            adapter.step(model, optimizer)
+            optimizer_state = adapter.full_optimizer_state(model, optimizer)
+        state = adapter.full_state_dict(model)
+        adapter.finish(model)
+        return state, optimizer_state
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
