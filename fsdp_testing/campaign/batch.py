@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ def run_batch(adapter: Adapter, cases: Sequence[Case], directory: str, watch: Wa
     with record_stream.path_of(directory, world.rank).open("ab") as file, _garbage_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as for every program that is judged: whatever filters the caller has
         for index, case in enumerate(cases):
-            record, model = _run(adapter, case, world, index, watch)
+            record, model = _run(adapter, case, world, index, watch, directory)
             models.append((index, model))
             record_stream.append(file, record)
             error = record.observation.error
@@ -126,14 +127,14 @@ def everyone_raised(directory: str, world: World, index: int, mine: RaisedError)
 
 
 def _run(
-    adapter: Adapter, case: Case, world: World, index: int, watch: Watch
+    adapter: Adapter, case: Case, world: World, index: int, watch: Watch, directory: str
 ) -> tuple[CaseRecord, weakref.ref[nn.Module]]:
     _mesh(world, case.world.mesh_shape)  # before what is there is noted: its groups stay for the cases that follow
     for ranks in (ranks for operation in case.program for ranks in operation.groups(world.size)):
         _group(ranks)
     before = _fingerprint()
     program = program_for(case, adapter, world.rank, partial(setup_on, world))
-    program.make_group = _group
+    program.make_group, program.files = _group, Path(directory)
     accounted = program if isinstance(program, AccountedProgram) else None
     issued = _Issued(accounted)
     with listen(issued):

@@ -209,6 +209,7 @@ class TrainElsewhere(Operation):
         last: Those at the end train; rank 0 is not among them.
         units: Inner units of their model; None keeps the plan.
         strategy: Of their model.
+        directory: States go through directories of `torch.distributed.checkpoint`, in shards; else as full states in memory.
     """
 
     kind: ClassVar[str] = "train_elsewhere"
@@ -218,13 +219,16 @@ class TrainElsewhere(Operation):
         "op.elsewhere_full_shard": ("full_state_dict", "optim_state", "sub_groups", "full_shard"),
         "op.elsewhere_shard_grad_op": ("full_state_dict", "optim_state", "sub_groups", "shard_grad_op"),
         "op.elsewhere_no_shard": ("full_state_dict", "optim_state", "sub_groups", "no_shard"),
+        "op.elsewhere_directory": ("sharded_state_dict",),
     }
+    drawn_with: ClassVar[tuple[str, ...]] = tuple(f"op.elsewhere_{strategy}" for strategy in ELSEWHERE)
     renews_model: ClassVar[bool] = True
     batch: Batch
     ranks: int = 1
     last: bool = False
     units: tuple[str, ...] | None = None
     strategy: str = "full_shard"
+    directory: bool = False
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.strategy not in ELSEWHERE:
@@ -238,7 +242,8 @@ class TrainElsewhere(Operation):
         strategy = drawer.pick_by_feature({f"op.elsewhere_{strategy}": strategy for strategy in ELSEWHERE})
         units = tuple(unit for unit in drawer.units if choices.chance(2)) if choices.chance(2) else None
         batch = Batch(drawer.next_seed(), (choices.integer(1, 4),))
-        return cls(batch, choices.integer(1, 3), choices.chance(2), units, strategy)
+        directory = "op.elsewhere_directory" in drawer.swarm and choices.chance(2)
+        return cls(batch, choices.integer(1, 3), choices.chance(2), units, strategy, directory)
 
     def normalise(self, context: ProgramContext) -> Operation | None:
         size = context.case.world.size
@@ -249,10 +254,12 @@ class TrainElsewhere(Operation):
 
     def required(self) -> frozenset[str]:
         nested = {"nested_wrapping"} if self.units else set()
-        return super(TrainElsewhere, self).required() | {self.strategy} | nested
+        sharded = {"sharded_state_dict"} if self.directory else set()
+        return super(TrainElsewhere, self).required() | {self.strategy} | nested | sharded
 
     def simpler(self) -> Iterator[Operation]:
         yield Reload()
+        yield replace(self, directory=False)
         yield replace(self, ranks=1)
         yield replace(self, last=False)
         yield replace(self, units=None)
@@ -265,31 +272,34 @@ class TrainElsewhere(Operation):
     def may_stay_unsharded(self, before: frozenset[str], *, frees_early: bool, backward: bool) -> frozenset[str] | None:
         return frozenset()  # a new model, of which nothing has run
 
+    def other_plans(self) -> tuple[tuple[str, ...], ...]:
+        return () if self.units is None else (self.units,)
+
     def groups(self, size: int) -> tuple[tuple[int, ...], ...]:
         first = size - self.ranks if self.last else 0
         return (tuple(range(first, first + self.ranks)),)
 
     def token(self) -> str:
-        return f"{self.kind}[{self.strategy}{'' if self.units is None else ',plan'}]"
+        plan = "" if self.units is None else ",plan"
+        return f"{self.kind}[{self.strategy}{plan}{',directory' if self.directory else ''}]"
 
     def run(self, program: RankProgram) -> None:
         adapter, model, optimizer = program.adapter, program.model, program.optimizer
-        state: Any = adapter.full_state_dict(model)
-        saved = None if optimizer is None else adapter.full_optimizer_state(model, optimizer)
         flags = {name: parameter.requires_grad for name, parameter in adapter.named_parameters(model)}
-        adapter.finish(model)
         wrapping = replace(
             program.case.wrapping, units=program.case.wrapping.units if self.units is None else self.units
         )
         elsewhere = replace(program.case, wrapping=wrapping, strategy=self.strategy)
         (ranks,) = self.groups(program.case.world.size)
-        state, saved = program.train_among(ranks, elsewhere, self.batch, (state, saved), flags)
-        program.rebuild(flags)
-        adapter.load_full_state_dict(program.model, state)
-        if saved is not None:
-            program.build_optimizer()
-            assert program.optimizer is not None  # it was built just now
-            adapter.load_full_optimizer_state(program.model, program.optimizer, saved)
+        with program.saved_as(directory=self.directory) as saved:
+            saved.save(adapter, model, optimizer, None)
+            adapter.finish(model)
+            program.train_among(ranks, elsewhere, self.batch, saved, flags)
+            program.rebuild(flags)
+            saved.load_model(adapter, program.model, None)
+            if optimizer is not None:
+                program.build_optimizer()
+                saved.load_optimizer(adapter, program.model, program.optimizer, None)
 
     def replay(self, replay: Replay) -> None:
         replay.clear_gradients()

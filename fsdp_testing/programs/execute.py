@@ -7,10 +7,11 @@ rank then stops and says so at once, so that the pool does not wait for ranks th
 
 from __future__ import annotations
 
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from fsdp_testing.programs.fresh_memory import filled_with_garbage
 from fsdp_testing.programs.observe import snapshot_of
 from fsdp_testing.programs.setup import setup_among, setup_in_world
 from fsdp_testing.programs.starting import module_to_wrap
+from fsdp_testing.programs.ways import Carrier, InMemory, carried_in_directory
 from fsdp_testing.records import Case, OperationResult, RaisedError, RankObservation, Snapshot, plan
 from fsdp_testing.records.schedule import builds_late
 
@@ -55,6 +57,7 @@ class RankProgram:
         self.rank = rank
         self.make_setup = make_setup
         self.make_group: Callable[[tuple[int, ...]], Any] = dist.new_group
+        self.files = Path(tempfile.gettempdir())
         self.model: nn.Module = nn.Module()
         self.optimizer: torch.optim.Optimizer | None = None
         self.results: list[OperationResult] = []
@@ -189,62 +192,43 @@ class RankProgram:
         carried = one_process.train_on(self.case, batch, one_process.Saved(state, saved), flags, steps=steps)
         return carried.model, carried.optimizer
 
+    def saved_as(self, directory: bool) -> AbstractContextManager[Carrier]:
+        """Return what carries a saved state, while it is needed. Collectives: for a directory, a broadcast and a barrier."""
+        return carried_in_directory(self.files) if directory else nullcontext(InMemory())
+
     def train_among(
-        self, ranks: tuple[int, ...], case: Case, batch: Batch, saved: tuple[Any, Any], flags: Mapping[str, bool]
-    ) -> tuple[Any, Any]:
-        """Return what some of the ranks make, with the implementation, of a saved state of model and optimizer in one step.
+        self, ranks: tuple[int, ...], case: Case, batch: Batch, saved: Carrier, flags: Mapping[str, bool]
+    ) -> None:
+        """Let some of the ranks load a saved state into new ones of the implementation, train a step, and save that in its place.
 
         Args:
             ranks: Who trains.
             case: Says how they wrap.
             batch: Inputs; these ranks have those of the first ranks.
-            saved: Complete states; that of the optimizer None if there is none.
+            saved: The state.
             flags: `requires_grad` by name.
 
-        Collectives: a group is made, and the new states are sent by the first of `ranks`; every rank of the world calls.
+        Collectives: a group is made, and the new state is sent by the first of `ranks`; every rank of the world calls.
         """
-        group, box = self.make_group(ranks), [saved]
+        group = self.make_group(ranks)
         if self.rank in ranks:
+            place, adapter = ranks.index(self.rank), self.adapter
+            module, init_module = module_to_wrap(replace(case, seed=case.seed + 2), place, flags)
+            setup = replace(setup_among(case, module, ranks, group), init_module=init_module)
             with self._inside():
-                box = [
-                    self._trained(
-                        ranks.index(self.rank),
-                        case,
-                        batch,
-                        saved,
-                        flags,
-                        partial(setup_among, ranks=ranks, group=group),
-                    )
-                ]
-        dist.broadcast_object_list(box, src=ranks[0])
-        return box[0]
-
-    def _trained(
-        self,
-        place: int,
-        case: Case,
-        batch: Batch,
-        saved: tuple[Any, Any],
-        flags: Mapping[str, bool],
-        make_setup: SetupMaker,
-    ) -> tuple[Any, Any]:
-        adapter, (state, optimizer_state) = self.adapter, saved
-        module, init_module = module_to_wrap(replace(case, seed=case.seed + 2), place, flags)
-        model = adapter.wrap(module, replace(make_setup(case, module), init_module=init_module))
-        adapter.load_full_state_dict(model, state)
-        optimizer = None
-        if optimizer_state is not None:
-            optimizer = adapter.build_optimizer(model, partial(models.build_optimizer, case))
-            adapter.load_full_optimizer_state(model, optimizer, optimizer_state)
-        loss = models.forward(model, case, batch, place, models.make_inputs(case, batch, place)).loss
-        if loss.requires_grad:
-            adapter.backward(model, loss)
-        if optimizer is not None:
-            adapter.step(model, optimizer)
-            optimizer_state = adapter.full_optimizer_state(model, optimizer)
-        state = adapter.full_state_dict(model)
-        adapter.finish(model)
-        return state, optimizer_state
+                model, optimizer = adapter.wrap(module, setup), None
+                saved.load_model(adapter, model, group)
+                if self.optimizer is not None:
+                    optimizer = adapter.build_optimizer(model, partial(models.build_optimizer, case))
+                    saved.load_optimizer(adapter, model, optimizer, group)
+                loss = models.forward(model, case, batch, place, models.make_inputs(case, batch, place)).loss
+                if loss.requires_grad:
+                    adapter.backward(model, loss)
+                if optimizer is not None:
+                    adapter.step(model, optimizer)
+                saved.save(adapter, model, optimizer, group)
+                adapter.finish(model)
+        saved.send(ranks[0])
 
     @contextmanager
     def _inside(self) -> Iterator[None]:

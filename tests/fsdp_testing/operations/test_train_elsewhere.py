@@ -66,9 +66,10 @@ def test_there_are_other_ranks_and_a_legal_plan():
 
 @pytest.mark.parametrize("name", ["fsdp_ref-wrapper", "fsdp_ref-composable"])
 def test_the_reference_passes(name):
+    through = case(*program(TrainElsewhere(Batch(7), 2, True, ("a",), "shard_grad_op", directory=True)), **THREE)
     plans = {"strategies": ("full_shard", "shard_grad_op", "no_shard"), "units": (None, ("a",), ("a", "b"))}
-    found = Lane(default_pool(), name).run(here_and_there(**plans), Watch(models=True))
-    assert [result.note.status for result in found] == ["passed"] * 12, [result.note.reason for result in found]
+    found = Lane(default_pool(), name).run([through, *here_and_there(**plans)], Watch(models=True))
+    assert [result.note.status for result in found] == ["passed"] * 13, [result.note.reason for result in found]
 
 
 @pytest.mark.parametrize("fault", ["LastShardLost", "MomentsByPlace"])
