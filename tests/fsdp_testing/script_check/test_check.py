@@ -42,6 +42,9 @@ def test_a_right_script_passes_as_it_is(script, arguments, sizes, how):
     assert re.match(
         r"compared at each of 2 steps: loss, .*learning rate.*gradients .*parameters after .* [1-9]\d* rows", compared
     )
+    own = "each rank's own" if script == "indices" else "the same on all ranks and another in one process"
+    state = "the state of torch's random generator"
+    assert {f"compared: {state} after each step", f"not compared: {state}, {own}"} & {*report.judgements[0].compared}
 
 
 @pytest.mark.parametrize(
@@ -53,6 +56,11 @@ def test_a_right_script_passes_as_it_is(script, arguments, sizes, how):
         ("ddp", ("--mistake", "scaled rate"), r"learning rate is multiplied by the number of ranks \(2 times\)"),
         ("ddp", ("--mistake", "same order"), r"set_epoch is not called"),
         ("ddp", ("--mistake", "boundary"), r"parameter 0.weight differs .* no_sync boundary is off by one"),
+        (
+            "ddp",
+            ("--mistake", "decayed twice"),
+            r"step 1 .*changed outside of the optimizer's step, first .*decayed twice",
+        ),
         ("ddp", ("--mistake", "local norm"), r"only rank\(s\) 0 clip the gradient"),
         ("ddp", ("--mistake", "early stop"), r"rank 0 waits in all_reduce.*an early stop on a local value"),
         ("ddp", ("--mistake", "loss of own rows"), r"loss at step 0.*divided by the rank's own count"),

@@ -61,6 +61,9 @@ for epoch in range(2):
         if mistake == "none":
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        if mistake == "decayed twice":
+            for parameter in model.parameters():
+                parameter.data.mul_(1 - 0.01 * size)
         schedule.step()
         optimizer.zero_grad()
         if mistake == "early stop" and epoch == 0 and number == 1 and loss.item() > 0.5 + 10 * (rank == 0):
