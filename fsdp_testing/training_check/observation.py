@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fsdp_testing.implementations.protocol import Piece
 from fsdp_testing.implementations.shared import pieces
+from fsdp_testing.training_check.evidence import once_gradients_are_there
 from fsdp_testing.training_check.held import (
     Held,
     Span,
@@ -123,6 +124,7 @@ class Observer:
         self._after_step, self._before_forward, self._about_to_step = after_step, before_forward, before_step
         self._depth = 0
         self._stepping = 0  # an optimizer may be made of others, whose steps are parts of its own
+        self._in_closure = False
         self._start_step()
 
     def _start_step(self) -> None:
@@ -172,7 +174,9 @@ class Observer:
             args, kwargs = observer._before_forward(args, kwargs)
             observer._rows.append(row_digests([*args, *kwargs.values()]))
             state = torch.get_rng_state()
-            observer._depth, observer._stepping = observer._depth + 1, 0
+            observer._depth += 1
+            if not observer._in_closure:
+                observer._stepping = 0  # a step that raised has not ended
             try:
                 output = original(module, *args, **kwargs)
             finally:
@@ -227,11 +231,16 @@ class Observer:
 
         return clip
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         self._stepping += 1
         if self._stepping > 1:
-            return
+            return None
         self._about_to_step(len(self.steps))
+        given = once_gradients_are_there(lambda: self._see_given(optimizer), args, kwargs)
+        self._in_closure = given is not None
+        return given
+
+    def _see_given(self, optimizer: torch.optim.Optimizer) -> None:
         held = self._held(optimizer)
         self._gradients = {name: spans_of(found, "grad") for name, found in held.items()}
         self._unreduced = tuple(name for name, found in held.items() if any(not piece.reduced for piece in found))
@@ -247,6 +256,7 @@ class Observer:
         self._stepping -= 1
         if self._stepping:
             return
+        self._in_closure = False
         parameters = {name: spans_of(found, "value") for name, found in self._held(optimizer).items()}
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
         known = {id(p) for model in self.models for p in model.parameters()}

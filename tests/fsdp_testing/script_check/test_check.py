@@ -27,6 +27,7 @@ def judge(script, *arguments, sizes=(2,), steps=2, **options):
         ("ddp", (), (2, 3), r"given the rows of all ranks \(the items of its DataLoader\)"),
         ("ddp", ("--accumulate", "2", "--dropout", "0.1"), (2,), "the items of its DataLoader"),
         ("ddp", ("--dtype", "float32", "--optimizer", "AdamW"), (2,), "the items of its DataLoader"),
+        ("ddp", ("--closure",), (2,), "the items of its DataLoader"),
         ("shards", ("--shard", "flat"), (2,), "with the same rows at each step"),
         ("shards", ("--shard", "fsdp2"), (3,), "with the same rows at each step"),
         ("shards", ("--shard", "reference"), (2,), "with the same rows at each step"),
@@ -51,6 +52,7 @@ def test_a_right_script_passes_as_it_is(script, arguments, sizes, how):
     ("script", "arguments", "message"),
     [
         ("ddp", ("--mistake", "twice"), r"loss at step 0.*divided by the number of ranks once too often"),
+        ("ddp", ("--closure", "--mistake", "twice"), r"loss at step 0.*divided by the number of ranks once too often"),
         ("ddp", ("--mistake", "undivided"), r"every rank trains on the same rows.*data are not divided"),
         ("ddp", ("--mistake", "batch norm"), r"BatchNorm normalises the rows of each rank alone"),
         ("ddp", ("--mistake", "scaled rate"), r"learning rate is multiplied by the number of ranks \(2 times\)"),
