@@ -160,11 +160,14 @@ def _moved(reference: WholeRun, run: WholeRun, step: int) -> str:
     """Return the cause where a step finds other weights than the one before left, and they are not those of one process."""
     if not step:
         return ""
-    for name in run.ranks[0].steps[step].before:
+    ranks = (*run.ranks, *reference.ranks)
+    for name in {name: None for rank in ranks for name in rank.steps[step].before}:
+        if any(name not in rank.steps[step - 1].parameters for rank in ranks):
+            continue  # of a model that was not there before
         here, there = (
-            assembled(
-                [rank.steps[step].before.get(name) or rank.steps[step - 1].parameters[name] for rank in one.ranks]
-            )[0]
+            assembled([rank.steps[step].before.get(name, rank.steps[step - 1].parameters[name]) for rank in one.ranks])[
+                0
+            ]
             for one in (run, reference)
         )
         if first_difference({name: [there]}, {name: [here]}, ROUNDINGS) is not None:

@@ -111,19 +111,18 @@ def decide(pair: Pair) -> tuple[str, ...]:
 
 def _generators(reference: WholeRun, run: WholeRun) -> list[str]:
     """Say where the states of random generators agree. They may differ: what draws rows or noise is often a rank's own."""
-    remarks = []
+    found: dict[str, list[str]] = {}
     for package in run.ranks[0].steps[0].generators:
-        states = {tuple(seen.generators.get(package) for seen in rank.steps) for rank in (*run.ranks, *reference.ranks)}
-        among_ranks = {tuple(seen.generators.get(package) for seen in rank.steps) for rank in run.ranks}
-        if len(states) == 1:
-            remarks.append(f"compared: the state of {package}'s random generator after each step")
-        elif len(among_ranks) > 1:
-            remarks.append(f"not compared: the state of {package}'s random generator, each rank's own")
-        else:
-            remarks.append(
-                f"not compared: the state of {package}'s random generator, the same on all ranks and another in one process"
-            )
-    return remarks
+        here, there = (
+            {tuple(seen.generators.get(package) for seen in rank.steps) for rank in one.ranks}
+            for one in (run, reference)
+        )
+        own, other = ", each rank's own", ", the same on all ranks and not that of one process"
+        found.setdefault(own if len(here) > 1 else other if here != there else "", []).append(package)
+    return [
+        f"{'not ' if how else ''}compared: the state of the random generator of {', '.join(packages)} after each step{how}"
+        for how, packages in found.items()
+    ]
 
 
 def _fail(pair: Pair, found: Difference, cause: str) -> None:
