@@ -68,8 +68,10 @@ def test_layouts_are_chosen_by_kinds_of_modules():
         "norm": "sequence",
         "head": "replicated",
     }
-    # Parts of unequal sizes are put together before the next layer.
     mlp = MODELS["mlp"]
+    ignored = layouts_of(mlp.build(0), 2, mlp.elementwise_before, ("layers.0.",))
+    assert ignored == {"layers.1": "colwise_cut", "layers.2": "rowwise_cut"}
+    # Parts of unequal sizes are put together before the next layer.
     assert set(layouts_of(mlp.build(0), 3, mlp.elementwise_before).values()) == {"colwise", "rowwise"}
 
 
