@@ -88,8 +88,8 @@ class Setup:
         rank: This rank in `group`.
         world_size: Number of ranks in `group`: of all, or with tensor parallelism of those that have other inputs.
         device: Where parameters live and computation runs.
-        group: The world's process group (the default group, without tensor parallelism); `None` for an implementation
-            that runs without one.
+        group: The world's process group (the default group, without tensor parallelism), or one of some of its ranks,
+            which needs the capability `sub_groups`; `None` for an implementation that runs without one.
         mesh: The ranks of `group` as a 1-D mesh, or 2-D (replicate, shard) for the hybrid strategies; `None` without a
             group.
         tensor_mesh: The ranks that hold one model together, a 1-D mesh out of the same 2-D one; `None` without tensor

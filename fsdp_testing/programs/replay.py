@@ -270,15 +270,20 @@ class Replay:
                     if buffer.is_floating_point():
                         setattr(owner, name, buffer.to(dtype))
 
-    def train_in_one_process(self, batch: Batch) -> None:
-        """Make a step on the inputs of rank 0 alone: nothing is averaged."""
+    def train_among(self, ranks: int, batch: Batch) -> None:
+        """Make a step on the mean of the gradients of so many ranks, from the first on; of one nothing is averaged."""
         self.refresh()
-        gradients = self.local_gradients(0, batch)[1].values
-        largest = max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
+        found = [self.local_gradients(rank, batch)[1].values for rank in range(ranks)]
+        names = dict.fromkeys(fqn for gradients in found for fqn in gradients)
+        zero = {fqn: torch.zeros_like(self.compute[fqn]) for fqn in names}
+        reduced = {
+            fqn: reduce([g.get(fqn, zero[fqn]) for g in found], zero[fqn].dtype, self.parameters[fqn].dtype, None)
+            for fqn in names
+        }
+        largest = max((float(one.magnitude.max()) for one in reduced.values() if one.magnitude.numel()), default=0.0)
         if self.optimizer is not None:
-            for fqn, gradient in gradients.items():
-                moved = self.disturbance.gradient(gradient, gradient.abs(), largest)
-                self.parameters[fqn].grad = moved.to(self.parameters[fqn].dtype).clone()
+            for fqn, one in reduced.items():
+                self.parameters[fqn].grad = self.disturbance.gradient(one.mean, one.magnitude, largest).clone()
             self.optimizer.step()
             self.disturbance.step(self.parameters)
         self.clear_gradients()

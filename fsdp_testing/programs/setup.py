@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -57,6 +58,14 @@ def setup_of(
         leaves_unused=leaves_unused(case),
         settings=frozenset(case.wrapping.settings),
     )
+
+
+def setup_among(case: Case, module: nn.Module, ranks: Sequence[int], group: ProcessGroup) -> Setup:
+    """Translate `case` for this rank in a group of some ranks of the current world. Collectives: none."""
+    world = current_world()
+    flat = replace(case, world=replace(case.world, size=len(ranks), mesh=()))
+    mesh = DeviceMesh.from_group(group, world.device.type)
+    return setup_of(flat, module, ranks.index(world.rank), world.device, group, mesh)
 
 
 def setup_in_world(case: Case, module: nn.Module) -> Setup:
