@@ -30,12 +30,15 @@ def over_two_axes(case: Case, ranks: int) -> Case:
     """Return the case with `ranks` ranks for each model; layouts are chosen by the kinds of modules (`layouts_of`)."""
     if ranks == 1:
         return case
-    layouts = layouts_of(build_model(case), ranks, zoo_model(case).elementwise_before)
+    ignored = tuple(f"{name}." for name in case.wrapping.ignored)
+    layouts = layouts_of(build_model(case), ranks, zoo_model(case).elementwise_before, ignored)
     world = replace(case.world, tensor_parallel=ranks)
     return replace(case, world=world, wrapping=replace(case.wrapping, layouts=tuple(layouts.items())))
 
 
-def layouts_of(module: nn.Module, ranks: int, elementwise_before: Collection[str] = ()) -> dict[str, str]:
+def layouts_of(
+    module: nn.Module, ranks: int, elementwise_before: Collection[str] = (), ignored: tuple[str, ...] = ()
+) -> dict[str, str]:
     """Return the layout of each module of a kind that torch's tensor parallelism knows, in the order of the model.
 
     Linear layers take turns: columns, rows. Layers whose parameters others share are whole on all ranks.
@@ -45,6 +48,7 @@ def layouts_of(module: nn.Module, ranks: int, elementwise_before: Collection[str
         ranks: How many hold it together.
         elementwise_before: Linear layers that may take the columns of the one before as they are. torch takes local
             tensors for equal parts of the whole, so that they may where the ranks divide the columns.
+        ignored: Prefixes of modules that stay as they are: what no unit has every rank trains by itself, whole.
     """
     owners: dict[int, int] = {}
     for _, parameter in module.named_parameters(remove_duplicate=False):
@@ -53,7 +57,7 @@ def layouts_of(module: nn.Module, ranks: int, elementwise_before: Collection[str
     found: dict[str, str] = {}
     columns = ""
     for fqn, inner in module.named_modules():
-        if type(inner) not in kinds:
+        if type(inner) not in kinds or f"{fqn}.".startswith(ignored):
             continue
         shared = any(owners[id(parameter)] > 1 for parameter in inner.parameters(recurse=False))
         found[fqn] = "replicated" if shared else kinds[type(inner)]

@@ -39,12 +39,12 @@ def judge_moved(
 ) -> JudgedCase:
     """Judge the case on N ranks, then on N+1 from what those saved, then on N from what these saved.
 
-    With T ranks for each model: on N, then on T, then on N/T without tensor parallelism, then on one rank.
+    With T ranks for each model: on N, then on T, then on N/T without tensor parallelism, on one rank, and on N again.
     """
     world, parts = case.world, case.world.tensor_parallel
     sizes = [(world.size, 1), (world.size + 1, 1), (world.size, 1)]
     if parts > 1:
-        sizes = [(world.size, parts), (parts, parts), (world.replicas, 1), (1, 1)]
+        sizes = [(world.size, parts), (parts, parts), (world.replicas, 1), (1, 1), (world.size, parts)]
     cases: list[Case] = []
     saved: Saved | None = None
     judgements: list[JudgedCase] = []

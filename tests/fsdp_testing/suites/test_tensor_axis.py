@@ -68,8 +68,10 @@ def test_layouts_are_chosen_by_kinds_of_modules():
         "norm": "sequence",
         "head": "replicated",
     }
-    # Parts of unequal sizes are put together before the next layer.
     mlp = MODELS["mlp"]
+    ignored = layouts_of(mlp.build(0), 2, mlp.elementwise_before, ("layers.0.",))
+    assert ignored == {"layers.1": "colwise_cut", "layers.2": "rowwise_cut"}
+    # Parts of unequal sizes are put together before the next layer.
     assert set(layouts_of(mlp.build(0), 3, mlp.elementwise_before).values()) == {"colwise", "rowwise"}
 
 
@@ -106,7 +108,7 @@ def test_what_two_by_two_ranks_saved_is_loaded_by_other_meshes():
     case = over_two_axes(PLACE.case("uneven", *iteration(0), optimizer=ADAMW), 2)
     found = judge_moved(Noting(), adapter_of("fsdp_ref-composable"), case, Comparison())
     assert found.outcome.verdict is Verdict.PASS, found
-    assert [(world.replicas, world.tensor_parallel) for world in seen] == [(2, 2), (1, 2), (2, 1), (1, 1)]
+    assert [(world.replicas, world.tensor_parallel) for world in seen] == [(2, 2), (1, 2), (2, 1), (1, 1), (2, 2)]
 
 
 # ---------------------------------------------------------------------------------------------- faults
