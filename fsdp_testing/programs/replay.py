@@ -29,6 +29,7 @@ from fsdp_testing.programs.pending import LocalGradients, PendingGradients, grad
 from fsdp_testing.programs.reduction import Reduced, reduce, require_backward, roundings
 from fsdp_testing.programs.replicas import replica_of
 from fsdp_testing.programs.setup import precision_of
+from fsdp_testing.programs.tensor_axis import compute_in_parts
 from fsdp_testing.records import UNIT_ROUNDOFF, Case, plan
 from fsdp_testing.records.schedule import builds_late
 
@@ -122,6 +123,8 @@ class Replay:
                         module.register_buffer(
                             name, buffer.to(self.precision.buffer_dtype), name not in module._non_persistent_buffers_set
                         )
+        if self.disturbance.displaced:
+            compute_in_parts(replica, self.case)
         return self.disturbance.divided(replica, self.case.wrapping)
 
     def build_optimizer(self) -> None:
@@ -176,7 +179,7 @@ class Replay:
         require_backward(unreduced=self.unreduced)
         reduced: dict[str, tuple[Reduced, torch.dtype]] = {}
         for fqn, parameter in self.parameters.items():
-            held = [pending.values.get(fqn) for pending in self.pending]
+            held = [pending.values.get(fqn) for pending in self.pending[:: self.case.world.tensor_parallel]]
             if any(gradient is not None for gradient in held):
                 parts = [torch.zeros_like(self.compute[fqn]) if gradient is None else gradient for gradient in held]
                 summed = next(gradient.dtype for gradient in held if gradient is not None)
@@ -198,11 +201,11 @@ class Replay:
         if later:
             # Each rank's sum may be reduced as a whole, or part by part and added up where it is stored.
             size = mean_size(self.pending, fqn, size)
-            error = error + roundings(2 * (later + self.size - 1), (summed, wire), size)
+            error = error + roundings(2 * (later + self.case.world.replicas - 1), (summed, wire), size)
             if models.most_uses(self.case) > 1 and summed != self.compute[fqn].dtype:
                 # Autograd adds up the uses of one backward, in the dtype of computation, and in which order is its own.
                 error = error + roundings(2 * later, (self.compute[fqn].dtype,), size)
-            why += f"; {later} additions before or after those of {self.size} ranks"
+            why += f"; {later} additions before or after those of {self.case.world.replicas} ranks"
         if parameter.grad is None:
             parameter.grad = reduced.mean.clone()
         else:

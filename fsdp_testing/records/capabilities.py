@@ -49,6 +49,7 @@ CAPABILITIES: dict[str, str] = {
     "inner_forward": "a forward may run through the module that is inside the wrapper",
     "inference_mode": "forward passes under torch.inference_mode",
     "late_optimizer": "the optimizer may be built after training has begun",
+    "tensor_parallel": "modules that tensor parallelism has cut over one axis of a mesh are wrapped over the other",
     # parameters
     "shared_parameters": "one parameter under several names inside one unit",
     "shared_across_units": "one parameter used by several units",

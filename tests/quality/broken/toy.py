@@ -26,7 +26,8 @@ NOT_CLAIMED = {
     "activation_checkpointing", "reentrant_checkpointing", "meta_init", "dtype_cast",
     "sync_module_states", "unit_trace", "explicit_unshard", "prefetch", "exception_recovery", "parameter_replacement",
     "tensor_hooks", "accumulation_hooks", "error_if_nonfinite", "dtype_cast_later", "deep_copies",
-    "storage_replacement", "modules_replaced", "parameters_replaced", "unit_alone", "sub_groups", *SETTINGS,
+    "storage_replacement", "modules_replaced", "parameters_replaced", "unit_alone", "tensor_parallel", "sub_groups",
+    *SETTINGS,
 }  # fmt: skip
 
 
