@@ -54,6 +54,8 @@ def _tags(case: Case) -> Iterator[str]:
         yield f"policy:{case.wrapping.policy.kind}"
     if case.strategy == "no_shard" or case.world.mesh_shape[-1] == 1:
         yield "whole_parameters"
+    if case.strategy in ("shard_grad_op", "hybrid_shard_zero2"):
+        yield "gathered_until_backward"
     yield f"units:{min(len(case.wrapping.units), 3)}"
     for need in needs_of_case(case):
         yield f"needs:{need}"
