@@ -23,12 +23,14 @@ def words(operation: Operation) -> frozenset[str]:
     """Return the token of an operation, and what it does, which operations have in common.
 
     `@backward` runs backwards; `@local` leaves gradients that await their reduction; `@reduced` runs backwards after which
-    none await it; `@new_model` leaves another model.
+    none await it; `@new_model` leaves another model; `@optimizer_saved` saves the optimizer's state and loads it.
     """
     local, backward = operation.pending_after(False), operation.runs_backward
     reduced = backward and not local
     done = {"@backward": backward, "@local": local, "@reduced": reduced, NEW_MODEL: operation.renews_model}
-    return frozenset({operation.token(), *(word for word, does in done.items() if does)})
+    token = operation.token()
+    done["@optimizer_saved"] = token.startswith(("reload[optimizer", "train_elsewhere"))
+    return frozenset({token, *(word for word, does in done.items() if does)})
 
 
 def tags(case: Case) -> frozenset[str]:
