@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_testing.documentation import page
 from fsdp_testing.errors import InvalidImplementation
 from fsdp_testing.implementations import defaults
 from fsdp_testing.implementations.protocol import Division, Piece, Setup, StateEntry
@@ -194,7 +195,7 @@ def _dtype(implementation: object) -> str:
     if given not in DTYPES:
         raise InvalidImplementation(
             f"implementation {getattr(implementation, 'name', '?')!r}: expected `widest_dtype` among "
-            f"{', '.join(DTYPES)}, got {given!r}. Correct the adapter (docs/adapters.md)."
+            f"{', '.join(DTYPES)}, got {given!r}. Correct the adapter ({page('docs/adapters.md')})."
         )
     return str(given)
 
@@ -213,5 +214,5 @@ def _require(implementation: object) -> None:
     if offenders:
         raise InvalidImplementation(
             f"implementation {name if isinstance(name, str) else type(implementation).__name__!r}: expected `name`, "
-            f"`capabilities` and `wrap`, got: {'; '.join(offenders)}. Correct the adapter (docs/adapters.md)."
+            f"`capabilities` and `wrap`, got: {'; '.join(offenders)}. Correct the adapter ({page('docs/adapters.md')})."
         )

@@ -11,6 +11,7 @@ import re
 import shlex
 from dataclasses import astuple, dataclass
 
+from fsdp_testing.documentation import page
 from fsdp_testing.records import Case, CheckResult, Finding, RunReport, Verdict, merge
 
 # Order in which a reader wants them: what is wrong, what is unclear, what was foreseen.
@@ -112,7 +113,7 @@ class Known:
     def sentence(self) -> str:
         """What is known, on which implementations, and where it is written up."""
         whose = ", ".join(dict.fromkeys(result.implementation for result in self.results))
-        return f"{self.reason} ({whose})" + (f": {self.page}" if self.page else "")
+        return f"{self.reason} ({whose})" + (f": {page(self.page)}" if self.page else "")
 
 
 ADDRESS = r"https?://[^\s<>\"'(),;]*[\w/]"
