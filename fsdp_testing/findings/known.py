@@ -47,8 +47,8 @@ class Rule:
         signatures: What it looks like, in each way that it was seen: kind, quantity (of an exception its beginning),
             operation; what is not given may be anything.
         operations: Tokens that occur in this order (others may lie between them); empty matches any program. A token
-            may end in `*`; `@backward`, `@local`, `@reduced` and `@new_model` are any operation that does this
-            (`tags.words`); `begin`, which is `@new_model` too, stands before the first operation.
+            may end in `*`; `@backward`, `@local`, `@reduced`, `@new_model` and `@optimizer_saved` are any operation
+            that does this (`tags.words`); `begin`, which is `@new_model` too, stands before the first operation.
         unless: Tokens that may not lie between them.
         tags: Tags that the case has, all of them; a tag may end in `*`.
         without: Token of the operations without which it does not show; a case in which it was met is run once more

@@ -23,12 +23,14 @@ def words(operation: Operation) -> frozenset[str]:
     """Return the token of an operation, and what it does, which operations have in common.
 
     `@backward` runs backwards; `@local` leaves gradients that await their reduction; `@reduced` runs backwards after which
-    none await it; `@new_model` leaves another model.
+    none await it; `@new_model` leaves another model; `@optimizer_saved` saves the optimizer's state and loads it.
     """
     local, backward = operation.pending_after(False), operation.runs_backward
     reduced = backward and not local
     done = {"@backward": backward, "@local": local, "@reduced": reduced, NEW_MODEL: operation.renews_model}
-    return frozenset({operation.token(), *(word for word, does in done.items() if does)})
+    token = operation.token()
+    done["@optimizer_saved"] = token.startswith(("reload[optimizer", "train_elsewhere"))
+    return frozenset({token, *(word for word, does in done.items() if does)})
 
 
 def tags(case: Case) -> frozenset[str]:
@@ -54,6 +56,8 @@ def _tags(case: Case) -> Iterator[str]:
         yield f"policy:{case.wrapping.policy.kind}"
     if case.strategy == "no_shard" or case.world.mesh_shape[-1] == 1:
         yield "whole_parameters"
+    if case.strategy in ("shard_grad_op", "hybrid_shard_zero2"):
+        yield "gathered_until_backward"
     yield f"units:{min(len(case.wrapping.units), 3)}"
     for need in needs_of_case(case):
         yield f"needs:{need}"

@@ -64,12 +64,13 @@ def test_begin_stands_before_the_first_operation():
         ("@backward", (micro(1), LOCAL, LOCALS, TWICE)),
         ("@local", (LOCAL, LOCALS)),
         ("@reduced", (micro(1), TWICE)),
-        ("@new_model", (Reload(),)),
+        ("@new_model", (Reload(), Reload(optimizer=False, form="sharded"))),
+        ("@optimizer_saved", (Reload(),)),
     ],
 )
 def test_operations_that_do_the_same_are_named_by_it(word: str, met_by: tuple[Operation, ...]):
     rule = Rule("same", "why", "", (("diverged",),), ("step", word), without=word)
-    for operation in (micro(1), LOCAL, LOCALS, TWICE, Reload(), EVAL, Step()):
+    for operation in (micro(1), LOCAL, LOCALS, TWICE, Reload(), Reload(optimizer=False, form="sharded"), EVAL, Step()):
         assert known(rule, Step(), operation) is (operation in met_by), operation
     assert without(rule, Step(), LOCAL, met_by[0]) is not None
 
