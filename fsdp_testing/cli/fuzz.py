@@ -129,7 +129,7 @@ def _plan(options: argparse.Namespace, adapter: Adapter) -> Plan:
     from fsdp_testing.findings.known import joined, read_known, shipped_known
     from fsdp_testing.strategies import Scope
 
-    known = [] if options.no_known else [shipped_known(adapter.name)]
+    known = [] if options.no_known else [shipped_known(adapter.built_on)]
     for path in options.known:
         try:
             known.append(read_known(path.read_text(encoding="utf-8"), str(path)))

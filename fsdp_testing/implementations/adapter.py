@@ -20,6 +20,7 @@ from fsdp_testing.documentation import page
 from fsdp_testing.errors import InvalidImplementation
 from fsdp_testing.implementations import defaults
 from fsdp_testing.implementations.protocol import Division, Piece, Setup, StateEntry
+from fsdp_testing.implementations.shared.tensor_parallel import parallelised
 from fsdp_testing.records.case import DTYPES
 
 Model = nn.Module
@@ -91,6 +92,7 @@ class TorchStyle:
             that the oracle does too.
         widest_dtype: Dtype in which the engine keeps what it trains, if that is narrower than float64: models of wider
             ones are built in this one, and bounds are those of this one.
+        not_beside_tensor_parallel: Capabilities that are not claimed where tensor parallelism has cut modules.
         built_on: Name of the implementation that this one is a variant of, whose defects it shares; its own name where
             nothing is given. `dataclasses.replace` of another adapter keeps it.
     """
@@ -131,6 +133,7 @@ class TorchStyle:
     zero_grad: Callable[[Model, Any, bool], None] = LEFT_OUT
     step_clears_gradients: bool = False
     widest_dtype: str = "float64"
+    not_beside_tensor_parallel: frozenset[str] = frozenset()
     built_on: str = ""
 
     def __post_init__(self) -> None:
@@ -180,8 +183,9 @@ class Adapter(TorchStyle):
             missing=frozenset(filled) - frozenset(given),
             step_clears_gradients=bool(getattr(implementation, "step_clears_gradients", False)),
             widest_dtype=_dtype(implementation),
+            not_beside_tensor_parallel=frozenset(getattr(implementation, "not_beside_tensor_parallel", ())),
             built_on=str(getattr(implementation, "built_on", "")) or given_name,
-            **(filled | given | {"wrap": defaults.checkpointing_outside(given["wrap"])}),
+            **(filled | given | {"wrap": parallelised(defaults.checkpointing_outside(given["wrap"]))}),
         )
 
 

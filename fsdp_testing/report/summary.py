@@ -269,6 +269,8 @@ def world_text(case: Case) -> str:
         parts.append("mixed precision " + "/".join(dtype or "-" for dtype in dtypes))
     if case.cpu_offload:
         parts.append("CPU offload")
+    if case.world.tensor_parallel > 1:
+        parts.append(f"tensor parallelism over {case.world.tensor_parallel}")
     return ", ".join(parts)
 
 
@@ -279,6 +281,8 @@ def replay_line(result: CheckResult, report: RunReport) -> str:
     words = ["fsdp-verify", "run", result.implementation, "--check", result.check]
     if sizes:
         words += ["--world-size", str(sizes[0])]
+    if report.tensor_parallel > 1:
+        words += ["--tensor-parallel", str(report.tensor_parallel)]
     if backends[0] != "gloo":
         words += ["--backend", backends[0]]
     return shlex.join(words)

@@ -105,7 +105,24 @@ def decide(pair: Pair) -> tuple[str, ...]:
         f"not decided: {sentence}, as far as roundings alone move them" for _, sentence in decided.open.values()
     ]
     remarks += _judge_logged(pair, scaled=any(GRADIENT.strip() in sentence for sentence in left))
+    remarks += _generators(reference, run)
     return compared_lines(run, [*names, *({readings.LOSS} & {*run.quantities})], left, remarks)
+
+
+def _generators(reference: WholeRun, run: WholeRun) -> list[str]:
+    """Say where the states of random generators agree. They may differ: what draws rows or noise is often a rank's own."""
+    found: dict[str, list[str]] = {}
+    for package in run.ranks[0].steps[0].generators:
+        here, there = (
+            {tuple(seen.generators.get(package) for seen in rank.steps) for rank in one.ranks}
+            for one in (run, reference)
+        )
+        own, other = ", each rank's own", ", the same on all ranks and not that of one process"
+        found.setdefault(own if len(here) > 1 else other if here != there else "", []).append(package)
+    return [
+        f"{'not ' if how else ''}compared: the state of the random generator of {', '.join(packages)} after each step{how}"
+        for how, packages in found.items()
+    ]
 
 
 def _fail(pair: Pair, found: Difference, cause: str) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from fsdp_testing.cli import fuzz as fuzz_command
 from fsdp_testing.cli.main import main
+from fsdp_testing.findings.known import shipped_known
+from fsdp_testing.implementations import registry
 
 FAULTS = Path(__file__).parents[1] / "campaign"
 BROKEN = Path(__file__).parents[2] / "quality" / "broken"
@@ -28,6 +33,13 @@ def _faults_are_importable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 def fuzz(*arguments: str) -> int:
     return main(["fuzz", *arguments, "--jobs", "1"])
+
+
+def test_a_variant_has_the_known_failures_of_what_it_is_built_on():
+    parser = argparse.ArgumentParser()
+    fuzz_command.add(parser.add_subparsers())
+    variant = replace(registry.load("torch-fsdp2"), name="variant")
+    assert fuzz_command._plan(parser.parse_args(["fuzz", "variant"]), variant).known == shipped_known("torch-fsdp2")
 
 
 def test_a_healthy_implementation_ends_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
