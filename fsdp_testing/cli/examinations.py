@@ -159,8 +159,12 @@ def shared_memory() -> Symptom:
 
 def temporary_files() -> Symptom:
     """Can the temporary directory be written to?"""
-    with tempfile.TemporaryFile():
-        return _room(Path(tempfile.gettempdir()), "Make room, or point TMPDIR elsewhere.")
+    place, asked = Path(tempfile.gettempdir()), env.get("TMPDIR")
+    if asked and place != Path(asked).absolute():
+        return odd(
+            f"TMPDIR={asked} cannot be written to, {place} is taken instead", "Make that directory, or unset TMPDIR."
+        )
+    return _room(place, "Make room, or point TMPDIR elsewhere.")
 
 
 def _room(place: Path, remedy: str) -> Symptom:

@@ -108,7 +108,12 @@ def execute(options: argparse.Namespace) -> int:
         _try_scripts(console, display.folders)
     if tally.discovered:
         return 1
-    return 0 if tally.statuses["passed"] + tally.statuses["leaked"] + tally.statuses["known"] else 3
+    if tally.statuses["passed"] + tally.statuses["leaked"] + tally.statuses["known"]:
+        return 0
+    console.say(
+        "exit code 3: no case was judged, so nothing is known; give more --seconds, or look at `fsdp-verify doctor`"
+    )
+    return 3
 
 
 def processors() -> int:

@@ -86,7 +86,7 @@ class Pool:
 
     def start(self) -> None:
         """Begin starting the fork server without waiting for it; nothing happens where ranks cannot be made."""
-        if not missing_system_calls():
+        if platform_refusal() is None:
             self.server()
 
     def server(self) -> ForkServer:
@@ -270,11 +270,23 @@ def platform_refusal() -> str | None:
     """Return why no rank can be made on this system; None where it can."""
     missing = missing_system_calls()
     if not missing:
-        return None
+        return _no_temporary_files()
     return (
         f"expected Linux, where ranks are forked, got {sys.platform} without {', '.join(missing)}. Run what needs ranks on "
         "Linux (a container or WSL 2 will do); all else works here."
     )
+
+
+def _no_temporary_files() -> str | None:
+    """Say where a directory for temporary files was looked for; None where there is one (torch itself needs it)."""
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as error:
+        return (
+            f"expected a directory for temporary files that can be written to, got {error.strerror}. Make room there, or set "
+            "TMPDIR to a directory of your own."
+        )
+    return None
 
 
 def unavailable_reason(outcome: WorldOutcome) -> str:

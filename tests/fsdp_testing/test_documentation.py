@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,3 +49,10 @@ def test_each_page_that_the_sources_name_exists() -> None:
     named = {name for path in sources for name in re.findall(r"\bdocs/[\w./-]+\.md", path.read_text(encoding="utf-8"))}
     assert "docs/adapters.md" in named
     assert sorted(name for name in named if not (ROOT / name).is_file()) == []
+
+
+def test_every_folder_of_the_documentation_is_in_the_wheel() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["data-files"]
+    packed = {path for patterns in listed.values() for pattern in patterns for path in ROOT.glob(pattern)}
+    pages = {path for path in (ROOT / "docs").rglob("*.*") if path.is_file() and "__pycache__" not in path.parts}
+    assert sorted(map(str, pages - packed)) == []

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from fsdp_testing.cli import examinations
 from fsdp_testing.cli.examinations import Condition, Symptom
-from fsdp_testing.errors import WorldFailed
+from fsdp_testing.errors import PoolBroken, WorldFailed
 from fsdp_testing.pool import Pool
 from fsdp_testing.pool.forkserver import COMMAND
 
@@ -216,3 +217,25 @@ def test_few_files_and_little_memory_are_odd(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(examinations, "SHARED_MEMORY_BYTES", 1 << 60)
     assert examinations.shared_memory().condition is Condition.ODD
     assert examinations.temporary_files().condition is Condition.ODD
+
+
+def test_a_directory_for_temporary_files_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setenv("TMPDIR", "/absent")
+    found = examinations.temporary_files()
+    assert found.condition is Condition.ODD
+    assert found.said.startswith("TMPDIR=/absent cannot be written to, /")
+
+
+def test_without_temporary_files_no_rank_is_started_and_no_adapter_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks could be made, and torch would then fail in each of them, somewhere in an adapter's call."""
+
+    def none_usable() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/absent']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none_usable)
+    pool = Pool()
+    pool.start()
+    with pytest.raises(PoolBroken, match="can be written to, got No usable temporary .*Make room there, or set TMPDIR"):
+        pool.world(1)
+    assert pool._server is None
