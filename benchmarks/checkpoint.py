@@ -1,20 +1,24 @@
-"""How long do saving and loading a model take, and how much memory beside it, next to torch's FSDP1 and FSDP2?
+"""How long do saving and loading a model and its optimizer take, and how much memory, next to torch's FSDP1 and FSDP2?
 
 All have the same model in the same processes and take turns, so that whatever else the machine does hits all of them alike.
-Reported are medians over repeats of the slowest rank, ratios to the faster of torch's two, and the most memory that a rank had
-beside what it had before, as the kernel counts it.
+Reported are medians over repeats of the slowest rank with ratios to the faster of torch's two, processor seconds of all
+ranks together, and the most memory that rank 0, and any other rank, had beside what it had before, in units of the model.
 
     python benchmarks/checkpoint.py
     python benchmarks/checkpoint.py --params 2_000_000 --repeats 1 --json out.json
 
-`full`: whole tensors on rank 0 alone, `torch.save`; every rank reads the file and loads it. `sharded`: each rank's rows,
-`torch.distributed.checkpoint`. Files lie in memory where the machine has a file system there, so that no disk is measured.
-Only run it on an otherwise idle machine.
+`full`: whole tensors on rank 0 alone, `torch.save`; every rank reads the file and loads it (the optimizer's: rank 0 reads and
+sends). `sharded`: each rank's rows, `torch.distributed.checkpoint`. Both figures of memory include the state that was asked
+for: all 12 units of the model (24 of Adam's two moments) where it is full, 1/ranks of that where it is sharded; torch's FSDP2
+saves the shards that it trains on and needs none. Memory is what the kernel counts, with the C library told to keep nothing
+of what is freed: then it is what torch's profiler counts for tensors, to a tenth of a unit. Files lie in memory where the
+machine has a file system there, so that no disk is measured. Only times need an otherwise idle machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import os
@@ -24,7 +28,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +39,13 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from step import Block, Setting, ours_wrapper, resident_bytes, torch_fsdp1, torch_fsdp2
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 import fsdp_ref
 
@@ -43,21 +53,33 @@ RANKS = 2
 UNITS = 12
 OURS, BASELINES = "fsdp_ref-wrapper", ("torch-fsdp1", "torch-fsdp2")
 FORMS = ("full", "sharded")
+MMAP_THRESHOLD = -3  # of <malloc.h>
 
 
 @dataclass
-class Saver:
-    """One implementation's model, and its own ways to collect and load a state."""
+class ModelOf:
+    """One implementation's model, and its own ways to collect and load its state.
+
+    Attributes:
+        form: sets the form of states while it lasts; None: torch's functions for FSDP2, which take it as an option.
+    """
 
     model: nn.Module
+    api: Any
     form: Callable[[str], AbstractContextManager[Any]] | None
 
     def collect(self, form: str) -> dict[str, Any]:
         if self.form is not None:
             with self.form(form):
                 return self.model.state_dict()
-        on_rank_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return get_model_state_dict(self.model, options=on_rank_0 if form == "full" else StateDictOptions())
+        return get_model_state_dict(self.model, options=self.options(form))
+
+    @staticmethod
+    def options(form: str) -> StateDictOptions:
+        return StateDictOptions(full_state_dict=form == "full", cpu_offload=form == "full")
+
+    def read(self, file: Path) -> dict[str, Any]:
+        return torch.load(file, weights_only=True)
 
     def put(self, form: str, state: dict[str, Any]) -> None:
         if self.form is None:
@@ -69,48 +91,90 @@ class Saver:
     def save(self, form: str, folder: Path) -> None:
         state = self.collect(form)
         if form == "sharded":
-            dcp.save({"model": state}, checkpoint_id=folder / "directory")
+            dcp.save({"saved": state}, checkpoint_id=folder / "directory")
         elif dist.get_rank() == 0:
             torch.save(state, folder / "state.pt")
 
     def load(self, form: str, folder: Path) -> None:
         if form == "full":
-            self.put(form, torch.load(folder / "state.pt", weights_only=True))
+            self.put(form, self.read(folder / "state.pt"))
             return
         state = self.collect(form)
-        dcp.load({"model": state}, checkpoint_id=folder / "directory")
+        dcp.load({"saved": state}, checkpoint_id=folder / "directory")
         self.put(form, state)
 
+    def tensors(self) -> list[torch.Tensor]:
+        return list(self.model.parameters())
+
     def total(self) -> float:
-        """Return a number that differs where a loaded parameter does. Collectives: one all-reduce."""
-        parts = [p.to_local() if hasattr(p, "to_local") else p for p in self.model.parameters()]
-        total = sum((part.detach().double().square().sum() for part in parts), torch.zeros((), dtype=torch.float64))
+        """Return a number that differs where a loaded number does. Collectives: one all-reduce."""
+        parts = [p.to_local() if hasattr(p, "to_local") else p for p in self.tensors()]
+        sums = ((1 + n % 7) * part.detach().double().square().sum() for n, part in enumerate(parts))
+        total = sum(sums, torch.zeros((), dtype=torch.float64))
         dist.all_reduce(total)
         return float(total)
 
     def clear(self) -> None:
         with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.zero_()
+            for tensor in self.tensors():
+                tensor.zero_()
 
 
-def savers(setting: Setting) -> dict[str, Saver]:
+class OptimizerOf(ModelOf):
+    """The same of an Adam of that model, after one step."""
+
+    def __init__(self, of: ModelOf) -> None:
+        super().__init__(of.model, of.api, of.form)
+        self.optim = torch.optim.Adam(self.model.parameters(), lr=1e-3, foreach=False)
+        torch.manual_seed(dist.get_rank())
+        for param in self.model.parameters():
+            param.grad = torch.zeros_like(param)
+            (param.grad.to_local() if hasattr(param.grad, "to_local") else param.grad).normal_()
+        self.optim.step()
+        self.optim.zero_grad()
+
+    def collect(self, form: str) -> dict[str, Any]:
+        if self.form is None:
+            return get_optimizer_state_dict(self.model, self.optim, options=self.options(form))
+        with self.form(form):
+            return self.api.FullyShardedDataParallel.optim_state_dict(self.model, self.optim)
+
+    def read(self, file: Path) -> dict[str, Any]:
+        return torch.load(file, weights_only=True) if dist.get_rank() == 0 else {}
+
+    def put(self, form: str, state: dict[str, Any]) -> None:
+        if self.form is None:
+            options = StateDictOptions(full_state_dict=form == "full", broadcast_from_rank0=form == "full")
+            set_optimizer_state_dict(self.model, self.optim, state, options=options)
+            return
+        with self.form(form):
+            to_load = self.api.FullyShardedDataParallel.optim_state_dict_to_load(self.model, self.optim, state)
+            self.optim.load_state_dict(to_load)
+
+    def tensors(self) -> list[torch.Tensor]:
+        states = (self.optim.state.get(param, {}) for param in self.model.parameters())
+        return [state.get(name, torch.zeros(0)) for state in states for name in ("exp_avg", "exp_avg_sq")]
+
+
+def models(setting: Setting) -> dict[str, ModelOf]:
     from torch.distributed import fsdp
 
     def of(api: Any, model: nn.Module) -> Callable[[str], AbstractContextManager[Any]]:
         def form(name: str) -> AbstractContextManager[Any]:
+            wrapper = api.FullyShardedDataParallel
             if name == "sharded":
-                return api.FullyShardedDataParallel.state_dict_type(model, api.StateDictType.SHARDED_STATE_DICT)
+                return wrapper.state_dict_type(model, api.StateDictType.SHARDED_STATE_DICT)
             config = api.FullStateDictConfig(rank0_only=True)  # with offload_to_cpu torch's crashes on the CPU
-            return api.FullyShardedDataParallel.state_dict_type(model, api.StateDictType.FULL_STATE_DICT, config)
+            optim = api.FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=False)  # and mixes up the moments
+            return wrapper.state_dict_type(model, api.StateDictType.FULL_STATE_DICT, config, optim)
 
         return form
 
     ours, first, second = ours_wrapper(setting), torch_fsdp1(setting), torch_fsdp2(setting)
     return {
-        OURS: Saver(ours, of(fsdp_ref, ours)),
-        "torch-fsdp1": Saver(first, of(fsdp, first)),
-        "torch-fsdp2": Saver(second, None),
+        OURS: ModelOf(ours, fsdp_ref, of(fsdp_ref, ours)),
+        "torch-fsdp1": ModelOf(first, fsdp, of(fsdp, first)),
+        "torch-fsdp2": ModelOf(second, fsdp, None),
     }
 
 
@@ -128,55 +192,79 @@ def forget_peak() -> int:
     return now
 
 
-def timed(action: Callable[[], None]) -> tuple[float, int]:
-    """Return seconds and the most bytes beside what was there before, of the rank that has most."""
+@dataclass(frozen=True)
+class Cost:
+    """What one save or load took: seconds of the slowest rank, processor seconds of all, bytes beside what was there before."""
+
+    seconds: float
+    processor: float
+    extra_on_rank_0: int
+    extra_elsewhere: int
+
+
+def cost_of(action: Callable[[], None]) -> Cost:
     before = forget_peak()
     dist.barrier()
-    start = time.perf_counter()
+    start, processor = time.perf_counter(), time.process_time()
     action()
-    mine = (time.perf_counter() - start, max(0, peak_bytes() - before))
+    mine = (time.perf_counter() - start, time.process_time() - processor, max(0, peak_bytes() - before))
     every: list[Any] = [None] * RANKS
     dist.all_gather_object(every, mine)
-    return max(seconds for seconds, _ in every), max(extra for _, extra in every)
+    seconds, processors, extra = zip(*every, strict=True)
+    return Cost(max(seconds), sum(processors), extra[0], max(extra[1:]))
+
+
+def save_and_load(name: str, saver: ModelOf, form: str, files: Path) -> tuple[Cost, Cost]:
+    if dist.get_rank() == 0:
+        files.mkdir(parents=True)
+    want = saver.total()
+    saved = cost_of(partial(saver.save, form, files))
+    saver.clear()
+    loaded = cost_of(partial(saver.load, form, files))
+    if saver.total() != want:
+        raise SystemExit(f"{name} loaded other numbers than it saved ({form} of {type(saver).__name__})")
+    for path in files.rglob("*") if dist.get_rank() == 0 else ():
+        if path.is_file():
+            path.unlink()
+    return saved, loaded
 
 
 def measure(rank: int, folder: str, setting: Setting, repeats: int) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 16)  # else the C library keeps up to 32 MB of what is freed
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
-    found: dict[str, dict[str, list[tuple[float, int]]]] = {}
-    all_savers = savers(setting)
+    found: dict[str, dict[str, list[Cost]]] = {}
+    subjects: dict[str, dict[str, ModelOf]] = {"model": models(setting)}
+    subjects["optimizer"] = {name: OptimizerOf(saver) for name, saver in subjects["model"].items()}
     for repeat in range(repeats + 1):  # the first one imports, allocates and connects
-        for form in FORMS:
-            for name, saver in all_savers.items():
-                files = Path(folder) / name / form / str(repeat)
-                if rank == 0:
-                    files.mkdir(parents=True)
-                want = saver.total()
-                saved = timed(partial(saver.save, form, files))
-                saver.clear()
-                loaded = timed(partial(saver.load, form, files))
-                if saver.total() != want:
-                    raise SystemExit(f"{name} loaded other numbers than it saved ({form})")
-                for path in files.rglob("*") if rank == 0 else ():
-                    if path.is_file():
-                        path.unlink()
-                if repeat:
-                    for what, figures in ((f"save {form}", saved), (f"load {form}", loaded)):
-                        found.setdefault(what, {}).setdefault(name, []).append(figures)
+        for subject, savers in subjects.items():
+            for form in FORMS:
+                for name, saver in savers.items():
+                    costs = save_and_load(name, saver, form, Path(folder) / subject / name / form / str(repeat))
+                    for verb, cost in zip(("save", "load"), costs, strict=True):
+                        if repeat:
+                            found.setdefault(f"{verb} {subject} {form}", {}).setdefault(name, []).append(cost)
     if rank == 0:
-        Path(folder, "out.json").write_text(json.dumps(found), encoding="utf-8")
+        flat = {what: {name: [asdict(c) for c in costs] for name, costs in of.items()} for what, of in found.items()}
+        Path(folder, "out.json").write_text(json.dumps(flat), encoding="utf-8")
     dist.destroy_process_group()
 
 
-def summary(found: dict[str, dict[str, list[tuple[float, int]]]]) -> dict[str, Any]:
+def summary(found: dict[str, dict[str, list[dict[str, float]]]]) -> dict[str, Any]:
     """Return medians, ratios to the faster of torch's two, and peaks, by what was done and implementation."""
     made: dict[str, Any] = {}
     for what, by_name in found.items():
-        medians = {name: statistics.median(seconds for seconds, _ in runs) for name, runs in by_name.items()}
+        medians = {name: statistics.median(run["seconds"] for run in runs) for name, runs in by_name.items()}
         base = min(medians[name] for name in BASELINES)
         made[what] = {
-            name: {"seconds": medians[name], "ratio": medians[name] / base, "peak_extra_bytes": max(b for _, b in runs)}
+            name: {
+                "seconds": medians[name],
+                "ratio": medians[name] / base,
+                "processor_seconds": statistics.median(run["processor"] for run in runs),
+                "extra_on_rank_0": max(run["extra_on_rank_0"] for run in runs),
+                "extra_elsewhere": max(run["extra_elsewhere"] for run in runs),
+            }
             for name, runs in by_name.items()
         }
     return made
@@ -197,14 +285,15 @@ def main() -> None:
         made = summary(json.loads(Path(folder, "out.json").read_text(encoding="utf-8")))
     unit = sum(p.numel() for p in Block(width).parameters()) * 4
     print(
-        f"{UNITS} units of {unit / 1e6:.1f} MB on {RANKS} ranks; ratio to the faster of torch's two; peak beside the model"
+        f"{UNITS} units of {unit / 1e6:.1f} MB on {RANKS} ranks; ratio to the faster of torch's two; most memory beside"
     )
     for what, by_name in made.items():
-        print(what)
+        print(f"{what:24s} seconds ratio  processor   units on rank 0  elsewhere")
         for name, one in by_name.items():
-            extra = one["peak_extra_bytes"]
+            first, others = one["extra_on_rank_0"] / unit, one["extra_elsewhere"] / unit
             print(
-                f"  {name:18s} {one['seconds']:8.3f} s  {one['ratio']:5.2f}   {extra / 1e6:8.1f} MB = {extra / unit:5.1f} units"
+                f"  {name:20s} {one['seconds']:8.3f} {one['ratio']:6.2f} {one['processor_seconds']:9.3f} s"
+                f" {first:15.1f} {others:10.1f}"
             )
     if options.json is not None:
         options.json.write_text(json.dumps({"unit_bytes": unit, **made}, indent=1), encoding="utf-8")

@@ -26,6 +26,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -215,16 +216,15 @@ def measure_memory(setting: Setting) -> dict[str, float]:
     return {"peak_units": peak / block, "resident_growth_bytes": resident_bytes() - before}
 
 
-IMPORTING = "import torch, time; start = time.perf_counter(); import fsdp_ref; print(time.perf_counter() - start)"
+IMPORTING = "import torch, time; start = time.perf_counter(); {}; print(time.perf_counter() - start)"
 
 
-def measure_import(times: int) -> float:
-    """Return the median of seconds that ``import fsdp_ref`` takes in a new process after ``import torch``."""
-    runs = [
-        subprocess.run([sys.executable, "-c", IMPORTING], capture_output=True, text=True, check=True)
-        for _ in range(times)
-    ]
-    return statistics.median(float(run.stdout) for run in runs)
+def measure_import(statement: str, folder: str) -> float:
+    """Return the median of seconds that an import takes in new processes, after torch; from bytecode, as when installed."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    command = [sys.executable, "-X", f"pycache_prefix={folder}", "-c", IMPORTING.format(statement)]
+    runs = [subprocess.run(command, env=environment, capture_output=True, text=True, check=True) for _ in range(6)]
+    return statistics.median(float(run.stdout) for run in runs[1:])  # the first writes the bytecode
 
 
 def many_parameters(units: int, layers: int) -> nn.Module:
@@ -234,28 +234,39 @@ def many_parameters(units: int, layers: int) -> nn.Module:
 
 
 def build(rank: int, store: str, out: str) -> None:
-    """Shard 10,000 parameters, in 100 units and in one, by both ways, on two ranks."""
+    """Shard 10,000 parameters, in 100 units and in one, by each way of ours and torch's, on two ranks."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    from torch.distributed import fsdp
+
     from fsdp_ref import FullyShardedDataParallel, fully_shard
     from fsdp_ref.wrap import ModuleWrapPolicy
 
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    mesh, cpu = dist.device_mesh.init_device_mesh("cpu", (2,)), torch.device("cpu")
     blocks = ModuleWrapPolicy({nn.Sequential})
+    fsdp1 = partial(fsdp.FullyShardedDataParallel, use_orig_params=True, device_id=cpu)
+    fsdp2 = partial(fsdp.fully_shard, mesh=mesh)
     ways: dict[str, Callable[[nn.Module], nn.Module]] = {
+        "torch-fsdp1, 100 units": lambda m: fsdp1(m, auto_wrap_policy=fsdp.wrap.ModuleWrapPolicy({nn.Sequential})),
+        "torch-fsdp1, 1 unit": fsdp1,
+        "torch-fsdp2, 100 units": lambda m: fsdp2(nn.Sequential(*map(fsdp2, m))),
+        "torch-fsdp2, 1 unit": fsdp2,
         "wrapper, 100 units": lambda m: FullyShardedDataParallel(m, auto_wrap_policy=blocks, use_orig_params=True),
         "wrapper, 1 unit": lambda m: FullyShardedDataParallel(m, use_orig_params=True),
         "composable, 100 units": lambda m: fully_shard(m, policy=blocks),
         "composable, 1 unit": fully_shard,
     }
+    for shard in ways.values():
+        shard(many_parameters(2, 2))  # what is imported and made once
     seconds = {}
     for name, shard in ways.items():
         model = many_parameters(100, 50)
         assert sum(1 for _ in model.parameters()) == 10_000
         dist.barrier()
-        start = time.perf_counter()
+        start = time.process_time()
         kept = shard(model)
-        seconds[name] = time.perf_counter() - start
+        seconds[name] = time.process_time() - start
         del kept
     if rank == 0:
         Path(out).write_text(json.dumps(seconds), encoding="utf-8")
@@ -263,12 +274,21 @@ def build(rank: int, store: str, out: str) -> None:
 
 
 def measure_setup() -> dict[str, float]:
-    """Return seconds before the first step: importing, and sharding 10,000 parameters."""
+    """Return seconds before the first step: importing, and processor time of rank 0 for sharding 10,000 parameters."""
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/out.json"
         mp.start_processes(build, args=(f"{folder}/store", out), nprocs=2, start_method="fork")
         built = json.loads(Path(out).read_text(encoding="utf-8"))
-    return {"import fsdp_ref after torch": measure_import(5)} | {f"10,000 parameters, {k}": v for k, v in built.items()}
+        names = ("import fsdp_ref", "from fsdp_ref import FullyShardedDataParallel")
+        imports = {f"{name}, after torch": measure_import(name, folder) for name in names}
+    return imports | {f"10,000 parameters, {name}": seconds for name, seconds in built.items()}
+
+
+def show_setup(setup: dict[str, float]) -> None:
+    print("setup")
+    for name, seconds in setup.items():
+        base = setup.get(f"10,000 parameters, torch-fsdp1, {name.rpartition(', ')[2]}")
+        print(f"  {name:58s} {1000 * seconds:9.2f} ms" + ("" if base is None else f"  {seconds / base:5.2f}"))
 
 
 def run(setting: Setting, names: list[str]) -> dict[str, Any]:
@@ -317,9 +337,7 @@ def main() -> None:
     parser.add_argument("--setup", action="store_true", help="only importing and sharding, no steps")
     options = parser.parse_args()
     setup = measure_setup()
-    print("setup")
-    for name, seconds in setup.items():
-        print(f"  {name:42s} {1000 * seconds:9.2f} ms")
+    show_setup(setup)
     results: list[dict[str, Any]] = [{"setup": setup}]
     if options.setup:
         options.ranks = []

@@ -22,8 +22,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCTS = ("build", "dist", "report", "htmlcov", "found", "mutants")
 """Of the top of a checkout; below it are packages with such names."""
-BUILD = "import sys, setuptools.build_meta as backend; getattr(backend, sys.argv[1])(sys.argv[2])"
-WHERE = "import fsdp_testing, fsdp_ref, tinyfsdp; print(fsdp_testing.__file__, fsdp_ref.__file__, tinyfsdp.__file__)"
+BUILD = """
+import importlib, sys, tomllib
+system = tomllib.load(open("pyproject.toml", "rb"))["build-system"]
+sys.path[:0] = system.get("backend-path", ())
+getattr(importlib.import_module(system["build-backend"]), sys.argv[1])(sys.argv[2])
+"""
+WHERE = """
+import fsdp_testing.documentation as pages, fsdp_ref, tinyfsdp
+print(pages.__file__, fsdp_ref.__file__, tinyfsdp.__file__, *map(pages.page, ("README.md", "docs/adapters.md")))
+"""
 
 
 def run(command: list[str], folder: Path) -> str:
@@ -55,7 +63,11 @@ def built(source: Path, folder: Path) -> Path:
     with tarfile.open(archive) as packed:
         packed.extractall(folder / "unpacked", filter="data")
     (unpacked,) = (folder / "unpacked").iterdir()
-    run([sys.executable, "-c", BUILD, "build_wheel", str(folder)], unpacked)
+    before = set(unpacked.rglob("*"))
+    run([sys.executable, "-B", "-c", BUILD, "build_wheel", str(folder)], unpacked)
+    left = sorted(map(str, set(unpacked.rglob("*")) - before))
+    if left and source == ROOT:
+        sys.exit(f"expected a build that leaves nothing behind, got {left}. See ci/build_backend.py.")
     (wheel,) = folder.glob("*.whl")
     return wheel
 

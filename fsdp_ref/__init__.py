@@ -2,19 +2,13 @@
 
 ``from fsdp_ref import FullyShardedDataParallel as FSDP`` replaces the import of torch's class; the modules ``wrap``,
 ``composable``, ``comm_hooks`` and ``flat_param`` have what torch keeps under those or similar names.
+
+Importing the package is cheap: what a name needs is imported when the name is first used.
 """
 
-from fsdp_ref.api.fully_shard import fully_shard
-from fsdp_ref.api.trees import (
-    clip_grad_norm_,
-    no_sync,
-    register_comm_hook,
-    register_fsdp_forward_method,
-    unshard_params,
-)
-from fsdp_ref.api.wrapper import FullyShardedDataParallel
-from fsdp_ref.checkpoint.optim_state import optim_state_dict, optim_state_dict_to_load
-from fsdp_ref.checkpoint.settings import get_state_dict_type, set_state_dict_type, state_dict_type
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from fsdp_ref.config import (
     BackwardPrefetch,
     CPUOffload,
@@ -32,9 +26,22 @@ from fsdp_ref.config import (
     StateDictSettings,
     StateDictType,
 )
-from fsdp_ref.handle.marked_parameter import FlatParameter
-from fsdp_ref.storage.extension import ParameterExtension, register_parameter_extension
-from fsdp_ref.training.uneven_inputs import UnevenInputs
+
+if TYPE_CHECKING:
+    from fsdp_ref.api.fully_shard import fully_shard
+    from fsdp_ref.api.trees import (
+        clip_grad_norm_,
+        no_sync,
+        register_comm_hook,
+        register_fsdp_forward_method,
+        unshard_params,
+    )
+    from fsdp_ref.api.wrapper import FullyShardedDataParallel
+    from fsdp_ref.checkpoint.optim_state import optim_state_dict, optim_state_dict_to_load
+    from fsdp_ref.checkpoint.settings import get_state_dict_type, set_state_dict_type, state_dict_type
+    from fsdp_ref.handle.marked_parameter import FlatParameter
+    from fsdp_ref.storage.extension import ParameterExtension, register_parameter_extension
+    from fsdp_ref.training.uneven_inputs import UnevenInputs
 
 __all__ = [
     "BackwardPrefetch",
@@ -69,3 +76,35 @@ __all__ = [
     "state_dict_type",
     "unshard_params",
 ]
+
+_HOMES = {
+    "FlatParameter": "handle.marked_parameter",
+    "FullyShardedDataParallel": "api.wrapper",
+    "ParameterExtension": "storage.extension",
+    "UnevenInputs": "training.uneven_inputs",
+    "clip_grad_norm_": "api.trees",
+    "fully_shard": "api.fully_shard",
+    "get_state_dict_type": "checkpoint.settings",
+    "no_sync": "api.trees",
+    "optim_state_dict": "checkpoint.optim_state",
+    "optim_state_dict_to_load": "checkpoint.optim_state",
+    "register_comm_hook": "api.trees",
+    "register_fsdp_forward_method": "api.trees",
+    "register_parameter_extension": "storage.extension",
+    "set_state_dict_type": "checkpoint.settings",
+    "state_dict_type": "checkpoint.settings",
+    "unshard_params": "api.trees",
+}
+
+
+if not TYPE_CHECKING:  # to a type checker the names above are all that there are
+
+    def __getattr__(name: str) -> object:
+        """Import a public name from its module when it is first used."""
+        if name not in _HOMES:
+            raise AttributeError(f"module 'fsdp_ref' has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f"fsdp_ref.{_HOMES[name]}"), name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

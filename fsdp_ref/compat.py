@@ -14,7 +14,6 @@ from typing import Any, Final, cast
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase  # no public name covers every batch norm
 from torch.utils.hooks import RemovableHandle
 
@@ -97,7 +96,10 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 def waited(tensor: torch.Tensor) -> torch.Tensor:
     """Return a plain tensor in place of the result of a functional collective that nobody has waited for."""
-    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+    module = sys.modules.get(
+        "torch.distributed._functional_collectives"
+    )  # who made such a tensor imported it; slow to import
+    return tensor.wait() if module is not None and isinstance(tensor, module.AsyncCollectiveTensor) else tensor
 
 
 def detailed_debug() -> bool:

@@ -25,6 +25,8 @@ def clean_tensor_name(name: str) -> str:
 
     Works on whole segments: a user's module whose name merely contains such a word keeps it.
     """
+    if not any(segment in name for segment in _WRAPPER_SEGMENTS):
+        return name
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_SEGMENTS)
 
 

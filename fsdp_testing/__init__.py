@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fsdp_testing.pool.world import World as World
     from fsdp_testing.pool.world import current_world as current_world
     from fsdp_testing.pytest_plugin.conformance_checks import parametrize_with_checks as parametrize_with_checks
+    from fsdp_testing.pytest_plugin.model_checks import parametrize_with_models as parametrize_with_models
     from fsdp_testing.run import run_ranks as run_ranks
     from fsdp_testing.script_check import batch as batch
     from fsdp_testing.script_check import check_script as check_script
@@ -25,6 +26,7 @@ _HOMES = {
     "check_script": "fsdp_testing.script_check",
     "check_training": "fsdp_testing.training_check",
     "parametrize_with_checks": "fsdp_testing.pytest_plugin.conformance_checks",
+    "parametrize_with_models": "fsdp_testing.pytest_plugin.model_checks",
     "run_conformance": "fsdp_testing.conformance",
     "run_ranks": "fsdp_testing.run",
 }
@@ -36,6 +38,7 @@ __all__ = [
     "check_training",
     "current_world",
     "parametrize_with_checks",
+    "parametrize_with_models",
     "run_conformance",
     "run_ranks",
 ]

@@ -49,6 +49,7 @@ class RunListener(Protocol):
 def run_conformance(
     *names: str,
     world_sizes: Sequence[int] = (2,),
+    tensor_parallel: int = 1,
     backend: str = "gloo",
     checks: Sequence[str] = (),
     shard: tuple[int, int] | tuple[()] = (),
@@ -65,6 +66,8 @@ def run_conformance(
     Args:
         *names: Registered names or import strings `package.module:attribute`.
         world_sizes: Numbers of ranks.
+        tensor_parallel: How many of them hold one model together: torch's tensor parallelism cuts modules over these, and
+            implementations that claim it shard over the others. It divides every world size.
         backend: Backend of the worlds.
         checks: Patterns (fnmatch) of check names, or names of suites; all of the profile by default. A check named
             without wildcards runs whatever its profile.
@@ -92,7 +95,7 @@ def run_conformance(
     adapters = load_all(names)
     selected = select_checks(checks, extended=extended)
     expected = _expectations(expected_failures, names)
-    where = _place(world_sizes, backend)
+    where = _place(world_sizes, backend, tensor_parallel)
     if not isinstance(jobs, int) or isinstance(jobs, bool) or jobs < 1:
         raise InvalidArgument(f"jobs: expected a number of at least 1, got {jobs!r}. Give 1 or more.")
     runner = runner or shared_runner()
@@ -113,6 +116,7 @@ def run_conformance(
         environment=environment(),
         world_sizes=where.world_sizes,
         backend=backend,
+        tensor_parallel=tensor_parallel,
         # One by one: they show times.
         portraits=tuple(_portraits(adapters, where, runner)) if portraits else (),
         seconds=time.perf_counter() - start,
@@ -146,7 +150,7 @@ def _how_of(check: str) -> How | None:
 
 def _portraits(adapters: Mapping[str, Adapter], where: Where, runner: CaseRunner) -> Iterator[Portrait]:
     """One short run of each implementation that reports its units, under each strategy that it claims."""
-    sizes = [size for size in where.world_sizes if size > 1]
+    sizes = [size for size in where.world_sizes if size > 1 and where.tensor_parallel == 1]
     for name, adapter in adapters.items() if sizes and where.backend == "gloo" else ():
         for strategy in portrait.STRATEGIES:
             case = portrait.portrait_case(strategy, min(sizes))
@@ -311,9 +315,15 @@ def _sizes(world_sizes: Iterable[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(sizes))
 
 
-def _place(world_sizes: Iterable[int], backend: str) -> Where:
+def _place(world_sizes: Iterable[int], backend: str, tensor_parallel: int = 1) -> Where:
     """Where to judge; refuses a backend that cannot run there, or computes no real values."""
-    where = Where(_sizes(world_sizes), backend)
+    where = Where(_sizes(world_sizes), backend, tensor_parallel)
+    odd = [size for size in where.world_sizes if tensor_parallel < 1 or size % tensor_parallel]
+    if odd:
+        raise InvalidArgument(
+            f"tensor_parallel: expected a number that divides every world size, got {tensor_parallel} for {odd}. "
+            "Give a multiple of it as world size."
+        )
     found = backend_named(backend)
     for size in where.world_sizes:
         reason = found.unavailable(size)

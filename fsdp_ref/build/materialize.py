@@ -183,8 +183,8 @@ def _read_again(unit: ResolvedUnit, touched: set[nn.Module]) -> list[ManagedPara
 
 
 def _on_meta(module: nn.Module, ignored: Ignored) -> bool:
-    params = [param for param in module.parameters(recurse=False) if param not in ignored.params]
-    return any(tensor.is_meta for tensor in (*params, *module.buffers(recurse=False)))
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return any(tensor is not None and tensor.is_meta and tensor not in ignored.params for tensor in tensors)
 
 
 def _reset(module: nn.Module, device: torch.device) -> None:

@@ -99,7 +99,7 @@ class _Walk:
     """What one pass over the tree collects."""
 
     places: dict[nn.Parameter, list[_Place]] = field(default_factory=dict)
-    modules: dict[nn.Module, list[nn.Module]] = field(default_factory=dict)
+    modules: dict[nn.Module, dict[nn.Module, None]] = field(default_factory=dict)
     paths: dict[nn.Module, str] = field(default_factory=dict)
     taken: list[tuple[str, str, nn.Parameter]] = field(default_factory=list)
 
@@ -175,12 +175,10 @@ def _walk(root: nn.Module, targets: frozenset[nn.Module], ignored: Ignored) -> _
         chain = () if is_root else chains[parent]
         if is_root or (module in targets and all(module is not unit for unit, _ in chain)):
             chain = (*chain, (module, path))
-            walk.modules.setdefault(module, [])
+            walk.modules.setdefault(module, {})
             walk.paths.setdefault(module, path)
         chains[path] = chain
-        nearest = walk.modules[chain[-1][0]]
-        if module not in nearest:
-            nearest.append(module)
+        walk.modules[chain[-1][0]].setdefault(module)
         if is_root and unit_of(module) is not None:
             # Wrapping a wrapper is legal: the new unit stands around the old one and has no parameters itself.
             break

@@ -8,8 +8,8 @@ form into whole tensors, which ``nn.Module`` copies; missing and unexpected keys
 ``nn.Module``. Names lose the wrappers' prefixes.
 
 Collectives: full and sharded, one all-gather for each unit, over its shard group; to load a sharded state, also one
-exchange of descriptions for each tree of units and an all-gather for each parameter. All ranks must call, ``rank0_only``
-included. Local: none.
+exchange of descriptions for each tree of units and, for each parameter, broadcasts or an all-gather. All ranks must
+call, ``rank0_only`` included. Local: none.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from fsdp_ref.access.summon import SummonOptions, refuse_running, summon
 from fsdp_ref.annotations import OWNERS_KEY, owners_of, unit_of, units_in
 from fsdp_ref.checkpoint.own_state import sends_from_rank0, watch_optimizers
-from fsdp_ref.checkpoint.shards import Spread, compare_ranks, flat_shard_problem, whole
+from fsdp_ref.checkpoint.shards import Spread, compare_ranks, fill, flat_shard_problem, whole
 from fsdp_ref.comm.tensor_parallel import is_dtensor
 from fsdp_ref.compat import RunningCall
 from fsdp_ref.config import FullStateDictConfig, ShardingStrategy, StateDictType
@@ -347,7 +347,7 @@ def _take_whole(unit: Unit, param: nn.Parameter | None, state: dict[str, Any], k
     if not is_dtensor(value):
         return
     if unit.state_dict_settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
-        state[key] = whole(value)
+        state[key] = param if fill(param, value) else whole(value)
         return
     form = unit.state_dict_settings.state_dict_type.name
     errors.append(

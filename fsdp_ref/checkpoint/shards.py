@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_ref.comm.collectives import gather_objects
+from fsdp_ref.comm.collectives import as_bytes, collectives_for, gather_objects
 from fsdp_ref.comm.tensor_parallel import is_dtensor
 from fsdp_ref.errors import FsdpRuntimeError, explain, listing
 from fsdp_ref.naming import clean_tensor_name
@@ -102,6 +102,41 @@ def whole(value: Any) -> Tensor:
         # A state that was offloaded lies on the host; its mesh communicates between devices.
         full: Tensor = value.to(value.device_mesh.device_type).full_tensor()
     return full
+
+
+def fill(param: nn.Parameter | None, value: Any) -> bool:
+    """Write the whole of a DTensor where a parameter is, beside which no memory is needed; return whether that was possible.
+
+    It is where ``value`` is cut as `Spread` cuts, and has the parameter's shape and dtype.
+
+    Collectives:
+        One broadcast for each rank of the last axis of its mesh that has rows, all of which must call.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh, placements = value.device_mesh, value.placements
+    cut_alike = type(placements[-1]) is Shard and placements[-1].dim == 0
+    cut_alike = cut_alike and all(isinstance(each, Replicate) for each in placements[:-1])
+    if param is None or is_dtensor(param) or not param.is_contiguous() or mesh.get_coordinate() is None:
+        return False
+    if not cut_alike or (param.shape, param.dtype) != (value.shape, value.dtype):
+        return False
+    group = mesh.get_group(mesh.ndim - 1)
+    with torch.no_grad():
+        mine, chunks = value.to_local(), param.detach().chunk(mesh.size(mesh.ndim - 1))
+        place = mesh.get_local_rank(mesh.ndim - 1)
+        if place < len(chunks):
+            chunks[place].copy_(mine)
+        collectives = collectives_for(group, param.device)
+        ranks = zip(_row(mesh), chunks, strict=False)  # the last ranks may have no rows
+        sent = [
+            collectives.broadcast(as_bytes(rows.view(-1)), dist.get_group_rank(group, rank), group, "load_state_dict")
+            for rank, rows in ranks
+            if rows.numel()
+        ]
+        for each in sent:
+            each.wait()
+    return True
 
 
 def compare_ranks(

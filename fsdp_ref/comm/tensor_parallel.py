@@ -103,15 +103,20 @@ class TensorAxis:
 
 
 class TensorParallel(ParameterExtension):
-    """One parameter that ``parallelize_module`` made a DTensor."""
+    """One parameter that ``parallelize_module`` made a DTensor.
+
+    Attributes:
+        axis: the ranks over which it is laid out.
+        placements: how.
+    """
 
     def __init__(self, param: DTensor, axis: TensorAxis) -> None:
         self.shape = param.shape
         self.group = axis.group
-        self._axis = axis
+        self.axis = axis
         self._stride = param.stride()
-        self._placements = tuple(param.placements)
-        self.differs = not self._placements[0].is_replicate()
+        self.placements = tuple(param.placements)
+        self.differs = not self.placements[0].is_replicate()
 
     @classmethod
     def of(cls, param: Tensor, groups: DataParallelGroups) -> TensorParallel | None:
@@ -126,7 +131,7 @@ class TensorParallel(ParameterExtension):
             WritebackError: not a DTensor of the parameter's shape and layout.
         """
         value: Any = tensor
-        if is_dtensor(tensor) and (value.shape, tuple(value.placements)) == (self.shape, self._placements):
+        if is_dtensor(tensor) and (value.shape, tuple(value.placements)) == (self.shape, self.placements):
             return local_of(value)
         got = (
             f"one of shape {tuple(tensor.shape)}"
@@ -136,7 +141,7 @@ class TensorParallel(ParameterExtension):
         raise WritebackError(
             explain(
                 "parameter of tensor parallelism",
-                expected=f"a DTensor of shape {tuple(self.shape)} as {self._placements}",
+                expected=f"a DTensor of shape {tuple(self.shape)} as {self.placements}",
                 got=got,
                 remedy="Edit it in place, or assign distribute_tensor(value, mesh, placements)",
             )
@@ -144,13 +149,13 @@ class TensorParallel(ParameterExtension):
 
     def unflatten(self, view: Tensor) -> Tensor:
         """Return the DTensor over a local view."""
-        return over(view, self._axis.mesh, self._placements, self.shape, self._stride)
+        return over(view, self.axis.mesh, self.placements, self.shape, self._stride)
 
     def gather(self, local: Tensor) -> Tensor:
         """Return the whole value. Collectives: those of ``DTensor.full_tensor`` over the axis."""
         with torch.no_grad():
-            here = local.detach().to(self._axis.mesh.device_type).contiguous()
-            spread: Any = over(here, self._axis.mesh, self._placements, self.shape, _row_major(self.shape))
+            here = local.detach().to(self.axis.mesh.device_type).contiguous()
+            spread: Any = over(here, self.axis.mesh, self.placements, self.shape, _row_major(self.shape))
             whole: Tensor = spread.full_tensor()
         return whole
 
@@ -159,13 +164,13 @@ class TensorParallel(ParameterExtension):
         from torch.distributed.tensor import distribute_tensor
 
         with torch.no_grad():
-            return local_of(distribute_tensor(whole.detach(), self._axis.mesh, self._placements, src_data_rank=None))
+            return local_of(distribute_tensor(whole.detach(), self.axis.mesh, self.placements, src_data_rank=None))
 
     def chunk(self, rows: Tensor, mesh: DeviceMesh, placements: list[Any]) -> Tensor:
         """Return a DTensor over the mesh (tensor parallel, shard)."""
-        both = self._axis.with_shards(mesh)
+        both = self.axis.with_shards(mesh)
         with torch.no_grad():
-            return over(rows.detach(), both, (*self._placements, placements[-1]), self.shape, _row_major(self.shape))
+            return over(rows.detach(), both, (*self.placements, placements[-1]), self.shape, _row_major(self.shape))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
         """A copied model computes with the same ranks."""

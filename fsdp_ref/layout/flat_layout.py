@@ -143,9 +143,9 @@ class FlatLayout:
             start, stop = self.starts[index], self.stops[index]
             if start >= window.stop:
                 return
-            piece = Span(start, stop).intersect(window)
-            if piece.numel:
-                yield index, piece
+            start, stop = max(start, window.start), min(stop, window.stop)
+            if start < stop:
+                yield index, Span(start, stop)
 
     def segments(self) -> Iterator[tuple[int | None, Span]]:
         """Yield the whole buffer in order as (parameter index, span), with None for each gap and for the tail."""

@@ -69,15 +69,16 @@ class ParamSpec:
     def __post_init__(self) -> None:
         """Prove that shape, stride, order and size agree."""
         problems: list[str] = []
+        row_major = self.stride == row_major_stride(self.shape)  # most are, and then are dense
         if any(size < 0 for size in self.shape):
             problems.append("a negative size")
         if len(self.stride) != len(self.shape):
             problems.append(f"{len(self.stride)} strides for {len(self.shape)} dimensions")
         elif self.numel != math.prod(self.shape):
             problems.append(f"numel {self.numel} where the shape holds {math.prod(self.shape)}")
-        elif not is_dense(self.shape, self.stride):
+        elif not (row_major or is_dense(self.shape, self.stride)):
             problems.append("strides that leave gaps or overlap")
-        elif self.contiguous != is_row_major(self.shape, self.stride):
+        elif self.contiguous != (row_major or is_row_major(self.shape, self.stride)):
             problems.append(f"contiguous={self.contiguous}, which its strides contradict")
         if problems:
             raise LayoutError(
@@ -102,9 +103,9 @@ class ParamSpec:
         wanted = row_major_stride(sizes)
         steps = wanted if stride is None else tuple(int(step) for step in stride)
         # In row-major order dimensions of size 1 may carry any stride; torch's own values are kept.
-        if len(steps) == len(sizes) and not is_dense(sizes, steps):
+        if steps != wanted and len(steps) == len(sizes) and not is_dense(sizes, steps):
             steps = wanted
-        contiguous = len(steps) == len(sizes) and is_row_major(sizes, steps)
+        contiguous = steps == wanted or (len(steps) == len(sizes) and is_row_major(sizes, steps))
         return cls(fqn, sizes, steps, contiguous, math.prod(sizes), tuple(aliases))
 
     @property

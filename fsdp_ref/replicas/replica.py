@@ -25,6 +25,7 @@ from fsdp_ref.comm.buckets import cut_into_buckets
 from fsdp_ref.comm.collectives import collectives_for
 from fsdp_ref.comm.division import DivideFactors, divide
 from fsdp_ref.compat import graph_task_id, queue_backward_callback
+from fsdp_ref.errors import FsdpRuntimeError, explain, listing
 from fsdp_ref.storage.precision import map_tensors
 
 if TYPE_CHECKING:
@@ -81,6 +82,8 @@ class Replica:
         self._factors = DivideFactors.for_world(group.size())
         self._sync = True
         self._ran = False
+        self._modules: list[nn.Module] = []
+        self._looked: list[tuple[int, ...]] | None = None
         self._hooked: set[nn.Parameter] = set()
         self._queued_in = -1
 
@@ -113,10 +116,16 @@ class Replica:
     def pre_forward(self, module: nn.Module, args: object) -> None:
         """Align replicas before the first forward, buffers before each one, and watch trainable parameters.
 
+        Raises:
+            FsdpRuntimeError: There are trainable parameters that were not there when the replica learned what belongs to
+                it; all are named.
+
         Collectives: broadcasts on the group at the first forward, and of buffers whenever gradients are recorded;
         all ranks must run the same forwards.
         """
         del module, args
+        if torch.is_grad_enabled():
+            self._refuse_changes()
         first, self._ran = not self._ran, True
         if first and self.options.init_sync:
             self._broadcast([*self.members.params.values(), *self.members.buffers.values()])
@@ -127,6 +136,27 @@ class Replica:
             if param.requires_grad and param not in self._hooked:
                 self._hooked.add(param)
                 param.register_post_accumulate_grad_hook(self._hook())
+
+    def _refuse_changes(self) -> None:
+        """Check that what is trained belongs to the replica; while nothing is replaced that is one comparison."""
+        if self._looked is not None and self._looked == _looks(self._modules):
+            return
+        known = set(self.members.params.values())
+        late = {name: param for name, param in self._find_members(self.module).params.items() if param not in known}
+        trained = [name for name, param in late.items() if param.requires_grad]
+        if trained:
+            raise FsdpRuntimeError(
+                explain(
+                    f"forward of the replicated {type(self.module).__name__}",
+                    expected="the parameters that were there at its first forward",
+                    got=f"trainable parameters that came later: {listing(trained)}",
+                    remedy="Replace or add modules and parameters before the first forward (gradients of later ones are "
+                    "averaged by nobody), load values into the parameters that are there, or freeze them",
+                )
+            )
+        self._modules = list(self.module.modules())
+        # What is frozen now may be trained later.
+        self._looked = None if late else _looks(self._modules)
 
     def post_forward(self, module: nn.Module, args: object, output: object) -> None:
         """Watch the output, so that a rank whose backward reaches no parameter still joins the reduction."""
@@ -194,3 +224,8 @@ class Replica:
         ]
         for work in pending:
             work.wait()
+
+
+def _looks(modules: Iterable[nn.Module]) -> list[tuple[int, ...]]:
+    """Return which children and parameters modules have; the replica holds both, so that no id is given out again."""
+    return [(*map(id, module._modules.values()), *map(id, module._parameters.values())) for module in modules]

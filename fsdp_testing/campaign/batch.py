@@ -12,8 +12,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
@@ -34,8 +37,10 @@ from fsdp_testing.records import Case, CaseRecord, RaisedError, RankObservation,
 
 _MESHES: dict[tuple[int, ...], DeviceMesh] = {}
 """Two-dimensional meshes of this world: making one creates process groups, which costs more than a case."""
+_GROUPS: dict[tuple[int, ...], Any] = {}
+"""Groups of some of its ranks."""
 LASTING = frozenset({"process group", "open file", "thread"})
-"""Kinds of state that a batch leaves changed: the groups of `_MESHES`, with their connections and threads."""
+"""Kinds of state that a batch leaves changed: the groups of `_MESHES` and `_GROUPS`, with their connections and threads."""
 
 _FREEZE_AFTER = 2
 _ROUNDS = 4
@@ -78,7 +83,7 @@ def run_batch(adapter: Adapter, cases: Sequence[Case], directory: str, watch: Wa
     with record_stream.path_of(directory, world.rank).open("ab") as file, _garbage_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as for every program that is judged: whatever filters the caller has
         for index, case in enumerate(cases):
-            record, model = _run(adapter, case, world, index, watch)
+            record, model = _run(adapter, case, world, index, watch, directory)
             models.append((index, model))
             record_stream.append(file, record)
             error = record.observation.error
@@ -122,11 +127,14 @@ def everyone_raised(directory: str, world: World, index: int, mine: RaisedError)
 
 
 def _run(
-    adapter: Adapter, case: Case, world: World, index: int, watch: Watch
+    adapter: Adapter, case: Case, world: World, index: int, watch: Watch, directory: str
 ) -> tuple[CaseRecord, weakref.ref[nn.Module]]:
     _mesh(world, case.world.mesh_shape)  # before what is there is noted: its groups stay for the cases that follow
+    for ranks in (ranks for operation in case.program for ranks in operation.groups(world.size)):
+        _group(ranks)
     before = _fingerprint()
     program = program_for(case, adapter, world.rank, partial(setup_on, world))
+    program.make_group, program.files = _group, Path(directory)
     accounted = program if isinstance(program, AccountedProgram) else None
     issued = _Issued(accounted)
     with listen(issued):
@@ -189,6 +197,12 @@ def _mesh(world: World, shape: tuple[int, ...]) -> DeviceMesh:
     if shape not in _MESHES:
         _MESHES[shape] = init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
     return _MESHES[shape]
+
+
+def _group(ranks: tuple[int, ...]) -> Any:
+    if ranks not in _GROUPS:
+        _GROUPS[ranks] = dist.new_group(ranks)
+    return _GROUPS[ranks]
 
 
 def _fingerprint() -> dict[str, object]:

@@ -10,6 +10,7 @@ import torch
 from fsdp_testing.checkers.assemble import assemble
 from fsdp_testing.checkers.tensors import bits, same_bits
 from fsdp_testing.checkpoints.on_ranks import Settings, StateObservation
+from fsdp_testing.documentation import page
 from fsdp_testing.errors import InvalidImplementation
 from fsdp_testing.records import ObservedPiece, Snapshot
 
@@ -111,7 +112,7 @@ def of_state(state: Mapping[str, Any]) -> Entries:
         if "params" not in group:
             raise InvalidImplementation(
                 "full_optimizer_state: expected groups with the names of their parameters (`params`), got "
-                f"{sorted(group)}. Correct the adapter (docs/adapters.md)."
+                f"{sorted(group)}. Correct the adapter ({page('docs/adapters.md')})."
             )
         settings = {name: value for name, value in group.items() if name != "params"}
         found |= dict(of_settings(dict.fromkeys(group["params"], settings)))

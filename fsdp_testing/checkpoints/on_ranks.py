@@ -15,13 +15,13 @@ from torch import nn
 
 from fsdp_testing.campaign.batch import everyone_raised, setup_on
 from fsdp_testing.checkpoints.axes import SUBJECTS, Layout, Subject, case_of, further
-from fsdp_testing.checkpoints.ways import DirectoryRefused, Source, save
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.judging import record_stream
 from fsdp_testing.pool import Failed
 from fsdp_testing.pool.world import World, current_world
 from fsdp_testing.programs import models
 from fsdp_testing.programs.execute import RankProgram
+from fsdp_testing.programs.ways import DirectoryRefused, Source, save
 from fsdp_testing.records import Case, CaseRecord, OptimizerSpec, RaisedError, RankObservation
 
 Settings = Mapping[str, Mapping[str, Any]]

@@ -21,7 +21,6 @@ from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.checkpoints.axes import SUBJECTS, Layout, case_of
 from fsdp_testing.checkpoints.entries import Contradiction, Entries, Entry, first_difference, of_ranks, of_state
 from fsdp_testing.checkpoints.on_ranks import Item, Stage, StateObservation, fresh_case, grouped
-from fsdp_testing.checkpoints.ways import read
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.judging import record_stream
 from fsdp_testing.pool.channel import dumps, loads
@@ -30,6 +29,7 @@ from fsdp_testing.programs.disturbance import Disturbance
 from fsdp_testing.programs.fitting import as_observed
 from fsdp_testing.programs.rank_jobs import no_warnings
 from fsdp_testing.programs.replay import Replay
+from fsdp_testing.programs.ways import read
 from fsdp_testing.records import Case, Verdict
 
 _TRUTH = "truth.pickle"

@@ -20,6 +20,7 @@ from enum import Enum
 from pathlib import Path
 
 from fsdp_testing import env
+from fsdp_testing.documentation import folder
 from fsdp_testing.judging.concurrency import MEMORY_BYTES_PER_RANK, memory_available, usable_processors
 from fsdp_testing.pool.controller import missing_system_calls
 from fsdp_testing.pool.forkserver import COMMAND
@@ -268,6 +269,7 @@ def packages() -> Symptom:
 
     entries = [entry.value for entry in metadata.entry_points(group="pytest11") if entry.name == "fsdp_testing"]
     said = f"fsdp-testing {metadata.version('fsdp-testing')}, numpy {np.__version__}, {Path(sys.executable)}"
+    said += f"; documentation in {folder()}" if folder() else "; without documentation"
     if len(entries) != 1:
         return broken(f"{said}; pytest11 entry points: {entries}", "Install it once.")
     return good(said)

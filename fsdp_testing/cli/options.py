@@ -83,6 +83,12 @@ def add_world_sizes(group: argparse._ActionsContainer, said: str = "numbers of r
     return group.add_argument("--world-size", type=sizes, default=(2,), metavar="N[,N...]", help=said)
 
 
+def add_tensor_parallel(group: argparse._ActionsContainer) -> argparse.Action:
+    """Declare `--tensor-parallel`."""
+    said = "ranks that hold one model together, cut by torch's tensor parallelism (default 1)"
+    return group.add_argument("--tensor-parallel", type=count, default=1, metavar="T", help=said)
+
+
 def add_seed(group: argparse._ActionsContainer, said: str) -> argparse.Action:
     """Declare `--seed`."""
     return group.add_argument("--seed", type=int, default=0, metavar="S", help=f"{said} (default 0)")

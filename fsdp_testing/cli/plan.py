@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fsdp_testing.cli.options import Command, Subparsers, count, declare
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 RANKS_DRAWN = 16
 BAR_WIDTH = 48
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 
 
@@ -28,10 +30,21 @@ def add(commands: Subparsers[Command]) -> Command:
         "Draw which rank holds which elements of which parameter, with alignment gaps and padding.",
     )
     command.add_argument(
-        "model", metavar="MODEL", help="a model of `list models`, or package.module:factory (built on the meta device)"
+        "model",
+        metavar="MODEL",
+        help="a model of `list models`, llama-8b, llama-70b, llama-405b, mixture-8x7b, or package.module:factory (built on "
+        "the meta device)",
     )
     command.add_argument(
-        "--world-size", type=count, default=2, metavar="N", help="ranks in the shard group (default 2)"
+        "--world-size", type=count, metavar="N", help="number of ranks (default 2, or those of --mesh)"
+    )
+    command.add_argument(
+        "--strategy",
+        choices=STRATEGIES,
+        help="what is sharded, and when (default FULL_SHARD; with --mesh HYBRID_SHARD)",
+    )
+    command.add_argument(
+        "--mesh", metavar="RxS", help="R replicas of S ranks that shard among themselves, for the hybrid strategies"
     )
     command.add_argument(
         "--unit",
@@ -40,7 +53,7 @@ def add(commands: Subparsers[Command]) -> Command:
         metavar="PATTERN",
         help="submodules that become units: FQN pattern or class name; repeatable (default: the model's own)",
     )
-    command.add_argument("--dtype", choices=DTYPES, default="float32", help="of models of `list models`")
+    command.add_argument("--dtype", choices=DTYPES, default="float32", help="of models known by name")
     command.add_argument("--rank", type=int, metavar="R", help="show the pieces that this rank holds")
     command.add_argument("--packed", action="store_true", help="no gaps between parameters, no padding of the total")
     return command
@@ -51,33 +64,83 @@ def execute(options: argparse.Namespace) -> int:
     from fsdp_testing.cli.unit_layouts import unit_layouts
     from fsdp_testing.report.terminal import open_console
 
-    size = options.world_size
-    if options.rank is not None and not 0 <= options.rank < size:
-        raise InvalidArgument(f"--rank: expected 0 to {size - 1}, got {options.rank}. Ranks count from 0.")
+    ranks = _ranks(options)
+    if options.rank is not None and not 0 <= options.rank < ranks.world:
+        raise InvalidArgument(f"--rank: expected 0 to {ranks.world - 1}, got {options.rank}. Ranks count from 0.")
     model, units = _model(options.model, options.dtype)
-    found = unit_layouts(model, world_size=size, units=options.unit or units, aligned=not options.packed)
+    found = unit_layouts(model, world_size=ranks.shards, units=options.unit or units, aligned=not options.packed)
     if not found:
         raise InvalidArgument(
             f"plan: expected a model with parameters, got {options.model!r}. There is nothing to shard."
         )
     console = open_console()
+    alike: dict[UnitLayout, list[str]] = {}
     for unit in found:
-        _print_unit(unit, options.rank, console)
-    _print_totals(found, console)
+        alike.setdefault(replace(unit, name=""), []).append(unit.name)
+    for unit, names in alike.items():
+        _print_unit(
+            replace(unit, name=names[0]), None if options.rank is None else options.rank % ranks.shards, console
+        )
+        if names[1:]:
+            console.say(
+                f"  the same: {', '.join(names[1:3])}{f' ... {names[-1]}' * (len(names) > 3)}; {len(names)} in all\n"
+            )
+    _print_totals(found, ranks, console)
     return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """How ranks are divided: `shards` consecutive ranks hold one copy of the model, and there are `replicas` copies."""
+
+    strategy: str
+    replicas: int
+    shards: int
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.replicas * self.shards
+
+
+def _ranks(options: argparse.Namespace) -> Ranks:
+    strategy = options.strategy or ("HYBRID_SHARD" if options.mesh else "FULL_SHARD")
+    hybrid = strategy.startswith("HYBRID")
+    if hybrid != bool(options.mesh):
+        raise InvalidArgument(
+            f"--mesh: expected RxS with the hybrid strategies and with no other, got {options.mesh or 'none'} with {strategy}. "
+            "Pass, say, --strategy HYBRID_SHARD --mesh 2048x8."
+        )
+    if not hybrid:
+        size = options.world_size or 2
+        return Ranks(strategy, *((size, 1) if strategy == "NO_SHARD" else (1, size)))
+    parts = options.mesh.split("x")
+    if len(parts) != 2 or not all(part.isdecimal() and int(part) for part in parts):
+        raise InvalidArgument(
+            f"--mesh: expected two numbers of at least 1 such as 2048x8, got {options.mesh!r}. Name replicas, then shards."
+        )
+    ranks = Ranks(strategy, *map(int, parts))
+    if options.world_size not in (None, ranks.world):
+        raise InvalidArgument(
+            f"--world-size: expected {ranks.world}, the ranks of --mesh {options.mesh}, got {options.world_size}. Leave it out."
+        )
+    return ranks
 
 
 def _model(name: str, dtype: str) -> tuple[Any, tuple[str, ...]]:
     """Return the module and the units it has by default."""
     import torch
 
+    from fsdp_testing.cli.known_models import DECODERS
     from fsdp_testing.zoo import MODELS
 
+    if name in DECODERS:
+        return DECODERS[name].build(getattr(torch, dtype)), ("Block",)
     if name in MODELS:
         return MODELS[name].build(0, getattr(torch, dtype)), MODELS[name].units
     module_name, separator, path = name.partition(":")
     if not separator:
-        known = ", ".join(MODELS)
+        known = ", ".join((*MODELS, *DECODERS))
         raise InvalidArgument(f"plan: expected one of {known} or `package.module:factory`, got {name!r}. Name a model.")
     try:
         found: Any = importlib.import_module(module_name)
@@ -160,7 +223,7 @@ def _bars(unit: UnitLayout) -> Iterator[str]:
         yield f"  rank {rank:<3} {''.join(marks)}"
 
 
-def _print_totals(units: tuple[UnitLayout, ...], console: Output) -> None:
+def _print_totals(units: tuple[UnitLayout, ...], ranks: Ranks, console: Output) -> None:
     from fsdp_testing.report.drawings.svg import bytes_text
 
     elements = sum(unit.shards.layout.params_numel for unit in units)
@@ -169,10 +232,19 @@ def _print_totals(units: tuple[UnitLayout, ...], console: Output) -> None:
     largest = max(units, key=lambda unit: unit.shards.padded_numel * unit.element_bytes)
     gathered = largest.shards.padded_numel * largest.element_bytes
     console.say(
-        f"{len(units)} units, {elements:,} elements on {units[0].shards.world_size:,} ranks: {bytes_text(shard)} of "
+        f"{len(units)} units, {elements:,} elements on {ranks.world:,} ranks: {bytes_text(shard)} of "
         f"parameters a rank, {_share(padded - elements, padded)} padding; largest gather {bytes_text(gathered)} "
-        f"({largest.name or '(root)'})"
+        f"({largest.name or 'root'})"
     )
+    whole = bytes_text(sum(unit.shards.padded_numel * unit.element_bytes for unit in units))
+    copies = f"{ranks.replicas:,} replicas of {ranks.shards:,} consecutive ranks" if ranks.replicas > 1 else "one copy"
+    if ranks.strategy == "NO_SHARD":
+        kept = "each rank holds all of it, and gradients are averaged over all ranks"
+    elif ranks.strategy in {"SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"}:
+        kept = f"gathered units stay until their backward: up to {whole} a rank"
+    else:
+        kept = "gathered units are freed after their forward and gathered again for their backward"
+    console.say(f"{ranks.strategy}: {copies}; {kept}")
 
 
 def _share(part: int, whole: int) -> str:

@@ -9,7 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_testing.cli.options import Command, Subparsers, add_timeout, add_world_sizes, allowance, count, declare, part
+from fsdp_testing.cli.options import (
+    Command,
+    Subparsers,
+    add_tensor_parallel,
+    add_timeout,
+    add_world_sizes,
+    allowance,
+    count,
+    declare,
+    part,
+)
 from fsdp_testing.errors import BackendUnavailable, InvalidArgument
 
 if TYPE_CHECKING:
@@ -35,6 +45,7 @@ def add(commands: Subparsers[Command]) -> Command:
     command.add_argument("--all", action="store_true", help="every registered implementation")
     what = command.add_argument_group("what is run")
     add_world_sizes(what)
+    add_tensor_parallel(what)
     what.add_argument("--backend", default="gloo", help="of the ranks: gloo (default), nccl or a registered one")
     what.add_argument(
         "--check",
@@ -200,6 +211,7 @@ def judged(
             report = run_conformance(
                 *names,
                 world_sizes=options.world_size,
+                tensor_parallel=options.tensor_parallel,
                 backend=options.backend,
                 checks=tuple(options.check),
                 expected_failures=expected,
@@ -214,7 +226,8 @@ def judged(
         except KeyboardInterrupt:
             if not progress.results:
                 raise
-            return RunReport(tuple(progress.results), names, environment(), options.world_size, options.backend), True
+            known = RunReport(tuple(progress.results), names, environment(), options.world_size, options.backend)
+            return replace(known, tensor_parallel=options.tensor_parallel), True
     return report, False
 
 

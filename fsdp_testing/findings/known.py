@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_testing.errors import InvalidRecord
-from fsdp_testing.findings.tags import tags, tokens
+from fsdp_testing.findings.tags import NEW_MODEL, tags, words
 from fsdp_testing.judging.signature import Signature
 from fsdp_testing.records import ENDS_RANKS, RAISES, Case, FailureKind
 from fsdp_testing.records.document import Format, decode, encode, load_json, to_json
@@ -28,7 +28,7 @@ class CaseFeatures:
 
     def __init__(self, case: Case) -> None:
         self._case = case
-        self.tokens = ("begin", *tokens(case))
+        self.places = (frozenset({"begin", NEW_MODEL}), *map(words, case.program))
 
     @cached_property
     def tags(self) -> frozenset[str]:
@@ -47,12 +47,14 @@ class Rule:
         signatures: What it looks like, in each way that it was seen: kind, quantity (of an exception its beginning),
             operation; what is not given may be anything.
         operations: Tokens that occur in this order (others may lie between them); empty matches any program. A token
-            may end in `*`; `begin` stands before the first operation.
+            may end in `*`; `@backward`, `@local`, `@reduced` and `@new_model` are any operation that does this
+            (`tags.words`); `begin`, which is `@new_model` too, stands before the first operation.
         unless: Tokens that may not lie between them.
         tags: Tags that the case has, all of them; a tag may end in `*`.
         without: Token of the operations without which it does not show; a case in which it was met is run once more
             without them, for what it may have hidden. Empty where no such operation is known.
         example: A case that fails because of it, to notice when it no longer does.
+        unlike: The case nearest to it that was seen to pass: the rule may not ask for less than what it lacks.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Rule:
     tags: tuple[str, ...] = ()
     without: str = ""
     example: Any = None
+    unlike: Any = None
 
     @property
     def ends_ranks(self) -> bool:
@@ -72,7 +75,7 @@ class Rule:
 
     def fits(self, features: CaseFeatures) -> bool:
         """Return whether a case has what the cases have in which it was seen."""
-        in_order = _in_order(self.operations, features.tokens, self.unless)
+        in_order = _in_order(self.operations, features.places, self.unless)
         return in_order and all(any(_matches(pattern, tag) for tag in features.tags) for pattern in self.tags)
 
     def knows(self, signature: Signature, features: CaseFeatures) -> bool:
@@ -82,7 +85,7 @@ class Rule:
     def variant(self, case: Case) -> Case | None:
         """Return the case without what brings the failure about; None where nothing is left, or nobody knows how."""
         while self.without and self.fits(CaseFeatures(case)):
-            places = [place for place, one in enumerate(case.program) if _matches(self.without, one.token())]
+            places = [place for place, one in enumerate(case.program) if _is(self.without, words(one))]
             if not places:
                 return None
             case = case.without_operation(places[-1])
@@ -103,22 +106,26 @@ def _matches(pattern: str, text: str) -> bool:
     return text.startswith(pattern[:-1]) if pattern.endswith("*") else text == pattern
 
 
-def _in_order(wanted: Sequence[str], found: Sequence[str], unless: Sequence[str]) -> bool:
+def _is(pattern: str, operation: Iterable[str]) -> bool:
+    return any(_matches(pattern, word) for word in operation)
+
+
+def _in_order(wanted: Sequence[str], found: Sequence[frozenset[str]], unless: Sequence[str]) -> bool:
     if not wanted:
         return True
     return any(
-        _matches(wanted[0], text) and _goes_on(wanted[1:], found[place + 1 :], unless)
-        for place, text in enumerate(found)
+        _is(wanted[0], operation) and _goes_on(wanted[1:], found[place + 1 :], unless)
+        for place, operation in enumerate(found)
     )
 
 
-def _goes_on(wanted: Sequence[str], found: Sequence[str], unless: Sequence[str]) -> bool:
-    for text in found:
+def _goes_on(wanted: Sequence[str], found: Sequence[frozenset[str]], unless: Sequence[str]) -> bool:
+    for operation in found:
         if not wanted:
             break
-        if _matches(wanted[0], text):
+        if _is(wanted[0], operation):
             wanted = wanted[1:]
-        elif any(_matches(pattern, text) for pattern in unless):
+        elif any(_is(pattern, operation) for pattern in unless):
             return False
     return not wanted
 
@@ -159,6 +166,14 @@ class KnownFailures:
             (rule, Case.from_json(rule.example, f"known failure {rule.name}"))
             for rule in self.rules
             if rule.example is not None
+        ]
+
+    def counter_examples(self) -> list[tuple[Rule, Case]]:
+        """Return the rules that have a case which passes and is not theirs, with it."""
+        return [
+            (rule, Case.from_json(rule.unlike, f"what is unlike known failure {rule.name}"))
+            for rule in self.rules
+            if rule.unlike is not None
         ]
 
     def to_json(self) -> str:

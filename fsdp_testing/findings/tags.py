@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator
 
-from fsdp_testing.records import Case
+from fsdp_testing.records import Case, Operation
 from fsdp_testing.strategies.normal_form import needs_of_case
-from fsdp_testing.zoo.tree import has_alias
+from fsdp_testing.zoo.tree import has_alias, unit_of
 from fsdp_testing.zoo.tree_schema import SCHEMA, every, get, parameters, walk
+
+NEW_MODEL = "@new_model"
 
 
 def tokens(case: Case) -> tuple[str, ...]:
     """Return the tokens of a program in order."""
     return tuple(operation.token() for operation in case.program)
+
+
+def words(operation: Operation) -> frozenset[str]:
+    """Return the token of an operation, and what it does, which operations have in common.
+
+    `@backward` runs backwards; `@local` leaves gradients that await their reduction; `@reduced` runs backwards after which
+    none await it; `@new_model` leaves another model.
+    """
+    local, backward = operation.pending_after(False), operation.runs_backward
+    reduced = backward and not local
+    done = {"@backward": backward, "@local": local, "@reduced": reduced, NEW_MODEL: operation.renews_model}
+    return frozenset({operation.token(), *(word for word, does in done.items() if does)})
 
 
 def tags(case: Case) -> frozenset[str]:
@@ -36,6 +52,8 @@ def _tags(case: Case) -> Iterator[str]:
                 yield f"{field}:{getattr(case.mixed_precision, field)}"
     if case.wrapping.policy is not None:
         yield f"policy:{case.wrapping.policy.kind}"
+    if case.strategy == "no_shard" or case.world.mesh_shape[-1] == 1:
+        yield "whole_parameters"
     yield f"units:{min(len(case.wrapping.units), 3)}"
     for need in needs_of_case(case):
         yield f"needs:{need}"
@@ -44,6 +62,8 @@ def _tags(case: Case) -> Iterator[str]:
         yield f"zoo:{case.model.name}"
         # What a model of the zoo consists of is not known without building it: it may be anything.
         yield "empty_shard"
+        if {"shared_parameters", "reused_modules"} <= needs_of_case(case):
+            yield "alias"
         return
     yield from _tree_tags(case)
 
@@ -69,6 +89,8 @@ def _tree_tags(case: Case) -> Iterator[str]:
         yield "empty_shard"
     if has_alias(case.model.tree["nodes"]):
         yield "alias"
+    if 1 in _elements_of_units(case).values():
+        yield "one_element_unit"
     for place in every(walk(case.model.tree)):
         node = place.node
         yield f"node:{node['kind']}"
@@ -80,3 +102,11 @@ def _tree_tags(case: Case) -> Iterator[str]:
                     yield f"group:{field}"
             if get(node, "returns") != "tensor":
                 yield f"returns:{get(node, 'returns')}"
+
+
+def _elements_of_units(case: Case) -> Counter[str]:
+    """How many elements each unit has, by its FQN; which units a policy makes is not known."""
+    elements: Counter[str] = Counter()
+    for spec in parameters(case.model.tree) if case.wrapping.policy is None else ():
+        elements[unit_of(spec.fqn, case.wrapping.units)] += math.prod(spec.shape)
+    return elements

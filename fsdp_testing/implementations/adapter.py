@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_testing.documentation import page
 from fsdp_testing.errors import InvalidImplementation
 from fsdp_testing.implementations import defaults
 from fsdp_testing.implementations.protocol import Division, Piece, Setup, StateEntry
+from fsdp_testing.implementations.shared.tensor_parallel import parallelised
 from fsdp_testing.records.case import DTYPES
 
 Model = nn.Module
@@ -90,6 +92,7 @@ class TorchStyle:
             that the oracle does too.
         widest_dtype: Dtype in which the engine keeps what it trains, if that is narrower than float64: models of wider
             ones are built in this one, and bounds are those of this one.
+        not_beside_tensor_parallel: Capabilities that are not claimed where tensor parallelism has cut modules.
         built_on: Name of the implementation that this one is a variant of, whose defects it shares; its own name where
             nothing is given. `dataclasses.replace` of another adapter keeps it.
     """
@@ -130,6 +133,7 @@ class TorchStyle:
     zero_grad: Callable[[Model, Any, bool], None] = LEFT_OUT
     step_clears_gradients: bool = False
     widest_dtype: str = "float64"
+    not_beside_tensor_parallel: frozenset[str] = frozenset()
     built_on: str = ""
 
     def __post_init__(self) -> None:
@@ -179,8 +183,9 @@ class Adapter(TorchStyle):
             missing=frozenset(filled) - frozenset(given),
             step_clears_gradients=bool(getattr(implementation, "step_clears_gradients", False)),
             widest_dtype=_dtype(implementation),
+            not_beside_tensor_parallel=frozenset(getattr(implementation, "not_beside_tensor_parallel", ())),
             built_on=str(getattr(implementation, "built_on", "")) or given_name,
-            **(filled | given | {"wrap": defaults.checkpointing_outside(given["wrap"])}),
+            **(filled | given | {"wrap": parallelised(defaults.checkpointing_outside(given["wrap"]))}),
         )
 
 
@@ -190,7 +195,7 @@ def _dtype(implementation: object) -> str:
     if given not in DTYPES:
         raise InvalidImplementation(
             f"implementation {getattr(implementation, 'name', '?')!r}: expected `widest_dtype` among "
-            f"{', '.join(DTYPES)}, got {given!r}. Correct the adapter (docs/adapters.md)."
+            f"{', '.join(DTYPES)}, got {given!r}. Correct the adapter ({page('docs/adapters.md')})."
         )
     return str(given)
 
@@ -209,5 +214,5 @@ def _require(implementation: object) -> None:
     if offenders:
         raise InvalidImplementation(
             f"implementation {name if isinstance(name, str) else type(implementation).__name__!r}: expected `name`, "
-            f"`capabilities` and `wrap`, got: {'; '.join(offenders)}. Correct the adapter (docs/adapters.md)."
+            f"`capabilities` and `wrap`, got: {'; '.join(offenders)}. Correct the adapter ({page('docs/adapters.md')})."
         )

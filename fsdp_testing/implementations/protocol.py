@@ -86,10 +86,15 @@ class Setup:
 
     Attributes:
         rank: This rank in `group`.
-        world_size: Number of ranks in `group`.
+        world_size: Number of ranks in `group`: of all, or with tensor parallelism of those that have other inputs.
         device: Where parameters live and computation runs.
-        group: The world's process group (the default group); `None` for an implementation that runs without one.
-        mesh: The world as a 1-D mesh, or 2-D (replicate, shard) for the hybrid strategies; `None` without a group.
+        group: The world's process group (the default group, without tensor parallelism), or one of some of its ranks,
+            which needs the capability `sub_groups`; `None` for an implementation that runs without one.
+        mesh: The ranks of `group` as a 1-D mesh, or 2-D (replicate, shard) for the hybrid strategies; `None` without a
+            group.
+        tensor_mesh: The ranks that hold one model together, a 1-D mesh out of the same 2-D one; `None` without tensor
+            parallelism. The harness has cut the module over it before it calls `wrap`.
+        layouts: `(FQN, layout)` of each module that is cut (`fsdp_testing.records.case.LAYOUTS`).
         units: FQNs of the submodules to wrap besides the root, any order; "" (the root) is implied.
         wrap_root: Whether the root itself is a unit; `False` leaves several independent roots.
         policy: Wrap by policy instead; then `units` is empty.
@@ -119,6 +124,8 @@ class Setup:
     device: torch.device
     group: ProcessGroup | None = None
     mesh: DeviceMesh | None = None
+    tensor_mesh: DeviceMesh | None = None
+    layouts: tuple[tuple[str, str], ...] = ()
     units: tuple[str, ...] = ()
     wrap_root: bool = True
     policy: WrapPolicy | None = None

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fsdp_testing.documentation import page
 from fsdp_testing.errors import InvalidImplementation, WorldFailed
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.implementations.defaults import OPTIONAL_WITHOUT_DEFAULT
@@ -33,7 +34,8 @@ from fsdp_testing.zoo import MODELS, ZooModel
 _MODELS = ("mlp", "buffers")
 
 _GUIDE = (
-    "This is the adapter's mistake, nothing is known of the implementation; docs/adapters.md shows what is expected."
+    "This is the adapter's mistake, nothing is known of the implementation; "
+    f"{page('docs/adapters.md')} shows what is expected."
 )
 
 

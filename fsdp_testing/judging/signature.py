@@ -54,7 +54,8 @@ def signature_of(finding: Finding) -> Signature:
     operation = operation_kind(finding.case, finding.operation)
     if kind in RAISES:
         line = next(iter(finding.message.splitlines()), "")
-        return Signature(kind, f"{sort}: {_without_particulars(line)}", operation)
+        # Which attribute of what is missing is the defect, not a particular of the case.
+        return Signature(kind, f"{sort}: {_without_particulars(line, words_stay=sort == 'AttributeError')}", operation)
     if kind in LOSES_RANKS:
         return Signature(kind, finding.message)
     if kind == FailureKind.LEAKED:
@@ -80,11 +81,12 @@ def operation_kind(case: Case, index: int) -> str:
     return case.program[index].kind if index < len(case.program) else "end"
 
 
-def _without_particulars(message: str) -> str:
-    """Foreign prose without what varies from case to case: numbers, names, addresses."""
+def _without_particulars(message: str, *, words_stay: bool) -> str:
+    """Foreign prose without what varies from case to case: numbers, names, addresses; quoted words may stay."""
     text = re.sub(r"0x[0-9a-f]+", "#", message)
     text = re.sub(r"\b(ranks?) \d+((, | and )\d+)*", r"\1 #", text)
-    text = re.sub(r"'[^']*'|\"[^\"]*\"|\[[^\]]*\]|\([^)]*\)", "_", text)
+    quoted = r"('\w+')|'[^']*'|\"[^\"]*\"|\[[^\]]*\]|\([^)]*\)"
+    text = re.sub(quoted, lambda found: (words_stay and found[1]) or "_", text)
     text = re.sub(r"\b[a-z_]+(\.\w+)*\.(weight|bias)\b", "_", text)
     text = re.sub(r"-?\d+(\.\d+)?(e-?\d+)?", "#", text)
     return re.sub(r"\s+", " ", text).strip()[:MESSAGE_LENGTH]

@@ -17,13 +17,13 @@ from fsdp_testing.operations.norm_clipping import Clip
 from fsdp_testing.operations.observing import Observe
 from fsdp_testing.operations.operation import Operation, missing_facets
 from fsdp_testing.operations.optimizing import BuildOptimizer, SetLr, Step, ZeroGrad
-from fsdp_testing.operations.reloading import Reload, Save
+from fsdp_testing.operations.reloading import Reload, Save, TrainElsewhere
 from fsdp_testing.operations.unusual_backwards import UnusualBackward
 
 ALL: tuple[type[Operation], ...] = (
     ForwardBackward, Step, ZeroGrad, Forward, SetLr, Freeze, Thaw, Clip, EditFullParameters, Observe, BuildOptimizer,
     Move, SeveralForwards, Reload, Interrupt, UnshardFirst, AssignData, ReplaceParameters,
-    LocalMicroBatches, Save, UnusualBackward,
+    LocalMicroBatches, Save, UnusualBackward, TrainElsewhere,
 )  # fmt: skip
 """Every operation, the simplest first: a drawn program that shrinks moves towards the front."""
 
@@ -56,6 +56,6 @@ OPERATIONS = by_kind(ALL)
 __all__ = [
     "ALL", "OPERATIONS", "AssignData", "Batch", "BuildOptimizer", "Clip", "EditFullParameters", "Forward",
     "ForwardBackward", "Freeze", "Interrupt", "LocalMicroBatches", "Move", "Observe", "Operation", "Reload",
-    "ReplaceParameters", "Save", "SetLr", "SeveralForwards", "Step",  "Thaw", "UnshardFirst", "UnusualBackward",
-    "ZeroGrad", "by_kind",
+    "ReplaceParameters", "Save", "SetLr", "SeveralForwards", "Step",  "Thaw", "TrainElsewhere", "UnshardFirst",
+    "UnusualBackward", "ZeroGrad", "by_kind",
 ]  # fmt: skip

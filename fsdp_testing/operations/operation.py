@@ -116,6 +116,15 @@ class Operation:
         """Return the inner units of the model that it leaves, if it wraps a new one by another plan."""
         return None
 
+    def other_plans(self) -> tuple[tuple[str, ...], ...]:
+        """Return the inner units of every plan by which it wraps a model."""
+        units = self.new_units()
+        return () if units is None else (units,)
+
+    def groups(self, size: int) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks, of `size`, that it makes a process group of."""
+        return ()
+
     def new_dtype(self) -> str | None:
         """Return the dtype to which it casts the whole model, if it does."""
         return None

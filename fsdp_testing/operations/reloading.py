@@ -1,4 +1,4 @@
-"""Saving and loading: the model and the optimizer go on as new ones."""
+"""Saving and loading: the model and the optimizer go on as new ones, for a while elsewhere too."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fsdp_testing.strategies.operation_drawer import OperationDrawer
 
 FORMS = ("full", "sharded", "local")
+ELSEWHERE = ("full_shard", "shard_grad_op", "no_shard")
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,10 +188,119 @@ class Reload(Operation):
         if renews:
             replay.build_optimizer()
         if self.through is not None:
-            replay.train_in_one_process(self.through)
+            replay.train_among(1, self.through)
             if renews:
                 replay.build_optimizer()
         if self.units is not None:
             for replica in replay.replicas:
                 replay.disturbance.divided(replica, replace(replay.case.wrapping, units=self.units))
         return values
+
+
+@dataclass(frozen=True, slots=True)
+class TrainElsewhere(Operation):
+    """Saves model and optimizer; some of the ranks load that into new ones, train a step, save; all load it into new ones.
+
+    So the state goes to another number of ranks, plan and strategy, and back. Gradients are gone afterwards.
+
+    Attributes:
+        batch: Inputs of the step; the ranks that train have those of the first ranks.
+        ranks: How many train, at least one and not all: a world of one rank has nobody else.
+        last: Those at the end train; rank 0 is not among them.
+        units: Inner units of their model; None keeps the plan.
+        strategy: Of their model.
+        directory: States go through directories of `torch.distributed.checkpoint`, in shards; else as full states in memory.
+    """
+
+    kind: ClassVar[str] = "train_elsewhere"
+    needs: ClassVar[frozenset[str]] = frozenset({"full_state_dict", "optim_state", "sub_groups"})
+    passes: ClassVar[int | None] = None
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "op.elsewhere_full_shard": ("full_state_dict", "optim_state", "sub_groups", "full_shard"),
+        "op.elsewhere_shard_grad_op": ("full_state_dict", "optim_state", "sub_groups", "shard_grad_op"),
+        "op.elsewhere_no_shard": ("full_state_dict", "optim_state", "sub_groups", "no_shard"),
+        "op.elsewhere_directory": ("sharded_state_dict",),
+    }
+    drawn_with: ClassVar[tuple[str, ...]] = tuple(f"op.elsewhere_{strategy}" for strategy in ELSEWHERE)
+    renews_model: ClassVar[bool] = True
+    batch: Batch
+    ranks: int = 1
+    last: bool = False
+    units: tuple[str, ...] | None = None
+    strategy: str = "full_shard"
+    directory: bool = False
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1 or self.strategy not in ELSEWHERE:
+            raise InvalidRecord(
+                f"TrainElsewhere: expected ranks >= 1 and a strategy of {ELSEWHERE}, got {self.ranks} and {self.strategy!r}."
+            )
+
+    @classmethod
+    def draw(cls, drawer: OperationDrawer) -> TrainElsewhere:
+        choices = drawer.choices
+        strategy = drawer.pick_by_feature({f"op.elsewhere_{strategy}": strategy for strategy in ELSEWHERE})
+        units = tuple(unit for unit in drawer.units if choices.chance(2)) if choices.chance(2) else None
+        batch = Batch(drawer.next_seed(), (choices.integer(1, 4),))
+        directory = "op.elsewhere_directory" in drawer.swarm and choices.chance(2)
+        return cls(batch, choices.integer(1, 3), choices.chance(2), units, strategy, directory)
+
+    def normalise(self, context: ProgramContext) -> Operation | None:
+        size = context.case.world.size
+        if context.low_precision or context.has_buffers_of_ranks or context.counts_runs or size == 1:
+            return None
+        units = self.units if self.units is None else context.units_of_plan(self.units)
+        return replace(self, ranks=min(self.ranks, size - 1), units=units)
+
+    def required(self) -> frozenset[str]:
+        nested = {"nested_wrapping"} if self.units else set()
+        sharded = {"sharded_state_dict"} if self.directory else set()
+        return super(TrainElsewhere, self).required() | {self.strategy} | nested | sharded
+
+    def simpler(self) -> Iterator[Operation]:
+        yield Reload()
+        yield replace(self, directory=False)
+        yield replace(self, ranks=1)
+        yield replace(self, last=False)
+        yield replace(self, units=None)
+        yield replace(self, strategy="full_shard")
+        yield from (replace(self, batch=batch) for batch in self.batch.simpler())
+
+    def pending_after(self, pending: bool) -> bool:
+        return False
+
+    def may_stay_unsharded(self, before: frozenset[str], *, frees_early: bool, backward: bool) -> frozenset[str] | None:
+        return frozenset()  # a new model, of which nothing has run
+
+    def other_plans(self) -> tuple[tuple[str, ...], ...]:
+        return () if self.units is None else (self.units,)
+
+    def groups(self, size: int) -> tuple[tuple[int, ...], ...]:
+        first = size - self.ranks if self.last else 0
+        return (tuple(range(first, first + self.ranks)),)
+
+    def token(self) -> str:
+        plan = "" if self.units is None else ",plan"
+        return f"{self.kind}[{self.strategy}{plan}{',directory' if self.directory else ''}]"
+
+    def run(self, program: RankProgram) -> None:
+        adapter, model, optimizer = program.adapter, program.model, program.optimizer
+        flags = {name: parameter.requires_grad for name, parameter in adapter.named_parameters(model)}
+        wrapping = replace(
+            program.case.wrapping, units=program.case.wrapping.units if self.units is None else self.units
+        )
+        elsewhere = replace(program.case, wrapping=wrapping, strategy=self.strategy)
+        (ranks,) = self.groups(program.case.world.size)
+        with program.saved_as(directory=self.directory) as saved:
+            saved.save(adapter, model, optimizer, None)
+            adapter.finish(model)
+            program.train_among(ranks, elsewhere, self.batch, saved, flags)
+            program.rebuild(flags)
+            saved.load_model(adapter, program.model, None)
+            if optimizer is not None:
+                program.build_optimizer()
+                saved.load_optimizer(adapter, program.model, program.optimizer, None)
+
+    def replay(self, replay: Replay) -> None:
+        replay.clear_gradients()
+        replay.train_among(self.ranks, self.batch)

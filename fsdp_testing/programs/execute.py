@@ -7,16 +7,18 @@ rank then stops and says so at once, so that the pool does not wait for ranks th
 
 from __future__ import annotations
 
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import fsdp_testing
@@ -29,8 +31,9 @@ from fsdp_testing.operations.operation import matching
 from fsdp_testing.programs import models, one_process
 from fsdp_testing.programs.fresh_memory import filled_with_garbage
 from fsdp_testing.programs.observe import snapshot_of
-from fsdp_testing.programs.setup import setup_in_world
+from fsdp_testing.programs.setup import setup_among, setup_in_world
 from fsdp_testing.programs.starting import module_to_wrap
+from fsdp_testing.programs.ways import Carrier, InMemory, carried_in_directory
 from fsdp_testing.records import Case, OperationResult, RaisedError, RankObservation, Snapshot, plan
 from fsdp_testing.records.schedule import builds_late
 
@@ -53,6 +56,8 @@ class RankProgram:
         self.adapter = adapter
         self.rank = rank
         self.make_setup = make_setup
+        self.make_group: Callable[[tuple[int, ...]], Any] = dist.new_group
+        self.files = Path(tempfile.gettempdir())
         self.model: nn.Module = nn.Module()
         self.optimizer: torch.optim.Optimizer | None = None
         self.results: list[OperationResult] = []
@@ -186,6 +191,44 @@ class RankProgram:
         steps = self.optimizer is not None
         carried = one_process.train_on(self.case, batch, one_process.Saved(state, saved), flags, steps=steps)
         return carried.model, carried.optimizer
+
+    def saved_as(self, directory: bool) -> AbstractContextManager[Carrier]:
+        """Return what carries a saved state, while it is needed. Collectives: for a directory, a broadcast and a barrier."""
+        return carried_in_directory(self.files) if directory else nullcontext(InMemory())
+
+    def train_among(
+        self, ranks: tuple[int, ...], case: Case, batch: Batch, saved: Carrier, flags: Mapping[str, bool]
+    ) -> None:
+        """Let some of the ranks load a saved state into new ones of the implementation, train a step, and save that in its place.
+
+        Args:
+            ranks: Who trains.
+            case: Says how they wrap.
+            batch: Inputs; these ranks have those of the first ranks.
+            saved: The state.
+            flags: `requires_grad` by name.
+
+        Collectives: a group is made, and the new state is sent by the first of `ranks`; every rank of the world calls.
+        """
+        group = self.make_group(ranks)
+        if self.rank in ranks:
+            place, adapter = ranks.index(self.rank), self.adapter
+            module, init_module = module_to_wrap(replace(case, seed=case.seed + 2), place, flags)
+            setup = replace(setup_among(case, module, ranks, group), init_module=init_module)
+            with self._inside():
+                model, optimizer = adapter.wrap(module, setup), None
+                saved.load_model(adapter, model, group)
+                if self.optimizer is not None:
+                    optimizer = adapter.build_optimizer(model, partial(models.build_optimizer, case))
+                    saved.load_optimizer(adapter, model, optimizer, group)
+                loss = models.forward(model, case, batch, place, models.make_inputs(case, batch, place)).loss
+                if loss.requires_grad:
+                    adapter.backward(model, loss)
+                if optimizer is not None:
+                    adapter.step(model, optimizer)
+                saved.save(adapter, model, optimizer, group)
+                adapter.finish(model)
+        saved.send(ranks[0])
 
     @contextmanager
     def _inside(self) -> Iterator[None]:

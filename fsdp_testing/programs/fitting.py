@@ -39,7 +39,7 @@ def as_observed(comparison: Comparison, adapter: Adapter) -> Comparison:
 
 def oracle_view(case: Case) -> Case:
     """Return what the oracle's free replay depends on; it knows no strategy, wrapping or offload."""
-    world = WorldSpec(case.world.size)
+    world = WorldSpec(case.world.size, tensor_parallel=case.world.tensor_parallel)
     return replace(case, world=world, strategy="no_shard", wrapping=WrappingPlan(), cpu_offload=False)
 
 

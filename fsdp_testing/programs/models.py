@@ -129,7 +129,7 @@ def _uses_of(nodes: Iterable[Mapping[str, Any]], path: list[str]) -> int:
 
 def make_inputs(case: Case, batch: Batch, rank: int, dtype: torch.dtype | None = None) -> Inputs:
     """Make the inputs of `rank`, in the model's own dtype unless another one is given."""
-    rank = 0 if batch.alike else rank
+    rank = _with_inputs_of(case, batch, rank)
     usage = batch.usage_of(rank)
     options = {} if usage is None else {"use": usage}
     wanted = dtype or dtype_of(case.model.dtype)
@@ -142,9 +142,14 @@ def make_inputs(case: Case, batch: Batch, rank: int, dtype: torch.dtype | None =
     return Inputs(*scaled)
 
 
+def _with_inputs_of(case: Case, batch: Batch, rank: int) -> int:
+    """Return which of the different inputs `rank` has: ranks that hold one model together share theirs."""
+    return 0 if batch.alike else rank // case.world.tensor_parallel
+
+
 def forward(model: Callable[..., Any], case: Case, batch: Batch, rank: int, inputs: Inputs) -> Forwarded:
     """Call the model. The global generator is seeded first, so that dropout is a function of case, batch and rank."""
-    _seed(derive(case.seed, "forward", batch.seed, 0 if batch.alike else rank))
+    _seed(derive(case.seed, "forward", batch.seed, _with_inputs_of(case, batch, rank)))
     output = model(*inputs.args, **inputs.kwargs)
     return Forwarded(loss_of(output), tuple(tensors_in(output)))
 

@@ -12,6 +12,7 @@ import torch
 from fsdp_testing.checkers.gathered_state import GatheredState
 from fsdp_testing.checkers.quantities import Expectation, Expected, ExpectedPoint, Quantity
 from fsdp_testing.implementations.protocol import Division
+from fsdp_testing.programs import tensor_axis
 from fsdp_testing.programs.disturbance import NO_DISTURBANCE, Disturbance
 from fsdp_testing.programs.models import build_model, dtype_name
 from fsdp_testing.programs.replay import Replay, ReplayPoint, Slack
@@ -67,7 +68,7 @@ def expect_lockstep(
     if displaced:
         elsewhere = Disturbance(case.seed, 0, displaced=True)
         moved = Replay(case, division, elsewhere, adopted, sums).run(observe_all=True)
-    points = tuple(_lockstep_point(a, b) for a, b in zip(plain, moved))
+    points = tuple(_lockstep_point(a, b, case) for a, b in zip(plain, moved))
     return Expectation(points, replay.shapes, {"mode": "lockstep"})
 
 
@@ -119,8 +120,10 @@ def _free_bound(value: torch.Tensor | None, disturbed: torch.Tensor | None, roun
     )
 
 
-def _lockstep_point(point: ReplayPoint, displaced: ReplayPoint) -> ExpectedPoint:
+def _lockstep_point(point: ReplayPoint, displaced: ReplayPoint, case: Case) -> ExpectedPoint:
     quantities: dict[Quantity, Expected] = {}
+    gradients = [value for quantity, value in point.values.items() if quantity.kind == "gradient"]
+    largest = max(map(_largest, gradients), default=0.0)
     for quantity, value in point.values.items():
         bound, why = _wider(*(p.slack.get(quantity, BITWISE) for p in (point, displaced)))
         apart = _apart(value, displaced.values.get(quantity))
@@ -128,6 +131,10 @@ def _lockstep_point(point: ReplayPoint, displaced: ReplayPoint) -> ExpectedPoint
             # On this machine the last bits of a product depend on where its operands lie, or those of a sum on the units.
             why = f"{why}; {DIRECTIONS} x {apart:.2e} for the place in memory and the units' borders"
             bound = bound + DIRECTIONS * apart
+        size = _largest(value) if quantity.kind != "gradient" or value is None else max(largest, _largest(value))
+        cut = tensor_axis.roundings_of_cut_sums(case, point.index, quantity, size)
+        if cut:
+            bound, why = bound + cut, f"{why}; {cut:.2e} for sums that tensor parallelism cuts"
         quantities[quantity] = Expected(value, bound, why)
     return _point(point, quantities)
 

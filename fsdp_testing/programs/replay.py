@@ -29,6 +29,7 @@ from fsdp_testing.programs.pending import LocalGradients, PendingGradients, grad
 from fsdp_testing.programs.reduction import Reduced, reduce, require_backward, roundings
 from fsdp_testing.programs.replicas import replica_of
 from fsdp_testing.programs.setup import precision_of
+from fsdp_testing.programs.tensor_axis import compute_in_parts
 from fsdp_testing.records import UNIT_ROUNDOFF, Case, plan
 from fsdp_testing.records.schedule import builds_late
 
@@ -122,6 +123,8 @@ class Replay:
                         module.register_buffer(
                             name, buffer.to(self.precision.buffer_dtype), name not in module._non_persistent_buffers_set
                         )
+        if self.disturbance.displaced:
+            compute_in_parts(replica, self.case)
         return self.disturbance.divided(replica, self.case.wrapping)
 
     def build_optimizer(self) -> None:
@@ -176,7 +179,7 @@ class Replay:
         require_backward(unreduced=self.unreduced)
         reduced: dict[str, tuple[Reduced, torch.dtype]] = {}
         for fqn, parameter in self.parameters.items():
-            held = [pending.values.get(fqn) for pending in self.pending]
+            held = [pending.values.get(fqn) for pending in self.pending[:: self.case.world.tensor_parallel]]
             if any(gradient is not None for gradient in held):
                 parts = [torch.zeros_like(self.compute[fqn]) if gradient is None else gradient for gradient in held]
                 summed = next(gradient.dtype for gradient in held if gradient is not None)
@@ -198,11 +201,11 @@ class Replay:
         if later:
             # Each rank's sum may be reduced as a whole, or part by part and added up where it is stored.
             size = mean_size(self.pending, fqn, size)
-            error = error + roundings(2 * (later + self.size - 1), (summed, wire), size)
+            error = error + roundings(2 * (later + self.case.world.replicas - 1), (summed, wire), size)
             if models.most_uses(self.case) > 1 and summed != self.compute[fqn].dtype:
                 # Autograd adds up the uses of one backward, in the dtype of computation, and in which order is its own.
                 error = error + roundings(2 * later, (self.compute[fqn].dtype,), size)
-            why += f"; {later} additions before or after those of {self.size} ranks"
+            why += f"; {later} additions before or after those of {self.case.world.replicas} ranks"
         if parameter.grad is None:
             parameter.grad = reduced.mean.clone()
         else:
@@ -267,15 +270,20 @@ class Replay:
                     if buffer.is_floating_point():
                         setattr(owner, name, buffer.to(dtype))
 
-    def train_in_one_process(self, batch: Batch) -> None:
-        """Make a step on the inputs of rank 0 alone: nothing is averaged."""
+    def train_among(self, ranks: int, batch: Batch) -> None:
+        """Make a step on the mean of the gradients of so many ranks, from the first on; of one nothing is averaged."""
         self.refresh()
-        gradients = self.local_gradients(0, batch)[1].values
-        largest = max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
+        found = [self.local_gradients(rank, batch)[1].values for rank in range(ranks)]
+        names = dict.fromkeys(fqn for gradients in found for fqn in gradients)
+        zero = {fqn: torch.zeros_like(self.compute[fqn]) for fqn in names}
+        reduced = {
+            fqn: reduce([g.get(fqn, zero[fqn]) for g in found], zero[fqn].dtype, self.parameters[fqn].dtype, None)
+            for fqn in names
+        }
+        largest = max((float(one.magnitude.max()) for one in reduced.values() if one.magnitude.numel()), default=0.0)
         if self.optimizer is not None:
-            for fqn, gradient in gradients.items():
-                moved = self.disturbance.gradient(gradient, gradient.abs(), largest)
-                self.parameters[fqn].grad = moved.to(self.parameters[fqn].dtype).clone()
+            for fqn, one in reduced.items():
+                self.parameters[fqn].grad = self.disturbance.gradient(one.mean, one.magnitude, largest).clone()
             self.optimizer.step()
             self.disturbance.step(self.parameters)
         self.clear_gradients()

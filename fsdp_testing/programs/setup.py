@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -23,17 +24,24 @@ def setup_of(
 ) -> Setup:
     """Translate `case` for one rank.
 
-    Collectives: making the two-dimensional mesh of a hybrid case creates subgroups; every rank must call.
+    Collectives: making the two-dimensional mesh of a hybrid or tensor-parallel case creates subgroups; every rank must
+    call.
     """
-    shape = case.world.mesh_shape
+    shape, parts, tensor_mesh = case.world.mesh_shape, case.world.tensor_parallel, None
     if len(shape) == 2 and group is not None:
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    if parts > 1 and group is not None:
+        both = init_device_mesh(device.type, (case.world.replicas, parts), mesh_dim_names=("data", "tensor"))
+        mesh, tensor_mesh = both["data"], both["tensor"]
+        group = mesh.get_group()
     return Setup(
-        rank=rank,
-        world_size=case.world.size,
+        rank=rank // parts,
+        world_size=case.world.replicas,
         device=device,
         group=group,
         mesh=mesh,
+        tensor_mesh=tensor_mesh,
+        layouts=case.wrapping.layouts if parts > 1 else (),
         units=case.wrapping.units,
         policy=policy_of(case.wrapping.policy, module),
         strategy=case.strategy,
@@ -50,6 +58,14 @@ def setup_of(
         leaves_unused=leaves_unused(case),
         settings=frozenset(case.wrapping.settings),
     )
+
+
+def setup_among(case: Case, module: nn.Module, ranks: Sequence[int], group: ProcessGroup) -> Setup:
+    """Translate `case` for this rank in a group of some ranks of the current world. Collectives: none."""
+    world = current_world()
+    flat = replace(case, world=replace(case.world, size=len(ranks), mesh=()))
+    mesh = DeviceMesh.from_group(group, world.device.type)
+    return setup_of(flat, module, ranks.index(world.rank), world.device, group, mesh)
 
 
 def setup_in_world(case: Case, module: nn.Module) -> Setup:

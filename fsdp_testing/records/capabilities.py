@@ -49,6 +49,7 @@ CAPABILITIES: dict[str, str] = {
     "inner_forward": "a forward may run through the module that is inside the wrapper",
     "inference_mode": "forward passes under torch.inference_mode",
     "late_optimizer": "the optimizer may be built after training has begun",
+    "tensor_parallel": "modules that tensor parallelism has cut over one axis of a mesh are wrapped over the other",
     # parameters
     "shared_parameters": "one parameter under several names inside one unit",
     "shared_across_units": "one parameter used by several units",
@@ -92,6 +93,7 @@ CAPABILITIES: dict[str, str] = {
     "full_state_dict": "the model's whole state can be saved and loaded",
     "sharded_state_dict": "the model's state can be saved and loaded in shards",
     "local_state_dict": "each rank's raw shards can be saved and loaded",
+    "sub_groups": "some of the world's ranks may shard a model among themselves, in a group of the caller's",
     "optim_state": "optimizer state can be saved and loaded by parameter name",
     "optimizer_pieces": "each rank's optimizer state can be read without communication",
     # around

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.operations import OPERATIONS, Operation
 from fsdp_testing.records.capabilities import SETTINGS, STRATEGIES
-from fsdp_testing.records.document import Format, decode, register_union
+from fsdp_testing.records.document import ADDED_LATER, Format, decode, register_union
 
 FORMAT = Format("fsdp_testing/case", 1)
 
@@ -25,6 +25,10 @@ POLICIES = ("module_class", "size", "always")
 PREFETCH = ("pre", "post", "none")
 STARTS = ("sync_module_states", "meta_init")
 """What wrapping may be asked to bring: fields of `WrappingPlan`, each of which needs the capability of its name."""
+LAYOUTS = ("colwise", "colwise_cut", "rowwise", "rowwise_cut", "sequence", "replicated")
+"""How tensor parallelism cuts one module (`WrappingPlan.layouts`). All but two take and give whole activations:
+`colwise_cut` gives each rank its own columns, and `rowwise_cut` takes them. `sequence` cuts the rows of activations
+and leaves the parameters whole."""
 
 register_union(Operation, OPERATIONS.get)
 
@@ -82,6 +86,7 @@ class WrappingPlan:
         sync_module_states: Ranks begin with different values, and wrapping gives all of them those of rank 0.
         meta_init: Modules are on the meta device, and wrapping has them initialised.
         settings: Names of options that change no number (`SETTINGS`).
+        layouts: `(FQN of a module, one of LAYOUTS)`: what tensor parallelism makes of modules before they are wrapped.
     """
 
     units: tuple[str, ...] = ()
@@ -95,6 +100,7 @@ class WrappingPlan:
     sync_module_states: bool = False
     meta_init: bool = False
     settings: tuple[str, ...] = ()
+    layouts: tuple[tuple[str, str], ...] = field(default=(), metadata=ADDED_LATER)
 
     def required(self) -> frozenset[str]:
         """Return the capabilities that wrapping so needs."""
@@ -112,11 +118,25 @@ class WrappingPlan:
 
 @dataclass(frozen=True, slots=True)
 class WorldSpec:
-    """Which ranks run it. `mesh` is the shape of the device mesh: (size,) or (replicas, shards)."""
+    """Which ranks run it.
+
+    Attributes:
+        size: How many in all.
+        backend: Of their groups.
+        mesh: Shape of the device mesh: (size,) or (replicas, shards).
+        tensor_parallel: How many of them hold one model together, which the plan's `layouts` cut; the model is wrapped
+            over the others, and ranks r and s have the same inputs where r // tensor_parallel == s // tensor_parallel.
+    """
 
     size: int
     backend: str = "gloo"
     mesh: tuple[int, ...] = ()
+    tensor_parallel: int = field(default=1, metadata=ADDED_LATER)
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks have inputs of their own."""
+        return self.size // self.tensor_parallel
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
@@ -169,6 +189,7 @@ class Case:
             "mixed_precision": precision.param_dtype,
             "reduce_dtype": precision.reduce_dtype,
             "buffer_dtype": precision.buffer_dtype,
+            "tensor_parallel": self.world.tensor_parallel > 1,
         }
         own = frozenset(tag for tag, value in asked.items() if value)
         return own.union(self.wrapping.required(), *(operation.required() for operation in self.program))
@@ -217,9 +238,19 @@ def check_case(case: Case, where: str = "case") -> None:
     for name in ("param_dtype", "reduce_dtype", "buffer_dtype") if case.mixed_precision else ():
         if getattr(case.mixed_precision, name) is not None:
             demand(f"mixed_precision.{name}", getattr(case.mixed_precision, name), DTYPES)
-    if case.world.size < 1:
-        problems.append(f"world.size: expected at least 1, got {case.world.size}")
-    if math.prod(case.world.mesh_shape) != case.world.size:
-        problems.append(f"world.mesh: expected {case.world.size} ranks in all, got shape {case.world.mesh_shape}")
+    for fqn, layout in case.wrapping.layouts:
+        demand(f"wrapping.layouts of {fqn!r}", layout, LAYOUTS)
+    problems += _world_problems(case.world)
     if problems:
         raise InvalidRecord(f"{where}.{'; '.join(problems)}. Mend the document.")
+
+
+def _world_problems(world: WorldSpec) -> Iterator[str]:
+    if world.size < 1:
+        yield f"world.size: expected at least 1, got {world.size}"
+    if math.prod(world.mesh_shape) != world.size:
+        yield f"world.mesh: expected {world.size} ranks in all, got shape {world.mesh_shape}"
+    if world.tensor_parallel < 1 or world.size % world.tensor_parallel:
+        yield f"world.tensor_parallel: expected a divisor of {world.size} ranks, got {world.tensor_parallel}"
+    elif world.tensor_parallel > 1 and world.mesh:
+        yield f"world.mesh: expected none beside tensor_parallel, got {world.mesh}"

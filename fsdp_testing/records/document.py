@@ -43,7 +43,8 @@ def encode(value: Any) -> Any:
         return value
     names = _fields_of(type(value))  # type: ignore[arg-type]  # classes are hashable, but mypy doubts it of type[Any]
     if names is not None:
-        data = {name: encode(getattr(value, name)) for name in names}
+        later = _added_later(type(value))  # type: ignore[arg-type]  # as above
+        data = {n: encode(getattr(value, n)) for n in names if n not in later or getattr(value, n) != later[n]}
         kind = getattr(type(value), "kind", None)
         return {"kind": kind, **data} if isinstance(kind, str) else data
     if isinstance(value, enum.Enum):
@@ -69,6 +70,18 @@ def _fields_of(kind: Hashable) -> tuple[str, ...] | None:
     if not dataclasses.is_dataclass(kind):
         return None
     return tuple(field.name for field in dataclasses.fields(kind))
+
+
+@functools.lru_cache(maxsize=512)
+def _added_later(kind: Hashable) -> dict[str, Any]:
+    """Defaults of the fields that are `ADDED_LATER`, by name."""
+    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    return {field.name: field.default for field in fields if "added_later" in field.metadata}
+
+
+ADDED_LATER = {"added_later": True}
+"""Metadata of a field that is younger than documents of its record: one at its default is not written, so that the same
+value gives the text, and the identity, that it gave before."""
 
 
 def decode(cls: type[R], data: Any, where: str | None = None) -> R:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from fsdp_testing.records import verdict as verdicts
-from fsdp_testing.records.document import Format, decode
+from fsdp_testing.records.document import ADDED_LATER, Format, decode
 from fsdp_testing.records.finding import Finding
 from fsdp_testing.records.portrait import Portrait
 from fsdp_testing.records.verdict import Verdict
@@ -79,6 +79,7 @@ class RunReport:
         seconds: Wall time of the whole run.
         portraits: How implementations that report their units went through a short run, where that was asked for.
         shard: `(i, n)`: only the i-th of n parts of a run, counted from 1; empty for a whole one.
+        tensor_parallel: How many ranks held one model together.
         own_names: What adapters call themselves, where that is not the name by which they were asked for.
     """
 
@@ -91,6 +92,7 @@ class RunReport:
     portraits: tuple[Portrait, ...] = ()
     own_names: Mapping[str, str] = field(default_factory=dict)
     shard: tuple[int, ...] = ()
+    tensor_parallel: int = field(default=1, metadata=ADDED_LATER)
 
     @property
     def exit_code(self) -> int:

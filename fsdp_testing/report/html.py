@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from fsdp_testing.documentation import folder
 from fsdp_testing.records import CheckResult, Portrait, RunReport, Verdict
 from fsdp_testing.report import answers, summary
 from fsdp_testing.report.causes import Cause, causes, explanation_line
@@ -57,7 +58,9 @@ def html_text(report: RunReport) -> str:
 
 
 def linked(text: str) -> Markup:
-    """Return the text, escaped, with its web addresses as links; nothing else becomes one."""
+    """Return the text, escaped, with its web addresses and pages of the documentation as links; nothing else becomes one."""
+    if (place := folder()) is not None and text.startswith("docs/") and (place / text).is_file():
+        return Markup('<a href="{}">{}</a>').format((place / text).as_uri(), text)
     pieces = re.split(f"({summary.ADDRESS})", text)
     return Markup("").join(
         Markup('<a href="{0}" rel="noreferrer">{0}</a>').format(piece) if index % 2 else piece

@@ -91,7 +91,7 @@ _ANOTHER_RUN = "Give the reports of one run, all of one version."
 def _alike(report: RunReport) -> dict[str, object]:
     versions = {name: report.environment.get(name, "") for name in _ALIKE_ENVIRONMENT}
     whole = {"implementations": report.implementations, "world sizes": report.world_sizes, "backend": report.backend}
-    return {**whole, **versions}
+    return {**whole, "tensor parallelism": report.tensor_parallel, **versions}
 
 
 def _gaps(parts: Sequence[RunReport], results: Sequence[CheckResult]) -> Iterator[str]:

@@ -11,6 +11,7 @@ import re
 import shlex
 from dataclasses import astuple, dataclass
 
+from fsdp_testing.documentation import page
 from fsdp_testing.records import Case, CheckResult, Finding, RunReport, Verdict, merge
 
 # Order in which a reader wants them: what is wrong, what is unclear, what was foreseen.
@@ -112,7 +113,7 @@ class Known:
     def sentence(self) -> str:
         """What is known, on which implementations, and where it is written up."""
         whose = ", ".join(dict.fromkeys(result.implementation for result in self.results))
-        return f"{self.reason} ({whose})" + (f": {self.page}" if self.page else "")
+        return f"{self.reason} ({whose})" + (f": {page(self.page)}" if self.page else "")
 
 
 ADDRESS = r"https?://[^\s<>\"'(),;]*[\w/]"
@@ -268,6 +269,8 @@ def world_text(case: Case) -> str:
         parts.append("mixed precision " + "/".join(dtype or "-" for dtype in dtypes))
     if case.cpu_offload:
         parts.append("CPU offload")
+    if case.world.tensor_parallel > 1:
+        parts.append(f"tensor parallelism over {case.world.tensor_parallel}")
     return ", ".join(parts)
 
 
@@ -278,6 +281,8 @@ def replay_line(result: CheckResult, report: RunReport) -> str:
     words = ["fsdp-verify", "run", result.implementation, "--check", result.check]
     if sizes:
         words += ["--world-size", str(sizes[0])]
+    if report.tensor_parallel > 1:
+        words += ["--tensor-parallel", str(report.tensor_parallel)]
     if backends[0] != "gloo":
         words += ["--backend", backends[0]]
     return shlex.join(words)

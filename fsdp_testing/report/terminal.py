@@ -279,6 +279,8 @@ def closing_lines(report: RunReport) -> Iterator[Text]:
     facts = [f"{key} {value}" for key, value in report.environment.items()]
     worlds = ", ".join(map(str, report.world_sizes))
     facts.append(f"{report.backend} on worlds of {worlds}" if worlds else report.backend)
+    if report.tensor_parallel > 1:
+        facts.append(f"tensor parallelism over {report.tensor_parallel} ranks")
     yield plain(f"{'; '.join(facts)}; {report.seconds:.1f} s in all", style="dim")
     code = summary.report_exit_code(report)
     yield Text(summary.conclusion(report), style="bold green" if code == 0 else "bold red")

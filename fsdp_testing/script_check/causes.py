@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fsdp_testing.script_check.whole import COPY, WholeRun, first_steps
 from fsdp_testing.training_check import causes
-from fsdp_testing.training_check.comparison import Difference, suggestion
+from fsdp_testing.training_check.comparison import ROUNDINGS, Difference, first_difference, suggestion
 from fsdp_testing.training_check.whole import BUFFER, MOMENT, RATE, SETTING, Disagreement, assembled
 
 CLOSE = 1e-6
@@ -119,6 +119,7 @@ def of_difference(reference: WholeRun, run: WholeRun, found: Difference) -> str:
     return (
         _rate(reference, run, found)
         or _kept(found)
+        or _moved(reference, run, step)
         or _local_norm(run, step)
         or _counts(run, found)
         or _batch_norm(run, found)
@@ -152,6 +153,26 @@ def _kept(found: Difference) -> str:
         )
     if found.quantity.startswith(MOMENT):
         return "Cause: gradients and weights agree so far: the optimizer's state is changed outside of its step."
+    return ""
+
+
+def _moved(reference: WholeRun, run: WholeRun, step: int) -> str:
+    """Return the cause where a step finds other weights than the one before left, and they are not those of one process."""
+    if not step:
+        return ""
+    for name in run.ranks[0].steps[step].before:
+        here, there = (
+            assembled(
+                [rank.steps[step].before.get(name) or rank.steps[step - 1].parameters[name] for rank in one.ranks]
+            )[0]
+            for one in (run, reference)
+        )
+        if first_difference({name: [there]}, {name: [here]}, ROUNDINGS) is not None:
+            return (
+                f"Cause: after step {step - 1} weights agree, and before step {step} they are changed outside of the optimizer's "
+                f"step, first {name}, otherwise than in one process: weights that are decayed twice, clamped or averaged by "
+                "numbers that depend on the number of ranks."
+            )
     return ""
 
 

@@ -105,7 +105,25 @@ def decide(pair: Pair) -> tuple[str, ...]:
         f"not decided: {sentence}, as far as roundings alone move them" for _, sentence in decided.open.values()
     ]
     remarks += _judge_logged(pair, scaled=any(GRADIENT.strip() in sentence for sentence in left))
+    remarks += _generators(reference, run)
     return compared_lines(run, [*names, *({readings.LOSS} & {*run.quantities})], left, remarks)
+
+
+def _generators(reference: WholeRun, run: WholeRun) -> list[str]:
+    """Say where the states of random generators agree. They may differ: what draws rows or noise is often a rank's own."""
+    remarks = []
+    for package in run.ranks[0].steps[0].generators:
+        states = {tuple(seen.generators.get(package) for seen in rank.steps) for rank in (*run.ranks, *reference.ranks)}
+        among_ranks = {tuple(seen.generators.get(package) for seen in rank.steps) for rank in run.ranks}
+        if len(states) == 1:
+            remarks.append(f"compared: the state of {package}'s random generator after each step")
+        elif len(among_ranks) > 1:
+            remarks.append(f"not compared: the state of {package}'s random generator, each rank's own")
+        else:
+            remarks.append(
+                f"not compared: the state of {package}'s random generator, the same on all ranks and another in one process"
+            )
+    return remarks
 
 
 def _fail(pair: Pair, found: Difference, cause: str) -> None:

@@ -328,7 +328,7 @@ def _needs_of_zoo(case: Case) -> set[str]:
 
 def plans_of(case: Case) -> list[tuple[str, ...]]:
     """Return the inner units of the case's plan, and of every later one."""
-    return [case.wrapping.units, *(units for o in case.program if (units := o.new_units()) is not None)]
+    return [case.wrapping.units, *(units for operation in case.program for units in operation.other_plans())]
 
 
 def _mixes_frozen(case: Case, units: tuple[str, ...]) -> bool:

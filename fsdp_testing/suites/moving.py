@@ -1,6 +1,6 @@
 """How is state carried from one number of ranks to another, and what must training give on the way?
 
-Three worlds one after the other, of N, N+1 and N ranks: each loads what the one before it saved and runs the case's
+Several worlds one after the other, such as of N, N+1 and N ranks: each loads what the one before it saved and runs the case's
 program on the inputs of its own ranks. The oracle does the same with one model.
 """
 
@@ -37,14 +37,20 @@ class SavingObservation(RankObservation):
 def judge_moved(
     runner: CaseRunner, adapter: Adapter, case: Case, comparison: Comparison, *, optimizer: bool = True
 ) -> JudgedCase:
-    """Judge the case on N ranks, then on N+1 from what those saved, then on N from what these saved."""
-    size = case.world.size
+    """Judge the case on N ranks, then on N+1 from what those saved, then on N from what these saved.
+
+    With T ranks for each model: on N, then on T, then on N/T without tensor parallelism, then on one rank.
+    """
+    world, parts = case.world, case.world.tensor_parallel
+    sizes = [(world.size, 1), (world.size + 1, 1), (world.size, 1)]
+    if parts > 1:
+        sizes = [(world.size, parts), (parts, parts), (world.replicas, 1), (1, 1)]
     cases: list[Case] = []
     saved: Saved | None = None
     judgements: list[JudgedCase] = []
-    for place, ranks in enumerate((size, size + 1, size)):
+    for place, (ranks, each) in enumerate(sizes):
         # Other inputs in each world: a state that was not loaded must not give the same numbers.
-        world = replace(case.world, size=ranks)
+        world = replace(case.world, size=ranks, tensor_parallel=each)
         moved = [operation.with_batches(partial(_reseeded, 10 * place)) for operation in case.program]
         cases.append(replace(case, world=world, program=tuple(moved)))
         mode = RunMode(run_and_save, (saved, optimizer), expect_moved, (tuple(cases[:-1]), optimizer))
@@ -98,10 +104,12 @@ class MovingProgram(RankProgram):
     def build_optimizer(self) -> None:
         """Load the model first: an optimizer may look at what it is given."""
         if self.saved is not None:
-            self.adapter.load_full_state_dict(self.model, self.saved.model)
+            with self._inside():
+                self.adapter.load_full_state_dict(self.model, self.saved.model)
         super().build_optimizer()
         if self.saved is not None and self.saved.optimizer is not None and self.optimizer is not None:
-            self.adapter.load_full_optimizer_state(self.model, self.optimizer, self.saved.optimizer)
+            with self._inside():
+                self.adapter.load_full_optimizer_state(self.model, self.optimizer, self.saved.optimizer)
 
 
 def run_and_save(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
+from fsdp_testing.programs.tensor_axis import over_two_axes
 from fsdp_testing.records import STRATEGIES, Case, CheckResult, Verdict, merge
 from fsdp_testing.suites.check import Check, adapt, needs_of
 
@@ -18,10 +19,16 @@ _NO_GRADIENTS = "shows no gradients (its adapter has no local_pieces), and this 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """The worlds of a run."""
+    """The worlds of a run; `tensor_parallel` of the ranks of each hold one model together."""
 
     world_sizes: tuple[int, ...] = (2,)
     backend: str = "gloo"
+    tensor_parallel: int = 1
+
+    def claimed(self, adapter: Adapter) -> frozenset[str]:
+        """Return what an implementation claims there."""
+        beside = adapter.not_beside_tensor_parallel | {"hybrid"} if self.tensor_parallel > 1 else frozenset()
+        return adapter.capabilities - beside
 
 
 def judge_check(
@@ -41,9 +48,10 @@ def judge_check(
     """
     start = time.perf_counter()
     name = adapter.reference
-    missing = sorted(check.needs - adapter.capabilities)
+    missing = sorted(check.needs - where.claimed(adapter))
     if missing:
-        return _result(name, check, Verdict.NOT_CLAIMED, f"does not claim {', '.join(missing)}", start)
+        beside = " beside tensor parallelism" if adapter.capabilities >= check.needs else ""
+        return _result(name, check, Verdict.NOT_CLAIMED, f"does not claim {', '.join(missing)}{beside}", start)
     if check.comparison.lockstep and not adapter.observes_gradients:
         return _result(name, check, Verdict.NOT_CLAIMED, _NO_GRADIENTS, start)
     try:
@@ -73,9 +81,10 @@ def _cases(adapter: Adapter, check: Check, where: Where) -> tuple[list[Case], Co
     """Return the cases that the implementation claims, and how many others which missing capabilities keep out."""
     cases: list[Case] = []
     skipped: Counter[str] = Counter()
-    for place in check.places(adapter.capabilities, where.world_sizes, where.backend):
-        for case in check.build(place):
-            missing = needs_of(case) - adapter.capabilities
+    for place in check.places(where.claimed(adapter), where.world_sizes, where.backend):
+        for built in check.build(place):
+            case = over_two_axes(built, where.tensor_parallel)
+            missing = needs_of(case) - where.claimed(adapter)
             if missing:
                 skipped[", ".join(sorted(missing))] += 1
             else:
@@ -99,7 +108,7 @@ def _nothing_to_run(adapter: Adapter, check: Check, where: Where, skipped: Itera
     if lacking:
         return f"does not claim {', '.join(lacking)}"
     tags = sorted({STRATEGIES[strategy] for strategy in check.strategies})
-    if not adapter.capabilities & set(tags):
+    if not where.claimed(adapter) & set(tags):
         return f"claims none of {', '.join(tags)}"
     sizes = ", ".join(map(str, where.world_sizes))
     return f"has no case for world size {sizes}; it needs {', '.join(map(str, sorted(check.meshes)))}"

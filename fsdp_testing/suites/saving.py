@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
-from fsdp_testing.operations import Save
-from fsdp_testing.records import Case, Observe, OptimizerSpec, Reload, SetLr, Step
+from fsdp_testing.operations import Save, TrainElsewhere
+from fsdp_testing.operations.reloading import ELSEWHERE
+from fsdp_testing.records import Batch, Case, Observe, OptimizerSpec, Reload, SetLr, Step
 from fsdp_testing.suites.check import ADAMW, MOMENTUM, PLAIN_SGD, Place, Suite
 from fsdp_testing.suites.moving import judge_moved
 from fsdp_testing.suites.schedules import forward, iteration, iterations, micro_batch
@@ -149,6 +150,15 @@ def _other_units(place: Place) -> Iterable[Case]:
 def _moved_optimizer(place: Place) -> Iterable[Case]:
     """Optimizer state that N ranks saved N+1 ranks load and train, and N ranks again after them."""
     yield place.case("uneven", *iteration(0), SetLr(0.02), *iteration(1), optimizer=ADAMW)
+
+
+@SUITE.check("optim_state.some_ranks", needs={"full_state_dict", "optim_state", "sub_groups"})
+def _some_ranks(place: Place) -> Iterable[Case]:
+    """Model and optimizer of all ranks some of them load and train, and all of them what those saved."""
+    strategy = place.strategy if place.strategy in ELSEWHERE else "full_shard"
+    for last in (False, True):
+        elsewhere = TrainElsewhere(Batch(7), place.world_size - 1, last, strategy=strategy)
+        yield place.case("uneven", *iterations(2), elsewhere, Observe(), *iteration(2), optimizer=ADAMW)
 
 
 @SUITE.check("optim_state.before_first_step", source="torch.distributed.checkpoint.state_dict.get_optimizer_state_dict")

@@ -18,6 +18,7 @@ from fsdp_testing.checkers.event_order import (
     transition_steps,
 )
 from fsdp_testing.checkers.lifecycle import check_lifecycle
+from fsdp_testing.documentation import page
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.implementations import registry
 from fsdp_testing.records import (
@@ -87,7 +88,7 @@ def parity_cases(left: str, right: str, size: int, models: Sequence[str] = ()) -
         if "unit_trace" not in claimed:
             raise InvalidArgument(
                 f"parity: expected implementations that claim `unit_trace`, got {name}, which does not. "
-                "Its adapter must report its units and transitions (docs/adapters.md)."
+                f"Its adapter must report its units and transitions ({page('docs/adapters.md')})."
             )
     both = claims[0] & claims[1]
     cases = tuple(case for case in _candidates(chosen, size) if case.required() | MODELS[case.model.name].needs <= both)

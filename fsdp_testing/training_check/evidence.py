@@ -7,7 +7,7 @@ never decides whether there is one.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -113,11 +113,14 @@ class Witness:
             if torch.is_autocast_enabled(device):
                 self._roundoff = max(self._roundoff, _roundoff(torch.get_autocast_dtype(device)))
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        # An optimizer or tensor of a kind that nobody thought of must not end a loop that is only watched.
-        with suppress(Exception):
-            self._see_step(optimizer)
-        self._start_step()
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        def read() -> None:
+            # An optimizer or tensor of a kind that nobody thought of must not end a loop that is only watched.
+            with suppress(Exception):
+                self._see_step(optimizer)
+            self._start_step()
+
+        return once_gradients_are_there(read, args, kwargs)
 
     def _see_step(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = [_local(p) for group in optimizer.param_groups for p in group["params"]]
@@ -140,6 +143,32 @@ class Witness:
                 roundoff=max([self._roundoff, *(_roundoff(tensor.dtype) for tensor in [*parameters, *gradients])]),
             )
         )
+
+
+def once_gradients_are_there(read: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `read` for an optimizer's step: now, or once the closure that the step was given has made the gradients.
+
+    Args:
+        read: Looks at what the step is given; called once.
+        args: Of the step, with the optimizer.
+        kwargs: Of the step.
+
+    Returns:
+        Arguments for the step in place of these; None to leave them.
+    """
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if not callable(closure):
+        read()
+        return None
+    waiting = [read]
+
+    def evaluate() -> Any:
+        value = closure()
+        while waiting:
+            waiting.pop()()
+        return value
+
+    return (args, {**kwargs, "closure": evaluate}) if "closure" in kwargs else ((args[0], evaluate, *args[2:]), kwargs)
 
 
 def _reduced_after_each_backward(events: tuple[Event, ...], due: int) -> Iterator[bool]:

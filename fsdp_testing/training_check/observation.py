@@ -7,7 +7,9 @@ has of it (`held`).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +20,19 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from fsdp_testing.implementations.protocol import Piece
 from fsdp_testing.implementations.shared import pieces
-from fsdp_testing.training_check.held import Held, Spans, buffers_of, held_by, moments_of, spans_of, whole_parameters
+from fsdp_testing.training_check.evidence import once_gradients_are_there
+from fsdp_testing.training_check.held import (
+    Held,
+    Span,
+    Spans,
+    buffers_of,
+    held_by,
+    moments_of,
+    spans_of,
+    whole_parameters,
+)
 
 _MOST_ROWS = 4096
 _STEPS_WITH_TERMS, _MOST_TERMS = 2, 2**20
@@ -38,7 +51,7 @@ class StepSeen:
         settings: Each number by which the optimizer is set ("lr", "weight_decay", ...), of every group of parameters.
         norms: What `clip_grad_norm_` returned.
         norm_dtype: Their dtype.
-        before: Parameters as the step found them; of the first step only.
+        before: Parameters as the step found them; of a later step those that were changed since the step before.
         moments_before: What the optimizer kept of parameters before it; of the first step only.
         unclipped: Gradients as the step's first clip was given them; empty without one.
         gradients: As the optimizer is given them; None counts as zeros.
@@ -52,6 +65,7 @@ class StepSeen:
         unreadable: Why parameters could not be read; empty if they were.
         drew: Whether a forward drew random numbers from the default generator.
         batch_norm: Whether a model in training has batch norms that look at one rank's rows alone.
+        generators: Digest of the state of each random generator of this process after the step, by the package it belongs to.
         terms: What each backward pass added to the gradients of parameters that are whole here; of the first steps only.
     """
 
@@ -75,6 +89,7 @@ class StepSeen:
     unreadable: str
     drew: bool
     batch_norm: bool
+    generators: Mapping[str, str]
     terms: tuple[dict[str, torch.Tensor], ...] = ()
 
 
@@ -109,6 +124,7 @@ class Observer:
         self._after_step, self._before_forward, self._about_to_step = after_step, before_forward, before_step
         self._depth = 0
         self._stepping = 0  # an optimizer may be made of others, whose steps are parts of its own
+        self._in_closure = False
         self._start_step()
 
     def _start_step(self) -> None:
@@ -158,7 +174,9 @@ class Observer:
             args, kwargs = observer._before_forward(args, kwargs)
             observer._rows.append(row_digests([*args, *kwargs.values()]))
             state = torch.get_rng_state()
-            observer._depth, observer._stepping = observer._depth + 1, 0
+            observer._depth += 1
+            if not observer._in_closure:
+                observer._stepping = 0  # a step that raised has not ended
             try:
                 output = original(module, *args, **kwargs)
             finally:
@@ -213,23 +231,32 @@ class Observer:
 
         return clip
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         self._stepping += 1
         if self._stepping > 1:
-            return
+            return None
         self._about_to_step(len(self.steps))
+        given = once_gradients_are_there(lambda: self._see_given(optimizer), args, kwargs)
+        self._in_closure = given is not None
+        return given
+
+    def _see_given(self, optimizer: torch.optim.Optimizer) -> None:
         held = self._held(optimizer)
         self._gradients = {name: spans_of(found, "grad") for name, found in held.items()}
         self._unreduced = tuple(name for name, found in held.items() if any(not piece.reduced for piece in found))
         self._given = sum(any(piece.grad is not None for piece in found) for found in held.values())
+        known = self.steps[-1].parameters if self.steps else {}
+        self._before = {
+            name: spans_of(found, "value") for name, found in held.items() if _is_changed(found, known.get(name))
+        }
         if not self.steps:
-            self._before = {name: spans_of(found, "value") for name, found in held.items()}
             self._moments_before = self._of_models(lambda model: moments_of(model, optimizer))
 
     def _end_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         self._stepping -= 1
         if self._stepping:
             return
+        self._in_closure = False
         parameters = {name: spans_of(found, "value") for name, found in self._held(optimizer).items()}
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
         known = {id(p) for model in self.models for p in model.parameters()}
@@ -255,6 +282,7 @@ class Observer:
                 unreadable=self._unreadable,
                 drew=self._drew,
                 batch_norm=any(_is_batch_norm(module) for model in self.models for module in model.modules()),
+                generators=_generators(),
                 terms=tuple(self._terms) if self._numbers <= _MOST_TERMS else (),
             )
         )
@@ -296,6 +324,22 @@ def _settings(optimizer: torch.optim.Optimizer) -> dict[str, tuple[float, ...]]:
             if name != "params" and single:
                 found[name] = found.get(name, ()) + tuple(float(number) for number in numbers)
     return found
+
+
+def _is_changed(held: Sequence[Piece], known: Sequence[Span] | None) -> bool:
+    """Whether values are others than they were known to be, or not known."""
+    values = [piece.value.detach().cpu().reshape(-1) for piece in held if piece.value is not None]
+    return known is None or any(not torch.equal(span[3], value) for span, value in zip(known, values))
+
+
+def _generators() -> dict[str, str]:
+    numpy = sys.modules.get("numpy")
+    states = {"torch": torch.get_rng_state().numpy().tobytes(), "random": repr(random.getstate()).encode()}
+    if numpy is not None:
+        states["numpy"] = repr(
+            [part.tobytes() if hasattr(part, "tobytes") else part for part in numpy.random.get_state()]
+        ).encode()
+    return {name: hashlib.blake2b(state, digest_size=8).hexdigest() for name, state in states.items()}
 
 
 def _is_batch_norm(module: nn.Module) -> bool:

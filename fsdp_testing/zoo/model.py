@@ -43,6 +43,7 @@ class ZooModel:
         arguments: Keyword arguments of `build`, each with the values it may take (first: the default).
         input_options: The same for `make_input`.
         finish: Called with the module and dtype after the values are set, for what `module.to(dtype)` undid.
+        elementwise_before: Linear layers between which and the linear layer before there is nothing but elementwise functions.
         constructed: The floating-point dtype of what `construct` makes, but for parts that `finish` gives another one;
             None if it is torch's default.
     """
@@ -57,6 +58,7 @@ class ZooModel:
     arguments: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     input_options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     finish: Callable[[nn.Module, torch.dtype], None] | None = None
+    elementwise_before: tuple[str, ...] = ()
     constructed: torch.dtype | None = None
 
     def build(self, seed: int, dtype: torch.dtype = torch.float64, **arguments: Any) -> nn.Module:

@@ -46,7 +46,7 @@ class Layers(nn.Module):
         return x
 
 
-@ZOO.model("mlp", float_input(8), ("layers.0", "layers.1", "layers.2"))
+@ZOO.model("mlp", float_input(8), ("layers.0", "layers.1", "layers.2"), elementwise_before=("layers.1", "layers.2"))
 def mlp() -> nn.Module:
     """Three equal layers."""
     return Layers(8, 8, 8, 8)

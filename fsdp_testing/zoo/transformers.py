@@ -64,7 +64,12 @@ class Block(nn.Module):
 
 
 @ZOO.model(
-    "gpt", _id_input(targets=True), ("blocks.0", "blocks.1"), "real tied integer_input uneven", "shared_parameters"
+    "gpt",
+    _id_input(targets=True),
+    ("blocks.0", "blocks.1"),
+    "real tied integer_input uneven",
+    "shared_parameters",
+    elementwise_before=("blocks.0.mlp.2", "blocks.1.mlp.2"),
 )
 class Gpt(nn.Module):
     """A GPT block stack whose head shares the token embedding."""

@@ -309,7 +309,9 @@ def test_what_cannot_be_taken_over_is_refused_by_name(monkeypatch: pytest.Monkey
         take_over(type("TestOther", (), {"is_dist_test": True}))
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(InvalidArgument, match="expected to start processes, got those of a launcher, which are the ranks"):
+    with pytest.raises(
+        InvalidArgument, match="expected to start processes, got those of a launcher, which are the ranks"
+    ):
         dist_pool.check()
 
 

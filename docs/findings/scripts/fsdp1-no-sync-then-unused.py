@@ -1,7 +1,7 @@
 """FSDP1: gradients that no_sync collected for a unit are not reduced if the next synchronised backward does not use it.
 
-NO_SHARD leaves them different on every rank, silently; the sharded strategies raise an AssertionError, but in mixed
-precision, after a micro-batch that was synchronised: then each rank keeps its own gradient there too, in bfloat16.
+NO_SHARD leaves them different on every rank, silently; the others raise an AssertionError, but not after a micro-batch that
+was synchronised: then each rank keeps its own gradient (original parameters), or it is gone (flat ones).
 Run with torch alone: python fsdp1-no-sync-then-unused.py
 """
 
@@ -27,7 +27,7 @@ class Branched(nn.Module):
 
 def wrapped(**options) -> FullyShardedDataParallel:
     torch.manual_seed(0)
-    options |= {"use_orig_params": True, "device_id": torch.device("cpu")}
+    options = {"use_orig_params": True, "device_id": torch.device("cpu"), **options}
     return FullyShardedDataParallel(Branched(lambda module: FullyShardedDataParallel(module, **options)), **options)
 
 
@@ -43,35 +43,35 @@ def run(strategy: ShardingStrategy, rank: int) -> str:
     grad = model.branch.weight.grad.detach().flatten()
     on_ranks = [torch.empty_like(grad) for _ in range(2)]
     dist.all_gather(on_ranks, grad)
-    same = torch.equal(*on_ranks)
-    return "gradients of the branch agree" if same else "gradients of the branch differ between ranks"
+    return f"gradients of the branch {'agree' if torch.equal(*on_ranks) else 'differ between ranks'}"
 
 
-def in_low_precision(rank: int) -> torch.Tensor:
-    """Return the gradient of the branch after three micro-batches: used and synchronised, used in no_sync, not used."""
-    model = wrapped(mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+def three_micro_batches(rank: int, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return gradients of the branch after a backward that used it, and after two more: used in no_sync, not used."""
+    model = wrapped(**options)
     x = torch.full((2, 4), float(rank + 1))
     model(x, use_branch=True).float().sum().backward()
+    branch = next(model.branch.parameters())
+    first = branch.grad.clone()
     with model.no_sync():
         model(x, use_branch=True).float().sum().backward()
     model(x, use_branch=False).float().sum().backward()
-    return model.branch.weight.grad
+    return first, branch.grad
 
 
 def main(rank: int, path: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
     for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
-        told = run(strategy, rank)
-        if rank == 0:
-            print(f"{strategy.name}: {told}")
+        print(f"rank {rank}, {strategy.name}: {(told := run(strategy, rank))}")
         expected = "differ between ranks" if strategy is ShardingStrategy.NO_SHARD else "AssertionError"
         assert expected in told, f"fixed in this torch: {strategy.name}"
-    grad = in_low_precision(rank)
-    if rank == 0:
-        print(f"FULL_SHARD in mixed precision: no error, and rank 0 has {grad.numel()} gradients in {grad.dtype}")
-    # Those of the whole weight, where this rank has one half of it.
-    assert (grad.dtype, grad.numel()) == (torch.bfloat16, 16), "fixed in this torch: mixed precision"
+    low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for options in ({}, {"mixed_precision": low}):
+        # A gradient of the whole weight, where this rank has one half of it.
+        assert three_micro_batches(rank, **options)[1].numel() == 16, f"fixed in this torch: {options}"
+    first, last = three_micro_batches(rank, use_orig_params=False)
+    assert torch.equal(first, last), "fixed in this torch: flat parameters"
     dist.destroy_process_group()
 
 

@@ -46,6 +46,13 @@ _NOT_CLAIMED = frozenset(
     }
 )
 
+_NOT_BESIDE_TENSOR_PARALLEL = frozenset(
+    {
+        "meta_init",  # refused
+        "summon_writeback",  # shows DTensors, which this adapter's `full_parameters` does not put together
+    }
+)
+
 _FSDP = FsdpNames(fsdp_ref, fsdp_ref.wrap)
 
 
@@ -199,7 +206,8 @@ def _implementation(name: str, apply: Apply, without: frozenset[str] = frozenset
         name=name,
         wrap=partial(_wrap, apply),
         capabilities=frozenset(CAPABILITIES) - _NOT_CLAIMED - without,
-        source="docs/reference.md",
+        not_beside_tensor_parallel=_NOT_BESIDE_TENSOR_PARALLEL,
+        source="docs/design.md",
         no_sync=fsdp_ref.no_sync,
         clip_grad_norm=fsdp_ref.clip_grad_norm_,
         full_parameters=full_parameters,

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from torch import nn
 
 from fsdp_ref.annotations import units_under
+from fsdp_ref.comm.tensor_parallel import TensorParallel
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.originals import Shown
-from fsdp_testing.implementations.shared import flat_pieces, naming
+from fsdp_testing.implementations.shared import flat_pieces, naming, pieces
 from fsdp_testing.implementations.shared.flat_pieces import FlatOriginal, FlatUnit
 
 
@@ -29,7 +30,7 @@ def originals(prefix: str, handle: FlatHandle) -> Iterator[FlatOriginal]:
     """Yield every original of a flat parameter with its place in the whole and in this rank's shard."""
     mine = {piece.param_index: piece for piece in handle.shard_map.param_spans(handle.shard_rank)}
     for index, spec in enumerate(handle.layout.params):
-        piece = mine.get(index)
+        piece, cut = mine.get(index), handle.originals.extensions[index]
         yield FlatOriginal(
             fqn=f"{prefix}.{spec.fqn}" if prefix else spec.fqn,
             shape=tuple(spec.shape),
@@ -40,7 +41,13 @@ def originals(prefix: str, handle: FlatHandle) -> Iterator[FlatOriginal]:
             shard_start=None if piece is None else piece.offset_in_shard,
             first=0 if piece is None else piece.span_in_param.start,
             count=0 if piece is None else piece.span_in_param.numel,
+            part=_part(cut) if isinstance(cut, TensorParallel) else None,
         )
+
+
+def _part(cut: TensorParallel) -> tuple[tuple[int, ...], pieces.Box]:
+    shape = tuple(cut.shape)
+    return shape, pieces.local_box(shape, cut.axis.mesh, cut.placements)
 
 
 def flat_units(model: nn.Module) -> Iterator[FlatUnit]:

@@ -22,6 +22,7 @@ EVERYWHERE = frozenset(
         "optimizer_pieces",
         "full_state_dict",
         "optim_state",
+        "sub_groups",
         "activation_checkpointing",
     }
 )

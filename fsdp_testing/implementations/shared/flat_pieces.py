@@ -33,6 +33,8 @@ class FlatOriginal:
         shard_start: Offset in this rank's shard; None if the rank holds none of it.
         first: First element of this rank's span, in storage order.
         count: Number of elements of the span.
+        part: Where tensor parallelism cut it: the shape of the uncut parameter, and the box of it that `shape` and `stride`
+            are about. Reports are about the uncut one.
     """
 
     fqn: str
@@ -44,11 +46,20 @@ class FlatOriginal:
     shard_start: int | None
     first: int
     count: int
+    part: tuple[tuple[int, ...], pieces.Box] | None = None
 
     @property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
+        """Elements of what is flattened of the parameter."""
         return torch.Size(self.shape).numel()
+
+    def places(self) -> torch.Tensor:
+        """Return the row-major place of each element in the whole parameter, in storage order."""
+        whole, box = self.part or (self.shape, tuple((0, size) for size in self.shape))
+        rows = torch.arange(torch.Size(whole).numel()).view(whole)
+        order = torch.empty_strided(self.shape, self.stride, dtype=torch.int64)
+        order.copy_(rows[tuple(slice(first, first + count) for first, count in box)])
+        return order.as_strided((self.numel,), (1,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +188,9 @@ def spans(
     requires_grad: bool,
 ) -> Iterator[Piece]:
     """Yield elements [first, first+count) in storage order as spans in row-major order."""
-    whole = Piece(original.shape, 0, 0, None, requires_grad=requires_grad)
-    if original.contiguous or count == 0:
+    shape = original.shape if original.part is None else original.part[0]
+    whole = Piece(shape, 0, 0, None, requires_grad=requires_grad)
+    if count == 0 or (original.contiguous and original.part is None):
         yield replace(whole, start=first, stop=first + count, value=value, grad=grad)
         return
     for offset, start, length in _runs(original, first, count):
@@ -194,9 +206,7 @@ def spans(
 
 def _runs(original: FlatOriginal, first: int, count: int) -> Iterator[tuple[int, int, int]]:
     """`(offset in the span, row-major start, length)` of each run of neighbours."""
-    order = torch.empty_strided(original.shape, original.stride, dtype=torch.int64)
-    order.copy_(torch.arange(original.numel).view(original.shape))
-    logical = order.as_strided((original.numel,), (1,))[first : first + count].tolist()
+    logical = original.places()[first : first + count].tolist()
     begin = 0
     for end in range(1, count + 1):
         if end == count or logical[end] != logical[end - 1] + 1:

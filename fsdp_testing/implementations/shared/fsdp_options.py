@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_testing.implementations.protocol import Precision, Setup, WrapPolicy
@@ -71,7 +72,8 @@ class FsdpNames:
         precision = setup.unit_precisions.get(name, setup.precision)
         prefetch = _PREFETCH.get(setup.backward_prefetch)
         asked = {
-            "device_mesh": setup.mesh if strategy.startswith("hybrid") else None,
+            "device_mesh": setup.mesh if strategy.startswith("hybrid") or setup.tensor_mesh is not None else None,
+            "process_group": setup.group if setup.tensor_mesh is None and setup.group is not dist.group.WORLD else None,
             "mixed_precision": self._precision(precision) if precision != Precision() else None,
             "cpu_offload": self.api.CPUOffload(offload_params=True) if setup.cpu_offload else None,
             "sync_module_states": setup.sync_module_states,

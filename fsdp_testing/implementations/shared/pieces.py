@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from fsdp_testing.errors import InvalidImplementation
 from fsdp_testing.implementations.protocol import Piece, StateEntry
 
-_Box = tuple[tuple[int, int], ...]  # per dimension of the whole tensor: (first index, number) of what is here
+Box = tuple[tuple[int, int], ...]
+"""Per dimension of a whole tensor: first index and number of what is here."""
+
+_AFTER_OTHERS = "_StridedShard"
 
 
 def whole(tensor: torch.Tensor) -> Piece:
@@ -48,34 +52,41 @@ def of_tensor(tensor: torch.Tensor) -> tuple[Piece, ...]:
     """Pieces of one tensor, as values."""
     if not isinstance(tensor, DTensor):
         return (whole(tensor),)
-    local, box = tensor.to_local().detach(), _local_box(tensor)
     shape, flag = tuple(tensor.shape), tensor.requires_grad
+    local, box = tensor.to_local().detach(), local_box(shape, tensor.device_mesh, tensor.placements)
     return tuple(Piece(shape, a, b, view, requires_grad=flag) for a, b, view in _runs(shape, box, local))
 
 
-def _local_box(tensor: DTensor) -> _Box:
-    """Return the box of indices that this rank has: each sharded dimension is cut as `torch.chunk` cuts it."""
-    coordinate = tensor.device_mesh.get_coordinate()
+def local_box(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> Box:
+    """Return the box of indices that this rank has: each sharded dimension is cut as `torch.chunk` cuts it.
+
+    Raises:
+        InvalidImplementation: A placement is neither Shard nor Replicate.
+    """
+    coordinate = mesh.get_coordinate()
     if coordinate is None:
-        return tuple((0, 0) for _ in tensor.shape)
-    box = [(0, size) for size in tensor.shape]
-    for axis, placement in enumerate(tensor.placements):
+        return tuple((0, 0) for _ in shape)
+    box = [(0, size) for size in shape]
+    kinds = [type(placement).__name__ for placement in placements]
+    # The strided kind cuts what the later axes have left: FSDP2 what tensor parallelism has cut before it.
+    for axis in sorted(range(len(kinds)), key=lambda axis: (kinds[axis] == _AFTER_OTHERS, axis)):
+        placement = placements[axis]
         if placement.is_replicate():
             continue
         dim = getattr(placement, "dim", None)
-        if type(placement).__name__ != "Shard" or dim is None:
+        if kinds[axis] not in ("Shard", _AFTER_OTHERS) or dim is None:
             raise InvalidImplementation(
-                f"DTensor with placements {tensor.placements}: expected Shard and Replicate, got {placement!r}. "
+                f"DTensor with placements {tuple(placements)}: expected Shard and Replicate, got {placement!r}. "
                 "Give the adapter its own `local_pieces`."
             )
         first, size = box[dim]
-        chunk = -(-size // tensor.device_mesh.size(axis))
+        chunk = -(-size // mesh.size(axis))
         start = min(coordinate[axis] * chunk, size)
         box[dim] = (first + start, min(start + chunk, size) - start)
     return tuple(box)
 
 
-def _runs(shape: tuple[int, ...], box: _Box, local: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
+def _runs(shape: tuple[int, ...], box: Box, local: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Cut a box into the spans that it is in row-major order: `(start, stop, view of local)` each."""
     if local.numel() == 0:
         yield 0, 0, local

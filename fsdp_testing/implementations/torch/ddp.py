@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -55,6 +56,8 @@ def wrap(module: nn.Module, setup: Setup) -> nn.Module:
     ignored = [fqn for fqn, _ in module.named_parameters(remove_duplicate=False) if fqn.startswith(inside)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
     asked: dict[str, Any] = dict(_NO_BUFFER_SYNC) if next(module.buffers(), None) is not None else {}
+    if setup.group is not dist.group.WORLD:
+        asked["process_group"] = setup.group
     if setup.leaves_unused:
         asked["find_unused_parameters"] = True
     for name in sorted(setup.settings):

@@ -46,6 +46,7 @@ CAPABILITIES = SHARDED | {
     "kept_after_backward",
     "partial_reshard",
     "last_dimension",
+    "tensor_parallel",
 }
 
 _NO_RESHARD = {"shard_grad_op", "hybrid_shard_zero2"}

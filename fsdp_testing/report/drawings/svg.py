@@ -100,7 +100,8 @@ def bytes_text(count: float) -> str:
     if count < 1024:
         return f"{count:g} B"
     power = min(int(math.log(count, 1024)), 4)
-    return f"{count / 1024**power:.3g} {['B', 'KiB', 'MiB', 'GiB', 'TiB'][power]}"
+    size = count / 1024**power
+    return f"{size:.{4 if size >= 1000 else 3}g} {['B', 'KiB', 'MiB', 'GiB', 'TiB'][power]}"
 
 
 def time_axis(drawing: Drawing, seconds: float, top: float, bottom: float) -> None:

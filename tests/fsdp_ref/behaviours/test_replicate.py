@@ -11,6 +11,7 @@ from torch import nn
 
 from fsdp_ref.annotations import unit_of
 from fsdp_ref.composable import fully_shard, replicate
+from fsdp_ref.errors import FsdpRuntimeError
 from fsdp_ref.wrap import ModuleWrapPolicy
 
 
@@ -114,6 +115,30 @@ def test_both_on_one_module(lab):
     replicate(module)
     with pytest.raises(AssertionError, match="replicate has already been applied"):
         replicate(module)
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("REP-02", "B022")
+def test_what_comes_after_the_first_forward_is_refused_while_it_is_trained(lab):
+    model = replicate(lab.make(lab.Deep))
+    lab.loss(model, lab.batch()).backward()
+    before, model.u1.seq = model.u1.seq, copy.deepcopy(model.u1.seq)
+    late = r"Deep: .* came later: u1\.seq\.1\.weight, u1\.seq\.1\.bias\."
+    with pytest.raises(FsdpRuntimeError, match=late):
+        model(lab.batch())
+    with torch.no_grad():
+        model(lab.batch())
+    model.u1.seq.requires_grad_(False)
+    for _ in range(2):
+        lab.loss(model, lab.batch()).backward()
+    model.u1.seq.requires_grad_(True)
+    with pytest.raises(FsdpRuntimeError, match=late):
+        model(lab.batch())
+    model.u1.seq = before
+    lab.loss(model, lab.batch()).backward()
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    with pytest.raises(FsdpRuntimeError, match="into the parameters that are there"):
+        model(lab.batch())
 
 
 @pytest.mark.world(2)

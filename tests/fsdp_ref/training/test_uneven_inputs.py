@@ -60,6 +60,7 @@ def sharded(api: str) -> nn.Module:
 
 
 @pytest.mark.world([2, 3])
+@pytest.mark.covers("JOIN-01")
 @pytest.mark.parametrize("api", ["flat", "orig", "composable"])
 def test_ranks_with_fewer_batches_train_on(world, api):
     counts = BATCHES[world.size]

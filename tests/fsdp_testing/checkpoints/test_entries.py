@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_testing.checkpoints import ways
 from fsdp_testing.checkpoints.axes import LAYOUTS, SUBJECTS, missing
 from fsdp_testing.checkpoints.entries import Entry, first_difference, of_state
 from fsdp_testing.checkpoints.on_ranks import Item
@@ -16,6 +15,7 @@ from fsdp_testing.checkpoints.verdicts import _asked
 from fsdp_testing.errors import InvalidImplementation
 from fsdp_testing.implementations import registry
 from fsdp_testing.pool.channel import dumps
+from fsdp_testing.programs import ways
 
 WEIGHT = Entry("parameter", "w")
 MOMENT = Entry("state", "w", "exp_avg")

@@ -99,6 +99,10 @@ def test_an_instance_will_do(verify: Callable[..., Any]) -> None:
         (("planned_models:mixed",), "one dtype in unit 'root', got torch.float32, torch.float64"),
         (("mlp", "--rank", "2"), "expected 0 to 1, got 2"),
         (("mlp", "--rank", "-1"), "expected 0 to 1, got -1"),
+        (("mlp", "--strategy", "HYBRID_SHARD"), "expected RxS with the hybrid strategies and with no other, got none"),
+        (("mlp", "--strategy", "FULL_SHARD", "--mesh", "2x2"), "got 2x2 with FULL_SHARD"),
+        (("mlp", "--mesh", "2x0"), "expected two numbers of at least 1 such as 2048x8, got '2x0'"),
+        (("mlp", "--mesh", "2x8", "--world-size", "3"), "expected 16, the ranks of --mesh 2x8, got 3"),
         (("mlp", "--unit", "absent.*", "--unit", "Nothing"), "got ['absent.*', 'Nothing']"),
     ],
 )
@@ -128,3 +132,40 @@ def test_every_element_of_every_zoo_model_has_exactly_one_owner(name: str, world
         for piece in unit.shards.param_spans(rank)
     )
     assert held == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "elements", "shard", "units"),
+    [
+        (
+            ("llama-8b", "--world-size", "16384"),
+            "8,030,261,248",
+            "1.87 MiB",
+            "blocks.1, blocks.2 ... blocks.31; 32 in all",
+        ),
+        (("llama-70b", "--mesh", "2048x8"), "70,553,706,496", "32.9 GiB", "2,048 replicas of 8 consecutive ranks"),
+        (("llama-405b", "--world-size", "16384", "--dtype", "bfloat16"), "405,853,388,800", "47.2 MiB", "127 units"),
+        (("mixture-8x7b", "--strategy", "NO_SHARD"), "46,702,792,704", "174 GiB", "each rank holds all of it"),
+    ],
+)
+def test_models_of_the_field(
+    verify: Callable[..., Any], arguments: tuple[str, ...], elements: str, shard: str, units: str
+) -> None:
+    """The numbers of parameters that their authors published; a rank's bytes are 4 or 2 times these over the shards."""
+    ended = verify("plan", *arguments)
+    assert ended.code == 0, ended.err
+    assert f"{elements} elements on " in ended.out
+    assert f": {shard} of parameters a rank" in ended.out
+    assert units in ended.out
+    assert ended.out.count("\n") < 120
+
+
+def test_a_mesh_of_replicas(verify: Callable[..., Any]) -> None:
+    """Six ranks as two copies on three: ranks 1 and 4 hold the same; ZeRO-2 keeps all units after their forward."""
+    arguments = ("planned_models:two", "--mesh", "2x3", "--strategy", "HYBRID_SHARD_ZERO2", "--rank")
+    first, second = (verify("plan", *arguments, rank).out for rank in ("1", "4"))
+    assert first == second
+    assert first == verify("plan", *arguments, "1", "--world-size", "6").out
+    assert "0.weight" not in first
+    assert "20 elements on 6 ranks: 36 B of parameters a rank" in first
+    assert "2 replicas of 3 consecutive ranks; gathered units stay until their backward: up to 108 B a rank" in first

@@ -25,6 +25,7 @@ from fsdp_testing.records import (
     Verdict,
     WorldSpec,
 )
+from fsdp_testing.report.summary import replay_line
 from fsdp_testing.suites import CHECKS
 
 
@@ -128,6 +129,25 @@ def test_cases_run_at_every_world_size_and_claimed_strategy():
     assert places == [(size, strategy) for size in (2, 3) for strategy in strategies]
 
 
+def test_every_case_of_a_run_over_two_axes_has_the_second_one():
+    class Unexamined(Scripted):
+        def on_ranks(self, function, *args, size):
+            return [[]] * size
+
+    runner, names = Unexamined({}), ("torch-fsdp2", "fsdp_ref-wrapper", "torch-fsdp1")
+    checks = ("training.learning_rate_changes", "summon.reading", "hybrid.trained")
+    report = run_conformance(*names, checks=checks, world_sizes=(4,), tensor_parallel=2, runner=runner)
+    assert {(case.world.size, case.world.replicas, len(case.wrapping.layouts)) for _, case in runner.judged} == {
+        (4, 2, 3)
+    }
+    said = {(r.implementation, r.check): r.explanation for r in report.results if r.verdict is Verdict.NOT_CLAIMED}
+    assert said["torch-fsdp1", "training.learning_rate_changes"] == "does not claim tensor_parallel"
+    assert said["fsdp_ref-wrapper", "summon.reading"] == "does not claim summon_writeback beside tensor parallelism"
+    assert ("torch-fsdp2", "hybrid.trained") in said
+    assert "--tensor-parallel 2" in replay_line(report.results[0], report)
+    assert RunReport.from_json(report.to_json()) == report
+
+
 def test_the_listener_sees_everything_in_order():
     events = []
 
@@ -171,6 +191,8 @@ def test_a_size_at_which_a_check_has_no_case_is_said():
         (("torch-ddp",), {"checks": ("trainin",)}, InvalidArgument, r"got \['trainin'\]. Did you mean training,"),
         (("torch-ddp",), {"world_sizes": (0,)}, InvalidArgument, "sizes of at least 1"),
         (("torch-ddp",), {"world_sizes": ()}, InvalidArgument, "one or more sizes"),
+        (("torch-fsdp2",), {"world_sizes": (4, 3), "tensor_parallel": 2}, InvalidArgument, r"got 2 for \[3\]"),
+        (("torch-fsdp2",), {"tensor_parallel": 0}, InvalidArgument, r"divides every world size, got 0"),
         (("torch-ddp",), {"backend": "smoke"}, InvalidArgument, "smoke"),
         (("torch-ddp",), {"backend": "fake"}, InvalidArgument, "compute real values"),
         (("torch-ddp",), {"expected_failures": {"nonsense": "why"}}, InvalidArgument, "'nonsense' is no check"),

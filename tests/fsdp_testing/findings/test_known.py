@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from fuzz_cases import case, micro
 
 from fsdp_testing.errors import InvalidRecord
-from fsdp_testing.findings.known import SHIPPED, KnownFailures, Rule, joined, read_known, shipped_known
+from fsdp_testing.findings.known import SHIPPED, CaseFeatures, KnownFailures, Rule, joined, read_known, shipped_known
 from fsdp_testing.findings.tags import tokens
 from fsdp_testing.implementations import registry
 from fsdp_testing.judging.signature import Signature
-from fsdp_testing.records import Batch, Case, FailureKind, Forward, Operation, Step
+from fsdp_testing.operations.micro_batches import LocalMicroBatches
+from fsdp_testing.operations.unusual_backwards import UnusualBackward
+from fsdp_testing.records import (
+    Batch,
+    Case,
+    FailureKind,
+    Forward,
+    ForwardBackward,
+    Operation,
+    Reload,
+    Step,
+)
 from fsdp_testing.strategies import legal_case, needs_of_case
 
 OFF = Signature(FailureKind.DIVERGED, "output", "forward")
 STALE = Rule("stale", "why", "link", (tuple(OFF),), ("forward[*", "step"), ("forward_backward*",), without="forward[*")
 EVAL = Forward(Batch(1), "eval")
+LOCAL = ForwardBackward(Batch(1), no_sync=True)
+LOCALS = LocalMicroBatches((Batch(1), Batch(2)))
+TWICE = UnusualBackward(Batch(1), "twice")
 
 
 def known(rule: Rule, *program: Operation, signature: Signature = OFF) -> bool:
@@ -37,8 +52,26 @@ def test_operations_count_in_their_order_and_without_what_mends_it():
 
 def test_begin_stands_before_the_first_operation():
     rule = Rule("first", "why", "", (("diverged",),), ("begin", "forward[eval]"), ("forward_backward*",))
-    assert known(rule, EVAL, micro(1))
-    assert not known(rule, micro(1), EVAL)
+    new = replace(rule, operations=("@new_model", "forward[eval]"))
+    assert known(rule, EVAL, micro(1)) and known(new, EVAL, micro(1))
+    assert not known(rule, micro(1), EVAL) and not known(new, micro(1), EVAL)
+    assert known(new, micro(1), Reload(), EVAL) and not known(rule, micro(1), Reload(), EVAL)
+
+
+@pytest.mark.parametrize(
+    ("word", "met_by"),
+    [
+        ("@backward", (micro(1), LOCAL, LOCALS, TWICE)),
+        ("@local", (LOCAL, LOCALS)),
+        ("@reduced", (micro(1), TWICE)),
+        ("@new_model", (Reload(),)),
+    ],
+)
+def test_operations_that_do_the_same_are_named_by_it(word: str, met_by: tuple[Operation, ...]):
+    rule = Rule("same", "why", "", (("diverged",),), ("step", word), without=word)
+    for operation in (micro(1), LOCAL, LOCALS, TWICE, Reload(), EVAL, Step()):
+        assert known(rule, Step(), operation) is (operation in met_by), operation
+    assert without(rule, Step(), LOCAL, met_by[0]) is not None
 
 
 @pytest.mark.parametrize(
@@ -129,6 +162,19 @@ def test_shipped_examples_are_legal_claimed_and_have_the_features_of_their_rule(
         assert legal_case(example) == example, rule.name
         assert needs_of_case(example) <= claimed, rule.name
     assert not shipped_known("nobody").rules
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted(SHIPPED.glob("*.json"))])
+def test_shipped_rules_that_ask_for_features_do_not_fit_the_nearest_case_that_passes(name: str):
+    claimed = registry.load(name).capabilities
+    rules = shipped_known(name)
+    counter_examples = rules.counter_examples()
+    asking = {rule.name for rule in rules.rules if rule.operations or rule.tags}
+    assert {rule.name for rule, _ in counter_examples} == asking
+    for rule, passes in counter_examples:
+        assert legal_case(passes) == passes, rule.name
+        assert needs_of_case(passes) <= claimed, rule.name
+        assert not rule.fits(CaseFeatures(passes)), rule.name
 
 
 def _recognised(rules: KnownFailures, rule: Rule, example: Case) -> bool:

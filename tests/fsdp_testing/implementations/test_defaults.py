@@ -18,7 +18,7 @@ def test_there_is_a_default_for_every_callable_field_but_wrap():
 
     fields = {f.name for f in dataclasses.fields(Adapter)}
     data = {"name", "capabilities", "source", "observes_locally", "observes_gradients", "missing", "wrap"}
-    data |= {"step_clears_gradients", "widest_dtype", "built_on", "reference"}
+    data |= {"step_clears_gradients", "widest_dtype", "built_on", "reference", "not_beside_tensor_parallel"}
     assert set(defaults.methods(Bare(), {})) == fields - data
 
 

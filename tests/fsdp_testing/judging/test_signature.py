@@ -65,6 +65,12 @@ def test_an_exception_looks_like_its_type_and_message_without_what_varies() -> N
     assert signature_of(raised_finding(CASE, {0: error, 1: error})).kind is FailureKind.RAISED
 
 
+def test_which_attribute_is_missing_counts() -> None:
+    error = RaisedError(-1, "AttributeError", "'Unit' object has no attribute '_full'; see 'layers.0.weight'", "")
+    looks = signature_of(raised_finding(CASE, {0: error, 1: error})).quantity
+    assert looks == "AttributeError: 'Unit' object has no attribute '_full'; see _"
+
+
 def test_the_sentence_has_no_part_in_it() -> None:
     other = finding(sentence="has another dtype, or none", max_error=7.0, ranks=(0, 1))
     assert signature_of(finding()) == signature_of(other)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -88,6 +89,17 @@ def test_a_case_survives_the_round_trip():
     assert "Infinity" not in text
 
 
+def test_a_case_without_a_second_axis_reads_as_before_there_was_one():
+    case = replace(full_case(), world=WorldSpec(4))
+    assert not {"tensor_parallel", "layouts"} & set(re.findall(r"\w+", case.to_json()))
+    wrapping = replace(case.wrapping, layouts=(("up", "colwise"), ("norm", "sequence")))
+    other = replace(case, world=WorldSpec(4, tensor_parallel=2), wrapping=wrapping)
+    assert Case.from_json(other.to_json()) == other
+    assert other.identity != case.identity
+    assert (case.world.replicas, other.world.replicas) == (4, 2)
+    assert other.required() == case.required() | {"tensor_parallel"}
+
+
 def test_a_different_case_has_a_different_identity():
     case = full_case()
     assert case.without_operation(0).identity != case.identity
@@ -142,6 +154,9 @@ def change(**changes: object) -> str:
         (change(world__size="2"), r"^case\.world\.size: expected int, got '2'"),
         (change(world__size=True), r"^case\.world\.size: expected int, got True"),
         (change(world__size=3), r"world\.mesh: expected 3 ranks in all, got shape \(2, 2\)"),
+        (change(world__tensor_parallel=3), r"world\.tensor_parallel: expected a divisor of 4 ranks, got 3"),
+        (change(world__tensor_parallel=2), r"world\.mesh: expected none beside tensor_parallel, got \(2, 2\)"),
+        (change(wrapping__layouts=[["up", "diagonal"]]), r"layouts of 'up': expected one of colwise, .*'diagonal'"),
         (change(world=KeyError), r"missing \['world'\]"),
         (change(extra=1), r"unknown \['extra'\]"),
         (change(program__1__kind="jump"), r"^case\.program\[1\]\.kind: expected a known kind of operation, got 'jump'"),

@@ -27,6 +27,7 @@ def judge(script, *arguments, sizes=(2,), steps=2, **options):
         ("ddp", (), (2, 3), r"given the rows of all ranks \(the items of its DataLoader\)"),
         ("ddp", ("--accumulate", "2", "--dropout", "0.1"), (2,), "the items of its DataLoader"),
         ("ddp", ("--dtype", "float32", "--optimizer", "AdamW"), (2,), "the items of its DataLoader"),
+        ("ddp", ("--closure",), (2,), "the items of its DataLoader"),
         ("shards", ("--shard", "flat"), (2,), "with the same rows at each step"),
         ("shards", ("--shard", "fsdp2"), (3,), "with the same rows at each step"),
         ("shards", ("--shard", "reference"), (2,), "with the same rows at each step"),
@@ -42,17 +43,26 @@ def test_a_right_script_passes_as_it_is(script, arguments, sizes, how):
     assert re.match(
         r"compared at each of 2 steps: loss, .*learning rate.*gradients .*parameters after .* [1-9]\d* rows", compared
     )
+    own = "each rank's own" if script == "indices" else "the same on all ranks and another in one process"
+    state = "the state of torch's random generator"
+    assert {f"compared: {state} after each step", f"not compared: {state}, {own}"} & {*report.judgements[0].compared}
 
 
 @pytest.mark.parametrize(
     ("script", "arguments", "message"),
     [
         ("ddp", ("--mistake", "twice"), r"loss at step 0.*divided by the number of ranks once too often"),
+        ("ddp", ("--closure", "--mistake", "twice"), r"loss at step 0.*divided by the number of ranks once too often"),
         ("ddp", ("--mistake", "undivided"), r"every rank trains on the same rows.*data are not divided"),
         ("ddp", ("--mistake", "batch norm"), r"BatchNorm normalises the rows of each rank alone"),
         ("ddp", ("--mistake", "scaled rate"), r"learning rate is multiplied by the number of ranks \(2 times\)"),
         ("ddp", ("--mistake", "same order"), r"set_epoch is not called"),
         ("ddp", ("--mistake", "boundary"), r"parameter 0.weight differs .* no_sync boundary is off by one"),
+        (
+            "ddp",
+            ("--mistake", "decayed twice"),
+            r"step 1 .*changed outside of the optimizer's step, first .*decayed twice",
+        ),
         ("ddp", ("--mistake", "local norm"), r"only rank\(s\) 0 clip the gradient"),
         ("ddp", ("--mistake", "early stop"), r"rank 0 waits in all_reduce.*an early stop on a local value"),
         ("ddp", ("--mistake", "loss of own rows"), r"loss at step 0.*divided by the rank's own count"),

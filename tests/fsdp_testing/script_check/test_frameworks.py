@@ -12,7 +12,13 @@ from fsdp_testing.script_check.running import Launch
 
 
 @pytest.mark.parametrize(
-    ("script", "package"), [("accelerate", "accelerate"), ("trainer", "transformers"), ("fabric", "lightning")]
+    ("script", "package"),
+    [
+        ("accelerate", "accelerate"),
+        ("trainer", "transformers"),
+        ("fabric", "lightning.fabric"),
+        ("lightning", "lightning.pytorch"),
+    ],
 )
 def test_a_right_script_passes_and_a_scaled_rate_is_found(script, package, monkeypatch):
     pytest.importorskip(package, reason=f"{package} is not installed: its scripts are not tried")

@@ -16,6 +16,7 @@ arguments.add_argument("--dtype", default="float64")
 arguments.add_argument("--accumulate", type=int, default=1)
 arguments.add_argument("--dropout", type=float, default=0.0)
 arguments.add_argument("--optimizer", default="SGD")
+arguments.add_argument("--closure", action="store_true")
 options = arguments.parse_args()
 mistake, dtype = options.mistake, getattr(torch, options.dtype)
 
@@ -45,6 +46,17 @@ for epoch in range(2):
     if mistake != "same order" and hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
     for number, (inputs, targets) in enumerate(loader):
+        if options.closure:
+
+            def closure(inputs=inputs, targets=targets):
+                optimizer.zero_grad()
+                loss = nn.functional.mse_loss(model(inputs), targets) / (size if mistake == "twice" else 1)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+            schedule.step()
+            continue
         last = (number + 1) % options.accumulate == 0
         model.require_backward_grad_sync = last if mistake != "boundary" else False
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -61,6 +73,9 @@ for epoch in range(2):
         if mistake == "none":
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        if mistake == "decayed twice":
+            for parameter in model.parameters():
+                parameter.data.mul_(1 - 0.01 * size)
         schedule.step()
         optimizer.zero_grad()
         if mistake == "early stop" and epoch == 0 and number == 1 and loss.item() > 0.5 + 10 * (rank == 0):

@@ -194,6 +194,53 @@ class StateNotMoved(MoreToy):
             super().load_optimizer(optimizer, saved)
 
 
+class RanksOfSaving(MoreToy):
+    """Says how many ranks saved."""
+
+    def saved(self) -> dict[str, torch.Tensor]:
+        return super().saved() | {"ranks": torch.tensor(self.size)}
+
+    def saved_optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return super().saved_optimizer(optimizer) | {"ranks": self.size}
+
+
+@fault("optim_state.some_ranks")
+class LastShardLost(RanksOfSaving):
+    """Fewer ranks load nothing of the last shard where it is uneven."""
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        built, ranks = super().saved(), int(state["ranks"])
+        cut = dict(state)
+        for fqn in self.full if self.size < ranks else ():
+            chunk = -(-self.full[fqn].numel() // ranks)
+            last = min((ranks - 1) * chunk, self.full[fqn].numel())
+            if last + chunk > self.full[fqn].numel():
+                flat = torch.cat((state[fqn].reshape(-1)[:last], built[fqn].reshape(-1)[last:]))
+                cut[fqn] = flat.reshape(self.shapes[fqn])
+        super().load(cut)
+
+
+@fault("optim_state.some_ranks")
+class MomentsByPlace(RanksOfSaving):
+    """Fewer ranks load the moments of the parameters in another order: each has the next one's, as far as that goes."""
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+        if self.size < saved["ranks"]:
+            names = list(saved["state"])
+            moved = dict(zip(names, (saved["state"][name] for name in (*names[1:], names[0]))))
+            state = {fqn: {**entries, **self.fitting(entries, moved[fqn])} for fqn, entries in saved["state"].items()}
+            saved = {**saved, "state": state}
+        super().load_optimizer(optimizer, saved)
+
+    @staticmethod
+    def fitting(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+        def resized(value: torch.Tensor, size: int) -> torch.Tensor:
+            return value.repeat(size)[:size] if value.numel() else value.new_zeros(size)
+
+        moments = (name for name in ("exp_avg", "exp_avg_sq") if name in own and name in other)
+        return {name: resized(other[name], own[name].numel()) for name in moments}
+
+
 @fault("optim_state.before_first_step")
 class SavingSteps(MoreToy):
     """Saving makes the state exist by a step with learning rate 0, which counts as one."""

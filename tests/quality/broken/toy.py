@@ -26,7 +26,8 @@ NOT_CLAIMED = {
     "activation_checkpointing", "reentrant_checkpointing", "meta_init", "dtype_cast",
     "sync_module_states", "unit_trace", "explicit_unshard", "prefetch", "exception_recovery", "parameter_replacement",
     "tensor_hooks", "accumulation_hooks", "error_if_nonfinite", "dtype_cast_later", "deep_copies",
-    "storage_replacement", "modules_replaced", "parameters_replaced", "unit_alone", *SETTINGS,
+    "storage_replacement", "modules_replaced", "parameters_replaced", "unit_alone", "tensor_parallel", "sub_groups",
+    *SETTINGS,
 }  # fmt: skip
 
 
@@ -166,7 +167,7 @@ class Toy(nn.Module):
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         if self.size > 1:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self.setup.group)
 
     # ---------------------------------------------------------------------------------------- around
 
@@ -206,7 +207,7 @@ class Toy(nn.Module):
             if sharded:
                 nothing = norm.isnan().double()  # what the maximum makes of it depends on its place
                 self.all_reduce(nothing)
-                dist.all_reduce(norm, dist.ReduceOp.MAX)
+                dist.all_reduce(norm, dist.ReduceOp.MAX, group=self.setup.group)
                 norm = torch.where(nothing > 0, torch.nan, norm)
             return norm
         total = sum(((g.abs() ** norm_type).sum() for g in grads), torch.tensor(0.0, dtype=torch.float64))

@@ -22,7 +22,7 @@ MORE = frozenset(
     {
         "full_state_dict", "sharded_state_dict", "local_state_dict", "optim_state", "comm_hook",
         "activation_checkpointing", "reentrant_checkpointing", "exception_recovery", "unit_trace", "prefetch",
-        "cpu_offload", "dtype_cast", "dtype_cast_later",
+        "cpu_offload", "dtype_cast", "dtype_cast_later", "sub_groups",
     }
 )  # fmt: skip
 _GATHER: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -80,7 +80,7 @@ class MoreToy(Toy):
         return whole[:numel].clone()
 
     def all_gather(self, whole: torch.Tensor, mine: torch.Tensor) -> None:
-        _GATHER(whole, mine)
+        _GATHER(whole, mine, group=self.setup.group)
 
     # ---------------------------------------------------------------------------------------- reducing
 
@@ -132,9 +132,9 @@ class MoreToy(Toy):
             self.call_hook(flat, output)
             return flat if output is None else output
         if output is None:
-            dist.all_reduce(flat)
+            dist.all_reduce(flat, group=self.setup.group)
             return flat / self.size
-        _SCATTER(output, flat)
+        _SCATTER(output, flat, group=self.setup.group)
         return output / self.size
 
     def call_hook(self, flat: torch.Tensor, output: torch.Tensor | None) -> None:

@@ -54,6 +54,23 @@ def spans_on_two_axes() -> list[str]:
         held = pieces.of_tensor(distribute_tensor(whole, mesh, placements))
         if not torch.equal(pieces.gather({"w": held})["w"], whole):
             wrong.append(f"{shape} {placements}: {held}")
+    return wrong + spans_of_what_was_cut_before()
+
+
+def spans_of_what_was_cut_before() -> list[str]:
+    """FSDP2 cuts what tensor parallelism has left of a dimension; of 5 rows the parts are 3 and 2, then 2+1 and 1+1."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    wrong = []
+    for style in (ColwiseParallel(), RowwiseParallel()):
+        model = nn.Linear(3, 5)
+        whole = {name: whole_of(tuple(value.shape)).float() for name, value in model.named_parameters()}
+        model.load_state_dict(whole)
+        fully_shard(parallelize_module(model, mesh["tp"], style), mesh=mesh["dp"])
+        gathered = pieces.gather(pieces.of_parameters(model.named_parameters()))
+        wrong += [f"{style} {name}: {gathered[name]}" for name in whole if not torch.equal(gathered[name], whole[name])]
     return wrong
 
 

@@ -35,6 +35,7 @@ ASKED = (
     replace(PLAIN, precision=LOW),
     replace(PLAIN, precision=replace(LOW, buffer_dtype=torch.float16)),
     replace(PLAIN, cpu_offload=True),
+    replace(PLAIN, group=MESH),
     replace(PLAIN, ignored=("0",)),
     replace(PLAIN, sync_module_states=True),
     replace(PLAIN, init_module=lambda module: None),
@@ -59,7 +60,6 @@ NOT_SET: dict[str, dict[str, str]] = {
         "device_ids": _ELSEWHERE,
         "output_device": _ELSEWHERE,
         "dim": _ACCELERATOR,
-        "process_group": _ELSEWHERE,
         "device_mesh": _ELSEWHERE,
         "broadcast_buffers": _OLD_NAME,
         "init_sync": "left on: without it ranks may begin apart, which is the user's own affair then",
@@ -74,7 +74,6 @@ NOT_SET: dict[str, dict[str, str]] = {
         "skip_all_reduce_unused_params": "for models of which every rank uses the same part",
     },
     "FullyShardedDataParallel": {
-        "process_group": _ELSEWHERE,
         "limit_all_gathers": _ACCELERATOR,
         "ignored_states": _OTHER_FORM,
     },

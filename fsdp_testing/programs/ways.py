@@ -6,12 +6,15 @@ adapter's; what lies in between is torch's own.
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
@@ -25,17 +28,18 @@ _OBJECTS, _FILE, _DIRECTORY = "objects.pickle", "state.pt", "shards"
 _DIRECTORIES = ("dcp", "async")
 
 
-def save(way: str, adapter: Adapter, model: nn.Module, optimizer: Any, folder: Path) -> None:
+def save(way: str, adapter: Adapter, model: nn.Module, optimizer: Any, folder: Path, group: Any = None) -> None:
     """Save model and optimizer (None: the model alone) below `folder`.
 
-    Collectives: those of the adapter, and of `torch.distributed.checkpoint.save`; every rank calls.
+    Collectives: those of the adapter, and of `torch.distributed.checkpoint.save`; every rank calls, of `group` if one is given
+    (for "dcp" alone).
     """
     if way in _DIRECTORIES:
         state: dict[str, Any] = {"model": _shards(adapter, model)[0]}
         state |= {} if optimizer is None else {"optimizer": _optimizer_shards(adapter, model, optimizer)}
         with _refusals_as_errors():
             if way == "dcp":
-                dcp.save(state, checkpoint_id=folder / _DIRECTORY)
+                dcp.save(state, checkpoint_id=folder / _DIRECTORY, process_group=group)
             else:
                 saving: Any = dcp.async_save(state, checkpoint_id=folder / _DIRECTORY)
                 with _other_numbers(model, optimizer):
@@ -105,10 +109,12 @@ class Source:
     Args:
         way: How it was saved.
         folder: Where.
+        group: Who loads; None for the world.
     """
 
-    def __init__(self, way: str, folder: Path) -> None:
+    def __init__(self, way: str, folder: Path, group: Any = None) -> None:
         self._folder = folder
+        self._group = group
         self._full = None if way in _DIRECTORIES else read(way, folder)
 
     def load_model(self, adapter: Adapter, model: nn.Module) -> None:
@@ -118,7 +124,7 @@ class Source:
             return
         state, sharded = _shards(adapter, model)
         with _refusals_as_errors():
-            dcp.load({"model": state}, checkpoint_id=self._folder / _DIRECTORY)
+            dcp.load({"model": state}, checkpoint_id=self._folder / _DIRECTORY, process_group=self._group)
         load: Any = adapter.load_sharded_state_dict if sharded else adapter.load_full_state_dict
         load(model, state)
 
@@ -136,9 +142,95 @@ class Source:
             state = _blank(self._folder, "optimizer")
             state["optimizer"].setdefault("state", {})  # a directory does not keep what is empty
         with _refusals_as_errors():
-            dcp.load(state, checkpoint_id=self._folder / _DIRECTORY)
+            dcp.load(state, checkpoint_id=self._folder / _DIRECTORY, process_group=self._group)
         load: Any = adapter.load_sharded_optimizer_state if sharded else adapter.load_full_optimizer_state
         load(model, optimizer, state["optimizer"])
+
+
+class Carrier(Protocol):
+    """A state on its way from some ranks to others; the last one that was saved is loaded."""
+
+    def save(self, adapter: Adapter, model: nn.Module, optimizer: Any, group: Any) -> None:
+        """Save model and optimizer (None: the model alone). Collectives: every rank of `group` (None: the world) calls."""
+
+    def send(self, source: int) -> None:
+        """Let every rank of the world have what the rank `source` saved. Collectives: every rank of the world calls."""
+
+    def load_model(self, adapter: Adapter, model: nn.Module, group: Any) -> None:
+        """Load the model. Collectives: every rank of `group` calls."""
+
+    def load_optimizer(self, adapter: Adapter, model: nn.Module, optimizer: Any, group: Any) -> None:
+        """Load the optimizer. Collectives: every rank of `group` calls."""
+
+
+class InMemory:
+    """The full state, as objects."""
+
+    def __init__(self) -> None:
+        self._full: tuple[Any, Any] = ({}, None)
+
+    def save(self, adapter: Adapter, model: nn.Module, optimizer: Any, group: Any) -> None:
+        """Keep what the adapter gives."""
+        state = None if optimizer is None else adapter.full_optimizer_state(model, optimizer)
+        self._full = (adapter.full_state_dict(model), state)
+
+    def send(self, source: int) -> None:
+        """Collectives: one broadcast."""
+        box = [self._full]
+        dist.broadcast_object_list(box, src=source)
+        self._full = box[0]
+
+    def load_model(self, adapter: Adapter, model: nn.Module, group: Any) -> None:
+        """Hand the model's over."""
+        adapter.load_full_state_dict(model, self._full[0])
+
+    def load_optimizer(self, adapter: Adapter, model: nn.Module, optimizer: Any, group: Any) -> None:
+        """Hand the optimizer's over."""
+        adapter.load_full_optimizer_state(model, optimizer, self._full[1])
+
+
+class InDirectory:
+    """A directory of `torch.distributed.checkpoint` for each save, with shards where the adapter gives shards."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._saves = 0
+
+    def save(self, adapter: Adapter, model: nn.Module, optimizer: Any, group: Any) -> None:
+        """Save into a new one."""
+        self._saves += 1
+        save("dcp", adapter, model, optimizer, self._folder / str(self._saves), group)
+
+    def send(self, source: int) -> None:
+        """Collectives: one broadcast, of the directory's number."""
+        box = [self._saves]
+        dist.broadcast_object_list(box, src=source)
+        (self._saves,) = box
+
+    def load_model(self, adapter: Adapter, model: nn.Module, group: Any) -> None:
+        """Load from the last one."""
+        Source("dcp", self._folder / str(self._saves), group).load_model(adapter, model)
+
+    def load_optimizer(self, adapter: Adapter, model: nn.Module, optimizer: Any, group: Any) -> None:
+        """Load from the last one."""
+        Source("dcp", self._folder / str(self._saves), group).load_optimizer(adapter, model, optimizer)
+
+
+@contextmanager
+def carried_in_directory(parent: Path) -> Iterator[InDirectory]:
+    """Make a directory below `parent` on rank 0, and remove it when every rank has left.
+
+    Collectives: a broadcast on entry, a barrier on exit; after an exception none.
+    """
+    rank = dist.get_rank()
+    box = [tempfile.mkdtemp(prefix="state-", dir=parent) if rank == 0 else ""]
+    dist.broadcast_object_list(box, src=0)
+    try:
+        yield InDirectory(Path(box[0]))
+        dist.barrier()
+    finally:
+        if rank == 0:
+            shutil.rmtree(box[0], ignore_errors=True)
 
 
 def _shards(adapter: Adapter, model: nn.Module) -> tuple[dict[str, Any], bool]:

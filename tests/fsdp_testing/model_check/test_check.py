@@ -1,0 +1,145 @@
+"""Models on N ranks against one process: right ones pass under each implementation, and each way to be wrong has its words."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_testing
+from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.model_check import MODELS, ModelDiffers, ModelUndecided, check_model
+
+PLAIN = ("torch-ddp", "torch-fsdp2", "fsdp_ref-wrapper")
+
+
+class Output(NamedTuple):
+    loss: torch.Tensor
+
+
+class TiedModel(nn.Module):
+    """A decoder in miniature: blocks in a list, the embedding's weights at the head, one parameter that nothing uses."""
+
+    def __init__(self, noise=False, scale=1.0):
+        super().__init__()
+        self.embedding = nn.Embedding(64, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 8)) for _ in range(2))
+        self.unused = nn.Parameter(torch.zeros(3))
+        self.head = nn.Linear(8, 64, bias=False)
+        self.head.weight = self.embedding.weight
+        self.noise, self.scale = noise, scale
+
+    def forward(self, input_ids, labels):
+        hidden = self.embedding(input_ids)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        if self.noise:
+            hidden = hidden * (1 + os.urandom(1)[0])
+        return Output(nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten()) * self.scale)
+
+
+def tied():
+    return TiedModel()
+
+
+def noisy():
+    return TiedModel(noise=True)
+
+
+def flat():
+    return TiedModel(scale=0.0)
+
+
+def failing():
+    raise ValueError("no weights here")
+
+
+class RankedModel(TiedModel):
+    """Fails where there are several ranks."""
+
+    def forward(self, input_ids, labels):
+        if len(input_ids) < 4:
+            raise ValueError("too few rows")
+        return super().forward(input_ids, labels)
+
+
+def ranked():
+    return RankedModel()
+
+
+@fsdp_testing.parametrize_with_models(tied, implementations=PLAIN)
+def test_a_right_model_passes_and_says_what_was_compared(check):
+    report = str(check())
+    assert f"tied under {check.implementation} on 2 ranks: 2 steps are those of one process" in report
+    # The tied weight, four tensors of each block and the unused one, each with its gradient.
+    assert "20 gradients and parameters" in report
+
+
+def test_three_ranks_pad_and_pass():
+    assert check_model(tied, "fsdp_ref-wrapper", world_size=3).ranks == 3
+
+
+def test_what_an_implementation_computes_wrongly_is_named(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "quality" / "broken"))
+    with pytest.raises(ModelDiffers, match=r"gradient of .* at step 0 is off by"):
+        check_model(tied, "faults_gradients:SumForMean")
+
+
+def test_a_model_that_fails_on_ranks_alone_differs():
+    with pytest.raises(ModelDiffers, match="does not train as it does in one process: .*too few rows"):
+        check_model(ranked)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (noisy, "does not repeat itself: two runs in one process differ, first in loss"),
+        (flat, "no gradient other than zero"),
+        (failing, "does not train in one process.*no weights here"),
+    ],
+)
+def test_what_says_nothing_is_undecided(model, message):
+    with pytest.raises(ModelUndecided, match=f"(?s){message}"):
+        check_model(model)
+
+
+def test_expected_failures_are_strict_and_have_to_exist():
+    mark = fsdp_testing.parametrize_with_models(
+        tied, implementations=PLAIN, expected_failures={"tied-torch-ddp": "known"}
+    )
+    expected = {parameter.id: [mark.kwargs for mark in parameter.marks] for parameter in mark.args[1]}
+    assert expected["tied-torch-fsdp2"] == []
+    assert expected["tied-torch-ddp"] == [{"reason": "known", "raises": ModelDiffers, "strict": True}]
+    with pytest.raises(InvalidArgument, match="expected names as 'tied-torch-ddp', got \\['other'\\]"):
+        fsdp_testing.parametrize_with_models(tied, implementations=PLAIN, expected_failures={"other": "known"})
+
+
+def test_packages_that_are_not_installed_are_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(InvalidArgument, match="expected Transformers to be installed, and it is not"):
+        fsdp_testing.parametrize_with_models()
+    with pytest.raises(InvalidArgument, match="expected Accelerate to be installed"):
+        check_model(tied, "accelerate")
+    with pytest.raises(InvalidArgument, match="expected at least 2 ranks, got 1"):
+        check_model(tied, world_size=1)
+
+
+@pytest.mark.parametrize("implementation", [*PLAIN, "accelerate"])
+def test_models_of_transformers_pass(implementation):
+    pytest.importorskip("transformers", reason="Transformers is not installed: its models are not tried")
+    if implementation == "accelerate":
+        pytest.importorskip("accelerate", reason="Accelerate is not installed: it is not tried")
+    assert check_model("gpt2", implementation).tensors
+    assert len(MODELS) >= 40
+
+
+def test_a_family_that_is_not_there_is_named():
+    pytest.importorskip("transformers", reason="Transformers is not installed: its models are not tried")
+    with pytest.raises(InvalidArgument, match="causal language models of the installed Transformers, got 'gpt9'"):
+        check_model("gpt9")

@@ -1,0 +1,194 @@
+"""Over two axes of a mesh: healthy implementations pass, and each fault of tensor parallelism is caught."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_testing.checkers.comparison import Comparison
+from fsdp_testing.conformance import shared_runner
+from fsdp_testing.implementations.adapter import TorchStyle
+from fsdp_testing.implementations.protocol import Setup
+from fsdp_testing.implementations.registry import adapter_of
+from fsdp_testing.implementations.torch import fsdp2, saved_state
+from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
+from fsdp_testing.operations import Save
+from fsdp_testing.programs.tensor_axis import layouts_of, over_two_axes
+from fsdp_testing.records import Case, Clip, FailureKind, MixedPrecisionSpec, Observe, Reload, Step, Verdict, WorldSpec
+from fsdp_testing.suites.check import ADAMW, PLAIN_SGD, Place
+from fsdp_testing.suites.moving import judge_moved
+from fsdp_testing.suites.schedules import accumulated, iteration, micro_batch
+from fsdp_testing.zoo import MODELS
+
+PLACE = Place(4, "full_shard")
+EVERYTHING = (
+    *iteration(0, Clip(0.1), Observe()),
+    *accumulated(1, 2),
+    Clip(0.1, math.inf),
+    Step(),
+    Reload(),
+    *iteration(3),
+    Save(),
+    Reload("sharded"),
+    micro_batch(4),
+)
+
+
+def judge(name: str, case: Case, **how: Any) -> JudgedCase:
+    return shared_runner().judge(name, over_two_axes(case, 2), **how)
+
+
+# ---------------------------------------------------------------------------------------------- the axis in a case
+
+
+def test_layouts_are_chosen_by_kinds_of_modules():
+    gpt = layouts_of(MODELS["gpt"].build(0), 2, MODELS["gpt"].elementwise_before)
+    assert gpt == {
+        "wte": "replicated",  # the head shares its weight
+        "wpe": "rowwise",
+        **{
+            f"blocks.{block}.{name}": layout
+            for block in (0, 1)
+            for name, layout in {
+                "norm1": "sequence",
+                "attention.qkv": "colwise",
+                "attention.out": "rowwise",
+                "norm2": "sequence",
+                "mlp.0": "colwise_cut",
+                "mlp.2": "rowwise_cut",
+            }.items()
+        },
+        "norm": "sequence",
+        "head": "replicated",
+    }
+    # Parts of unequal sizes are put together before the next layer.
+    mlp = MODELS["mlp"]
+    assert set(layouts_of(mlp.build(0), 3, mlp.elementwise_before).values()) == {"colwise", "rowwise"}
+
+
+# ---------------------------------------------------------------------------------------------- healthy implementations
+
+
+# FSDP2 loads no part whose rows its ranks do not divide, which gpt has.
+@pytest.mark.parametrize(
+    ("name", "model"), [("torch-fsdp2", "mlp"), ("fsdp_ref-wrapper", "gpt"), ("fsdp_ref-composable", "gpt")]
+)
+def test_trains_clips_accumulates_saves_and_loads(name: str, model: str):
+    found = judge(name, PLACE.case(model, *EVERYTHING, optimizer=ADAMW))
+    assert found.outcome.verdict is Verdict.PASS, found
+    assert found.outcome.comparisons > 100
+
+
+@pytest.mark.parametrize("name", ["torch-fsdp2", "fsdp_ref-composable"])
+def test_low_precision_stays_within_the_roundings_of_parts(name: str):
+    precision = MixedPrecisionSpec("bfloat16", "float32")
+    case = PLACE.case("gpt", *iteration(0), micro_batch(1), dtype="float32", precision=precision, optimizer=PLAIN_SGD)
+    found = judge(name, case, comparison=Comparison(lockstep=True))
+    assert found.outcome.verdict is Verdict.PASS, found
+    assert found.outcome.worst_ratio > 0
+
+
+def test_what_two_by_two_ranks_saved_is_loaded_by_other_meshes():
+    seen: list[WorldSpec] = []
+
+    class Noting(CaseRunner):
+        def judge(self, implementation: Any, case: Case, *args: Any, **how: Any) -> JudgedCase:
+            seen.append(case.world)
+            return super().judge(implementation, case, *args, **how)
+
+    case = over_two_axes(PLACE.case("uneven", *iteration(0), optimizer=ADAMW), 2)
+    found = judge_moved(Noting(), adapter_of("fsdp_ref-composable"), case, Comparison())
+    assert found.outcome.verdict is Verdict.PASS, found
+    assert [(world.replicas, world.tensor_parallel) for world in seen] == [(2, 2), (1, 2), (2, 1), (1, 1)]
+
+
+# ---------------------------------------------------------------------------------------------- faults
+
+
+def cut_modules(change: Callable[..., Any], layout: str) -> Callable[[nn.Module, Setup], nn.Module]:
+    """FSDP2, where modules of a layout compute by `change` instead."""
+
+    def wrap(module: nn.Module, setup: Setup) -> nn.Module:
+        for fqn, given in setup.layouts:
+            inner = module.get_submodule(fqn)
+            if given.startswith(layout) and not isinstance(inner, nn.Embedding):
+                vars(inner)["forward"] = partial(change, inner)
+        return fsdp2.wrap(module, setup)
+
+    return wrap
+
+
+def keeps_partial_sums(linear: nn.Linear, x: Any) -> Any:
+    from torch.distributed.tensor import DTensor, Replicate
+
+    own: Any = [each.to_local() for each in (x, linear.weight, linear.bias)]
+    return DTensor.from_local(nn.functional.linear(*own), x.device_mesh, [Replicate()])
+
+
+def keeps_own_gradient(norm: nn.LayerNorm, x: Any) -> Any:
+    from torch.distributed.tensor import DTensor
+
+    own: Any = [each.to_local() for each in (norm.weight, norm.bias)]
+    return DTensor.from_local(
+        nn.functional.layer_norm(x.to_local(), norm.normalized_shape, *own), x.device_mesh, x.placements
+    )
+
+
+def clip_by_local_squares(over: str, model: nn.Module, max_norm: float, norm_type: float) -> torch.Tensor:
+    """Clip by the 2-norm of what ranks have, added up over one axis, or over both whether an element is there twice or not."""
+    import torch.distributed as dist
+
+    grads: list[Any] = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    total = torch.stack([grad.to_local().square().sum() for grad in grads]).sum()
+    dist.all_reduce(total, group=grads[0].device_mesh["data"].get_group() if over == "data" else dist.group.WORLD)
+    for grad in grads:
+        grad.mul_((max_norm / (total.sqrt() + 1e-6)).clamp(max=1.0))
+    return total.sqrt()
+
+
+def state_of_first_part(model: nn.Module) -> Mapping[str, torch.Tensor]:
+    """Return a full state that has the first tensor-parallel rank's part in the place of all parts."""
+    state = dict(saved_state.full_state_dict(model))
+    for fqn, parameter in model.named_parameters():
+        placement: Any = parameter.placements[-1] if parameter.device_mesh.ndim == 2 else None
+        if placement is not None and placement.is_shard():
+            first = state[fqn].chunk(2, placement.dim)[0]
+            state[fqn] = torch.cat([first, first], placement.dim)
+    return state
+
+
+def faulty(name: str, **changed: Any) -> TorchStyle:
+    return replace(fsdp2.IMPLEMENTATION, name=name, built_on=name, **changed)
+
+
+PARTIAL_SUMS = faulty("partial-sums", wrap=cut_modules(keeps_partial_sums, "rowwise"))
+OWN_GRADIENT = faulty("own-gradient", wrap=cut_modules(keeps_own_gradient, "sequence"))
+NORM_OF_ONE_AXIS = faulty("norm-of-one-axis", clip_grad_norm=partial(clip_by_local_squares, "data"))
+COUNTED_TWICE = faulty("counted-twice", clip_grad_norm=partial(clip_by_local_squares, "both"))
+FIRST_PART = faulty("first-part", full_state_dict=state_of_first_part)
+
+CLIPPED = PLACE.case("mlp", micro_batch(0), Clip(0.1), dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("fault", "case", "quantity"),
+    [
+        ("PARTIAL_SUMS", PLACE.case("mlp", micro_batch(0)), "output 0"),
+        ("OWN_GRADIENT", PLACE.case("gpt", micro_batch(0)), "norm"),
+        ("NORM_OF_ONE_AXIS", CLIPPED, "total norm"),
+        ("COUNTED_TWICE", CLIPPED, "total norm"),
+        ("FIRST_PART", PLACE.case("mlp", Save()), "state.layers."),
+    ],
+)
+def test_a_fault_of_tensor_parallelism_is_caught(fault: str, case: Case, quantity: str):
+    found = judge(f"{__name__}:{fault}", case, closely=True)
+    assert found.finding is not None
+    assert found.finding.kind in (FailureKind.DIVERGED, FailureKind.DISAGREED), found.finding
+    assert quantity in found.finding.quantity
