@@ -132,7 +132,10 @@ class Channel:
 
     def send(self, message: object) -> None:
         """Send one message. Raises `OSError` when the peer has gone or does not read within `send_timeout`."""
-        data = dumps(message)
+        self.send_data(dumps(message))
+
+    def send_data(self, data: bytes) -> None:
+        """Send a message that `dumps` has serialised; one for several ranks is serialised once."""
         header = _HEADER.pack(len(data))
         self._sock.settimeout(self._send_timeout)
         if len(data) < _CHUNK:

@@ -2,7 +2,7 @@
 
 torch imports some hundreds of modules at the first use of a feature (torch._dynamo under FSDP2 among them), which
 dominates a new rank. Ranks report what they had to import, and a successor of the fork server imports the same: modules of
-torch and of what torch itself pulls in, never the code under test, which may change while we run.
+torch, of what torch itself pulls in, and of pytest; never the code under test, which may change while we run.
 """
 
 from __future__ import annotations
@@ -38,6 +38,13 @@ _FAMILIES = (
     "optree",
     "einops",
     "triton",
+    # What a test's own file imports, and so each new rank that imports a function from there.
+    "pytest",
+    "_pytest",
+    "pluggy",
+    "iniconfig",
+    "packaging",
+    "pygments",
 )
 _NEVER = ("torch._inductor.compile_worker", "torch.testing._internal", "torch.utils.tensorboard", "antigravity", "this")
 

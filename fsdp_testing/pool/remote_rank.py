@@ -99,10 +99,10 @@ class _RankChannel(Channel):
         self._reports: list[Any] = []
         self._sending = threading.RLock()  # the launcher's signal may come while this very thread sends
 
-    def send(self, message: object) -> None:
+    def send_data(self, data: bytes) -> None:
         """Send one message; several threads may."""
         with self._sending:
-            super().send(message)
+            super().send_data(data)
 
     def pump(self) -> None:
         """Take in what has come, and keep reports for `take_ready`."""

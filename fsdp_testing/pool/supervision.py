@@ -16,7 +16,7 @@ from typing import Any
 
 from fsdp_testing.ledger.reading import RankLedger
 from fsdp_testing.pool.cause import NotJoined
-from fsdp_testing.pool.channel import loads
+from fsdp_testing.pool.channel import dumps, loads
 from fsdp_testing.pool.diagnosis import cause_of
 from fsdp_testing.pool.jobs import Exit, Job, Report
 from fsdp_testing.pool.outcome import ErrorRecord, Fate, RankOutcome, WorldOutcome, account_lines
@@ -74,10 +74,11 @@ class Supervision:
         """Send the job, watch it, and judge every rank. Kills nobody: the owner of the world does, when not `ok`."""
         started = time.monotonic()
         watches = [_Watch(process, joined=self.joined) for process in self.processes]
+        job = dumps(self.job)
         for watch in watches:
             watch.process.take_output("stacks")
             watch.process.empty_output()
-            self._send(watch)
+            self._send(watch, job)
         try:
             passed_deadline = self._watch(watches, started)
         except BaseException as end:  # Ctrl-C, or a time limit that another plugin sets
@@ -115,10 +116,10 @@ class Supervision:
             lines += [outcome.headline(), *account_lines(outcome)]
         return "\n".join(lines)
 
-    def _send(self, watch: _Watch) -> None:
+    def _send(self, watch: _Watch, job: bytes) -> None:
         # A rank that is gone is known by its exit status, not by the failed write.
         with contextlib.suppress(OSError):
-            watch.process.channel.send(self.job)
+            watch.process.channel.send_data(job)
 
     def _watch(self, watches: list[_Watch], started: float) -> bool:
         """Wait until all have ended, or the grace period or deadline ends; True when the deadline did it."""

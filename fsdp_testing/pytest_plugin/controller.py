@@ -15,6 +15,7 @@ from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.pool.controller import platform_refusal
 from fsdp_testing.pool.world import inside_rank
 from fsdp_testing.pytest_plugin import dist_pool
+from fsdp_testing.pytest_plugin.other_plugins import TimeLimits, warn_of_reruns
 from fsdp_testing.pytest_plugin.rank_debugger import debugged_rank
 from fsdp_testing.pytest_plugin.selection import defaults_of, refusal_to_draw, world_request
 
@@ -55,6 +56,7 @@ def protocol_of(config: pytest.Config) -> Protocol:
         made = Protocol(config)
         config.pluginmanager.register(made, "fsdp_testing.protocol")
         config.pluginmanager.register(Sweep(made.leases), "fsdp_testing.sweep")
+        config.pluginmanager.register(TimeLimits(), "fsdp_testing.time_limits")
         launch = None if inside_rank() else env.launched()
         if launch is not None and launch.world_size > 1:
             from fsdp_testing.pytest_plugin.launched import NAME, Launched
@@ -97,13 +99,5 @@ def select(config: pytest.Config, marked: Sequence[pytest.Item]) -> dict[pytest.
             protocol.take(item, request)
     if problems:
         raise pytest.UsageError(*problems)
-    _warn_of_reruns(config, marked)
+    warn_of_reruns(config, marked)
     return refused
-
-
-def _warn_of_reruns(config: pytest.Config, marked: Sequence[pytest.Item]) -> None:
-    """Say once that nobody runs failed tests on ranks again, where pytest-rerunfailures was asked to."""
-    asked = getattr(config.option, "reruns", None) or any(item.get_closest_marker("flaky") for item in marked)
-    if asked and config.pluginmanager.hasplugin("rerunfailures"):
-        text = "pytest-rerunfailures does not see tests with the marker world: what fails on ranks is not run again"
-        config.issue_config_time_warning(pytest.PytestWarning(text), stacklevel=2)

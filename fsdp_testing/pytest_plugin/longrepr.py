@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from fsdp_testing.errors import CollectiveMismatch
 from fsdp_testing.pool.diagnosis import reports_lost_peer
 
 Crash = dict[str, Any]
@@ -54,6 +55,11 @@ def message_of(longrepr: Any) -> str:
 def is_consequence(longrepr: Any) -> bool:
     """Return whether it says only that another rank has gone."""
     return reports_lost_peer(message_of(longrepr))
+
+
+def is_mismatch(longrepr: Any) -> bool:
+    """Return whether the ledger refused a collective there: each rank that noticed names the other's call."""
+    return message_of(longrepr).startswith(f"{CollectiveMismatch.__module__}.{CollectiveMismatch.__name__}: ")
 
 
 def abbreviated(longrepr: Any) -> list[Element]:

@@ -18,6 +18,7 @@ from fsdp_testing.pytest_plugin.longrepr import (
     elements_of,
     fold,
     is_consequence,
+    is_mismatch,
     message_of,
     text_element,
     with_header,
@@ -213,12 +214,15 @@ def _account_of_all(outcome: WorldOutcome, accounts: Sequence[Account], location
     problems = [(a.rank, a.result.problem) for a in accounts if a.result is not None and a.result.problem]
     for ranks, problem in fold(problems):
         elements.extend(with_header(f" {rank_names(ranks)} could not run the test ", elements_of(problem)))
-    crash = None
+    crash = mismatch = None
     for when in ("setup", "call"):
         failing = [(a.rank, p.longrepr) for a in accounts for p in a.failing() if p.when == when]
         for ranks, longrepr in fold(failing):
             crash = crash or crash_of(longrepr)
-            shown = abbreviated(longrepr) if bereft and is_consequence(longrepr) else elements_of(longrepr)
+            again = mismatch is not None and is_mismatch(longrepr)  # the same collective, seen by another rank
+            mismatch = longrepr if is_mismatch(longrepr) else mismatch
+            short = again or (bereft and is_consequence(longrepr))
+            shown = abbreviated(longrepr) if short else elements_of(longrepr)
             elements.extend(with_header(f" {rank_names(ranks)}: {when} failed ", shown))
     return build(elements, lead, crash, location)
 

@@ -18,6 +18,7 @@ from fsdp_testing.pytest_plugin.leases import IN_RANK, Leases
 from fsdp_testing.pytest_plugin.longrepr import build, text_element
 from fsdp_testing.pytest_plugin.marker import WorldRequest
 from fsdp_testing.pytest_plugin.merge import merge
+from fsdp_testing.pytest_plugin.other_plugins import attempts, deadline_of, wait_before_next
 from fsdp_testing.pytest_plugin.rank_debugger import debugged_rank
 from fsdp_testing.pytest_plugin.records import Debugging, ItemTask, Phase, RankResult
 from fsdp_testing.pytest_plugin.selection import collected_id, location_of, shared_length
@@ -47,11 +48,20 @@ class Protocol:
             # pytest ends the rest after the item itself.
             self._plain_chain = chain[: shared_length(chain, nextitem.listchain())] if nextitem is not None else []
             return None
-        hook = item.ihook
-        hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        for report in self._reports(item, request, nextitem):
-            hook.pytest_runtest_logreport(report=report)
-        hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        last = attempts(item) - 1
+        for attempt in range(last + 1):
+            item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+            reports = self._reports(item, request, nextitem)
+            again = attempt < last and any(report.failed for report in reports)
+            for report in reports:
+                if again and report.failed:
+                    # The outcome that pytest-rerunfailures shows and counts. The world of a test that failed is not lent again.
+                    report.outcome = "rerun"  # type: ignore[assignment]  # one that pytest itself does not know
+                item.ihook.pytest_runtest_logreport(report=report)
+            item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+            if not again:
+                break
+            wait_before_next(item)
         return True
 
     @pytest.hookimpl(tryfirst=True)
@@ -102,7 +112,7 @@ class Protocol:
             outcome = world.execute(
                 f"{IN_RANK}:run_item",
                 (spec, directory, task),
-                timeout=None if debugging is not None else request.timeout,
+                timeout=None if debugging is not None else deadline_of(item, request.timeout),
                 name=item.nodeid,
                 lasting=None,
             )

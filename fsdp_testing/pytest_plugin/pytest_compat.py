@@ -7,10 +7,11 @@ release that `pyproject.toml` admits, the other environments on the newest.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -55,6 +56,70 @@ def load_first_conftests(config: pytest.Config, paths: Sequence[str]) -> None:
         load(early_config=config, args=list(paths), parser=config._parser)
     finally:
         manager._configured = True
+
+
+def attach_log_handlers_once(config: pytest.Config) -> None:
+    """In this process, for good, let pytest's log capture reach loggers that do not propagate through one lasting handler.
+
+    Since 9.1 pytest adds two handlers to each of them in each phase of a test. torch has some forty, and every rank pays
+    for each of its tests: a quarter of what a small test costs.
+    """
+    module: Any = config.pluginmanager.get_plugin("logging")
+    original: Any = getattr(module, "catching_logs", None)
+    if not hasattr(original, "attached_loggers") or issubclass(original, _Capture):
+        return
+
+    class CatchingLogs(_Capture, original):  # type: ignore[misc]  # a class known at run time only
+        __slots__ = ()
+
+    module.catching_logs = CatchingLogs
+
+
+class _Relay(logging.Handler):
+    """Hands what one logger that does not propagate gets to the handlers that capture at the moment."""
+
+    capturing: ClassVar[list[logging.Handler]] = []
+    of: ClassVar[dict[logging.Logger, _Relay]] = {}
+
+    def __init__(self, logger: logging.Logger) -> None:
+        super().__init__()
+        self._logger = logger
+
+    def handle(
+        self, record: logging.LogRecord
+    ) -> bool:  # not emit: each of the others has a lock and filters of its own
+        for handler in () if self._logger.propagate else self.capturing:
+            if record.levelno >= handler.level:
+                handler.handle(record)
+        return True
+
+
+class _Capture:
+    """Enters and leaves as pytest's own class does, but for the loggers that a relay serves."""
+
+    __slots__ = ()  # its attributes are those of pytest's class
+
+    def __enter__(self: Any) -> logging.Handler:
+        root = logging.root
+        if not _Relay.capturing:
+            known: list[Any] = list(root.manager.loggerDict.values())
+            for logger in [one for one in known if not getattr(one, "propagate", True)]:
+                relay = _Relay.of.get(logger) or _Relay.of.setdefault(logger, _Relay(logger))
+                if relay not in logger.handlers:
+                    logger.addHandler(relay)
+        if self.level is not None:
+            self.handler.setLevel(self.level)
+            self.orig_level = root.level
+            root.setLevel(min(self.orig_level, self.level))
+        root.addHandler(self.handler)
+        _Relay.capturing.append(self.handler)
+        return self.handler
+
+    def __exit__(self: Any, *exception: object) -> None:
+        if self.level is not None:
+            logging.root.setLevel(self.orig_level)
+        logging.root.removeHandler(self.handler)
+        _Relay.capturing.remove(self.handler)
 
 
 class _Waiting(dict[Path, object]):

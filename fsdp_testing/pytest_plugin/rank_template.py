@@ -31,6 +31,7 @@ class Started:
         self.spec = spec
         with warnings.catch_warnings():
             self.config = _configured(spec)
+            pytest_compat.attach_log_handlers_once(self.config)
             self.session = pytest_compat.configured_session(self.config)
             self.config.hook.pytest_sessionstart(session=self.session)
             self._filters = list(warnings.filters)

@@ -11,6 +11,8 @@ Runner = Callable[..., Any]
 
 ORDINARY = """
 calls = {"module": 0, "session": 0}
+SILENT = __import__("logging").getLogger("silent")
+SILENT.propagate = False
 
 @pytest.fixture(scope="session")
 def session_value(world):
@@ -99,8 +101,15 @@ def test_capfd(world, capfd):
 @pytest.mark.world(2)
 def test_caplog(caplog):
     import logging
+    from _pytest.logging import catching_logs
     logging.getLogger("mine").warning("careful")
     assert "careful" in caplog.text
+    # pytest captures loggers that do not propagate since 9.1: each record once, at the level asked for.
+    SILENT.info("never shown")
+    with caplog.at_level(logging.INFO, "silent"):
+        SILENT.info("quiet")
+    assert caplog.text.count("quiet") == hasattr(catching_logs, "attached_loggers")
+    assert "never shown" not in caplog.text
 
 @pytest.mark.world(2)
 def test_raises():

@@ -312,5 +312,86 @@ def test_reruns_that_nobody_makes_are_warned_of(tmp_path: Path, run_folder: Runn
     (tmp_path / "conftest.py").write_text(plugin)
     (tmp_path / "test_one.py").write_text("import pytest\n@pytest.mark.world(2)\ndef test_one(): ...\n")
     warned = run_folder(tmp_path, "--collect-only", "--reruns", "2").text
-    assert warned.count("what fails on ranks is not run again") == 1, warned
+    assert warned.count("is not run again when it fails on ranks: this release of it") == 1, warned
     assert "is not run again" not in run_folder(tmp_path, "--collect-only").text
+
+
+STAND_INS = """
+import pytest
+from fsdp_testing.pool.world import inside_rank
+
+class Rerunfailures:
+    def get_reruns_count(self, item): return 0 if item.get_closest_marker("timeout") else item.config.option.reruns
+    def get_reruns_delay(self, item): return 0
+
+class Timeout:
+    @pytest.hookspec(firstresult=True)
+    def pytest_timeout_set_timer(self, item, settings): ...
+    @pytest.hookspec(firstresult=True)
+    def pytest_timeout_cancel_timer(self, item): ...
+
+class Settings:
+    timeout = 4.0
+
+def pytest_addoption(parser, pluginmanager):
+    parser.addoption("--reruns", type=int)
+    pluginmanager.add_hookspecs(Timeout)
+
+def pytest_configure(config):
+    config.pluginmanager.register(Rerunfailures(), "rerunfailures")
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    if item.get_closest_marker("timeout") and not inside_rank():
+        assert item.ihook.pytest_timeout_set_timer(item=item, settings=Settings()) is True
+        result = yield
+        assert item.ihook.pytest_timeout_cancel_timer(item=item) is True
+        return result
+    return (yield)
+
+def pytest_report_teststatus(report):
+    return ("rerun", "R", "RERUN") if report.outcome == "rerun" else None
+"""
+ASKED = """
+import os, pathlib, pytest, torch
+import torch.distributed as dist
+
+@pytest.mark.timeout(4)
+@pytest.mark.world(2)
+def test_hangs(world):
+    while world.rank == 1:
+        pass
+    dist.all_reduce(torch.ones(4))
+
+@pytest.fixture(scope="module")
+def attempt(world):
+    mine = pathlib.Path(__file__).with_name(f"attempts{world.rank}")
+    with mine.open("a") as stream:
+        stream.write(f"{os.getpid()}\\n")
+    return len(set(mine.read_text().split()))
+
+@pytest.mark.world(2)
+def test_fails_once(world, attempt):
+    dist.barrier()
+    assert attempt > 1 or world.rank == 0
+
+@pytest.mark.world(2)
+def test_fails():
+    assert False
+
+@pytest.mark.world(2)
+def test_passes(): ...
+"""
+
+
+def test_limits_of_pytest_timeout_end_ranks_and_reruns_get_new_ones(tmp_path: Path, run_folder: Runner) -> None:
+    """Stand-ins with the hooks and functions of both plugins: what they ask of a marked test is done."""
+    (tmp_path / "conftest.py").write_text(STAND_INS)
+    (tmp_path / "test_asked.py").write_text(ASKED)
+    found = run_folder(tmp_path, "--reruns", "1", "-v").text
+    assert "ranks 0, 1 hung after 4 s" in found and "stack of rank 1" in found, found
+    for name, words in {"hangs": "F", "fails_once": "RP", "fails": "RF", "passes": "P"}.items():
+        told = re.findall(rf"::test_{name} (RERUN|PASSED|FAILED)", found)
+        assert "".join(word[0] for word in told) == words, found
+    # Two attempts of two ranks each, in processes of their own.
+    assert len({*(tmp_path / "attempts0").read_text().split(), *(tmp_path / "attempts1").read_text().split()}) == 4

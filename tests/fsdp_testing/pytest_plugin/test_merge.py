@@ -240,6 +240,13 @@ def test_what_only_tells_of_a_lost_peer_is_abbreviated() -> None:
     assert message in text(reports)
 
 
+def test_a_mismatch_is_shown_in_full_once() -> None:
+    seen = "fsdp_testing.errors.CollectiveMismatch: collective #1 of the default group differs: rank {} issued it"
+    reports = run(returned(0, failed(seen.format(1))), returned(1, failed(seen.format(0))), returned(2, failed("boom")))
+    assert text(reports).count("E   fsdp_testing.errors.CollectiveMismatch") == 1
+    assert all(words in text(reports) for words in (seen.format(0), seen.format(1), "E   boom"))
+
+
 def test_teardown_fails_on_its_own_beside_a_call_that_passed() -> None:
     reports = run(returned(0, failed("mess", "teardown")), returned(1, PASSED))
     assert [(r.when, r.outcome) for r in reports] == [("setup", "passed"), ("call", "passed"), ("teardown", "failed")]
