@@ -41,7 +41,8 @@ def add(commands: Subparsers[Command]) -> Command:
     command.add_argument(
         "--strategy",
         choices=STRATEGIES,
-        help="what is sharded, and when (default FULL_SHARD; with --mesh HYBRID_SHARD)",
+        metavar="STRATEGY",
+        help=f"what is sharded, and when: {', '.join(STRATEGIES)} (default FULL_SHARD; with --mesh HYBRID_SHARD)",
     )
     command.add_argument(
         "--mesh", metavar="RxS", help="R replicas of S ranks that shard among themselves, for the hybrid strategies"

@@ -46,7 +46,14 @@ _FAMILIES = (
     "packaging",
     "pygments",
 )
-_NEVER = ("torch._inductor.compile_worker", "torch.testing._internal", "torch.utils.tensorboard", "antigravity", "this")
+_NEVER = (
+    "torch._inductor.compile_worker",
+    "torch.testing._internal",
+    "torch.utils.tensorboard",
+    "_pytest.pytester",  # a plugin by choice: pytest rewrites its assertions when it loads it, and warns if it is there already
+    "antigravity",
+    "this",
+)
 
 
 def to_import_ahead(reported: Iterable[str]) -> list[str]:

@@ -24,6 +24,7 @@ def looked_up_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
 
 
 def test_a_checkout_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documentation, "__file__", str(ROOT / "fsdp_testing" / "documentation.py"))
     assert documentation.page("docs/adapters.md") == str(ROOT / "docs" / "adapters.md")
     assert documentation.page("docs/absent.md") == "docs/absent.md"
     monkeypatch.chdir(ROOT)

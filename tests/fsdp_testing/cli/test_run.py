@@ -96,6 +96,7 @@ def test_options_reach_the_judge(verify: Callable[..., Any], judge: Callable[...
     assert asked.asked == {
         "names": ("one", "two"),
         "world_sizes": (3, 2),
+        "tensor_parallel": 1,
         "backend": "fake",
         "checks": ("a.*", "b"),
         "expected_failures": {},

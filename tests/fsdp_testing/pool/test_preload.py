@@ -38,6 +38,7 @@ def test_only_what_torch_pulls_in_is_imported_ahead_in_small_steps() -> None:
     code_under_test = ["my_project.model", "conftest", "tests.test_x", "fsdp_ref.api", "torchvision", "__main__"]
     assert preload.to_import_ahead(code_under_test) == []
     assert preload.to_import_ahead(["my_project", "antigravity", "torch.testing._internal.common"]) == []
+    assert preload.to_import_ahead(["_pytest.pytester", "_pytest.pytester_assertions"]) == []
     reported = ["torch.fx", "torch.fx.node", "xml.dom", "numpy.linalg"]
     assert preload.to_import_ahead(reported) == ["numpy.linalg", "xml.dom", "torch.fx.node", "torch.fx"]
 
