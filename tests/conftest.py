@@ -16,12 +16,6 @@ pytest_plugins = ["pytester"]
 SHOWN = 50
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """One more than processors: tests of deadlines, hosts and campaigns wait a fifth of the time, and others can run then."""
-    return (os.cpu_count() or 1) + 1
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     summary = os.environ.get("GITHUB_STEP_SUMMARY")
     if summary:

@@ -260,11 +260,19 @@ def _own(path: str, *, empty: bool) -> None:
 
 
 def _replace(full: Path, *, empty: bool) -> None:
-    """Replace a link by a file of its own, empty or a copy."""
-    source = full.resolve()
-    full.unlink()
-    if not empty:
-        shutil.copyfile(source, full)
+    """Replace a link by a file of its own, empty or a copy; of ranks that write at one moment the first one does."""
+    import fcntl  # systems without it have no ranks
+
+    folder = os.open(full.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)  # until it is closed
+        if full.is_symlink():
+            source = full.resolve()
+            full.unlink()
+            if not empty:
+                shutil.copyfile(source, full)
+    finally:
+        os.close(folder)
 
 
 def show_files(source: Path, folder: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from fsdp_testing import check_script
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.records import Verdict
-from fsdp_testing.script_check import ScriptDiffers, ScriptUndecided, examine
+from fsdp_testing.script_check import ScriptDiffers, ScriptUndecided, examine, launched
 from fsdp_testing.script_check.running import Launch
 
 SCRIPTS = Path(__file__).parent
@@ -116,6 +116,17 @@ def test_what_cannot_be_judged_is_unknown_with_one_sentence(arguments, message, 
         "text.txt": b"\0\1\2\3",
         "log.txt": b"mine",
     }
+
+
+def test_of_two_ranks_that_write_at_one_moment_the_first_replaces_the_link(tmp_path):
+    """Both have seen the link; when the second comes to replace it, what the first wrote is there."""
+    mine, shown = tmp_path / "mine.txt", tmp_path / "shown.txt"
+    mine.write_text("mine")
+    shown.symlink_to(mine)
+    launched._replace(shown, empty=True)
+    shown.write_text("of rank 0")
+    launched._replace(shown, empty=True)
+    assert (mine.read_text(), shown.read_text()) == ("mine", "of rank 0")
 
 
 def test_a_module_is_started_where_it_lies_and_a_file_that_each_run_replaces_is_named(tmp_path, monkeypatch):
