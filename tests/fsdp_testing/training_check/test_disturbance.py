@@ -70,8 +70,11 @@ def train(world, model, optimizer, numbers, mistake):
 
 
 def loop_of(model, optimizer, numbers, mistake="none"):
-    """Return a loop that ranks can import by name: the name holds its settings."""
-    return f"{__name__}:{model}__{optimizer}__{numbers}__{mistake}"
+    """Return a loop that ranks find by its name in this file: the name holds its settings."""
+    name = f"{model}__{optimizer}__{numbers}__{mistake}"
+    if name not in globals():
+        globals()[name] = __getattr__(name)
+    return globals()[name]
 
 
 def __getattr__(name):
@@ -82,6 +85,7 @@ def __getattr__(name):
     def loop(world):
         return train(world, model, optimizer, numbers, mistake)
 
+    loop.__name__ = loop.__qualname__ = name
     return loop
 
 

@@ -1,0 +1,78 @@
+"""FSDP2 over tensor parallelism with one fault each; ranks import this module by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_testing.implementations.adapter import TorchStyle
+from fsdp_testing.implementations.protocol import Setup
+from fsdp_testing.implementations.torch import fsdp2, saved_state
+
+
+def cut_modules(change: Callable[..., Any], layout: str) -> Callable[[nn.Module, Setup], nn.Module]:
+    """FSDP2, where modules of a layout compute by `change` instead."""
+
+    def wrap(module: nn.Module, setup: Setup) -> nn.Module:
+        for fqn, given in setup.layouts:
+            inner = module.get_submodule(fqn)
+            if given.startswith(layout) and not isinstance(inner, nn.Embedding):
+                vars(inner)["forward"] = partial(change, inner)
+        return fsdp2.wrap(module, setup)
+
+    return wrap
+
+
+def keeps_partial_sums(linear: nn.Linear, x: Any) -> Any:
+    from torch.distributed.tensor import DTensor, Replicate
+
+    own: Any = [each.to_local() for each in (x, linear.weight, linear.bias)]
+    return DTensor.from_local(nn.functional.linear(*own), x.device_mesh, [Replicate()])
+
+
+def keeps_own_gradient(norm: nn.LayerNorm, x: Any) -> Any:
+    from torch.distributed.tensor import DTensor
+
+    own: Any = [each.to_local() for each in (norm.weight, norm.bias)]
+    return DTensor.from_local(
+        nn.functional.layer_norm(x.to_local(), norm.normalized_shape, *own), x.device_mesh, x.placements
+    )
+
+
+def clip_by_local_squares(over: str, model: nn.Module, max_norm: float, norm_type: float) -> torch.Tensor:
+    """Clip by the 2-norm of what ranks have, added up over one axis, or over both whether an element is there twice or not."""
+    import torch.distributed as dist
+
+    grads: list[Any] = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    total = torch.stack([grad.to_local().square().sum() for grad in grads]).sum()
+    dist.all_reduce(total, group=grads[0].device_mesh["data"].get_group() if over == "data" else dist.group.WORLD)
+    for grad in grads:
+        grad.mul_((max_norm / (total.sqrt() + 1e-6)).clamp(max=1.0))
+    return total.sqrt()
+
+
+def state_of_first_part(model: nn.Module) -> Mapping[str, torch.Tensor]:
+    """Return a full state that has the first tensor-parallel rank's part in the place of all parts."""
+    state = dict(saved_state.full_state_dict(model))
+    for fqn, parameter in model.named_parameters():
+        placement: Any = parameter.placements[-1] if parameter.device_mesh.ndim == 2 else None
+        if placement is not None and placement.is_shard():
+            first = state[fqn].chunk(2, placement.dim)[0]
+            state[fqn] = torch.cat([first, first], placement.dim)
+    return state
+
+
+def faulty(name: str, **changed: Any) -> TorchStyle:
+    return replace(fsdp2.IMPLEMENTATION, name=name, built_on=name, **changed)
+
+
+PARTIAL_SUMS = faulty("partial-sums", wrap=cut_modules(keeps_partial_sums, "rowwise"))
+OWN_GRADIENT = faulty("own-gradient", wrap=cut_modules(keeps_own_gradient, "sequence"))
+NORM_OF_ONE_AXIS = faulty("norm-of-one-axis", clip_grad_norm=partial(clip_by_local_squares, "data"))
+COUNTED_TWICE = faulty("counted-twice", clip_grad_norm=partial(clip_by_local_squares, "both"))
+FIRST_PART = faulty("first-part", full_state_dict=state_of_first_part)
