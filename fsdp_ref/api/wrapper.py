@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -291,12 +292,16 @@ class _Wrapping:
     def __init__(self, root: FullyShardedDataParallel, module: nn.Module) -> None:
         self._root = root
         self._module = module
-        # Found once: wrapping a module changes what its parents show, not where its own children hang.
-        self._places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
-        for parent in module.modules():
+
+    @cached_property
+    def _places(self) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
+        """Where each module hangs; read once, before the first is wrapped: that changes what parents show, no more."""
+        places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+        for parent in self._module.modules():
             for name, child in parent._modules.items():
                 if child is not None:
-                    self._places.setdefault(child, []).append((parent, name))
+                    places.setdefault(child, []).append((parent, name))
+        return places
 
     def __call__(self, planned: PlannedUnit) -> nn.Module:
         """Return the wrapper of a planned module."""

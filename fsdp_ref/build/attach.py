@@ -7,7 +7,9 @@ and units are made, children first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -52,6 +54,13 @@ def attach(
     Collectives:
         With ``sync_module_states`` broadcasts; hybrid strategies without groups make groups. All ranks must call.
     """
+    with _collection_paused():
+        return _attach(module, options, connect, policy, ignored, composable=composable)
+
+
+def _attach(
+    module: nn.Module, options: Mapping[str, Any], connect: Connect, policy: Any, ignored: Ignored, *, composable: bool
+) -> list[Unit]:
     ignored = ignored.union(unit.ignored for _, _, unit in units_under(module))
     targets = choose_targets(module, policy, options, ignored, may_hold_units=composable)
     plan = make_plan(module, targets, options, ignored)
@@ -60,6 +69,18 @@ def attach(
     resolved = resolve_units(plan, automatic=policy is not None, composable=composable)
     params = materialize_units(resolved, ignored)
     return [_make(each, params[each.planned.module], connect, ignored) for each in resolved[::-1]]
+
+
+@contextmanager
+def _collection_paused() -> Iterator[None]:
+    """Collect no cycles meanwhile: of many small objects that all stay, each collection walks the whole heap for nothing."""
+    paused = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if paused:
+            gc.enable()
 
 
 def _make(unit: ResolvedUnit, params: Sequence[ManagedParam], connect: Connect, ignored: Ignored) -> Unit:

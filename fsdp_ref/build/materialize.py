@@ -79,6 +79,8 @@ def materialize_units(units: Sequence[ResolvedUnit], ignored: Ignored) -> dict[n
         FsdpError: The parameters that came cannot be flattened, or are not those that were there.
         Exception: Whatever the user's function raises. Either way every module has its own tensors again.
     """
+    if not any(_on_meta(module, ignored) for each in units for module in each.planned.modules):
+        return {each.planned.module: list(each.planned.params) for each in units}
     with _put_back_on_failure(units):
         touched = {module for each in units for module in _initialized(each, ignored)}
         # Once all are initialized: a tied parameter may hang on modules of several units.
@@ -183,8 +185,11 @@ def _read_again(unit: ResolvedUnit, touched: set[nn.Module]) -> list[ManagedPara
 
 
 def _on_meta(module: nn.Module, ignored: Ignored) -> bool:
-    tensors = (*module._parameters.values(), *module._buffers.values())
-    return any(tensor is not None and tensor.is_meta and tensor not in ignored.params for tensor in tensors)
+    for tensors in (module._parameters, module._buffers):
+        for tensor in tensors.values():
+            if tensor is not None and tensor.is_meta and tensor not in ignored.params:
+                return True
+    return False
 
 
 def _reset(module: nn.Module, device: torch.device) -> None:
@@ -202,8 +207,8 @@ def move_states(unit: PlannedUnit, device: torch.device, ignored: Ignored) -> No
     """Move what ``unit`` manages to ``device``; parameters keep their objects."""
     with torch.no_grad():
         for module in unit.modules:
-            for param in module.parameters(recurse=False):
-                if param not in ignored.params and param.device != device:
+            for param in module._parameters.values():
+                if param is not None and param.device != device and param not in ignored.params:
                     param.data = param.data.to(device)
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != device:

@@ -184,8 +184,8 @@ def _walk(root: nn.Module, targets: frozenset[nn.Module], ignored: Ignored) -> _
             break
         if is_root and module in ignored.modules:
             continue
-        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            if param in ignored.params:
+        for name, param in module._parameters.items():
+            if param is None or (ignored.params and param in ignored.params):
                 continue
             if is_flattened(param):
                 owner = clean_tensor_name(chain[-1][1])
@@ -197,6 +197,11 @@ def _walk(root: nn.Module, targets: frozenset[nn.Module], ignored: Ignored) -> _
 
 def _assign(param: nn.Parameter, places: list[_Place]) -> tuple[nn.Module, ManagedParam]:
     """Return the owner (see [Note: ownership]) and the parameter with its sites relative to it."""
+    if len(places) == 1:
+        [only] = places
+        owner, base = only.chain[-1]
+        fqn = clean_tensor_name(join_fqn(only.path[len(base) :].lstrip("."), only.name))
+        return owner, ManagedParam(param, (ParamSite(only.module, only.name, fqn),), ())
     common = [unit for unit, _ in places[0].chain]
     for place in places[1:]:
         along = [unit for unit, _ in place.chain]

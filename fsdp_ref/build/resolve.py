@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
+from torch import nn
 
 from fsdp_ref.build.device import compute_device, explicit_device
 from fsdp_ref.build.materialize import check_broadcastable, check_initializable
@@ -32,7 +33,7 @@ from fsdp_ref.env import read_switches
 from fsdp_ref.errors import ConfigError, FlattenError, UnsupportedError, explain, listing
 from fsdp_ref.handle.flatten import check_params
 from fsdp_ref.handle.param_hooks import is_hooked
-from fsdp_ref.storage.extension import ParameterExtension, registered_extension
+from fsdp_ref.storage.extension import ParameterExtension, has_factories, registered_extension
 
 if TYPE_CHECKING:
     import torch
@@ -118,7 +119,8 @@ def resolve_units(plan: WrapPlan, *, automatic: bool, composable: bool) -> list[
 
 
 def _extensions(unit: PlannedUnit, groups: DataParallelGroups) -> dict[str, ParameterExtension]:
-    params = {managed.fqn: managed.param for managed in unit.params}
+    # A DTensor that is a parameter is of its own type, whatever `nn.Parameter` was called with.
+    params = {each.fqn: each.param for each in unit.params if has_factories() or type(each.param) is not nn.Parameter}
     found = {name: registered_extension(p, groups) or TensorParallel.of(p, groups) for name, p in params.items()}
     return {name: extension for name, extension in found.items() if extension is not None}
 
@@ -153,18 +155,19 @@ def _check(
     unit: PlannedUnit, options: Mapping[str, Any], groups: _Groups, asked: torch.device | None, ignored: Ignored
 ) -> torch.device:
     """Refuse what cannot be built; return the device of computation."""
-    params = [planned.param for planned in unit.params]
+    params, names = [planned.param for planned in unit.params], unit.fqns
     given, backend = groups.given(options)
     if params:
-        check_params(params, unit.fqns, use_orig_params=bool(options["use_orig_params"]))
+        check_params(params, names, use_orig_params=bool(options["use_orig_params"]))
     check_initializable(unit, options["param_init_fn"], ignored)
     offload = coerce_cpu_offload(options["cpu_offload"]).offload_params
     device = compute_device(asked, params, needs_cuda=backend == "nccl", offload=offload)
     if options["sync_module_states"] and asked is None:
         check_broadcastable(unit, device)
-    reasons = {name: why_not(param, given, device) for name, param in zip(unit.fqns, params)}
+    spread = {name: param for name, param in zip(names, params) if is_dtensor(param)}
+    reasons = {name: why_not(param, given, device) for name, param in spread.items()}
     bad = [f"{name} {reason}" for name, reason in reasons.items() if reason is not None]
-    hooked = [name for name, param in zip(unit.fqns, params) if is_dtensor(param) and is_hooked(param)]
+    hooked = [name for name, param in spread.items() if is_hooked(param)]
     bad += [f"{name} with hooks, expected none, which go with it (register them after sharding)" for name in hooked]
     if bad:
         raise FlattenError(

@@ -97,7 +97,7 @@ class Originals:
         self.shown = Shown.SHARDED
         self._placeholders = [
             torch.empty_strided(spec.shape, spec.stride, dtype=handle.shard_S.dtype, device="meta")
-            for spec in handle.layout.params
+            for spec in (() if self.use_orig_params else handle.layout.params)
         ]
         # Pieces in this rank's shard: parameter index -> (offset, numel); absent ones are missing.
         self.pieces = {

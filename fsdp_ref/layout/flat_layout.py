@@ -101,7 +101,8 @@ class FlatLayout:
                     remedy="Build it with FlatLayout.build(...)",
                 )
             )
-        object.__setattr__(self, "gaps", tuple(span for index, span in self.segments() if index is None))
+        bounds = zip((0, *self.stops), (*self.starts, self.numel))
+        object.__setattr__(self, "gaps", tuple(Span(end, start) for end, start in bounds if start > end))
 
     def _disproofs(self) -> Iterator[str]:
         if len(self.starts) != len(self.params):
@@ -135,7 +136,11 @@ class FlatLayout:
         return sum(param.numel for param in self.params)
 
     def overlapping(self, window: Span) -> Iterator[tuple[int, Span]]:
-        """Yield each parameter with elements in ``window`` as (index, flat span of those elements), in order.
+        """Yield each parameter with elements in ``window`` as (index, flat span of those elements), in order."""
+        return ((index, Span(start, stop)) for index, start, stop in self.touched(window))
+
+    def touched(self, window: Span) -> Iterator[tuple[int, int, int]]:
+        """Yield the same as (index, start, stop), for whoever moves them at once.
 
         Costs one bisection and the number of parameters that are touched.
         """
@@ -145,15 +150,15 @@ class FlatLayout:
                 return
             start, stop = max(start, window.start), min(stop, window.stop)
             if start < stop:
-                yield index, Span(start, stop)
+                yield index, start, stop
 
-    def segments(self) -> Iterator[tuple[int | None, Span]]:
-        """Yield the whole buffer in order as (parameter index, span), with None for each gap and for the tail."""
+    def segments(self) -> Iterator[tuple[int | None, int]]:
+        """Yield the whole buffer in order as (parameter index, elements), with None for each gap and for the tail."""
         end = 0
         for index, (start, stop) in enumerate(zip(self.starts, self.stops)):
             if start > end:
-                yield None, Span(end, start)
-            yield index, Span(start, stop)
+                yield None, start - end
+            yield index, stop - start
             end = stop
         if self.numel > end:
-            yield None, Span(end, self.numel)
+            yield None, self.numel - end

@@ -47,9 +47,9 @@ def infos_between(layout: FlatLayout, start: int, last: int) -> tuple[ShardParam
     A ``last`` beyond the end is clipped; ``last < start`` is an empty range.
     """
     infos = [ABSENT] * len(layout)
-    for index, piece in layout.overlapping(Span(start, max(start, last + 1))):
-        inside = piece.shift(-layout.starts[index])
-        infos[index] = ShardParamInfo(True, piece.start - start, piece.numel, inside.start, inside.stop - 1)
+    for index, first, stop in layout.touched(Span(start, max(start, last + 1))):
+        origin = layout.starts[index]
+        infos[index] = ShardParamInfo(True, first - start, stop - first, first - origin, stop - 1 - origin)
     return tuple(infos)
 
 
@@ -76,7 +76,7 @@ def shard_metadata(shard_map: ShardMap, rank: int) -> FlatParamShardMetadata:
 
 def numels_with_padding(layout: FlatLayout) -> tuple[int, ...]:
     """Return the sizes of parameters, gaps and tail in buffer order."""
-    return tuple(span.numel for _, span in layout.segments())
+    return tuple(numel for _, numel in layout.segments())
 
 
 def is_padding_mask(layout: FlatLayout) -> tuple[bool, ...]:

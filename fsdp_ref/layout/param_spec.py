@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from fsdp_ref.errors import LayoutError, explain
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
 
 def row_major_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor of ``shape`` (a dimension of size 0 counts as 1, as torch does)."""
+    return _row_major_stride(tuple(shape))
+
+
+@lru_cache  # the parameters of a model have few shapes
+def _row_major_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     stride: list[int] = []
     step = 1
     for size in reversed(shape):

@@ -76,10 +76,10 @@ class ShardMap:
 
     def param_spans(self, rank: int) -> tuple[ParamSpan, ...]:
         """Return every piece of a parameter in ``rank``'s shard, in flat order; parameters elsewhere are absent."""
-        shard = self.shard_span(rank)
+        shard, starts = self.shard_span(rank), self.layout.starts
         return tuple(
-            ParamSpan(index, piece.shift(-self.layout.starts[index]), piece.start - shard.start)
-            for index, piece in self.layout.overlapping(shard)
+            ParamSpan(index, Span(start - starts[index], stop - starts[index]), start - shard.start)
+            for index, start, stop in self.layout.touched(shard)
         )
 
     def owner_at(self, position: int) -> int:

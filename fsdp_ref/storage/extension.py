@@ -84,6 +84,11 @@ def register_parameter_extension(factory: Factory) -> Callable[[], None]:
     return lambda: _factories.remove(factory)
 
 
+def has_factories() -> bool:
+    """Return whether anybody is to be asked."""
+    return bool(_factories)
+
+
 def registered_extension(param: Tensor, groups: Any) -> ParameterExtension | None:
     """Return what the first registered factory says of a parameter that has something to say."""
     return next((found for factory in _factories if (found := factory(param, groups)) is not None), None)
