@@ -25,7 +25,7 @@ def clean_tensor_name(name: str) -> str:
 
     Works on whole segments: a user's module whose name merely contains such a word keeps it.
     """
-    if not any(segment in name for segment in _WRAPPER_SEGMENTS):
+    if FSDP_WRAPPED_MODULE not in name and CHECKPOINT_PREFIX not in f"{name}.":
         return name
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_SEGMENTS)
 

@@ -19,11 +19,6 @@ if TYPE_CHECKING:
 
 def row_major_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor of ``shape`` (a dimension of size 0 counts as 1, as torch does)."""
-    return _row_major_stride(tuple(shape))
-
-
-@lru_cache  # the parameters of a model have few shapes
-def _row_major_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     stride: list[int] = []
     step = 1
     for size in reversed(shape):
@@ -52,6 +47,39 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
+# The parameters of a model have few shapes: what they imply is worked out once for each.
+@lru_cache
+def _form(
+    shape: tuple[int, ...], stride: tuple[int, ...] | None
+) -> tuple[tuple[int, ...], tuple[int, ...], bool, int]:
+    """Return sizes, strides, whether these are row-major, and the number of elements."""
+    sizes = tuple(int(size) for size in shape)
+    wanted = row_major_stride(sizes)
+    steps = wanted if stride is None else tuple(int(step) for step in stride)
+    # In row-major order dimensions of size 1 may carry any stride; torch's own values are kept.
+    if steps != wanted and len(steps) == len(sizes) and not is_dense(sizes, steps):
+        steps = wanted
+    contiguous = steps == wanted or (len(steps) == len(sizes) and is_row_major(sizes, steps))
+    return sizes, steps, contiguous, math.prod(sizes)
+
+
+@lru_cache
+def _contradictions(shape: tuple[int, ...], stride: tuple[int, ...], contiguous: bool, numel: int) -> tuple[str, ...]:
+    problems: list[str] = []
+    row_major = stride == row_major_stride(shape)  # most are, and then are dense
+    if any(size < 0 for size in shape):
+        problems.append("a negative size")
+    if len(stride) != len(shape):
+        problems.append(f"{len(stride)} strides for {len(shape)} dimensions")
+    elif numel != math.prod(shape):
+        problems.append(f"numel {numel} where the shape holds {math.prod(shape)}")
+    elif not (row_major or is_dense(shape, stride)):
+        problems.append("strides that leave gaps or overlap")
+    elif contiguous != (row_major or is_row_major(shape, stride)):
+        problems.append(f"contiguous={contiguous}, which its strides contradict")
+    return tuple(problems)
+
+
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
     """One parameter as the layout sees it.
@@ -74,18 +102,7 @@ class ParamSpec:
 
     def __post_init__(self) -> None:
         """Prove that shape, stride, order and size agree."""
-        problems: list[str] = []
-        row_major = self.stride == row_major_stride(self.shape)  # most are, and then are dense
-        if any(size < 0 for size in self.shape):
-            problems.append("a negative size")
-        if len(self.stride) != len(self.shape):
-            problems.append(f"{len(self.stride)} strides for {len(self.shape)} dimensions")
-        elif self.numel != math.prod(self.shape):
-            problems.append(f"numel {self.numel} where the shape holds {math.prod(self.shape)}")
-        elif not (row_major or is_dense(self.shape, self.stride)):
-            problems.append("strides that leave gaps or overlap")
-        elif self.contiguous != (row_major or is_row_major(self.shape, self.stride)):
-            problems.append(f"contiguous={self.contiguous}, which its strides contradict")
+        problems = _contradictions(tuple(self.shape), tuple(self.stride), self.contiguous, self.numel)
         if problems:
             raise LayoutError(
                 explain(
@@ -105,14 +122,7 @@ class ParamSpec:
         A dense tensor keeps its own element order (channels-last weights stay channels-last). One whose strides leave
         gaps or overlap cannot be rebuilt from as many elements as it has, so it is laid out in row-major order.
         """
-        sizes = tuple(int(size) for size in shape)
-        wanted = row_major_stride(sizes)
-        steps = wanted if stride is None else tuple(int(step) for step in stride)
-        # In row-major order dimensions of size 1 may carry any stride; torch's own values are kept.
-        if steps != wanted and len(steps) == len(sizes) and not is_dense(sizes, steps):
-            steps = wanted
-        contiguous = steps == wanted or (len(steps) == len(sizes) and is_row_major(sizes, steps))
-        return cls(fqn, sizes, steps, contiguous, math.prod(sizes), tuple(aliases))
+        return cls(fqn, *_form(tuple(shape), None if stride is None else tuple(stride)), tuple(aliases))
 
     @property
     def names(self) -> tuple[str, ...]:

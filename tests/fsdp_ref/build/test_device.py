@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -94,9 +95,15 @@ def test_a_module_on_the_cpu_and_a_group_that_communicates_elsewhere(world, unit
         patched.setattr(torch.cuda, "current_device", lambda: 0)  # of a unit without parameters
         with pytest.raises(FsdpRuntimeError, match="passed-in module is on the CPU: .* Pass device_id, or move"):
             FSDP(model, auto_wrap_policy=units)
+    assert gc.isenabled()  # paused while units are made
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in before.named_parameters()]
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(model.parameters(), before.parameters()))
-    sharded = FSDP(model, auto_wrap_policy=units, device_id="cpu")
+    gc.disable()
+    try:
+        sharded = FSDP(model, auto_wrap_policy=units, device_id="cpu")
+        assert not gc.isenabled()  # as the user wants it
+    finally:
+        gc.enable()
     assert sharded.compute_device == CPU
     sharded(torch.ones(1, 2)).sum().backward()
 

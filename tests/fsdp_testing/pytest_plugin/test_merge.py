@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,13 @@ def xfailed(reason: str = "known") -> tuple[Phase, ...]:
 
 
 XPASSED = (PASSED[0], Phase("call", "passed", 0.0, None, [], "known"), PASSED[2])
+
+
+def test_what_a_rank_sends_arrives_whole() -> None:
+    for phases in (PASSED, failed("boom"), skipped("not here"), xfailed(""), XPASSED):
+        logged = Phase("call", "passed", 0.5, (), [("Captured log call", "text")], "")
+        sent = RankResult((*phases, logged), (("name", 1),), kept=2, groups=3, stop="asked", problem="none")
+        assert pickle.loads(pickle.dumps(sent)) == sent
 
 
 def returned(rank: int, phases: tuple[Phase, ...], **facts: Any) -> RankOutcome:
