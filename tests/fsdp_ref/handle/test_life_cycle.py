@@ -174,7 +174,6 @@ def test_a_gather_whose_wait_raised_is_made_again(given_up_by):
         assert handle.unsharded
 
 
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_gather_that_raised_is_made_again(size, monkeypatch):
     with fake_world(size, 0) as groups:
