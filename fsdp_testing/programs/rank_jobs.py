@@ -52,7 +52,7 @@ def run_case(implementation: Adapter | str, case: Case, observe_all: bool) -> Ra
     program = program_for(case, registry.adapter_of(implementation), current_world().rank)
     if not isinstance(program, AccountedProgram):
         return run_program(program, observe_all)
-    with listen(lambda _group, call, _site: program.collective(call)):
+    with listen(lambda group, call, _site: program.collective(group, call)):
         seen = run_program(program, observe_all)
     return seen if isinstance(seen, Failed) else seen.extended(AccountedObservation, accounts=tuple(program.accounts))
 
