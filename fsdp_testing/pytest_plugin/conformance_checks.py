@@ -9,6 +9,7 @@ import pytest
 
 from fsdp_testing.conformance import load_all, run_check, select_checks
 from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.pytest_plugin.checks_ahead import result_of
 from fsdp_testing.records import CheckResult, Verdict
 from fsdp_testing.suites import CHECKS
 
@@ -48,7 +49,7 @@ class BoundCheck:
             CheckUnknown: Nothing is known.
             pytest.skip.Exception: The implementation does not claim it.
         """
-        result = run_check(self.implementation, self.name, world_sizes=self.world_sizes, backend=self.backend)
+        result = result_of(self)
         if result.verdict is Verdict.NOT_CLAIMED:
             pytest.skip(f"not claimed: {self.implementation} {result.explanation}")
         if result.verdict is Verdict.UNKNOWN:
@@ -56,6 +57,10 @@ class BoundCheck:
         if result.verdict is Verdict.FAIL:
             raise CheckFailed(_explanation(result))
         return result
+
+    def judged(self) -> CheckResult:
+        """Judge it now."""
+        return run_check(self.implementation, self.name, world_sizes=self.world_sizes, backend=self.backend)
 
 
 def parametrize_with_checks(
