@@ -49,9 +49,7 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 # The parameters of a model have few shapes: what they imply is worked out once for each.
 @lru_cache
-def _form(
-    shape: tuple[int, ...], stride: tuple[int, ...] | None
-) -> tuple[tuple[int, ...], tuple[int, ...], bool, int]:
+def _form(shape: tuple[int, ...], stride: tuple[int, ...] | None) -> tuple[tuple[int, ...], tuple[int, ...], bool, int]:
     """Return sizes, strides, whether these are row-major, and the number of elements."""
     sizes = tuple(int(size) for size in shape)
     wanted = row_major_stride(sizes)

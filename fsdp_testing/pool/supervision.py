@@ -25,6 +25,7 @@ from fsdp_testing.pool.remote_rank import RemoteRank
 
 GRACE_SECONDS = 0.5
 _POLL_SECONDS = 0.1
+_LOOK_SECONDS = 0.02
 _STACK_SECONDS = 0.8
 _JOIN_SECONDS = 60.0
 _EXIT_SECONDS = 5.0
@@ -125,8 +126,8 @@ class Supervision:
         """Wait until all have ended, or the grace period or deadline ends; True when the deadline did it."""
         deadline: float | None = started + _JOIN_SECONDS
         stop_at: float | None = None
-        # Not sooner: of most jobs all ranks end within this time of one another, and reading ledgers would keep them waiting.
-        look_at = started + _POLL_SECONDS
+        # Most jobs are over by then, and reading ledgers would take time from ranks that are about to end.
+        look_at = started + _LOOK_SECONDS
         # Not epoll, which takes a system call for each source: nearly always a job ends after the first few events.
         with selectors.PollSelector() as selector:
             for watch in watches:
@@ -157,7 +158,9 @@ class Supervision:
                     stop_at = None  # the collective was taken back
                 if deadline is not None and now >= deadline:
                     return True
-                self._wait(selector, now, stop_at, deadline, some_ended=len(running) < len(watches))
+                some_ended = len(running) < len(watches)
+                wake_at = look_at if stop_at is None and some_ended else stop_at
+                self._wait(selector, now, wake_at, deadline, some_ended=some_ended)
 
     def _wait(
         self,
