@@ -30,16 +30,15 @@ class AdamInFloat32(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step(parameter, group)
+                    self._step(parameter, parameter.grad.float(), group)
 
-    def _step(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    def _step(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros(())
             state |= {name: torch.zeros_like(parameter, dtype=torch.float32) for name in MOMENTS}
         state["step"] += 1
-        gradient, done = parameter.grad.float(), float(state["step"])  # type: ignore[union-attr]  # whoever calls has one
-        first, second = (state[name] for name in MOMENTS)
+        done, (first, second) = float(state["step"]), (state[name] for name in MOMENTS)
         first.mul_(group["betas"][0]).add_(gradient, alpha=1 - group["betas"][0])
         second.mul_(group["betas"][1]).addcmul_(gradient, gradient, value=1 - group["betas"][1])
         mean, square = (m / (1 - beta**done) for m, beta in zip((first, second), group["betas"]))

@@ -20,7 +20,7 @@ from fsdp_testing.records.document import ADDED_LATER, Format, decode, register_
 FORMAT = Format("fsdp_testing/case", 1)
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
-OPTIMIZERS = ("sgd", "adamw", "adam", "adam_in_float32")
+OPTIMIZERS = ("sgd", "adamw", "adam")
 POLICIES = ("module_class", "size", "always")
 PREFETCH = ("pre", "post", "none")
 STARTS = ("sync_module_states", "meta_init")
@@ -155,7 +155,7 @@ class MixedPrecisionSpec:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
-    """Which optimizer; `arguments` are its keyword arguments. Its name is one of `OPTIMIZERS`."""
+    """Which optimizer; `arguments` are its keyword arguments. In a document its name is one of `OPTIMIZERS`."""
 
     name: str = "sgd"
     arguments: Mapping[str, Scalar | tuple[Scalar, ...]] = field(default_factory=lambda: {"lr": 0.1})
