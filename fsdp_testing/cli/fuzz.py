@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +10,13 @@ from fsdp_testing.cli.museum import hunt_exhibits
 from fsdp_testing.cli.options import (
     Command,
     Subparsers,
+    add_jobs,
     add_old_spelling,
     add_seed,
     add_tensor_parallel,
     add_timeout,
     add_world_sizes,
+    capacity_here,
     count,
     declare,
     part,
@@ -65,10 +66,7 @@ def add(commands: Subparsers[Command]) -> Command:
     what.add_argument("--exhibits", type=count, metavar="N", help=argparse.SUPPRESS)
     where = command.add_argument_group("where")
     where.add_argument("--state", type=Path, metavar="DIR", help="default: .fsdp-fuzz/NAME in the current directory")
-    jobs = where.add_argument(
-        "--jobs", type=count, metavar="N", help="batches under way at a time (default: half the cores)"
-    )
-    add_old_spelling(where, "--lanes", jobs)
+    add_old_spelling(where, "--lanes", add_jobs(where, "batches"))
     add_old_spelling(where, "--deadline", add_timeout(where, 30.0))
     where.add_argument("--no-scripts", action="store_true", help="do not run the scripts of findings at the end")
     return command
@@ -118,12 +116,14 @@ def execute(options: argparse.Namespace) -> int:
     return 3
 
 
-def processors() -> int:
-    """Return how many processors the ranks have, on all hosts."""
-    from fsdp_testing.pool import default_pool
+def batches_at_a_time(asked: int | None, largest: int) -> int:
+    """Return how many batches to have under way, whose largest world has `largest` ranks; usually half the processors.
 
-    hosts = default_pool().hosts
-    return hosts.processors if hosts is not None else os.cpu_count() or 2
+    Raises:
+        InvalidArgument: More are asked for than there is room for.
+    """
+    room = capacity_here(largest)
+    return room.jobs(asked, max(2, room.processors // 2))
 
 
 def _plan(options: argparse.Namespace, adapter: Adapter) -> Plan:
@@ -150,7 +150,7 @@ def _plan(options: argparse.Namespace, adapter: Adapter) -> Plan:
         seconds=limit,
         examples=options.examples,
         seed=options.seed,
-        lanes=options.jobs or max(2, processors() // 2),
+        lanes=batches_at_a_time(options.jobs, max(options.world_size)),
         deadline=options.timeout,
         known=joined(known),
         stop_at_first=options.stop_at_first,

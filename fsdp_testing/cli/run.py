@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 from fsdp_testing.cli.options import (
     Command,
     Subparsers,
+    add_jobs,
     add_tensor_parallel,
     add_timeout,
     add_world_sizes,
     allowance,
-    count,
+    capacity_here,
     declare,
     part,
 )
@@ -65,12 +66,7 @@ def add(commands: Subparsers[Command]) -> Command:
     )
     what.add_argument("--extended", action="store_true", help="the extended profile too: more cases, more time")
     add_timeout(what, 60.0)
-    what.add_argument(
-        "--jobs",
-        type=count,
-        metavar="N",
-        help="checks under way at a time (default: by processors and room; at least 2)",
-    )
+    add_jobs(what, "checks")
     what.add_argument(
         "--expected-failures",
         type=Path,
@@ -99,7 +95,6 @@ def add_outputs(command: Command) -> None:
 
 def execute(options: argparse.Namespace) -> int:
     """Judge, print, write."""
-    from fsdp_testing.judging.concurrency import capacity
     from fsdp_testing.pool import default_pool
     from fsdp_testing.report import check_writable
     from fsdp_testing.report.terminal import open_console, print_report
@@ -109,18 +104,18 @@ def execute(options: argparse.Namespace) -> int:
     for option, path in outputs(options).items():
         check_writable(path, option)
     default_pool().start()  # torch is imported there and, with the registry, here: at the same time
+    from fsdp_testing.conformance import select_checks
     from fsdp_testing.implementations import registry
 
+    select_checks(options.check)  # a name that is no check's ends the run before there are ranks
     check_backend(options.backend, max(options.world_size))
     names = registry.names() if options.all else tuple(options.names)
     expected = expectations(options.expected_failures, names, options.tensor_parallel)
-    hosts = default_pool().hosts
-    room = capacity(max(options.world_size), hosts.processors if hosts is not None else None)
+    room = capacity_here(max(options.world_size))
     options.jobs = room.jobs(options.jobs)
     console = open_console()
     part_of = "part {} of {}; ".format(*options.shard) if options.shard else ""
-    said = f"checks under way at a time: {options.jobs} ({room.processors} processors, room for {room.most})"
-    console.say(part_of + said)
+    console.say(f"{part_of}checks under way at a time: {room.said(options.jobs)}")
     report, interrupted = judged(names, expected, options, console)
     # A registered name is the adapter's own; an import string is not.
     own = {name: registry.adapter_of(name).name for name in report.implementations if ":" in name}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -163,8 +162,9 @@ def reducing_dtypes(implementation: Adapter | str, case: Case) -> set[str]:
     found: set[str] = set()
 
     def note(_group: object, call: Call, _site: object) -> None:
-        if "reduce" in call.text:
-            found.update(set(re.findall(r"\w+", call.text)) & set(UNIT_ROUNDOFF))
+        operation, *details = call.what
+        if "reduce" in operation:
+            found.update(set(details) & set(UNIT_ROUNDOFF))
 
     program = RankProgram(case, registry.adapter_of(implementation), current_world().rank)
     with listen(note):

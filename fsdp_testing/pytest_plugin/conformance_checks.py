@@ -10,6 +10,7 @@ import pytest
 
 from fsdp_testing.conformance import load_all, run_check, select_checks
 from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.pytest_plugin.checks_ahead import result_of
 from fsdp_testing.records import CheckResult, Verdict
 from fsdp_testing.suites import CHECKS
 
@@ -51,8 +52,7 @@ class BoundCheck:
             CheckUnknown: Nothing is known.
             pytest.skip.Exception: The implementation does not claim it.
         """
-        where: dict[str, Any] = {"world_sizes": self.world_sizes, "tensor_parallel": self.tensor_parallel}
-        result = run_check(self.implementation, self.name, backend=self.backend, **where)
+        result = result_of(self)
         if result.verdict is Verdict.NOT_CLAIMED:
             pytest.skip(f"not claimed: {self.implementation} {result.explanation}")
         if result.verdict is Verdict.UNKNOWN:
@@ -60,6 +60,11 @@ class BoundCheck:
         if result.verdict is Verdict.FAIL:
             raise CheckFailed(_explanation(result))
         return result
+
+    def judged(self) -> CheckResult:
+        """Judge it now."""
+        where: dict[str, Any] = {"world_sizes": self.world_sizes, "tensor_parallel": self.tensor_parallel}
+        return run_check(self.implementation, self.name, backend=self.backend, **where)
 
 
 def parametrize_with_checks(
