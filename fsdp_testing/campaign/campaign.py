@@ -196,7 +196,8 @@ class Campaign:
         return self._plan.stop_at_first and any(found.confirmed for found in self.tally.discovered)
 
     def _fair(self, case: Case) -> bool:
-        return needs_of_case(case) <= self._plan.scope.capabilities
+        scope = self._plan.scope
+        return needs_of_case(case) <= scope.capabilities and case.world.tensor_parallel <= scope.tensor_parallel
 
     def _draw(self, number: int) -> Case:
         first, of = self._plan.shard

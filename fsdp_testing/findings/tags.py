@@ -94,7 +94,7 @@ def _axis_tags(case: Case) -> Iterator[str]:
         if dimension == 0 and size % case.world.size:
             yield "cut:uneven_rows"
         if -(-size // ranks) * (ranks - 1) >= size:
-            yield f"cut:empty_part_of_{'rows' if dimension == 0 else 'columns'}"
+            yield "cut:empty_part"
 
 
 def _batch_tags(case: Case) -> Iterator[str]:

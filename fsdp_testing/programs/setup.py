@@ -78,7 +78,7 @@ def mesh_of_two_axes(world: WorldSpec, device: torch.device) -> DeviceMesh | Non
 def setup_among(case: Case, module: nn.Module, ranks: Sequence[int], group: ProcessGroup) -> Setup:
     """Translate `case` for this rank in a group of some ranks of the current world. Collectives: none."""
     world = current_world()
-    flat = replace(case, world=replace(case.world, size=len(ranks), mesh=()))
+    flat = replace(case, world=WorldSpec(len(ranks), case.world.backend))  # each holds whole modules
     mesh = DeviceMesh.from_group(group, world.device.type)
     return setup_of(flat, module, ranks.index(world.rank), world.device, group, mesh)
 

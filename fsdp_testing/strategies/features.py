@@ -128,8 +128,6 @@ _WITHOUT_TENSOR_PARALLEL = frozenset(
         *("wrap.sync_module_states", "wrap.meta_init"),
         # Operation by operation nobody knows how far roundings carry in a tree that is cut; the suites judge low precision.
         *("precision.param", "precision.reduce", "precision.buffer"),
-        # Groups of some ranks hold no whole model.
-        *(name for name in FEATURES if name.startswith("op.elsewhere")),
     }
 )
 """Features that are not drawn where several ranks hold one model together."""

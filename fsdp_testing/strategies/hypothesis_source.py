@@ -48,6 +48,7 @@ def cases(
     world_sizes: Sequence[int] = (2,),
     max_operations: int = 12,
     excluded: Iterable[str] = (),
+    tensor_parallel: int = 1,
 ) -> st.SearchStrategy[Case]:
     """Legal cases, for `@given` tests of any implementation.
 
@@ -56,13 +57,14 @@ def cases(
         world_sizes: Numbers of ranks; the first is drawn most.
         max_operations: Longest program.
         excluded: Features (`fsdp_testing.strategies.FEATURES`) that are never drawn.
+        tensor_parallel: How many ranks hold one model together; layouts of its modules are drawn.
 
     Raises:
         InvalidImplementation: An unknown capability.
         InvalidArgument: An unknown feature, or sizes below 1.
     """
     claimed = check_capabilities(capabilities, "cases")
-    drawer = CaseDrawer(Scope(claimed, tuple(world_sizes), max_operations, frozenset(excluded)))
+    drawer = CaseDrawer(Scope(claimed, tuple(world_sizes), max_operations, frozenset(excluded), tensor_parallel))
 
     @st.composite
     def drawn(draw: st.DrawFn) -> Case:

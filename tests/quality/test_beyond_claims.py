@@ -41,3 +41,8 @@ def test_strategies_that_are_not_claimed_are_probed_by_training_under_them():
     asked = probes(registry.load("torch-ddp"), "full_shard")
     assert asked
     assert {check.strategies for check in asked} == {("full_shard",)}
+
+
+def test_the_second_axis_is_probed_by_plain_training_over_it():
+    asked = probes(registry.load("torch-ddp"), "tensor_parallel")
+    assert {check.name.partition(".")[0] for check in asked} == {"training"}

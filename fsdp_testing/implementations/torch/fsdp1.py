@@ -69,6 +69,7 @@ def wrap(module: nn.Module, setup: Setup, *, use_orig_params: bool) -> nn.Module
                 options.pop(option, None)
         return FullyShardedDataParallel(unit, **options)
 
+    setup.refuse("torch-fsdp1", "tensor_mesh")  # what of a part a rank holds this adapter cannot say
     setup.refuse_settings("torch-fsdp1", *_SHARED_CLAIMS)
     model = _FSDP.wrap(module, setup, apply)
     _SETTINGS[model] = setup.settings

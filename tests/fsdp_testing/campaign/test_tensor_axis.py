@@ -19,7 +19,8 @@ if FAULTS not in sys.path:
     sys.path.insert(0, FAULTS)
 DRAWN = frozenset({"wrap.nested", "tree.norm", "op.step", "op.clip", "op.save", "optimizer.momentum"})
 """Short programs on small trees: each new shape costs DTensor milliseconds on each rank."""
-SEEDS = range(13, 22)
+SEEDS = (14, 16, 21, 26, 38)
+"""Of the first forty cases five: with rows cut, two with columns cut and clipped, and one that saves what is cut."""
 
 
 @cache
@@ -38,5 +39,5 @@ def judged(name: str) -> list[str]:
 @pytest.mark.parametrize("fault", ["PARTIAL_SUMS", "OWN_GRADIENT", "NORM_OF_ONE_AXIS", "COUNTED_TWICE", "FIRST_PART"])
 def test_a_fault_of_tensor_parallelism_is_found_in_few_cases(fault: str):
     healthy, found = judged("torch-fsdp2"), judged(f"faults_tensor_axis:{fault}")
-    assert healthy.count("passed") > len(SEEDS) // 2, healthy
-    assert ("passed", "diverged") in zip(healthy, found), found
+    assert healthy == ["passed"] * len(SEEDS)
+    assert "diverged" in found, found

@@ -94,3 +94,24 @@ def test_an_expected_failure_is_a_strict_xfail(pytester):
     # The unbroken one passes although a failure was expected: stale, and reported as a failure.
     result.assert_outcomes(xfailed=1, failed=1, skipped=2)
     result.stdout.fnmatch_lines(["*XPASS(strict)*known*"])
+
+
+def test_a_check_is_asked_where_the_decorator_says(monkeypatch):
+    from fsdp_testing import parametrize_with_checks
+    from fsdp_testing.pytest_plugin import conformance_checks
+    from fsdp_testing.records import CheckResult, Verdict
+
+    asked = []
+
+    def run_check(name, check, **where):
+        asked.append((name, check, where))
+        return CheckResult(name, check, "", (), Verdict.PASS)
+
+    monkeypatch.setattr(conformance_checks, "run_check", run_check)
+    mark = parametrize_with_checks(
+        "torch-fsdp2", world_sizes=(4,), tensor_parallel=2, checks=("training.gradients_are_means",)
+    )
+    (parameter,) = mark.args[1]
+    parameter.values[0]()
+    where = {"world_sizes": (4,), "tensor_parallel": 2, "backend": "gloo"}
+    assert asked == [("torch-fsdp2", "training.gradients_are_means", where)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -11,25 +10,27 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_testing.implementations import defaults
 from fsdp_testing.implementations.adapter import TorchStyle
 from fsdp_testing.implementations.protocol import Setup
 from fsdp_testing.implementations.torch import fsdp2, saved_state
 
 
-def computing(layout: str, leaves: Callable[[Any], Any]) -> Callable[[nn.Module, Setup], nn.Module]:
+def computing(layout: str, lies: Callable[[Any], Any]) -> Callable[[nn.Module, Setup], nn.Module]:
     """FSDP2, where modules of a layout compute with each rank's own parts, and say that their output lies otherwise.
 
     Args:
         layout: Whose modules.
-        leaves: Gives the placements of the output for those of the input.
+        lies: Says how the output lies, from the input.
     """
 
     def with_own_parts(module: nn.Module, x: Any) -> Any:
         from torch.distributed.tensor import DTensor
 
-        own = copy.copy(module)
+        own = nn.Module()  # to copy a unit of FSDP2 is to make it anew
+        vars(own).update(vars(module))
         own._parameters = {name: each if each is None else each.to_local() for name, each in own._parameters.items()}
-        return DTensor.from_local(type(module).forward(own, x.to_local()), x.device_mesh, leaves(x.placements))
+        return DTensor.from_local(type(module).forward(own, x.to_local()), x.device_mesh, **lies(x))
 
     def wrap(module: nn.Module, setup: Setup) -> nn.Module:
         for fqn, given in setup.layouts:
@@ -41,24 +42,29 @@ def computing(layout: str, leaves: Callable[[Any], Any]) -> Callable[[nn.Module,
     return wrap
 
 
-def whole(_placements: Any) -> Any:
+def whole(_x: Any) -> Any:
     from torch.distributed.tensor import Replicate
 
-    return [Replicate()]
+    return {"placements": [Replicate()]}
 
 
-def clip_by_local_squares(over: str, model: nn.Module, max_norm: float, norm_type: float) -> torch.Tensor:
-    """Clip by the 2-norm of what ranks have, added up over one axis, or over both whether an element is there twice or not."""
+def as_the_input(x: Any) -> Any:
+    return {"placements": x.placements, "shape": x.shape, "stride": x.stride()}
+
+
+def clip_by_local_powers(over: str, model: nn.Module, max_norm: float, norm_type: float) -> torch.Tensor:
+    """Clip by what ranks have, added up over one axis, or over both whether an element is there twice or not."""
     import torch.distributed as dist
 
     grads: list[Any] = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    if norm_type != 2 or not grads:
-        return fsdp2.IMPLEMENTATION.clip_grad_norm(model, max_norm, norm_type)
-    total = torch.stack([grad.to_local().square().sum() for grad in grads]).sum()
+    if norm_type == float("inf") or not grads:
+        return defaults.clip_grad_norm(model, max_norm, norm_type)
+    total = torch.stack([grad.to_local().abs().pow(norm_type).sum() for grad in grads]).sum()
     dist.all_reduce(total, group=grads[0].device_mesh["data"].get_group() if over == "data" else dist.group.WORLD)
+    norm = total ** (1 / norm_type)
     for grad in grads:
-        grad.mul_((max_norm / (total.sqrt() + 1e-6)).clamp(max=1.0))
-    return total.sqrt()
+        grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
 
 
 def state_of_first_part(model: nn.Module) -> Mapping[str, torch.Tensor]:
@@ -78,7 +84,7 @@ def faulty(name: str, **changed: Any) -> TorchStyle:
 
 
 PARTIAL_SUMS = faulty("partial-sums", wrap=computing("rowwise", whole))
-OWN_GRADIENT = faulty("own-gradient", wrap=computing("sequence", tuple))
-NORM_OF_ONE_AXIS = faulty("norm-of-one-axis", clip_grad_norm=partial(clip_by_local_squares, "data"))
-COUNTED_TWICE = faulty("counted-twice", clip_grad_norm=partial(clip_by_local_squares, "both"))
+OWN_GRADIENT = faulty("own-gradient", wrap=computing("sequence", as_the_input))
+NORM_OF_ONE_AXIS = faulty("norm-of-one-axis", clip_grad_norm=partial(clip_by_local_powers, "data"))
+COUNTED_TWICE = faulty("counted-twice", clip_grad_norm=partial(clip_by_local_powers, "both"))
 FIRST_PART = faulty("first-part", full_state_dict=state_of_first_part)
