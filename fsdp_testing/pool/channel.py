@@ -151,7 +151,10 @@ class Channel:
             message = self._next()
             if message is not None:
                 return message[0]
-            data = self._sock.recv(_CHUNK)
+            try:
+                data = self._sock.recv(_CHUNK)
+            except OSError:
+                data = b""
             if not data:
                 self._closed = True
                 raise EOFError("the other end of the channel has gone")
@@ -166,7 +169,7 @@ class Channel:
                 data = self._sock.recv(_CHUNK)
             except BlockingIOError:
                 break
-            except (ConnectionResetError, BrokenPipeError):
+            except OSError:  # reset; or a host without power: timed out, unreachable, network down
                 data = b""
             if not data:
                 self._closed = True

@@ -83,7 +83,7 @@ class Hosts:
         agents = [self._start(number, command) for number in (0, 1)]
         self.fifo.read_text(encoding="ascii")  # a rank of the second host: now
         self.power_off()
-        return agents[0].communicate(timeout=400)[0]
+        return [agent.communicate(timeout=400)[0] for agent in agents][0]
 
     def _start(self, number: int, command: tuple[str, ...]) -> subprocess.Popen[str]:
         named = ["ip", "netns", "exec", self.names[number], "unshare", "--uts", "sh", "-c"]
