@@ -82,7 +82,7 @@ def _page(report: RunReport) -> dict[str, Any]:
     anchors = {id(result): f"r{index}" for index, result in enumerate(report.results)}
     found = causes(report)
     explained_first = sorted(found, key=lambda cause: cause.explanation is None)
-    new = [cause for cause in found if any(result.verdict is Verdict.FAIL for result in cause.results)]
+    new = [cause for cause in explained_first if any(result.verdict is Verdict.FAIL for result in cause.results)]
     places: dict[str, list[tuple[str, Cause | summary.Known]]] = {
         "c": [(f"c{index}", cause) for index, cause in enumerate(new)],
         "k": [(f"k{index}", group) for index, group in enumerate(summary.known_failures(report))],
