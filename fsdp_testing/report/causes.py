@@ -1,8 +1,8 @@
 """What are the root causes of the failures in a report? Pure: findings grouped, one account for each group.
 
 Where causes were looked for (`fsdp_testing.explanation`), findings say which they belong to. Others are put together only
-if they look the same in every respect (kind, quantity, name, first operation, model, strategy), or are told in the very same
-words, numbers included, whatever the strategy.
+if they look the same in every respect (kind, quantity, name, first operation, model, strategy), or have the very same
+account and error, to the bit, whatever the strategy.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Cause:
 def causes(report: RunReport) -> tuple[Cause, ...]:
     """Return the root causes, unexpected ones first, then in the order of the run."""
     groups: dict[tuple[str, object], list[tuple[CheckResult, Finding]]] = {}
-    told: dict[tuple[str, str, Verdict], object] = {}
+    told: dict[tuple[object, ...], object] = {}
     for result in report.results:
         for finding in result.findings:
             key: object = finding.cause
             if not finding.cause:
-                words = (result.implementation, finding.explanation, result.verdict)
+                words = (result.implementation, finding.explanation, finding.max_error, result.verdict)
                 key = told.setdefault(words, fine_signature_of(finding))
             groups.setdefault((result.implementation, key), []).append((result, finding))
     found = [_cause(name, members) for (name, _), members in groups.items()]

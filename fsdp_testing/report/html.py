@@ -40,7 +40,7 @@ def html_text(report: RunReport) -> str:
         wrong_at=lambda cause: next((at for at, moment in enumerate(answers.moments(cause)) if moment.said), None),
         causes_at_sight=CAUSES_AT_SIGHT,
         suite_state=suite_state,
-        begun=lambda text: text[:1].upper() + text[1:],
+        begun=begun,
         drawing_patterns=Markup(resource("patterns.html")),
         timeline=timeline,
         live_bytes=live_bytes,
@@ -66,6 +66,11 @@ def linked(text: str) -> Markup:
         Markup('<a href="{0}" rel="noreferrer">{0}</a>').format(piece) if index % 2 else piece
         for index, piece in enumerate(pieces)
     )
+
+
+def begun(text: str) -> str:
+    """Return the text with a capital letter, unless it begins with a name in code such as `zero_grad`."""
+    return text[:1].upper() + text[1:] if text.partition(" ")[0].strip(",:;").isalpha() else text
 
 
 def new_environment() -> Environment:

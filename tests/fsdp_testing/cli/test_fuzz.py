@@ -61,7 +61,7 @@ def test_a_fault_is_found_shrunk_told_and_replayed(tmp_path: Path, capsys: pytes
     (again,) = re.findall(r"run it again, from anywhere: fsdp-verify (.*)", capsys.readouterr().out)
     assert main(shlex.split(again)) == 1
     said = " ".join(capsys.readouterr().out.split())
-    assert "suspect" in said
+    assert f"on {WRONG}: fails" in said
     assert "the same bits on restarted processes" in said
     assert main(["replay", str(folder / "case.json"), "--implementation", "toy:UNBROKEN"]) == 0
 
