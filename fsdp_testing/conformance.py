@@ -164,6 +164,7 @@ def run_check(
     check: str,
     *,
     world_sizes: Sequence[int] = (2,),
+    tensor_parallel: int = 1,
     backend: str = "gloo",
     runner: CaseRunner | None = None,
     stop_at_first: bool = False,
@@ -174,6 +175,7 @@ def run_check(
         name: Implementation.
         check: Name of the check.
         world_sizes: Numbers of ranks.
+        tensor_parallel: How many of them hold one model together, as for `run_conformance`.
         backend: Backend of the worlds.
         runner: Where cases run; by default `shared_runner()`.
         stop_at_first: Run no further case of the check once one has refuted it.
@@ -183,7 +185,7 @@ def run_check(
     """
     adapters = load_all((name,))
     selected = select_checks((check,))
-    where = _place(world_sizes, backend)
+    where = _place(world_sizes, backend, tensor_parallel)
     runner = runner or shared_runner()
     _examine(adapters.values(), runner, where)
     return judge_check(runner, adapters[name], selected[0], where, stop_at_first=stop_at_first)

@@ -14,6 +14,7 @@ from fsdp_testing.cli.options import (
     add_jobs,
     add_old_spelling,
     add_seed,
+    add_tensor_parallel,
     add_timeout,
     add_world_sizes,
     capacity_here,
@@ -51,6 +52,7 @@ def add(commands: Subparsers[Command]) -> Command:
     what = command.add_argument_group("what is drawn")
     add_seed(what, "from which all choices follow")
     add_world_sizes(what, "numbers of ranks, the usual one first (default 2)")
+    add_tensor_parallel(what)
     what.add_argument("--max-operations", type=count, default=12, metavar="N", help="longest program (default 12)")
     what.add_argument(
         "--without", action="append", default=[], metavar="FEATURE", help="never draw this (tree.tied, op.clip, ...)"
@@ -139,9 +141,12 @@ def _plan(options: argparse.Namespace, adapter: Adapter) -> Plan:
     limit = options.seconds if options.seconds or options.examples else 60.0
     folder = "".join(c if c.isalnum() or c in "-_." else "_" for c in options.name)
     folder += "-shard-{}-of-{}".format(*options.shard) if options.shard != (1, 1) else ""
+    parts = options.tensor_parallel
+    folder += f"-tensor-parallel-{parts}" if parts > 1 else ""
+    drawn = (options.world_size, options.max_operations, frozenset(options.without), parts)
     return Plan(
         implementation=adapter,
-        scope=Scope(adapter.capabilities, options.world_size, options.max_operations, frozenset(options.without)),
+        scope=Scope(adapter.claimed(parts), *drawn),
         state=options.state or Path(".fsdp-fuzz") / folder,
         seconds=limit,
         examples=options.examples,

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from fsdp_testing.report.terminal import Output
 
 INTERRUPTED = 130
+_BESIDE = "tensor_parallel"
+"""Name of the table, inside that of an implementation, which counts over tensor parallelism."""
 
 DESCRIPTION = """\
 Compare implementations with a single-process oracle, check by check, and report what holds, what diverges, by how much
@@ -108,7 +110,7 @@ def execute(options: argparse.Namespace) -> int:
     select_checks(options.check)  # a name that is no check's ends the run before there are ranks
     check_backend(options.backend, max(options.world_size))
     names = registry.names() if options.all else tuple(options.names)
-    expected = expectations(options.expected_failures, names)
+    expected = expectations(options.expected_failures, names, options.tensor_parallel)
     room = capacity_here(max(options.world_size))
     options.jobs = room.jobs(options.jobs)
     console = open_console()
@@ -152,8 +154,10 @@ def check_backend(name: str, size: int) -> None:
         raise BackendUnavailable(f"--backend {name}: expected it to run {size} ranks here, got: {reason}")
 
 
-def expectations(path: Path | None, names: tuple[str, ...]) -> dict[str, dict[str, str]]:
+def expectations(path: Path | None, names: tuple[str, ...], tensor_parallel: int = 1) -> dict[str, dict[str, str]]:
     """Expected failures of the implementations that are run; tables of others are left alone.
+
+    Over tensor parallelism the table `[NAME.tensor_parallel]` counts, and it alone.
 
     A page that a reason names and that lies beside the list is named by its path, so that it can be opened from here.
 
@@ -170,9 +174,10 @@ def expectations(path: Path | None, names: tuple[str, ...]) -> dict[str, dict[st
         raise InvalidArgument(
             f"--expected-failures: expected a TOML file, got {str(path)!r} ({error}). Mend it."
         ) from error
+    own, beside = tables(document)
     wrong = [
         name
-        for name, table in document.items()
+        for name, table in (*own.items(), *beside.items())
         if not isinstance(table, dict) or not all(isinstance(reason, str) for reason in table.values())
     ]
     if wrong:
@@ -187,9 +192,19 @@ def expectations(path: Path | None, names: tuple[str, ...]) -> dict[str, dict[st
 
     return {
         name: {check: PAGE.sub(from_here, reason) for check, reason in table.items()}
-        for name, table in document.items()
+        for name, table in (beside if tensor_parallel > 1 else own).items()
         if name in names
     }
+
+
+def tables(document: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the tables of a list of expected failures by implementation: without tensor parallelism, and over it."""
+    own, beside = dict(document), {}
+    for name, table in document.items():
+        if isinstance(table, dict) and _BESIDE in table:
+            own[name] = {check: reason for check, reason in table.items() if check != _BESIDE}
+            beside[name] = table[_BESIDE]
+    return own, beside
 
 
 def judged(

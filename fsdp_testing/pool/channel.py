@@ -20,6 +20,8 @@ from fsdp_testing.pool.targets import MAIN_COPY
 
 _HEADER = struct.Struct("<Q")
 _CHUNK = 1 << 20
+# Nearly all messages are shorter. Memory of a megabyte would be mapped, and given back, for each of them.
+_FIRST_CHUNK = 1 << 16
 
 
 def rebuild_tensor(data: bytes, dtype: str, shape: tuple[int, ...], requires_grad: bool, is_parameter: bool) -> Any:
@@ -152,7 +154,7 @@ class Channel:
             if message is not None:
                 return message[0]
             try:
-                data = self._sock.recv(_CHUNK)
+                data = self._read()
             except OSError:
                 data = b""
             if not data:
@@ -166,7 +168,7 @@ class Channel:
             self._sock.settimeout(0.0)
         while not self._closed:
             try:
-                data = self._sock.recv(_CHUNK)
+                data = self._read()
             except BlockingIOError:
                 break
             except OSError:  # reset; or a host without power: timed out, unreachable, network down
@@ -194,6 +196,9 @@ class Channel:
             return False
         except OSError:
             return True
+
+    def _read(self) -> bytes:
+        return self._sock.recv(_CHUNK if len(self._pending) >= _FIRST_CHUNK else _FIRST_CHUNK)
 
     def _next(self) -> tuple[Any] | None:
         if len(self._pending) < _HEADER.size:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -32,12 +33,14 @@ class BoundCheck:
         name: Name of the check.
         world_sizes: Sizes it runs on.
         backend: Backend it runs on.
+        tensor_parallel: How many ranks hold one model together.
     """
 
     implementation: str
     name: str
     world_sizes: tuple[int, ...] = (2,)
     backend: str = "gloo"
+    tensor_parallel: int = 1
 
     def __call__(self) -> CheckResult:
         """Run the check.
@@ -61,12 +64,14 @@ class BoundCheck:
 
     def judged(self) -> CheckResult:
         """Judge it now."""
-        return run_check(self.implementation, self.name, world_sizes=self.world_sizes, backend=self.backend)
+        where: dict[str, Any] = {"world_sizes": self.world_sizes, "tensor_parallel": self.tensor_parallel}
+        return run_check(self.implementation, self.name, backend=self.backend, **where)
 
 
 def parametrize_with_checks(
     *names: str,
     world_sizes: Sequence[int] = (2,),
+    tensor_parallel: int = 1,
     backend: str = "gloo",
     checks: Sequence[str] = (),
     expected_failures: Mapping[str, str] | None = None,
@@ -77,6 +82,7 @@ def parametrize_with_checks(
     Args:
         *names: Implementations, by registered name or import string.
         world_sizes: Numbers of ranks.
+        tensor_parallel: How many of them hold one model together, cut by torch's tensor parallelism; it divides every size.
         backend: Backend of the worlds.
         checks: Patterns of check names or names of suites.
         expected_failures: Reason by check name; such a test is a strict xfail, so that a stale entry fails.
@@ -92,7 +98,7 @@ def parametrize_with_checks(
         raise InvalidArgument(f"expected_failures: expected names of checks, got {unknown}. Correct the spelling.")
     parameters = [
         pytest.param(
-            BoundCheck(name, check.name, tuple(world_sizes), backend),
+            BoundCheck(name, check.name, tuple(world_sizes), backend, tensor_parallel),
             id=f"{name}-{check.name}",
             marks=[pytest.mark.xfail(reason=expected[check.name], raises=CheckFailed, strict=True)]
             if check.name in expected
@@ -113,7 +119,8 @@ def _explanation(result: CheckResult) -> str:
     if len(result.findings) > 3:
         lines.append(f"  and {len(result.findings) - 3} more cases")
     if result.findings:
-        lines.append(f"run it again: {replay_line(result, RunReport((result,)))}")
+        whole = RunReport((result,), tensor_parallel=result.findings[0].case.world.tensor_parallel)
+        lines.append(f"run it again: {replay_line(result, whole)}")
         lines += ["case, for `fsdp-verify replay FILE --implementation NAME`:", result.findings[0].case.to_json()]
         lines += [result.findings[0].detail] if result.findings[0].detail else []
     return "\n".join(lines)

@@ -196,7 +196,20 @@ def test_expected_failures_are_read_per_implementation(
     assert asked.asked["expected_failures"] == {"torch-ddp": said}, "a page is named by a path that opens"
 
 
-@pytest.mark.parametrize("text", [None, "[", "a = 1", "[torch-ddp]\na = 1", "\udcff"])
+def test_over_tensor_parallelism_a_table_of_its_own_is_expected(
+    verify: Callable[..., Any], judge: Callable[..., Judge], tmp_path: Path
+) -> None:
+    asked = judge(Verdict.PASS)
+    path = tmp_path / "expected.toml"
+    path.write_text('[torch-ddp]\n"a.b" = "why"\n[torch-ddp.tensor_parallel]\n"c.d" = "cut"\n', encoding="utf-8")
+    for axis, expected in ((), {"a.b": "why"}), (("--world-size", "4", "--tensor-parallel", "2"), {"c.d": "cut"}):
+        assert verify("run", "torch-ddp", "--expected-failures", str(path), *axis).code == 0
+        assert asked.asked["expected_failures"] == {"torch-ddp": expected}
+
+
+@pytest.mark.parametrize(
+    "text", [None, "[", "a = 1", "[torch-ddp]\na = 1", "[torch-ddp.tensor_parallel]\na = 1", "\udcff"]
+)
 def test_a_bad_list_of_expected_failures_is_refused(
     verify: Callable[..., Any], judge: Callable[..., Judge], tmp_path: Path, text: str | None
 ) -> None:
