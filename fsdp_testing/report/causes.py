@@ -50,7 +50,13 @@ def causes(report: RunReport) -> tuple[Cause, ...]:
         for finding in result.findings:
             key: object = finding.cause
             if not finding.cause:
-                words = (result.implementation, finding.explanation, finding.max_error, result.verdict)
+                words = (
+                    result.implementation,
+                    finding.quantity,
+                    finding.explanation,
+                    finding.max_error,
+                    result.verdict,
+                )
                 key = told.setdefault(words, fine_signature_of(finding))
             groups.setdefault((result.implementation, key), []).append((result, finding))
     found = [_cause(name, members) for (name, _), members in groups.items()]
