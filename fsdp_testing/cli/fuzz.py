@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,8 +91,8 @@ def execute(options: argparse.Namespace) -> int:
     console = open_console()
     missing = plan.scope.not_claimed()
     if missing:
-        names = ", ".join(f"{name} ({', '.join(sorted(tags))})" for name, tags in sorted(missing.items()))
-        console.say(f"{adapter.name} does not claim, so it is not drawn: {names}", style="dim")
+        said = f"{len(missing)} features are not drawn, for {adapter.name} does not claim them"
+        console.say(f"{said}: {', '.join(sorted(missing))}", style="dim")
     with _Display(console) as display:
         campaign = Campaign(plan, default_pool(), display.progress, display.found)
         for message in campaign.damaged:
@@ -195,7 +196,8 @@ class _Display:
         folder = write_discovery(found, state)
         self.folders.append(folder)
         self.console.say(("" if found.confirmed else "(once, not again alone) ") + found.sentence())
-        self.console.say(f"  {folder}")
+        again = shlex.join(["fsdp-verify", "replay", str((folder / "finding.json").resolve())])
+        self.console.say(f"  {folder}; run it again, from anywhere: {again}")
 
 
 def _report_end(console: Output, campaign: Campaign, plan: Plan) -> None:

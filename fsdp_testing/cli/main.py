@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 from fsdp_testing import env
 from fsdp_testing.cli import (
@@ -125,9 +126,16 @@ def _execute(options: argparse.Namespace) -> int:
     return code
 
 
+class _OneSentence(argparse.ArgumentParser):
+    """Says what is wrong with the arguments in one line, without a page of usage before it; commands inherit that."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_USAGE, f"{self.prog}: error: {message}. `{self.prog} --help` says what it takes.\n")
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the whole command line."""
-    top = argparse.ArgumentParser(
+    top = _OneSentence(
         prog=PROGRAM,
         description="Prove that a data-parallel sharding implementation computes what one process would compute.",
         epilog=EPILOG,

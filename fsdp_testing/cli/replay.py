@@ -62,7 +62,7 @@ def _replay(console: Output, recorded: Recorded, options: argparse.Namespace) ->
             pool.close()
     result, digest = runs[0]
     note = result.note
-    console.say(f"case {recorded.case.identity} on {name}: {note.status}")
+    console.say(f"case {recorded.case.identity} on {name}: {'fails' if note.status == 'suspect' else note.status}")
     if note.status not in ("passed", "leaked"):
         console.say(f"  {note.signature or ''} {note.reason}".rstrip())
     if result.account:

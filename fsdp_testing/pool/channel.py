@@ -153,7 +153,10 @@ class Channel:
             message = self._next()
             if message is not None:
                 return message[0]
-            data = self._read()
+            try:
+                data = self._read()
+            except OSError:
+                data = b""
             if not data:
                 self._closed = True
                 raise EOFError("the other end of the channel has gone")
@@ -168,7 +171,7 @@ class Channel:
                 data = self._read()
             except BlockingIOError:
                 break
-            except (ConnectionResetError, BrokenPipeError):
+            except OSError:  # reset; or a host without power: timed out, unreachable, network down
                 data = b""
             if not data:
                 self._closed = True

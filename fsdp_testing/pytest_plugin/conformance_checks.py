@@ -11,7 +11,8 @@ import pytest
 from fsdp_testing.conformance import load_all, run_check, select_checks
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.pytest_plugin.checks_ahead import result_of
-from fsdp_testing.records import CheckResult, Verdict
+from fsdp_testing.records import CheckResult, RunReport, Verdict
+from fsdp_testing.report.summary import replay_line
 from fsdp_testing.suites import CHECKS
 
 
@@ -118,6 +119,8 @@ def _explanation(result: CheckResult) -> str:
     if len(result.findings) > 3:
         lines.append(f"  and {len(result.findings) - 3} more cases")
     if result.findings:
-        lines += ["case, for `fsdp-verify replay`:", result.findings[0].case.to_json()]
+        whole = RunReport((result,), tensor_parallel=result.findings[0].case.world.tensor_parallel)
+        lines.append(f"run it again: {replay_line(result, whole)}")
+        lines += ["case, for `fsdp-verify replay FILE --implementation NAME`:", result.findings[0].case.to_json()]
         lines += [result.findings[0].detail] if result.findings[0].detail else []
     return "\n".join(lines)

@@ -1,7 +1,8 @@
 """What are the root causes of the failures in a report? Pure: findings grouped, one account for each group.
 
 Where causes were looked for (`fsdp_testing.explanation`), findings say which they belong to. Others are put together only
-if they look the same in every respect: kind, quantity, name, first operation, model, strategy.
+if they look the same in every respect (kind, quantity, name, first operation, model, strategy), or have the very same
+account and error, to the bit, whatever the strategy.
 """
 
 from __future__ import annotations
@@ -44,9 +45,19 @@ class Cause:
 def causes(report: RunReport) -> tuple[Cause, ...]:
     """Return the root causes, unexpected ones first, then in the order of the run."""
     groups: dict[tuple[str, object], list[tuple[CheckResult, Finding]]] = {}
+    told: dict[tuple[object, ...], object] = {}
     for result in report.results:
         for finding in result.findings:
-            key = finding.cause or fine_signature_of(finding)
+            key: object = finding.cause
+            if not finding.cause:
+                words = (
+                    result.implementation,
+                    finding.quantity,
+                    finding.explanation,
+                    finding.max_error,
+                    result.verdict,
+                )
+                key = told.setdefault(words, fine_signature_of(finding))
             groups.setdefault((result.implementation, key), []).append((result, finding))
     found = [_cause(name, members) for (name, _), members in groups.items()]
     return tuple(sorted(found, key=lambda cause: cause.expected))
@@ -74,4 +85,6 @@ def explanation_line(explanation: Explanation) -> str:
     noun = "operation remains" if operations == 1 else "operations remain"
     left = f"{operations} {noun}, {explanation.left_out} left out"
     certain = "each that remains is needed" if explanation.complete else "time was up before each was tried"
-    return f"{left}; {certain} ({explanation.runs} runs, {explanation.seconds:.1f} s)"
+    return (
+        f"{left}; {certain} ({explanation.runs} run{'s' if explanation.runs > 1 else ''}, {explanation.seconds:.1f} s)"
+    )

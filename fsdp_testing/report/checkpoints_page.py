@@ -13,7 +13,7 @@ from fsdp_testing.report.files import write_atomically
 from fsdp_testing.report.html import new_environment, resource
 
 if TYPE_CHECKING:
-    from fsdp_testing.checkpoints.summary import Summary
+    from fsdp_testing.checkpoints.summary import Cause, Summary
 
 
 _SHADES = {"X": "fails", "?": "unknown", "r": "refused", "=": "holds"}
@@ -34,9 +34,14 @@ def write_checkpoints_page(summary: Summary, directory: Path) -> Path:
         for loader, results in row.items():
             if loader in numbers:
                 columns[numbers[loader]][rows[saver]] = dict(Counter(_SHADES[one.mark] for one in results))
+    reasons: dict[tuple[str, str], list[Cause]] = {}
+    for cause in summary.causes():
+        reasons.setdefault((cause.mark, cause.reason), []).append(cause)
     page = new_environment().from_string(resource("checkpoints.html"))
     text = page.render(
         summary=summary,
+        reasons=reasons,
+        marks={"X": "fails", "?": "unknown", "r": "refused: an error on every rank"},
         picture=cube_picture(columns, list(rows.values()), list(columns)),
         style=Markup(resource("report.css") + resource("drawings.css")),
     )

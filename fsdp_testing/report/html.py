@@ -40,7 +40,7 @@ def html_text(report: RunReport) -> str:
         wrong_at=lambda cause: next((at for at, moment in enumerate(answers.moments(cause)) if moment.said), None),
         causes_at_sight=CAUSES_AT_SIGHT,
         suite_state=suite_state,
-        begun=lambda text: text[:1].upper() + text[1:],
+        begun=begun,
         drawing_patterns=Markup(resource("patterns.html")),
         timeline=timeline,
         live_bytes=live_bytes,
@@ -68,6 +68,11 @@ def linked(text: str) -> Markup:
     )
 
 
+def begun(text: str) -> str:
+    """Return the text with a capital letter, unless it begins with a name in code such as `zero_grad`."""
+    return text[:1].upper() + text[1:] if text.partition(" ")[0].strip(",:;").isalpha() else text
+
+
 def new_environment() -> Environment:
     """Templates that escape whatever they are given, and fail on a name that they are not given."""
     return Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -82,7 +87,7 @@ def _page(report: RunReport) -> dict[str, Any]:
     anchors = {id(result): f"r{index}" for index, result in enumerate(report.results)}
     found = causes(report)
     explained_first = sorted(found, key=lambda cause: cause.explanation is None)
-    new = [cause for cause in found if any(result.verdict is Verdict.FAIL for result in cause.results)]
+    new = [cause for cause in explained_first if any(result.verdict is Verdict.FAIL for result in cause.results)]
     places: dict[str, list[tuple[str, Cause | summary.Known]]] = {
         "c": [(f"c{index}", cause) for index, cause in enumerate(new)],
         "k": [(f"k{index}", group) for index, group in enumerate(summary.known_failures(report))],

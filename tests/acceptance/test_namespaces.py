@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -80,10 +81,14 @@ class Hosts:
 
     def run(self, *command: str) -> str:
         """Run a command in both under torchrun, take the second host away when it asks for that, and return the first's words."""
+        asked = os.open(self.fifo, os.O_RDONLY | os.O_NONBLOCK)
         agents = [self._start(number, command) for number in (0, 1)]
-        self.fifo.read_text(encoding="ascii")  # a rank of the second host: now
+        # Until a rank of the second host writes: now.
+        while not select.select([asked], [], [], 1.0)[0] and all(agent.poll() is None for agent in agents):
+            pass
+        os.close(asked)
         self.power_off()
-        return agents[0].communicate(timeout=400)[0]
+        return [agent.communicate(timeout=900)[0] for agent in agents][0]
 
     def _start(self, number: int, command: tuple[str, ...]) -> subprocess.Popen[str]:
         named = ["ip", "netns", "exec", self.names[number], "unshare", "--uts", "sh", "-c"]

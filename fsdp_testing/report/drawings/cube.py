@@ -9,6 +9,7 @@ from markupsafe import Markup
 from fsdp_testing.report.drawings.svg import WIDTH, Drawing
 
 LEFT = 210
+CHARACTER = 6.2
 ROW = 16
 HEAD = 40
 SHADES = ("fails", "unknown", "refused", "holds")
@@ -26,10 +27,11 @@ def cube_picture(
         worlds: Strategy and mesh, from left to right; those of one strategy in a row.
     """
     drawing = Drawing(HEAD + ROW * len(rows), "Which cells hold and which fail, by strategy and mesh")
-    width = (WIDTH - LEFT) / max(len(worlds), 1)
+    left = max(LEFT, CHARACTER * max(map(len, rows), default=0))
+    width = (WIDTH - left) / max(len(worlds), 1)
     strategies = [world.split(" ")[0] for world in worlds]
     for place, world in enumerate(worlds):
-        x = LEFT + width * place
+        x = left + width * place
         if place == 0 or strategies[place] != strategies[place - 1]:
             drawing.label_in(x, 14, width * strategies.count(strategies[place]), strategies[place], "strong")
             drawing.line("grid", (x - 1, 0), (x - 1, HEAD + ROW * len(rows)))
@@ -38,7 +40,7 @@ def cube_picture(
         y = HEAD + ROW * number
         drawing.text(0, y + 12, face)
         for place, world in enumerate(worlds):
-            _square(drawing, (LEFT + width * place, y), width, (world, face), faces.get(world, {}).get(face, {}))
+            _square(drawing, (left + width * place, y), width, (world, face), faces.get(world, {}).get(face, {}))
     return drawing.markup()
 
 

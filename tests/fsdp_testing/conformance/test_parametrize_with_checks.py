@@ -83,7 +83,8 @@ def test_each_check_is_one_test(pytester, jobs):
             "*test_conformance[[]toy:UNBROKEN-training.gradients_are_means[]] PASSED*",
             "*test_conformance[[]faults_gradients:SumForMean-training.gradients_are_means[]] FAILED*",
             "*CheckFailed: faults_gradients:SumForMean training.gradients_are_means: after operation 0 *",
-            "*case, for `fsdp-verify replay`:*",
+            "*run it again: fsdp-verify run faults_gradients:SumForMean --check training.gradients_are_means --world-size 2",
+            "*case, for `fsdp-verify replay FILE --implementation NAME`:*",
             "*not claimed: * does not claim cpu_offload*",
         ]
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import struct
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -68,6 +70,29 @@ def test_receive_at_the_end(pair: tuple[Channel, socket.socket]) -> None:
     peer.close()
     with pytest.raises(EOFError):
         channel.receive()
+
+
+class Unpowered:
+    """A connection to a host whose power is gone: nobody closed it, the kernel's own probes have had no answer."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def settimeout(self, seconds: float | None) -> None:
+        pass
+
+    def recv(self, count: int, flags: int = 0) -> bytes:
+        raise OSError(self.number, os.strerror(self.number))
+
+
+@pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ECONNRESET])
+def test_a_host_without_power_is_a_peer_that_has_gone(number: int) -> None:
+    channel = Channel(cast("socket.socket", Unpowered(number)))
+    assert channel.at_end()
+    assert channel.take_ready() == []
+    assert channel.closed
+    with pytest.raises(EOFError):
+        Channel(cast("socket.socket", Unpowered(number))).receive()
 
 
 def test_nothing_is_no_end(pair: tuple[Channel, socket.socket]) -> None:

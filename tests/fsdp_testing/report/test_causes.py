@@ -41,7 +41,8 @@ def test_findings_of_one_cause_are_one(make: SimpleNamespace) -> None:
 
 def test_without_explanations_only_the_very_same_is_put_together(make: SimpleNamespace) -> None:
     finding = make.diverged()
-    elsewhere = replace(finding, case=replace(finding.case, strategy="no_shard"))
+    other_strategy = replace(finding.case, strategy="no_shard")
+    elsewhere = replace(finding, case=other_strategy, max_error=0.37000001)
     results = (
         make.result("one", "a.b", Verdict.FAIL, findings=(finding, elsewhere)),
         make.result("one", "c.d", Verdict.FAIL, findings=(replace(finding, max_error=9.0),)),
@@ -49,6 +50,10 @@ def test_without_explanations_only_the_very_same_is_put_together(make: SimpleNam
     found = causes(RunReport(results))
     assert [len(cause.findings) for cause in found] == [2, 1]
     assert [result.check for result in found[0].results] == ["a.b", "c.d"]
+    # Another strategy with the same account and the same error to the bit is the same.
+    same = make.result("one", "e.f", Verdict.FAIL, findings=(finding, replace(finding, case=other_strategy)))
+    known = make.result("one", "g.h", Verdict.EXPECTED_FAILURE, findings=(replace(finding, case=other_strategy),))
+    assert [len(cause.findings) for cause in causes(RunReport((same, known)))] == [2, 1]
 
 
 def test_what_was_expected_comes_last(make: SimpleNamespace) -> None:

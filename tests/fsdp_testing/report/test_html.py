@@ -12,7 +12,7 @@ import pytest
 
 from fsdp_testing.records import Explanation, RunReport, Verdict
 from fsdp_testing.report import write_atomically
-from fsdp_testing.report.html import html_text
+from fsdp_testing.report.html import begun, html_text
 
 VOID = {"meta", "link", "input", "br", "img", "hr"}
 
@@ -117,7 +117,7 @@ def test_the_first_screen_answers_three_questions(mixed: RunReport) -> None:
     for part in (
         "84 tensors compared with those of one process, in 7 cases on 2 ranks.",
         "Of 1 check nothing is known; that is never counted as a pass.",
-        "one after operation 0 the gradient of blocks.1.weight is off by 0.37",
+        "one After operation 0 the gradient of blocks.1.weight is off by 0.37",
         "Known, and expected: 1 check for 1 reason",
         "Run the first new failure again, alone: fsdp-verify run one --check training.adamw --world-size 2",
         "Take off the list of expected failures, for they hold: one clip.one.",
@@ -183,6 +183,15 @@ def test_known_failures_are_one_entry_for_each_page_with_its_threads(make: Simpl
     assert [article["id"] for article in page.all("article") if (article["id"] or "")[0] == "k"] == ["k0"]
     links = [link for link in page.all("a") if (link["href"] or "").startswith("https:")]
     assert {link["href"] for link in links} == {thread}
+    text = html_text(RunReport(results))
+    assert '<li><a href="#k0">So it is</a></li>' in text.partition('id="known"')[0], "the first screen names them"
+    folded = text[text.index('<details class="one-by-one">') :]
+    assert folded.index('id="r0"') < folded.index("</details>\n</section>"), "each by itself is folded"
+
+
+def test_a_name_in_code_keeps_its_letters() -> None:
+    assert (begun("zero_grad leaves it"), begun("module.to raises")) == ("zero_grad leaves it", "module.to raises")
+    assert begun("gathered weights, old") == "Gathered weights, old"
 
 
 def test_an_adapter_is_called_by_its_own_name_and_run_by_the_other(make: SimpleNamespace) -> None:
