@@ -126,10 +126,11 @@ def run_here(run: ScriptRun) -> RankReport:
         ):
             stack.enter_context(context)
         try:
-            copies = copies_in([_run(run)], observer.models)
+            copies = copies_in([run_script(run)], observer.models, observer.block)
             ended = True
         except _EnoughSteps as end:
-            copies = copies_in([frame.f_locals for frame, _ in traceback.walk_tb(end.__traceback__)], observer.models)
+            scopes = [frame.f_locals for frame, _ in traceback.walk_tb(end.__traceback__)]
+            copies = copies_in(scopes, observer.models, observer.block)
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise InvalidArgument(f"ended with exit code {end.code}") from end
@@ -145,7 +146,7 @@ def run_here(run: ScriptRun) -> RankReport:
     )
 
 
-def _run(run: ScriptRun) -> dict[str, Any]:
+def run_script(run: ScriptRun) -> dict[str, Any]:
     """Run the script to its end and return its globals."""
     argv, path = list(sys.argv), list(sys.path)
     main = sys.modules.get("__main__")

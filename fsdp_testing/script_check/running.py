@@ -142,6 +142,13 @@ def _put_together(size: int, ranks: list[RankReport]) -> WholeRun:
 def _ending(outcome: WorldOutcome) -> Exception:
     """Return why a script did not end well: a hang or a mismatch of ranks is a failure, an error of the script is not."""
     several = outcome.size > 1
+    ended = [rank for rank in outcome.ranks if isinstance(rank.value, RankReport) and not rank.value.ended]
+    if ended and len(ended) < outcome.size:
+        waiting = next(rank.rank for rank in outcome.ranks if rank not in ended)
+        return Failed(
+            f"the ranks make different numbers of optimizer steps: rank {ended[0].rank} has made {len(ended[0].value.steps)}, "
+            f"rank {waiting} fewer. Cause: a rank skips a step by a number of its own, or takes other batches."
+        )
     if several and outcome.diagnosis is not None and not isinstance(outcome.diagnosis, EndedBadly):
         return Failed(
             f"{outcome.cause}. Cause: the ranks do not run the same collectives (an early stop on a local value, an uneven "
