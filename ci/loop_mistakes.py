@@ -141,18 +141,19 @@ def kept(state: Path) -> list[Result]:
 
 
 def run_all(cases: Sequence[Case], times: int, state: Path) -> dict[str, list[Result]]:
-    """Run what is not known yet; return the results by the name of the case."""
-    found: dict[str, list[Result]] = {}
+    """Run what is not known yet, each case once before any runs again; return the results by the name of the case."""
     known = kept(state)
-    for case in cases:
-        digest = case.digest()
-        results = [one for one in known if (one.name, one.digest) == (case.name, digest)]
-        for _ in range(len(results), 1 if case.cause else times):
-            results.append(run(case))
+    digests = {case.name: case.digest() for case in cases}
+    found = {name: [one for one in known if (one.name, one.digest) == (name, d)] for name, d in digests.items()}
+    for turn in range(times):
+        for case in cases:
+            if len(found[case.name]) > (0 if case.cause else turn):
+                continue
+            result = run(case)
+            found[case.name].append(result)
             with state.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(results[-1])) + "\n")
-            print(f"{case.script}: {case.name}: {results[-1].verdict}: {results[-1].said}", flush=True)
-        found[case.name] = results
+                file.write(json.dumps(asdict(result)) + "\n")
+            print(f"{case.script}: {case.name}: {result.verdict}: {result.said}", flush=True)
     return found
 
 

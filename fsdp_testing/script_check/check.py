@@ -94,7 +94,7 @@ def examine(launch: Launch, world_sizes: Sequence[int], pool: Pool | None = None
     except Undecided as why:
         return ScriptReport(launch.script, (Judgement(1, Verdict.UNKNOWN, f"one process {why}"),))
     runs = {1: alone}
-    remarks = _fixed_files(alone, again)
+    remarks = _fixed_files(alone, again) + _downloads(alone)
     judgements = [judged(runner, runs, size) for size in sizes]
     if launch.resume_at:
         judgements += _resumed(runner, runs, judgements)
@@ -130,6 +130,13 @@ def _fixed_files(alone: WholeRun, again: WholeRun) -> tuple[str, ...]:
     return tuple(
         f"writes to {path}, outside the current folder: every run replaces it, and it stays. Give the script a relative path."
         for path in same[:5]
+    )
+
+
+def _downloads(alone: WholeRun) -> tuple[str, ...]:
+    return tuple(
+        f"asks for {host}: every run does so again. Let what it downloads be there before."
+        for host in alone.ranks[0].hosts
     )
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from fsdp_testing.pool import Pool, WorldOutcome
 from fsdp_testing.pool.cause import EndedBadly
 from fsdp_testing.script_check.feeding import Feed
-from fsdp_testing.script_check.launched import RankReport, ScriptRun, run_here, show_files
+from fsdp_testing.script_check.launched import RankReport, ScriptRun, run_here
+from fsdp_testing.script_check.surroundings import show_files
 from fsdp_testing.script_check.whole import WholeRun, whole
 
 STEPS = 10
@@ -158,5 +159,5 @@ def _ending(outcome: WorldOutcome) -> Exception:
     said = [line.strip() for line in first.stderr.strip().splitlines() if line.strip()]
     last = f" It said last: {said[-1][:300]}" if said else ""
     if first.error is not None and first.error.type_name == "InvalidArgument":
-        return Undecided(f"{first.error.message}.{last} Give the script the arguments it needs after its name.")
+        return Undecided(f"{first.error.message}{last}")
     return Undecided(f"did not end well: {outcome.cause}.{last}")
