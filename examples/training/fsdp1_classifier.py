@@ -27,10 +27,10 @@ class Net(nn.Module):
         return F.log_softmax(self.fc2(hidden), dim=1)
 
 
-def train_epoch(args, model, rank, loader, optimizer, epoch, sampler):
+def train_epoch(args, model, loader, optimizer, epoch):
     model.train()
     totals = torch.zeros(2)
-    sampler.set_epoch(epoch)
+    loader.sampler.set_epoch(epoch)
     for images, labels in loader:
         optimizer.zero_grad()
         loss = F.nll_loss(model(images), labels)
@@ -40,7 +40,7 @@ def train_epoch(args, model, rank, loader, optimizer, epoch, sampler):
         totals[0] += loss.item() * len(images)
         totals[1] += len(images)
     dist.all_reduce(totals, op=dist.ReduceOp.SUM)
-    if rank == 0:
+    if dist.get_rank() == 0:
         print(f"Train epoch {epoch}: loss {totals[0] / totals[1]:.6f}")
 
 
@@ -62,7 +62,7 @@ def main():
     optimizer = torch.optim.Adadelta(model.parameters(), lr=args.lr)
     scheduler = StepLR(optimizer, step_size=1, gamma=args.gamma)
     for epoch in range(args.epochs):
-        train_epoch(args, model, rank, loader, optimizer, epoch, sampler)
+        train_epoch(args, model, loader, optimizer, epoch)
         scheduler.step()
     dist.barrier()
     dist.destroy_process_group()
