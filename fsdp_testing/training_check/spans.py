@@ -85,11 +85,17 @@ def _signed_sums(flat: torch.Tensor, start: int, stop: int, block: int) -> torch
     edges = [*range(first * block, last * block, max(block, _CHUNK)), last * block]
     for low, high in pairwise(edges):
         here = slice(max(low, start) - start, min(high, stop) - start)
-        filled = torch.zeros(high - low, dtype=torch.float64)
+        filled = _workspace(max(block, _CHUNK))[: high - low].zero_()
         filled[max(low, start) - low : min(high, stop) - low] = flat[here].cpu()
         signed = filled.view(-1, block).mul_(_signs(block)).sum(1)
         sums[(low - first * block) // block :][: len(signed)] = signed
     return sums
+
+
+@lru_cache(maxsize=1)
+def _workspace(numbers: int) -> torch.Tensor:
+    """Return memory that is kept: small tensors that stay, in the holes of large ones that go, make a process grow."""
+    return torch.empty(numbers, dtype=torch.float64)
 
 
 @lru_cache(maxsize=4)
