@@ -27,7 +27,8 @@ from fsdp_testing.training_check.comparison import (
     first_difference,
     suggestion,
 )
-from fsdp_testing.training_check.whole import GRADIENT, PARAMETER, assembled
+from fsdp_testing.training_check.spans import assembled
+from fsdp_testing.training_check.whole import GRADIENT, PARAMETER
 
 ACCELERATE = "accelerate"
 _ACCELERATE = "fsdp_testing.model_check.with_accelerate:IMPLEMENTATION"

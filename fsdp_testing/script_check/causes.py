@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import torch
 
 from fsdp_testing.script_check.whole import COPY, WholeRun, first_steps
 from fsdp_testing.training_check import causes
-from fsdp_testing.training_check.comparison import ROUNDINGS, Difference, first_difference, suggestion
-from fsdp_testing.training_check.whole import BUFFER, MOMENT, RATE, SETTING, Disagreement, assembled
+from fsdp_testing.training_check.comparison import ROUNDINGS, Difference, first_difference, floor, suggestion
+from fsdp_testing.training_check.spans import assembled
+from fsdp_testing.training_check.whole import (
+    BUFFER,
+    GRADIENT,
+    MOMENT,
+    PARAMETER,
+    RATE,
+    SETTING,
+    UNCLIPPED,
+    Disagreement,
+)
 
 CLOSE = 1e-6
+UNEVEN = 1e-3
+"""Weights of ranks that differ by less, or gradients of ranks that are so nearly multiples of one another, say nothing."""
 
 
 def wrong_in_itself(run: WholeRun) -> str:
     """Return what no comparison is needed for: data, optimizer and reduction as they must not be; empty if right."""
     return (
         _same_rows(run) or _strange_optimizer(run) or _no_gradient(run) or _unreduced(run) or _order(run) or _start(run)
-    )
+    ) or _skipped(run)
 
 
 def _same_rows(run: WholeRun) -> str:
@@ -83,6 +97,17 @@ def _start(run: WholeRun) -> str:
     return ""
 
 
+def _skipped(run: WholeRun) -> str:
+    found = next((one for one in run.disagreements if one.kind == PARAMETER), None)
+    passes = [len(rank.steps[found.step].losses) for rank in run.ranks] if found is not None else []
+    if found is None or len(set(passes)) == 1:
+        return ""
+    return (
+        f"{found}, for which the ranks made {_listed(passes)} backward passes. Cause: a rank skips a step by a number of its own "
+        "(a loss or norm that is not reduced). Decide by a number that all ranks have."
+    )
+
+
 def of_disagreement(run: WholeRun, found: Disagreement) -> str:
     """Return why ranks hold different numbers of the same parameter."""
     if found.kind == BUFFER:
@@ -90,8 +115,21 @@ def of_disagreement(run: WholeRun, found: Disagreement) -> str:
     metric = causes.MetricFact(found.name, mean_agrees=False, sum_agrees=False)
     return (
         (_local_norm(run, found.step) if _reduced(run, found.step) else "")
+        or _some_unreduced(run, found)
         or causes.between_ranks(run.evidence, metric)
         or ("Each rank changes its own copy: look for a gradient that is not reduced, or a step that one rank skips.")
+    )
+
+
+def _some_unreduced(run: WholeRun, found: Disagreement) -> str:
+    """Return the cause where ranks have their own gradients of some parameters, and the same of all others."""
+    seen = [rank.steps[found.step].gradients for rank in run.ranks]
+    own = [name for name in seen[0] if assembled([gradients.get(name, ()) for gradients in seen])[1] is not None]
+    if found.name.removeprefix(PARAMETER) not in own or len(own) == len(seen[0]):
+        return ""
+    return (
+        f"Cause: the gradients of {len(own)} of {len(seen[0])} parameters are not reduced, first that of {own[0]}: each rank has "
+        "its own when the optimizer steps. Wrap or shard the module that holds them too (the root as well), or all-reduce them."
     )
 
 
@@ -123,6 +161,7 @@ def of_difference(reference: WholeRun, run: WholeRun, found: Difference) -> str:
         or _local_norm(run, step)
         or _counts(run, found)
         or _batch_norm(run, found)
+        or _own_counts(reference, run, step)
         or causes.between_sizes(reference.evidence, run.evidence, run.size)
         or _loss(found)
         or suggestion(found, run.size)
@@ -198,6 +237,49 @@ def _batch_norm(run: WholeRun, found: Difference | Disagreement) -> str:
     )
 
 
+def _own_counts(reference: WholeRun, run: WholeRun, step: int) -> str:
+    """Return the cause where one process has a mean of the ranks' gradients by weights, and the ranks have the plain mean."""
+    ranks = [_summed_terms(rank.steps[step].terms) for rank in run.ranks]
+    names = [name for name in ranks[0] if all(name in rank for rank in ranks)]
+    wanted, given = (_gradients(one, names, step) for one in (reference, run))
+    if wanted is None or given is None:
+        return ""
+    terms = torch.stack([torch.cat([rank[name].double().reshape(-1) for name in names]) for rank in ranks], 1)
+    if not len(terms) == len(wanted) == len(given) or not bool(terms.isfinite().all()):
+        return ""
+    bound = floor(ranks[0][names[0]].dtype, ROUNDINGS) * float(terms.abs().max())
+    weights = torch.linalg.lstsq(terms, wanted[:, None]).solution[:, 0]
+    fits = (terms @ weights - wanted).abs().max() <= bound and (terms.mean(1) - given).abs().max() <= bound
+    uneven = float((weights - 1 / run.size).abs().max()) > UNEVEN and abs(float(weights.sum()) - 1) < UNEVEN
+    if not (fits and uneven and bool((weights > 0).all()) and _independent(terms)):
+        return ""
+    return (
+        f"Cause: the loss is divided by the rank's own count (of tokens, of weights). At step {step} one process weights the "
+        f"ranks' gradients by {_listed([round(weight, 4) for weight in weights.tolist()])}, and the ranks take their plain mean. "
+        "Divide by the count of all ranks, times the number of ranks where gradients are averaged."
+    )
+
+
+def _summed_terms(passes: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for terms in passes:
+        for name, term in terms.items():
+            found[name] = found[name] + term if name in found else term
+    return found
+
+
+def _gradients(run: WholeRun, names: Sequence[str], step: int) -> torch.Tensor | None:
+    """Return the gradients of parameters at a step as one row of numbers, as they were before the first clip."""
+    kind = UNCLIPPED if any(name.startswith(UNCLIPPED) for name in run.quantities) else GRADIENT
+    found = [run.quantities.get(kind + name, [])[step : step + 1] for name in names]
+    return torch.cat([one[0].double().reshape(-1) for one in found]) if names and all(found) else None
+
+
+def _independent(terms: torch.Tensor) -> bool:
+    singular = torch.linalg.svdvals(terms)
+    return bool(singular[-1] > UNEVEN * singular[0])
+
+
 def _loss(found: Difference) -> str:
     if found.quantity != "loss":
         return ""
@@ -207,5 +289,5 @@ def _loss(found: Difference) -> str:
     )
 
 
-def _listed(numbers: Sequence[int]) -> str:
+def _listed(numbers: Sequence[float]) -> str:
     return ", ".join(map(str, numbers))

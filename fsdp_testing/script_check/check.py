@@ -21,8 +21,9 @@ from fsdp_testing.script_check.report import Judgement, ScriptReport
 from fsdp_testing.script_check.resuming import judge_resumed
 from fsdp_testing.script_check.rows import strange_shares
 from fsdp_testing.script_check.running import STEPS, Failed, Launch, Runner, Undecided
-from fsdp_testing.script_check.whole import WholeRun, initial
+from fsdp_testing.script_check.whole import WholeRun, first_steps, initial
 from fsdp_testing.training_check.comparison import first_difference
+from fsdp_testing.training_check.spans import SUMMED_ROUNDINGS
 
 
 class ScriptDiffers(AssertionError):
@@ -93,7 +94,7 @@ def examine(launch: Launch, world_sizes: Sequence[int], pool: Pool | None = None
     except Undecided as why:
         return ScriptReport(launch.script, (Judgement(1, Verdict.UNKNOWN, f"one process {why}"),))
     runs = {1: alone}
-    remarks = _fixed_files(alone, again)
+    remarks = _fixed_files(alone, again) + _downloads(alone)
     judgements = [judged(runner, runs, size) for size in sizes]
     if launch.resume_at:
         judgements += _resumed(runner, runs, judgements)
@@ -129,6 +130,13 @@ def _fixed_files(alone: WholeRun, again: WholeRun) -> tuple[str, ...]:
     return tuple(
         f"writes to {path}, outside the current folder: every run replaces it, and it stays. Give the script a relative path."
         for path in same[:5]
+    )
+
+
+def _downloads(alone: WholeRun) -> tuple[str, ...]:
+    return tuple(
+        f"asks for {host}: every run does so again. Let what it downloads be there before."
+        for host in alone.ranks[0].hosts
     )
 
 
@@ -209,7 +217,8 @@ def _check_start(reference: WholeRun, run: WholeRun) -> None:
             f"has other parameters than one process, first {odd[0]}. A script whose model depends on the number of ranks "
             "cannot be compared; choose the model by an argument."
         )
-    difference = first_difference(before, here, 0.0)
+    sums = any(span.block > 1 for spans in first_steps(run)[0].before.values() for span in spans)
+    difference = first_difference(before, here, SUMMED_ROUNDINGS if sums else 0.0)
     if difference is not None:
         raise Undecided(
             f"starts from other weights than one process: {difference}. Make the model from a seed that does not depend on "

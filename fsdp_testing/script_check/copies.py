@@ -22,8 +22,14 @@ _FOREIGN = frozenset({"torch", "numpy", "fsdp_testing", "builtins", *sys.stdlib_
 Shapes = dict[str, tuple[int, ...]]
 
 
-def copies_in(variables: Sequence[Mapping[str, Any]], models: Sequence[nn.Module]) -> dict[str, Spans]:
-    """Return what this rank has of each other copy of the models' weights, by the name of its variable."""
+def copies_in(variables: Sequence[Mapping[str, Any]], models: Sequence[nn.Module], block: int) -> dict[str, Spans]:
+    """Return what this rank has of each other copy of the models' weights, by the name of its variable.
+
+    Args:
+        variables: Of each function, or of the script.
+        models: Those that are trained.
+        block: Elements to each sum that is kept of their larger tensors.
+    """
     found: dict[str, Spans] = {}
     trained = {id(part) for model in models for part in model.modules()}
     with suppress(Exception):  # whatever a variable is, the training was only watched
@@ -32,7 +38,7 @@ def copies_in(variables: Sequence[Mapping[str, Any]], models: Sequence[nn.Module
             if isinstance(value, nn.Module) and not trained.isdisjoint(map(id, value.modules())):
                 continue
             with suppress(Exception):
-                spans = _spans(value, shapes)
+                spans = _spans(value, shapes, block)
                 if spans:
                     found[name] = spans
     return found
@@ -49,7 +55,7 @@ def _named(variables: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
                 yield from ((f"{name}.{attribute}", part) for attribute, part in vars(value).items())
 
 
-def _spans(value: Any, shapes: Shapes) -> Spans:
+def _spans(value: Any, shapes: Shapes, block: int) -> Spans:
     if isinstance(value, nn.Module):
         own = {name.removeprefix("module."): held for name, held in held_by(value).items()}
     elif isinstance(value, Mapping):
@@ -62,4 +68,5 @@ def _spans(value: Any, shapes: Shapes) -> Spans:
         own = {name: pieces.of_tensor(tensor) for name, tensor in zip(shapes, value)}
     else:
         return {}
-    return {name: spans_of(held, "value") for name, held in own.items() if held and shapes.get(name) == held[0].shape}
+    found = {name: held for name, held in own.items() if held and shapes.get(name) == held[0].shape}
+    return {name: spans_of(held, "value", block) for name, held in found.items()}

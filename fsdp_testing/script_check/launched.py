@@ -1,13 +1,8 @@
-"""How does a rank run a script that nobody changed, as torchrun would have started it?
-
-In a folder of its own that shows the files of the current one: what the script writes goes there and is removed.
-"""
+"""How does a rank run a script that nobody changed, as torchrun would have started it, and what does it report of it?"""
 
 from __future__ import annotations
 
-import os
 import runpy
-import shutil
 import sys
 import traceback
 from collections.abc import Iterator
@@ -26,13 +21,12 @@ from fsdp_testing.programs.fresh_memory import filled_with_garbage
 from fsdp_testing.script_check.copies import copies_in
 from fsdp_testing.script_check.feeding import Feed, Feeder, Taken
 from fsdp_testing.script_check.numbers import Log, watch_numbers
+from fsdp_testing.script_check.surroundings import hosts, in_folder, outside
 from fsdp_testing.training_check.disturbance import disturbed
 from fsdp_testing.training_check.evidence import StepEvidence, Witness
 from fsdp_testing.training_check.held import Spans
 from fsdp_testing.training_check.launch import as_torchrun_starts
 from fsdp_testing.training_check.observation import Observer, StepSeen
-
-_MOST_FILES = 5000
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +66,7 @@ class RankReport:
         taken: The data.
         numbers: Numbers that the script took out of tensors, by line.
         outside: Files that it wrote elsewhere than below its current folder.
+        hosts: Other machines that it asked for.
         copies: Other copies of the weights at the end, by the name of their variable.
         ended: Whether the script ended by itself.
     """
@@ -81,6 +76,7 @@ class RankReport:
     taken: Taken
     numbers: Log
     outside: tuple[str, ...]
+    hosts: tuple[str, ...]
     copies: dict[str, Spans]
     ended: bool
 
@@ -93,7 +89,7 @@ def run_here(run: ScriptRun) -> RankReport:
     """Run the script in this rank and return what was seen of it.
 
     Raises:
-        InvalidArgument: The script starts processes of its own, or ends with an exit code.
+        InvalidArgument: The script starts processes of its own, ends with an exit code, or does not get what it downloads.
     """
     world = current_world()
     feeder, witness = Feeder(run.feed), Witness()
@@ -109,11 +105,10 @@ def run_here(run: ScriptRun) -> RankReport:
     observer = Observer(stop, feeder.forward, stop_before)
     observer.keep_calls = run.keep_data
     roundings = disturbed(run.seed * world.size + world.rank) if run.seed else nullcontext()
-    ended, copies = False, dict[str, Spans]()
     with ExitStack() as stack:
         numbers = stack.enter_context(watch_numbers())
         for context in (
-            _in_folder(run.folder),
+            in_folder(run.folder),
             as_torchrun_starts(world),
             _without_dropout(),
             _without_own_processes(),
@@ -125,15 +120,7 @@ def run_here(run: ScriptRun) -> RankReport:
             roundings,
         ):
             stack.enter_context(context)
-        try:
-            copies = copies_in([_run(run)], observer.models)
-            ended = True
-        except _EnoughSteps as end:
-            copies = copies_in([frame.f_locals for frame, _ in traceback.walk_tb(end.__traceback__)], observer.models)
-        except SystemExit as end:
-            if end.code not in (None, 0):
-                raise InvalidArgument(f"ended with exit code {end.code}") from end
-            ended = True
+        copies, ended = _run_to_end(run, observer)
     taken = feeder.taken
     taken.calls = observer.calls
     if not run.keep_data:
@@ -141,11 +128,40 @@ def run_here(run: ScriptRun) -> RankReport:
         for loader in taken.loaders:
             loader.passes = [[] for _ in loader.passes]
     return RankReport(
-        tuple(observer.steps), tuple(witness.steps), taken, numbers, tuple(sorted(_outside)), copies, ended
+        tuple(observer.steps),
+        tuple(witness.steps),
+        taken,
+        numbers,
+        tuple(sorted(outside)),
+        tuple(sorted(hosts)),
+        copies,
+        ended,
     )
 
 
-def _run(run: ScriptRun) -> dict[str, Any]:
+def _run_to_end(run: ScriptRun, observer: Observer) -> tuple[dict[str, Spans], bool]:
+    """Run the script; return the copies of the weights that it has at its end, and whether it ended by itself."""
+    try:
+        return copies_in([run_script(run)], observer.models, observer.block), True
+    except _EnoughSteps as end:
+        scopes = [frame.f_locals for frame, _ in traceback.walk_tb(end.__traceback__)]
+        return copies_in(scopes, observer.models, observer.block), False
+    except SystemExit as end:
+        if end.code in (None, 0):
+            return {}, True
+        raise InvalidArgument(
+            f"ended with exit code {end.code}. Give the script the arguments it needs after its name."
+        ) from end
+    except OSError as error:  # as those of sockets, urllib and huggingface_hub are
+        if not hosts:
+            raise
+        raise InvalidArgument(
+            f"downloads something: it asked for {', '.join(sorted(hosts))} and got {type(error).__name__}: {error}. Run it "
+            "once by itself, so that what it needs is there, and give it the path, or the offline switch, of its framework."
+        ) from error
+
+
+def run_script(run: ScriptRun) -> dict[str, Any]:
     """Run the script to its end and return its globals."""
     argv, path = list(sys.argv), list(sys.path)
     main = sys.modules.get("__main__")
@@ -198,95 +214,3 @@ def _without_own_processes() -> Iterator[None]:
 
     with mock.patch.object(processes, "spawn", refuse), mock.patch.object(processes, "start_processes", refuse):
         yield
-
-
-@contextmanager
-def _in_folder(folder: str) -> Iterator[None]:
-    """Work in `folder`; files that it only shows are put aside before they are written to."""
-    before = Path.cwd()
-    os.chdir(folder)
-    real_save = torch.save
-
-    def save(value: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(file, (str, os.PathLike)):
-            _own(os.fspath(file), empty=True)
-        return real_save(value, file, *args, **kwargs)
-
-    _outside.clear()
-    _written_in.append(os.path.realpath(folder))
-    _hook_once()
-    try:
-        with mock.patch.object(torch, "save", save):
-            yield
-    finally:
-        _written_in.pop()
-        os.chdir(before)
-
-
-_written_in: list[str] = []
-_outside: set[str] = set()
-_hooked: list[bool] = []
-
-
-def _hook_once() -> None:
-    """Put the hook in place that sees each file before it is opened; Python cannot take it away again."""
-    if not _hooked:
-        _hooked.append(True)
-        sys.addaudithook(_see_open)
-
-
-def _see_open(event: str, arguments: tuple[Any, ...]) -> None:
-    if event != "open" or not _written_in:
-        return
-    path, mode, flags = arguments
-    writes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR)
-    if writes and isinstance(path, (str, os.PathLike)):
-        _own(os.fspath(path), empty=isinstance(mode, str) and "w" in mode)
-
-
-def _own(path: str, *, empty: bool) -> None:
-    """Put aside the file of a link in the run's folder, and take note of files elsewhere.
-
-    Args:
-        path: Of the file that is to be written.
-        empty: Whether its old content goes anyway.
-    """
-    place = Path(path)
-    full = place.parent.resolve() / place.name
-    if _written_in and not full.is_relative_to(_written_in[-1]) and full.parts[1:2] not in (("dev",), ("proc",)):
-        _outside.add(str(full))
-    elif _written_in and full.is_symlink():
-        _replace(full, empty=empty)
-
-
-def _replace(full: Path, *, empty: bool) -> None:
-    """Replace a link by a file of its own, empty or a copy; of ranks that write at one moment the first one does."""
-    import fcntl  # systems without it have no ranks
-
-    folder = os.open(full.parent, os.O_RDONLY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)  # until it is closed
-        if full.is_symlink():
-            source = full.resolve()
-            full.unlink()
-            if not empty:
-                shutil.copyfile(source, full)
-    finally:
-        os.close(folder)
-
-
-def show_files(source: Path, folder: Path) -> None:
-    """Fill `folder` with links to the files of `source`; folders are made anew, beyond many files they are links too."""
-    count = 0
-    for place, folders, files in os.walk(source):
-        here = folder / Path(place).relative_to(source)
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in files:
-            count += 1
-            (here / name).symlink_to(Path(place) / name)
-        if count > _MOST_FILES:
-            for name in folders:
-                (here / name).symlink_to(Path(place) / name)
-            folders.clear()
-        for name in folders:
-            (here / name).mkdir()

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fsdp_testing.records import Verdict
-from fsdp_testing.script_check.launched import show_files
 from fsdp_testing.script_check.report import Judgement
 from fsdp_testing.script_check.running import Failed, Runner, Stay, Undecided
+from fsdp_testing.script_check.surroundings import show_files
 from fsdp_testing.script_check.whole import COPY, WholeRun, initial, initial_state
 from fsdp_testing.training_check.comparison import ROUNDINGS, Decided, Quantities, beyond_roundings, first_difference
 from fsdp_testing.training_check.whole import GRADIENT, MOMENT, PARAMETER, RATE, SETTING, together

@@ -9,7 +9,8 @@ from pathlib import Path
 from fsdp_testing.pool import Pool, WorldOutcome
 from fsdp_testing.pool.cause import EndedBadly
 from fsdp_testing.script_check.feeding import Feed
-from fsdp_testing.script_check.launched import RankReport, ScriptRun, run_here, show_files
+from fsdp_testing.script_check.launched import RankReport, ScriptRun, run_here
+from fsdp_testing.script_check.surroundings import show_files
 from fsdp_testing.script_check.whole import WholeRun, whole
 
 STEPS = 10
@@ -142,6 +143,13 @@ def _put_together(size: int, ranks: list[RankReport]) -> WholeRun:
 def _ending(outcome: WorldOutcome) -> Exception:
     """Return why a script did not end well: a hang or a mismatch of ranks is a failure, an error of the script is not."""
     several = outcome.size > 1
+    ended = [rank for rank in outcome.ranks if isinstance(rank.value, RankReport) and not rank.value.ended]
+    if ended and len(ended) < outcome.size:
+        waiting = next(rank.rank for rank in outcome.ranks if rank not in ended)
+        return Failed(
+            f"the ranks make different numbers of optimizer steps: rank {ended[0].rank} has made {len(ended[0].value.steps)}, "
+            f"rank {waiting} fewer. Cause: a rank skips a step by a number of its own, or takes other batches."
+        )
     if several and outcome.diagnosis is not None and not isinstance(outcome.diagnosis, EndedBadly):
         return Failed(
             f"{outcome.cause}. Cause: the ranks do not run the same collectives (an early stop on a local value, an uneven "
@@ -151,5 +159,5 @@ def _ending(outcome: WorldOutcome) -> Exception:
     said = [line.strip() for line in first.stderr.strip().splitlines() if line.strip()]
     last = f" It said last: {said[-1][:300]}" if said else ""
     if first.error is not None and first.error.type_name == "InvalidArgument":
-        return Undecided(f"{first.error.message}.{last} Give the script the arguments it needs after its name.")
+        return Undecided(f"{first.error.message}{last}")
     return Undecided(f"did not end well: {outcome.cause}.{last}")

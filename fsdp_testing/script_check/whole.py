@@ -13,7 +13,8 @@ from fsdp_testing.training_check.comparison import ROUNDINGS, Quantities, floor
 from fsdp_testing.training_check.evidence import StepEvidence
 from fsdp_testing.training_check.held import Spans
 from fsdp_testing.training_check.observation import StepSeen
-from fsdp_testing.training_check.whole import MOMENT, PARAMETER, Disagreement, assembled, together
+from fsdp_testing.training_check.spans import assembled
+from fsdp_testing.training_check.whole import MOMENT, PARAMETER, Disagreement, together
 
 COPY = "weights kept as "
 
@@ -43,9 +44,15 @@ class WholeRun:
 
     @property
     def evidence(self) -> tuple[tuple[StepEvidence, ...], ...]:
-        """What each rank saw; dropout was off, and only what a forward draws makes worlds differ."""
+        """What each rank saw; dropout was off, and only what a forward draws makes worlds differ.
+
+        Gradients are as they were before the first clip, which may hide by what factor they differ.
+        """
         return tuple(
-            tuple(replace(one, dropout="", drew=seen.drew) for one, seen in zip(rank.evidence, rank.steps))
+            tuple(
+                replace(one, dropout="", drew=seen.drew, gradient_norm=_unclipped_norm(seen) or one.gradient_norm)
+                for one, seen in zip(rank.evidence, rank.steps)
+            )
             for rank in self.ranks
         )
 
@@ -93,6 +100,11 @@ def initial_state(run: WholeRun) -> Quantities:
     before: list[Spans] = [rank.steps[0].moments_before for rank in run.ranks]
     names = {name: None for spans in before for name in spans}
     return {MOMENT + name: [assembled([spans.get(name, ()) for spans in before])[0]] for name in names}
+
+
+def _unclipped_norm(seen: StepSeen) -> float:
+    spans = [span for held in seen.unclipped.values() for span in held]
+    return float(sum(float(span.values.double().square().sum()) for span in spans) ** 0.5)
 
 
 def first_steps(run: WholeRun) -> list[StepSeen]:

@@ -6,7 +6,7 @@ Read in place and without communication, whatever holds it: plain tensors, DDP, 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -16,9 +16,8 @@ from fsdp_testing import compat
 from fsdp_testing.implementations.protocol import Piece, StateEntry
 from fsdp_testing.implementations.shared import flat_pieces, naming, pieces
 from fsdp_testing.implementations.shared.flat_pieces import FlatUnit
+from fsdp_testing.training_check.spans import Span, block_of, span_of
 
-Span = tuple[tuple[int, ...], int, int, torch.Tensor]
-"""Shape of the whole tensor, first and last element of this rank's part in row-major order, and these elements."""
 Spans = dict[str, tuple[Span, ...]]
 Held = Mapping[str, tuple[Piece, ...]]
 
@@ -44,7 +43,12 @@ def whole_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield from ((_without(wrappers, name), parameter) for name, parameter in naming.named_parameters(model))
 
 
-def moments_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Spans:
+def block_in(held: Iterable[tuple[Piece, ...]]) -> int:
+    """Return how many elements of the tensors of a model, of which this rank has some, make a sum; 1 where all are kept."""
+    return block_of(sum(torch.Size(found[0].shape).numel() for found in held if found))
+
+
+def moments_of(model: nn.Module, optimizer: torch.optim.Optimizer, block: int) -> Spans:
     """Return what an optimizer keeps of each parameter of a model, as "exp_avg of NAME"; scalars have the shape ()."""
     units = _flat_units(model)
     found: Mapping[str, Mapping[str, StateEntry]] = (
@@ -54,13 +58,13 @@ def moments_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Spans:
     )
     wrappers = _wrappers(model)
     return {
-        f"{what} of {_without(wrappers, name)}": _entry(entry)
+        f"{what} of {_without(wrappers, name)}": _entry(entry, block)
         for name, state in found.items()
         for what, entry in state.items()
     }
 
 
-def buffers_of(model: nn.Module) -> Spans:
+def buffers_of(model: nn.Module, block: int) -> Spans:
     """Return the buffers that a checkpoint of the model holds; a batch norm's count of calls is no number of the model."""
     wrappers = _wrappers(model)
     modules = naming.unwrapped(model).named_modules()
@@ -68,28 +72,28 @@ def buffers_of(model: nn.Module) -> Spans:
         naming.original(f"{prefix}.{name}".lstrip(".")) for prefix, m in modules for name in compat.saved_buffers(m)
     }
     return {
-        _without(wrappers, name): spans_of(pieces.of_tensor(buffer), "value")
+        _without(wrappers, name): spans_of(pieces.of_tensor(buffer), "value", block)
         for name, buffer in naming.named_buffers(model)
         if name in kept and not name.endswith("num_batches_tracked")
     }
 
 
-def spans_of(held: tuple[Piece, ...], which: str) -> tuple[Span, ...]:
-    """Return copies of the values ("value") or gradients ("grad") of pieces; a gradient that is None counts as zeros."""
+def spans_of(held: tuple[Piece, ...], which: str, block: int = 1) -> tuple[Span, ...]:
+    """Return what is kept of the values ("value") or gradients ("grad") of pieces; a gradient that is None counts as zeros."""
     found = []
     for piece in held:
         tensor = getattr(piece, which)
         if tensor is None and which == "grad" and piece.value is not None:
             tensor = torch.zeros_like(piece.value)
         if tensor is not None:
-            found.append((tuple(piece.shape), piece.start, piece.stop, tensor.detach().cpu().reshape(-1).clone()))
+            found.append(span_of(piece, tensor, block))
     return tuple(found)
 
 
-def _entry(entry: StateEntry) -> tuple[Span, ...]:
+def _entry(entry: StateEntry, block: int) -> tuple[Span, ...]:
     if isinstance(entry, tuple):
-        return spans_of(entry, "value")
-    return (((), 0, 1, torch.tensor([entry], dtype=torch.float64)),)
+        return spans_of(entry, "value", block)
+    return (Span((), 0, 1, torch.tensor([entry], dtype=torch.float64)),)
 
 
 def _flat_units(model: nn.Module) -> Iterator[FlatUnit] | None:

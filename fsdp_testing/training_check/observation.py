@@ -25,14 +25,15 @@ from fsdp_testing.implementations.shared import pieces
 from fsdp_testing.training_check.evidence import once_gradients_are_there
 from fsdp_testing.training_check.held import (
     Held,
-    Span,
     Spans,
+    block_in,
     buffers_of,
     held_by,
     moments_of,
     spans_of,
     whole_parameters,
 )
+from fsdp_testing.training_check.spans import Span
 
 _MOST_ROWS = 4096
 _STEPS_WITH_TERMS, _MOST_TERMS = 2, 2**20
@@ -109,6 +110,9 @@ class Observer:
         after_step: Called after each step with the number of steps so far; may raise to end the training.
         before_forward: Is given the arguments of each outermost forward and returns those to use.
         before_step: Called before each step with the number of steps so far; may raise to end the training.
+
+    Attributes:
+        block: Elements to each sum that is kept of the models' larger tensors; 1 where all elements are; 0 before a step.
     """
 
     def __init__(
@@ -121,6 +125,7 @@ class Observer:
         self.models: list[nn.Module] = []
         self.calls: list[Call] = []
         self.keep_calls = False
+        self.block = 0
         self._after_step, self._before_forward, self._about_to_step = after_step, before_forward, before_step
         self._depth = 0
         self._stepping = 0  # an optimizer may be made of others, whose steps are parts of its own
@@ -220,8 +225,7 @@ class Observer:
     def _seeing_clips(self, original: Any) -> Any:
         def clip(*args: Any, **kwargs: Any) -> Any:
             if not self._unclipped:
-                held = self._of_models(held_by)
-                self._unclipped = {name: spans_of(found, "grad") for name, found in held.items()}
+                self._unclipped = self._kept(self._of_models(held_by), "grad")
             norm = original(*args, **kwargs)
             # A DTensor's norm is a part of it on each rank; to ask for the whole would communicate.
             if type(norm) is torch.Tensor:
@@ -242,22 +246,24 @@ class Observer:
 
     def _see_given(self, optimizer: torch.optim.Optimizer) -> None:
         held = self._held(optimizer)
-        self._gradients = {name: spans_of(found, "grad") for name, found in held.items()}
+        self._gradients = self._kept(held, "grad")
         self._unreduced = tuple(name for name, found in held.items() if any(not piece.reduced for piece in found))
         self._given = sum(any(piece.grad is not None for piece in found) for found in held.values())
         known = self.steps[-1].parameters if self.steps else {}
         self._before = {
-            name: spans_of(found, "value") for name, found in held.items() if _is_changed(found, known.get(name))
+            name: spans_of(found, "value", self.block)
+            for name, found in held.items()
+            if _is_changed(found, known.get(name))
         }
         if not self.steps:
-            self._moments_before = self._of_models(lambda model: moments_of(model, optimizer))
+            self._moments_before = self._of_models(lambda model: moments_of(model, optimizer, self.block))
 
     def _end_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         self._stepping -= 1
         if self._stepping:
             return
         self._in_closure = False
-        parameters = {name: spans_of(found, "value") for name, found in self._held(optimizer).items()}
+        parameters = self._kept(self._held(optimizer), "value")
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
         known = {id(p) for model in self.models for p in model.parameters()}
         self.steps.append(
@@ -273,8 +279,8 @@ class Observer:
                 unclipped=self._unclipped,
                 gradients=self._gradients,
                 parameters=parameters,
-                moments=self._of_models(lambda model: moments_of(model, optimizer)),
-                buffers=self._of_models(buffers_of),
+                moments=self._of_models(lambda model: moments_of(model, optimizer, self.block)),
+                buffers=self._of_models(lambda model: buffers_of(model, self.block)),
                 unreduced=self._unreduced,
                 given=self._given,
                 strange=sum(id(p) not in known for p in stepped) if self.models else 0,
@@ -288,6 +294,11 @@ class Observer:
         )
         self._start_step()
         self._after_step(len(self.steps))
+
+    def _kept(self, held: Held, which: str) -> Spans:
+        # The first step decides, so that all steps keep the same sums.
+        self.block = self.block or block_in(held.values())
+        return {name: spans_of(found, which, self.block) for name, found in held.items()}
 
     def _held(self, optimizer: torch.optim.Optimizer) -> Held:
         if self.models:
@@ -328,8 +339,8 @@ def _settings(optimizer: torch.optim.Optimizer) -> dict[str, tuple[float, ...]]:
 
 def _is_changed(held: Sequence[Piece], known: Sequence[Span] | None) -> bool:
     """Whether values are others than they were known to be, or not known."""
-    values = [piece.value.detach().cpu().reshape(-1) for piece in held if piece.value is not None]
-    return known is None or any(not torch.equal(span[3], value) for span, value in zip(known, values))
+    values = [piece.value for piece in held if piece.value is not None]
+    return known is None or any(not span.equals(value) for span, value in zip(known, values))
 
 
 def _generators() -> dict[str, str]:

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from fsdp_testing.checkers.divergence import DECISIVE
-from fsdp_testing.checkers.tensors import same_bits
 from fsdp_testing.training_check.comparison import Quantities, first_difference, side_by_side
-from fsdp_testing.training_check.held import Span
 from fsdp_testing.training_check.observation import StepSeen
+from fsdp_testing.training_check.spans import assembled
 
 GRADIENT, UNCLIPPED, PARAMETER, MOMENT, BUFFER = (
     "gradient of ",
@@ -78,24 +77,6 @@ def together(ranks: Sequence[Sequence[StepSeen]]) -> tuple[Quantities, tuple[Dis
                     continue  # of a part that no rank has stepped yet the optimizer keeps nothing
                 quantities.setdefault(kind + name, []).append(tensor)
     return quantities, tuple(found[kind] for kind in (PARAMETER, MOMENT, BUFFER, UNCLIPPED, GRADIENT) if kind in found)
-
-
-def assembled(ranks: Sequence[tuple[Span, ...]]) -> tuple[torch.Tensor, int | None]:
-    """Return the whole tensor, NaN where no rank has any of it, and the first rank that contradicts an earlier one."""
-    spans = [(rank, span) for rank, held in enumerate(ranks) for span in held]
-    if not spans:
-        return torch.full((), torch.nan), None
-    _, (shape, _, _, sample) = spans[0]
-    full = torch.full((torch.Size(shape).numel(),), torch.nan, dtype=sample.dtype)
-    known, odd = torch.zeros(full.numel(), dtype=torch.bool), None
-    for rank, (_, start, stop, values) in spans:
-        here = slice(start, stop)
-        again = known[here]
-        if odd is None and bool(again.any()) and not same_bits(full[here][again], values[again]):
-            odd = rank
-        full[here] = torch.where(again, full[here], values)
-        known[here] = True
-    return full.view(shape), odd
 
 
 def only(quantities: Quantities, names: Collection[str]) -> Quantities:

@@ -10,7 +10,7 @@ import pytest
 from fsdp_testing import check_script
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.records import Verdict
-from fsdp_testing.script_check import ScriptDiffers, ScriptUndecided, examine, launched
+from fsdp_testing.script_check import ScriptDiffers, ScriptUndecided, examine, surroundings
 from fsdp_testing.script_check.running import Launch
 
 SCRIPTS = Path(__file__).parent
@@ -99,6 +99,7 @@ def test_each_mistake_is_found_and_its_cause_named(script, arguments, message):
         (("--mistake", "exit"), r"2 ranks: unknown: did not end well: .*died with exit code 0"),
         (("--mistake", "argument"), r"one process .*usage: with_indices.py --mistake argument CONFIG"),
         (("--mistake", "spawn"), r"one process starts processes of its own with torch.multiprocessing"),
+        (("--mistake", "download"), r"one process downloads something: it asked for weights.invalid and got URLError"),
         (("--mistake", "never"), r"one process never steps an optimizer"),
         (("--mistake", "unseeded"), r"one process does not repeat itself: two runs differ, first in loss at step 0"),
         (("--mistake", "shape"), r"2 ranks: unknown: has other parameters than one process, first parameter head"),
@@ -123,9 +124,9 @@ def test_of_two_ranks_that_write_at_one_moment_the_first_replaces_the_link(tmp_p
     mine, shown = tmp_path / "mine.txt", tmp_path / "shown.txt"
     mine.write_text("mine")
     shown.symlink_to(mine)
-    launched._replace(shown, empty=True)
+    surroundings._replace(shown, empty=True)
     shown.write_text("of rank 0")
-    launched._replace(shown, empty=True)
+    surroundings._replace(shown, empty=True)
     assert (mine.read_text(), shown.read_text()) == ("mine", "of rank 0")
 
 

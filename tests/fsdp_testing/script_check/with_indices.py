@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import urllib.request
 from pathlib import Path
 
 import torch
@@ -44,6 +45,8 @@ if mistake == "exit" and size > 1:
     os._exit(0)
 if mistake == "spawn":
     torch.multiprocessing.spawn(print, nprocs=2)
+if mistake == "download":
+    urllib.request.urlopen("http://weights.invalid/model.pt")
 if mistake == "argument" and len(sys.argv) < 4:
     sys.exit("usage: with_indices.py --mistake argument CONFIG")
 Path("log.txt").write_text("begun")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fsdp_testing.training_check.whole import assembled, comparable
+from fsdp_testing.training_check.whole import comparable
 
 
 def quantities(loss=1.0, gradient=2.0, rate=0.1, parameter=3.0):
@@ -32,11 +32,3 @@ def test_everything_is_compared_where_parameters_differ():
     names, left = comparable(quantities(), {"loss": quantities()["loss"]}, 4)
     assert names == ["loss"]
     assert len(left) == 3
-
-
-def test_spans_are_put_together_and_ranks_that_contradict_are_named():
-    first, second = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 3.0])
-    whole, odd = assembled([(((3,), 0, 2, first),), (((3,), 1, 3, second),)])
-    assert (whole.tolist(), odd) == ([1.0, 2.0, 3.0], None)
-    assert assembled([(((3,), 0, 2, first),), (((3,), 0, 2, second),)])[1] == 1
-    assert assembled([(((3,), 0, 2, first),)])[0].isnan().tolist() == [False, False, True]
