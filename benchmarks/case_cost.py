@@ -62,8 +62,8 @@ def run_programs(adapter: Adapter, cases: Sequence[Case], part: str, directory: 
             if part not in RANK_PARTS[3:]:
                 program.observe = lambda label: None  # type: ignore[method-assign]
             if isinstance(program, AccountedProgram):
-                collective = program.collective
-                with interception.listen(lambda _group, call, _site, note=collective: note(call)):
+                note = program.collective
+                with interception.listen(lambda _group, call, _site, note=note: note(call)):
                     program.run(observe_all=case.mixed_precision is not None)
             else:
                 program.run(observe_all=case.mixed_precision is not None)
