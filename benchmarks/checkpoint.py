@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
-from step import Block, Setting, ours_wrapper, resident_bytes, torch_fsdp1, torch_fsdp2
+from step import Block, Setting, ours_composable, ours_wrapper, resident_bytes, torch_fsdp1, torch_fsdp2
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -51,7 +51,7 @@ import fsdp_ref
 
 RANKS = 2
 UNITS = 12
-OURS, BASELINES = "fsdp_ref-wrapper", ("torch-fsdp1", "torch-fsdp2")
+BASELINES = ("torch-fsdp1", "torch-fsdp2")
 FORMS = ("full", "sharded")
 MMAP_THRESHOLD = -3  # of <malloc.h>
 
@@ -61,11 +61,12 @@ class ModelOf:
     """One implementation's model, and its own ways to collect and load its state.
 
     Attributes:
+        calls: what has `optim_state_dict` and the like.
         form: sets the form of states while it lasts; None: torch's functions for FSDP2, which take it as an option.
     """
 
     model: nn.Module
-    api: Any
+    calls: Any
     form: Callable[[str], AbstractContextManager[Any]] | None
 
     def collect(self, form: str) -> dict[str, Any]:
@@ -124,7 +125,7 @@ class OptimizerOf(ModelOf):
     """The same of an Adam of that model, after one step."""
 
     def __init__(self, of: ModelOf) -> None:
-        super().__init__(of.model, of.api, of.form)
+        super().__init__(of.model, of.calls, of.form)
         self.optim = torch.optim.Adam(self.model.parameters(), lr=1e-3, foreach=False)
         torch.manual_seed(dist.get_rank())
         for param in self.model.parameters():
@@ -137,7 +138,7 @@ class OptimizerOf(ModelOf):
         if self.form is None:
             return get_optimizer_state_dict(self.model, self.optim, options=self.options(form))
         with self.form(form):
-            return self.api.FullyShardedDataParallel.optim_state_dict(self.model, self.optim)
+            return self.calls.optim_state_dict(self.model, self.optim)
 
     def read(self, file: Path) -> dict[str, Any]:
         return torch.load(file, weights_only=True) if dist.get_rank() == 0 else {}
@@ -148,7 +149,7 @@ class OptimizerOf(ModelOf):
             set_optimizer_state_dict(self.model, self.optim, state, options=options)
             return
         with self.form(form):
-            to_load = self.api.FullyShardedDataParallel.optim_state_dict_to_load(self.model, self.optim, state)
+            to_load = self.calls.optim_state_dict_to_load(self.model, self.optim, state)
             self.optim.load_state_dict(to_load)
 
     def tensors(self) -> list[torch.Tensor]:
@@ -159,22 +160,21 @@ class OptimizerOf(ModelOf):
 def models(setting: Setting) -> dict[str, ModelOf]:
     from torch.distributed import fsdp
 
-    def of(api: Any, model: nn.Module) -> Callable[[str], AbstractContextManager[Any]]:
+    def of(api: Any, calls: Any, model: nn.Module) -> ModelOf:
         def form(name: str) -> AbstractContextManager[Any]:
-            wrapper = api.FullyShardedDataParallel
             if name == "sharded":
-                return wrapper.state_dict_type(model, api.StateDictType.SHARDED_STATE_DICT)
+                return calls.state_dict_type(model, api.StateDictType.SHARDED_STATE_DICT)
             config = api.FullStateDictConfig(rank0_only=True)  # with offload_to_cpu torch's crashes on the CPU
             optim = api.FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=False)  # and mixes up the moments
-            return wrapper.state_dict_type(model, api.StateDictType.FULL_STATE_DICT, config, optim)
+            return calls.state_dict_type(model, api.StateDictType.FULL_STATE_DICT, config, optim)
 
-        return form
+        return ModelOf(model, calls, form)
 
-    ours, first, second = ours_wrapper(setting), torch_fsdp1(setting), torch_fsdp2(setting)
     return {
-        OURS: ModelOf(ours, fsdp_ref, of(fsdp_ref, ours)),
-        "torch-fsdp1": ModelOf(first, fsdp, of(fsdp, first)),
-        "torch-fsdp2": ModelOf(second, fsdp, None),
+        "fsdp_ref-wrapper": of(fsdp_ref, fsdp_ref, ours_wrapper(setting)),
+        "fsdp_ref-composable": of(fsdp_ref, fsdp_ref, ours_composable(setting)),
+        "torch-fsdp1": of(fsdp, fsdp.FullyShardedDataParallel, torch_fsdp1(setting)),
+        "torch-fsdp2": ModelOf(torch_fsdp2(setting), None, None),
     }
 
 

@@ -285,7 +285,7 @@ def end(ranks: list[Rank]) -> None:
 
 @dataclass
 class Way:
-    """The checkpoints of one way of saving, over all its moments."""
+    """The checkpoints of one way of saving, over all its moments: when saves were killed, and what was loaded after that."""
 
     name: str
     folder: Path
@@ -293,6 +293,8 @@ class Way:
     possible: set[int] = field(default_factory=lambda: {0})
     calls: list[tuple[int, int]] = field(default_factory=list)
     seen: Counter[str] = field(default_factory=Counter)
+    left: Counter[str] = field(default_factory=Counter)
+    killed: bool = False
 
     def draw(self, chance: random.Random) -> Moment:
         """Draw a moment of a save, in half of the cases one after its first file was opened."""
@@ -319,6 +321,7 @@ class Way:
                 end(ranks)
         self._check(ranks)
         whole = all(rank.saved for rank in ranks)
+        self.killed = moment is not None
         self.possible = {self.newest + 1} if whole else {self.newest, self.newest + 1}
         if moment is not None:
             when = "before files were touched" if self._files() == before else "while they were written"
@@ -340,7 +343,10 @@ class Way:
             found = int(first.split()[1])
             if found not in self.possible:
                 raise Lost(f"{self.name}: expected step {sorted(self.possible)}, and step {found} was loaded")
-        self.newest = int(ranks[0].said[0].split()[1])
+        found = int(ranks[0].said[0].split()[1])
+        if self.killed:
+            self.left["the new one" if found > self.newest else "the one before"] += 1
+        self.newest = found
 
     def _delete_old(self) -> None:
         """Delete what is older than the checkpoint before the newest; what was never completed stays, and is saved over."""
@@ -350,8 +356,8 @@ class Way:
             shutil.rmtree(whole[step])
 
 
-def kill_saves(names: Sequence[str], moments: int, seed: int) -> dict[str, Counter[str]]:
-    """Kill that many saves, the ways in turn, and return when they were killed, by way.
+def kill_saves(names: Sequence[str], moments: int, seed: int) -> list[Way]:
+    """Kill that many saves, the ways in turn, and return the ways.
 
     Raises:
         Lost: A checkpoint was lost.
@@ -369,25 +375,24 @@ def kill_saves(names: Sequence[str], moments: int, seed: int) -> dict[str, Count
             way.save(way.draw(chance))
         for way in ways:
             way.save(None)  # what the last moment left is loaded, too
-        return {way.name: way.seen for way in ways}
+        return ways
 
 
 def main() -> int:
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    options.add_argument(
-        "--moments", type=int, default=200, help="saves that are killed, all ways together (default 200)"
-    )
+    options.add_argument("--moments", type=int, default=200, help="saves that are killed, in all (default 200)")
     options.add_argument("--way", action="append", choices=WAYS, help="repeatable (default all)")
     options.add_argument("--seed", type=int, default=0)
     given = options.parse_args()
     try:
-        seen = kill_saves(given.way or WAYS, given.moments, given.seed)
+        ways = kill_saves(given.way or WAYS, given.moments, given.seed)
     except Lost as error:
         print(f"lost: {error}")
         return 1
-    for way, counts in seen.items():
-        print(f"{way}: {counts.total()} saves killed, " + ", ".join(f"{n} {when}" for when, n in counts.most_common()))
-    print(f"{given.moments} moments: no checkpoint was lost, none loaded with wrong numbers")
+    for way in ways:
+        when, left = (", ".join(f"{n} {what}" for what, n in c.most_common()) for c in (way.seen, way.left))
+        print(f"{way.name}: {way.seen.total()} saves killed, {when}; loaded afterwards: {left}")
+    print(f"seed {given.seed}, {given.moments} moments: no checkpoint was lost, none loaded with wrong numbers")
     return 0
 
 

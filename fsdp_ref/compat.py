@@ -121,7 +121,7 @@ _profiler: Final[Any] = torch.autograd.profiler
 def labelled(event: str, unit: str) -> AbstractContextManager[object]:
     """Return a range ``FSDP::event (unit)`` of torch's profiler.
 
-    Without a profiler it is nothing and costs one look at torch's flag; a range that nobody records costs microseconds.
+    Without a profiler it is nothing and costs reading torch's flag once; a range that nobody records costs microseconds.
     """
     if not _profiler._is_profiler_enabled:
         return _NOT_PROFILED

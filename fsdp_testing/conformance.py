@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from fsdp_testing.explanation.root_causes import explain_results
 from fsdp_testing.implementations import registry, validation
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
+from fsdp_testing.judging.concurrency import Shared
 from fsdp_testing.pool import Pool, default_pool
 from fsdp_testing.records import Case, CheckResult, Portrait, RunReport, check_case
 from fsdp_testing.suites import CHECKS, Check
@@ -163,6 +164,7 @@ def run_check(
     check: str,
     *,
     world_sizes: Sequence[int] = (2,),
+    tensor_parallel: int = 1,
     backend: str = "gloo",
     runner: CaseRunner | None = None,
     stop_at_first: bool = False,
@@ -173,6 +175,7 @@ def run_check(
         name: Implementation.
         check: Name of the check.
         world_sizes: Numbers of ranks.
+        tensor_parallel: How many of them hold one model together, as for `run_conformance`.
         backend: Backend of the worlds.
         runner: Where cases run; by default `shared_runner()`.
         stop_at_first: Run no further case of the check once one has refuted it.
@@ -182,7 +185,7 @@ def run_check(
     """
     adapters = load_all((name,))
     selected = select_checks((check,))
-    where = _place(world_sizes, backend)
+    where = _place(world_sizes, backend, tensor_parallel)
     runner = runner or shared_runner()
     _examine(adapters.values(), runner, where)
     return judge_check(runner, adapters[name], selected[0], where, stop_at_first=stop_at_first)
@@ -240,9 +243,10 @@ def load_all(names: Sequence[str]) -> dict[str, Adapter]:
     return adapters
 
 
-_EXAMINED: WeakKeyDictionary[CaseRunner, set[tuple[str, int]]] = WeakKeyDictionary()
-"""References and world sizes of the adapters that were found fit on a runner's ranks: an adapter is loaded once in a
+_EXAMINED: WeakKeyDictionary[CaseRunner, Shared[None]] = WeakKeyDictionary()
+"""By reference and world size the adapters that were found fit on a runner's ranks: an adapter is loaded once in a
 process, so that nothing about it changes between two checks. What was found unfit is examined again."""
+_EXAMINED_KEPT = 1024
 
 
 def _examine(adapters: Iterable[Adapter], runner: CaseRunner, where: Where, jobs: int = 1) -> None:
@@ -254,12 +258,15 @@ def _examine(adapters: Iterable[Adapter], runner: CaseRunner, where: Where, jobs
     if where.backend != "gloo":
         return  # the examination is about names and values on the CPU; other devices have checks of their own
     size = min(where.world_sizes)
-    fit = _EXAMINED.setdefault(runner, set())
-    new = [adapter for adapter in adapters if (adapter.reference, size) not in fit]
-    tasks = [partial(validation.validate, adapter, runner.on_ranks, world_size=size) for adapter in new]
-    with closing(runner.side_by_side(tasks, jobs)) as examined:
-        for adapter, _ in zip(new, examined):
-            fit.add((adapter.reference, size))
+    fit = _EXAMINED.setdefault(runner, Shared(_EXAMINED_KEPT))
+
+    def task(adapter: Adapter) -> Callable[[], None]:
+        examine = partial(validation.validate, adapter, runner.on_ranks, world_size=size)
+        return partial(fit.get, (adapter.reference, size), examine)
+
+    with closing(runner.side_by_side([task(adapter) for adapter in adapters], jobs)) as examined:
+        for _ in examined:
+            pass
 
 
 def select_checks(patterns: Sequence[str], *, extended: bool = False) -> list[Check]:

@@ -151,8 +151,8 @@ def get(name: str, default: str | None = None) -> str | None:
 
 
 def snapshot() -> dict[str, str]:
-    """Return all variables as they are now."""
-    return dict(os.environ)
+    """Return all variables as they are now; from any thread, while another one changes some."""
+    return {os.fsdecode(name): os.fsdecode(value) for name, value in encoded().items()}
 
 
 def encoded() -> dict[bytes, bytes]:

@@ -7,6 +7,7 @@ ranks, a marked test, the fixture `worlds`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         group.addoption(name, metavar=metavar, default=None, help=text)
     for name, text in _FLAGS.items():
         group.addoption(name, action="store_true", default=False, help=text)
+    group.addoption(
+        "--check-jobs",
+        type=int,
+        metavar="N",
+        help="checks of parametrize_with_checks judged at a time (default: by processors and room)",
+    )
     parser.addini(
         "world_rank_plugins_off",
         "plugins (names as `pytest --trace-config` shows them) that are not loaded in ranks",
@@ -120,17 +127,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         from fsdp_testing.pytest_plugin import dist_pool
 
         dist_pool.take_over(config, items)
-    if any("worlds" in getattr(item, "fixturenames", ()) for item in items) or _checks_under_a_launcher(items):
+    # Where a test was given a check, the module that makes checks has been imported.
+    checks = "fsdp_testing.pytest_plugin.conformance_checks" in sys.modules and _checks_go_side_by_side(config, items)
+    if any("worlds" in getattr(item, "fixturenames", ()) for item in items) or (checks and env.launched() is not None):
         from fsdp_testing.pytest_plugin.controller import start_ahead
 
         start_ahead(config)
 
 
-def _checks_under_a_launcher(items: list[pytest.Item]) -> bool:
-    """Whether checks of `parametrize_with_checks` are to use a launcher's processes; else they need nothing before they run."""
-    params = [getattr(item, "callspec").params for item in items if hasattr(item, "callspec")]  # noqa: B009 - functions have it
-    there = any(type(value).__name__ == "BoundCheck" for given in params for value in given.values())
-    return there and env.launched() is not None
+def _checks_go_side_by_side(config: pytest.Config, items: list[pytest.Item]) -> bool:
+    """Have checks of `parametrize_with_checks` judged side by side; return whether there are any."""
+    from fsdp_testing.pytest_plugin.checks_ahead import NAME, ChecksAhead, check_of
+
+    there = any(check_of(item) is not None for item in items)
+    # Workers of pytest-xdist share the tests of one function, and are side by side themselves.
+    if there and env.get("PYTEST_XDIST_WORKER") is None and not config.pluginmanager.hasplugin(NAME):
+        config.pluginmanager.register(ChecksAhead(config.option.check_jobs), NAME)
+    return there
 
 
 @pytest.hookimpl(tryfirst=True)

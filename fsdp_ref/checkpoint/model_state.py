@@ -48,6 +48,7 @@ class OpenState:
         module: the outermost module of that part; its hook ends it.
         form: the form that the unit's entries have.
         extensions: what is special about parameters, by place.
+        errors: what ``nn.Module`` found wrong while loading; it is its own list.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class OpenState:
         self._fresh = fresh
         self._spread: Spread | None = None
         self.extensions = {} if unit.handle is None else unit.handle.originals.extended
+        self.errors: list[str] = []
         self._copies: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}
         self.collecting = RunningCall.of_outermost_module_method()
 
@@ -95,6 +97,7 @@ class OpenState:
 
     def close(self, unit: Unit) -> None:
         """Keep edits, show and free as before, and forget a root that was only made for this."""
+        self.errors[:] = [" ".join(map(clean_tensor_name, text.split(" "))) for text in self.errors]
         try:
             self._parameters.__exit__(None, None, None)
         finally:
@@ -317,6 +320,7 @@ def _before_load(
     for unit, names in owners_of(module).items():
         if unit.open_state is None:
             continue
+        unit.open_state.errors = reports[2]
         if unit.open_state.form is StateDictType.LOCAL_STATE_DICT:
             _take_flat_shard(unit, module, state, prefix, reports)
             continue

@@ -154,6 +154,20 @@ def _refuse_busy(units: Iterable[Unit]) -> None:
         )
 
 
+def refuse_in_no_sync(model: nn.Module) -> None:
+    """Refuse to load while gradients are accumulated that belong to the state before.
+
+    Raises:
+        TrainingStateError: inside ``no_sync``; the units are listed.
+    """
+    accumulating = [repr(unit) for _, _, unit in units_under(model) if not unit.sync_gradients]
+    if accumulating:
+        raise TrainingStateError(
+            "optim_state_dict_to_load inside no_sync: expected units whose gradients are all reduced, got units that accumulate "
+            f"them: {listing(accumulating)}. Load before or after."
+        )
+
+
 def _refuse_gone(names: list[str]) -> None:
     if names:
         raise FsdpRuntimeError(

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_ref.annotations import units_in
-from fsdp_ref.checkpoint.optim_index import ModelIndex, stepped_groups, tensors_of
+from fsdp_ref.checkpoint.optim_index import ModelIndex, refuse_in_no_sync, stepped_groups, tensors_of
 from fsdp_ref.checkpoint.optim_load import Source, load_optim_state
 from fsdp_ref.checkpoint.optim_save import save_optim_state
 from fsdp_ref.checkpoint.own_state import guard
@@ -76,6 +76,7 @@ def optim_state_dict_to_load(
     See ``optim_load.load_optim_state`` for what is returned, errors and collectives.
     """
     guard(optim)
+    refuse_in_no_sync(model)
     settings = _settings(model)
     config = settings.optim_state_dict_config
     if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:

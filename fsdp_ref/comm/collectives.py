@@ -1,7 +1,8 @@
 """Which bytes go on the wire, and how?
 
-The only file that communicates. The algorithm is an object chosen per backend (:func:`collectives_for`); each call
-carries the name of the unit that it is for, under which a profiler shows it.
+Every collective of training, summoning and gathered state is issued here. (Elsewhere groups are made, DTensors gather
+themselves, and torch's Join and users' hooks communicate.) The algorithm is an object chosen per backend
+(:func:`collectives_for`); each call carries the name of the unit that it is for, under which a profiler shows it.
 
 All calls are asynchronous where the backend allows and return a :class:`Pending`; whoever needs the result waits, as
 late as correctness allows. Until then the tensors of the call belong to the communication: nobody writes to what is

@@ -114,7 +114,7 @@ class LocalStateDictConfig(StateDictConfig):
 
 @dataclass(frozen=True, slots=True)
 class ShardedStateDictConfig(StateDictConfig):
-    """Options of sharded state dicts: ``_use_dtensor`` is set when a device mesh was given."""
+    """Options of sharded state dicts: ``_use_dtensor`` is there for torch's signature; entries are DTensors always."""
 
     _use_dtensor: bool = False
 
@@ -142,7 +142,7 @@ class LocalOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass(frozen=True, slots=True)
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """Options of sharded optimizer state dicts: ``_use_dtensor`` is set when a device mesh was given."""
+    """Options of sharded optimizer state dicts: ``_use_dtensor`` is there for torch's signature; entries are DTensors always."""
 
     _use_dtensor: bool = False
 

@@ -238,7 +238,13 @@ class FlatHandle:
             self.streams.compute_after_gather()
             pending, self._pending = self._pending, None
             if pending is not None:
-                pending.wait()
+                try:
+                    pending.wait()
+                except BaseException:
+                    # Nobody knows what the buffer holds: whoever comes next gathers anew. Buffer and source keep their
+                    # memory until then, since the backend may still write to the one and read the other.
+                    self.life.move(UnitState.SHARDED, self.name)
+                    raise
             source_S, self._cast_S = self._cast_S, None
             if source_S is not None and source_S is not self.shard_S:
                 self.streams.used_by_compute(source_S)

@@ -41,11 +41,6 @@ class Span:
     def __contains__(self, index: object) -> bool:
         return isinstance(index, int) and self.start <= index < self.stop
 
-    def intersect(self, other: Span) -> Span:
-        """Return the elements in both; when there are none, an empty span that starts where they would."""
-        start = max(self.start, other.start)
-        return Span(start, max(start, min(self.stop, other.stop)))
-
     def shift(self, offset: int) -> Span:
         """Return the span moved by ``offset`` elements (negative: towards zero)."""
         return Span(self.start + offset, self.stop + offset)

@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import DeviceMesh
-from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_testing.compat import process_groups
 from fsdp_testing.implementations.adapter import Adapter
@@ -32,11 +31,11 @@ from fsdp_testing.pool import Failed
 from fsdp_testing.pool.world import World, current_world
 from fsdp_testing.programs.accounts import AccountedProgram, program_for
 from fsdp_testing.programs.fitting import fitted
-from fsdp_testing.programs.setup import setup_of
+from fsdp_testing.programs.setup import mesh_of_two_axes, setup_of
 from fsdp_testing.records import Case, CaseRecord, RaisedError, RankObservation, WorldSpec
 
-_MESHES: dict[tuple[int, ...], DeviceMesh] = {}
-"""Two-dimensional meshes of this world: making one creates process groups, which costs more than a case."""
+_MESHES: dict[WorldSpec, DeviceMesh | None] = {}
+"""Meshes of two axes of this world: making one creates process groups, which costs more than a case."""
 _GROUPS: dict[tuple[int, ...], Any] = {}
 """Groups of some of its ranks."""
 LASTING = frozenset({"process group", "open file", "thread"})
@@ -129,7 +128,7 @@ def everyone_raised(directory: str, world: World, index: int, mine: RaisedError)
 def _run(
     adapter: Adapter, case: Case, world: World, index: int, watch: Watch, directory: str
 ) -> tuple[CaseRecord, weakref.ref[nn.Module]]:
-    _mesh(world, case.world.mesh_shape)  # before what is there is noted: its groups stay for the cases that follow
+    _mesh(world, case.world)  # before what is there is noted: its groups stay for the cases that follow
     for ranks in (ranks for operation in case.program for ranks in operation.groups(world.size)):
         _group(ranks)
     before = _fingerprint()
@@ -156,7 +155,7 @@ class _Issued:
     def __call__(self, group: GroupIdentity, call: Call, _site: str) -> None:
         self._texts.setdefault(group.key, []).append(call.text)
         if self._accounted is not None:
-            self._accounted.collective(call)
+            self._accounted.collective(group, call)
 
     def summary(self) -> dict[int, tuple[int, int]]:
         """Return number and digest by group key."""
@@ -179,24 +178,17 @@ def _survivors(models: list[tuple[int, weakref.ref[nn.Module]]]) -> list[int]:
 
 
 def setup_on(world: World, case: Case, module: nn.Module) -> Setup:
-    """Translate `case` for this rank; a two-dimensional mesh is made once for each world and shape.
+    """Translate `case` for this rank; a mesh of two axes is made once for each world and shape.
 
     Collectives: those of making a mesh; every rank calls.
     """
-    shape = case.world.mesh_shape
-    mesh = _mesh(world, shape)
-    # Translated as for a flat world, since the translation would make a mesh of its own.
-    flat = replace(case, world=WorldSpec(case.world.size, case.world.backend))
-    setup = setup_of(flat, module, world.rank, world.device, world.group, mesh)
-    return replace(setup, shard_size=shape[-1]) if len(shape) == 2 else setup
+    return setup_of(case, module, world.rank, world.device, world.group, _mesh(world, case.world))
 
 
-def _mesh(world: World, shape: tuple[int, ...]) -> DeviceMesh:
-    if len(shape) != 2:
-        return world.mesh
-    if shape not in _MESHES:
-        _MESHES[shape] = init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
-    return _MESHES[shape]
+def _mesh(world: World, asked: WorldSpec) -> DeviceMesh:
+    if asked not in _MESHES:
+        _MESHES[asked] = mesh_of_two_axes(asked, world.device)
+    return _MESHES[asked] or world.mesh
 
 
 def _group(ranks: tuple[int, ...]) -> Any:

@@ -69,8 +69,10 @@ class Plan:
         """Return what cases follow from, besides the implementation, as text to compare."""
         scope = self.scope
         sizes, without = ",".join(map(str, scope.world_sizes)), ",".join(sorted(scope.excluded))
+        axis = f", tensor parallelism over {scope.tensor_parallel}" if scope.tensor_parallel > 1 else ""
         return (
-            f"seed {self.seed}, world sizes {sizes}, {scope.max_operations} operations, without {without or 'nothing'}"
+            f"seed {self.seed}, world sizes {sizes}{axis}, {scope.max_operations} operations, "
+            f"without {without or 'nothing'}"
         )
 
 

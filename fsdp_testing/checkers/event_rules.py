@@ -141,7 +141,7 @@ def accounts_of(case: Case, events: Sequence[Event], units: Collection[str]) -> 
         accounts.append(
             OperationAccount(
                 index,
-                backward=index >= 0 and case.program[index].kind == "forward_backward",
+                backward=index >= 0 and case.program[index].runs_backward,
                 gathered=tuple(event.unit for event in changes if event.transition == "gather"),
                 held=tuple(sorted(unsharded.items())),
                 gather_bytes=_wire(now, GATHERS),

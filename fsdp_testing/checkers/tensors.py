@@ -42,7 +42,7 @@ class Difference:
     @property
     def text(self) -> str:
         """Both numbers, and of one that is not finite or out of all proportion what it may be the mark of."""
-        text = f"got {self.actual!r}, expected {self.expected!r}"
+        text = "got {!r}, expected {!r}".format(*told_apart(self.actual, self.expected))
         if not abs(self.expected) < GARBAGE * TINY:
             return text
         if math.isnan(self.actual):
@@ -55,6 +55,16 @@ class Difference:
 
 
 EQUAL = Difference(0.0, 0.0, 0, 0.0, exceeded=False, actual=0.0, expected=0.0)
+
+
+def told_apart(one: float, other: float) -> tuple[float, float]:
+    """Return both numbers with as few digits, four or more, as still show how far they are apart, to a twentieth."""
+    allowed = abs(one - other) / 20
+    for digits in range(4, 17):
+        short = float(f"{one:.{digits}g}"), float(f"{other:.{digits}g}")
+        if not math.isfinite(allowed) or abs(short[0] - one) + abs(short[1] - other) <= allowed:
+            return short
+    return one, other
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

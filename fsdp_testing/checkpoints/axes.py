@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.programs.fitting import fitted
 from fsdp_testing.records import (
@@ -112,6 +114,8 @@ class Subject:
         first: Settings of a group of its own for the parameters of `first`; one group for all if there are none.
         thawed: Patterns of parameters that are frozen until the state was saved or loaded.
         built_first: The loading optimizer is built before the model is loaded, not after.
+        dtype: Of parameters and buffers.
+        scheduled: A schedule changes the learning rates; it is saved too, and with it the state of each rank's random numbers.
     """
 
     tree: Mapping[str, Any]
@@ -120,6 +124,8 @@ class Subject:
     first: Mapping[str, Any] = field(default_factory=dict)
     thawed: tuple[str, ...] = ()
     built_first: bool = False
+    dtype: str = "float64"
+    scheduled: bool = False
 
 
 _ADAMW = OptimizerSpec("adamw", {"lr": 0.05, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1})
@@ -140,7 +146,24 @@ SUBJECTS: Mapping[str, Subject] = {
     ),
     "frozen part": Subject(_tree({"frozen": "all"}), _ADAMW, _FRESH_ADAMW),
     "thawed afterwards": Subject(_tree({"frozen": "all"}), _ADAMW, _FRESH_ADAMW, thawed=("first.*",), built_first=True),
+    "bfloat16, moments in float32": Subject(
+        _tree({}),
+        OptimizerSpec("adam_in_float32", {"lr": 0.05, "betas": (0.8, 0.9), "eps": 1e-6}),
+        OptimizerSpec("adam_in_float32", {"lr": 0.7, "betas": (0.5, 0.6), "eps": 1e-3}),
+        dtype="bfloat16",
+    ),
+    "schedule, random numbers": Subject(
+        _tree({}), _ADAMW, _FRESH_ADAMW, first={"lr": 0.02, "weight_decay": 0.0}, built_first=True, scheduled=True
+    ),
 }
+
+
+def schedule_of(subject: Subject, optimizer: Any) -> Any:
+    """Return the schedule of the optimizer's learning rates; None if the subject has none.
+
+    Each rate follows from the one before it, so that a rate, or a count of steps, that was not restored shows in all later ones.
+    """
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6, eta_min=0.001) if subject.scheduled else None
 
 
 def case_of(subject: Subject, layout: Layout, adapter: Adapter) -> Case:
@@ -150,7 +173,7 @@ def case_of(subject: Subject, layout: Layout, adapter: Adapter) -> Case:
         program += [ForwardBackward(Batch(seed, (2,), alike=True)), Step(), ZeroGrad()]
     mesh = layout.shape if len(layout.shape) == 2 else ()
     case = Case(
-        ModelSpec("tree", tree=subject.tree),
+        ModelSpec("tree", tree=subject.tree, dtype=subject.dtype),
         WorldSpec(layout.size, mesh=mesh),
         tuple(program),
         wrapping=WrappingPlan(UNITS[layout.units]),

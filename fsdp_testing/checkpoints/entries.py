@@ -14,14 +14,18 @@ from fsdp_testing.documentation import page
 from fsdp_testing.errors import InvalidImplementation
 from fsdp_testing.records import ObservedPiece, Snapshot
 
+LATER = -1
+"""The last of a rank's snapshots: after the further step."""
+
 
 class Entry(NamedTuple):
     """The name of one entry.
 
     Attributes:
-        kind: `parameter`, `buffer`, `state` (of the optimizer) or `setting` (of a group).
-        name: Parameter or buffer.
-        part: Name of the state (`exp_avg`) or of the setting (`lr`).
+        kind: `parameter`, `buffer`, `state` (of the optimizer), `setting` (of a group), `schedule` (of learning rates) or
+            `random numbers` (of a rank).
+        name: Parameter, buffer or rank.
+        part: Name of the state (`exp_avg`), of the setting (`lr`) or of the schedule's (`last_epoch`).
     """
 
     kind: str
@@ -41,17 +45,19 @@ class Contradiction(Exception):
     """The ranks hold no one state; the text names the first entry about which they differ."""
 
 
-def of_ranks(ranks: Sequence[StateObservation], *, later: bool = False) -> Entries:
+def of_ranks(ranks: Sequence[StateObservation], point: int = 0) -> Entries:
     """Return what all ranks hold together.
 
     Args:
         ranks: What each reports, by rank.
-        later: After the further step, when buffers are each rank's own; else as it was saved or loaded.
+        point: Which of their snapshots. After the further step (`LATER`) buffers and random numbers are each rank's own, and
+            left out.
 
     Raises:
         Contradiction: Two ranks hold different bits of one entry, or nobody holds some element.
     """
-    snapshots = [rank.snapshots[-1 if later else 0] for rank in ranks]
+    later = point == LATER
+    snapshots = [rank.snapshots[point] for rank in ranks]
     shapes = {fqn: seen.shape for snapshot in snapshots for fqn, seen in snapshot.parameters.items()}
     found: Entries = {}
     for fqn, shape in shapes.items():
@@ -61,11 +67,19 @@ def of_ranks(ranks: Sequence[StateObservation], *, later: bool = False) -> Entri
         entry = Entry("buffer", fqn)
         found[entry] = _one(entry, [(r, s.buffers[fqn].value) for r, s in enumerate(snapshots) if fqn in s.buffers])
     found |= dict(_state(snapshots, shapes))
-    for rank, seen in enumerate(ranks) if not later else ():
-        for entry, value in of_settings(seen.settings or {}):
+    for rank, seen in enumerate(ranks):
+        beside = seen.beside[point]
+        for entry, value in (*of_settings(beside.settings), *_of_schedule(beside.schedule or {})):
             if found.setdefault(entry, value) != value:
                 raise Contradiction(f"{entry} is {found[entry]!r} on rank 0 and {value!r} on rank {rank}")
+        if beside.random is not None and not later:
+            found[random_numbers(rank)] = beside.random
     return found
+
+
+def random_numbers(rank: int) -> Entry:
+    """Return the name of the entry of a rank's random numbers."""
+    return Entry("random numbers", f"of rank {rank}")
 
 
 def _state(snapshots: Sequence[Snapshot], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[Entry, Any]]:
@@ -116,7 +130,12 @@ def of_state(state: Mapping[str, Any]) -> Entries:
             )
         settings = {name: value for name, value in group.items() if name != "params"}
         found |= dict(of_settings(dict.fromkeys(group["params"], settings)))
-    return found
+    found |= dict(_of_schedule(state.get("schedule", {})))
+    return found | {Entry("random numbers", f"of {rank}"): value for rank, value in state.get("random", {}).items()}
+
+
+def _of_schedule(schedule: Mapping[str, Any]) -> Iterator[tuple[Entry, Any]]:
+    yield from ((Entry("schedule", "the schedule", name), value) for name, value in schedule.items())
 
 
 def first_difference(expected: Entries, actual: Entries) -> str:
@@ -130,7 +149,7 @@ def _differences(expected: Iterable[tuple[Entry, Any]], actual: Entries) -> Iter
             yield f"{entry} is missing"
             continue
         got = actual[entry]
-        if entry.kind in ("state", "setting") and not _both_tensors(got, wanted):
+        if entry.kind in ("state", "setting", "schedule") and not _both_tensors(got, wanted):
             got, wanted = _number(got), _number(wanted)
         if _differ(got, wanted):
             yield f"{entry}{_shown(got, wanted)}"

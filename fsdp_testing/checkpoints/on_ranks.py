@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -11,17 +12,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from fsdp_testing.campaign.batch import everyone_raised, setup_on
-from fsdp_testing.checkpoints.axes import SUBJECTS, Layout, Subject, case_of, further
+from fsdp_testing.checkpoints.axes import SUBJECTS, Layout, Subject, case_of, further, schedule_of
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.judging import record_stream
 from fsdp_testing.pool import Failed
 from fsdp_testing.pool.world import World, current_world
 from fsdp_testing.programs import models
 from fsdp_testing.programs.execute import RankProgram
-from fsdp_testing.programs.ways import DirectoryRefused, Source, save
+from fsdp_testing.programs.ways import DirectoryRefused, Source, Trained, save
 from fsdp_testing.records import Case, CaseRecord, OptimizerSpec, RaisedError, RankObservation
 
 Settings = Mapping[str, Mapping[str, Any]]
@@ -57,15 +59,31 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """What a rank has beside model and optimizer's state.
+
+    Attributes:
+        settings: Of the groups.
+        schedule: Of the learning rate; None if the subject has none.
+        random: State of torch's generator on the CPU; None likewise.
+    """
+
+    settings: Settings
+    schedule: Mapping[str, Any] | None = None
+    random: Any = None
+
+
+@dataclass(frozen=True, slots=True)
 class StateObservation(RankObservation):
     """What a rank also reports.
 
     Attributes:
-        settings: Right after saving or loading.
+        beside: One for each snapshot. Of a saver: right before saving, right after it, and after the further step; of a
+            loader: right after loading, and after the further step.
         stage: Where an error was raised.
     """
 
-    settings: Settings | None = None
+    beside: tuple[Beside, ...] = ()
     stage: str = ""
 
 
@@ -108,33 +126,52 @@ class CheckpointProgram(RankProgram):
         self.item = item
         self.subject = SUBJECTS[item.subject]
         self.stage = Stage.LOADING if item.loads else Stage.TRAINING
-        self.settings: Settings | None = None
+        self.beside: list[Beside] = []
+        self.schedule: Any = None
         super().__init__(case_of(self.subject, layout, adapter), adapter, world.rank, partial(setup_on, world))
 
     def run(self, *, observe_all: bool = False) -> StateObservation:
-        """Run the item; report settings and stage too. Collectives: as for `RankProgram.run`."""
+        """Run the item; report stage and what is beside the state too. Collectives: as for `RankProgram.run`."""
         seen = super().run(observe_all=observe_all)
-        return seen.extended(StateObservation, settings=self.settings, stage=str(self.stage))
+        return seen.extended(StateObservation, beside=tuple(self.beside), stage=str(self.stage))
 
     def _run(self, *, observe_all: bool) -> None:
         if self.item.loads:
             self._load()
         else:
             super()._run(observe_all=observe_all)
+            if self.schedule is not None:
+                self.schedule.step()
+                torch.rand(1 + self.rank)  # so that no two ranks draw the same numbers from now on
+            self.results, self.snapshots, self.index = [], [], -1
+            self._report("before saving")
             self._save()
-        self.results, self.snapshots, self.index = [], [], -1
-        self.observe("state")
-        self.settings = settings_of(self.adapter, self.model, self.optimizer)
+        self.index = -1
+        self._report("state")
         self.stage, self.case = Stage.FURTHER_STEP, further(self.subject, self.case)
         self.run_operations()
+        if self.schedule is not None:
+            self.schedule.step()
+        self.beside.append(self._beside())
+
+    def _report(self, label: str) -> None:
+        self.beside.append(self._beside())
+        self.observe(label)
+
+    def _beside(self) -> Beside:
+        settings = settings_of(self.adapter, self.model, self.optimizer)
+        if self.schedule is None:
+            return Beside(settings)
+        return Beside(settings, copy.deepcopy(self.schedule.state_dict()), torch.get_rng_state())
 
     def _save(self) -> None:
         self.stage = Stage.SAVING
-        optimizer = self.optimizer if self.item.optimizer else None
-        folder = Path(self.item.folder)
-        self.index = -1
+        trained = Trained(self.model, self.optimizer if self.item.optimizer else None)
+        if self.schedule is not None:
+            random = {f"rank {self.rank}": torch.get_rng_state()}
+            trained = replace(trained, beside={"schedule": self.schedule.state_dict(), "random": random})
         with self._inside():
-            save(self.item.way, self.adapter, self.model, optimizer, folder)
+            save(self.item.way, self.adapter, trained, Path(self.item.folder))
 
     def _load(self) -> None:
         """Load as a user does: into what was built from another seed and with other settings."""
@@ -150,6 +187,10 @@ class CheckpointProgram(RankProgram):
         if self.item.optimizer:
             with self._inside():
                 source.load_optimizer(self.adapter, self.model, self.optimizer)
+        if self.schedule is not None:
+            self.schedule.load_state_dict(source.beside("schedule"))
+            random = source.beside("random")
+            torch.set_rng_state(random[f"rank {self.rank % len(random)}"])  # as many as there were, again and again
 
     def record(self, raised: Exception) -> RaisedError:
         """Return what was raised; what torch.distributed.checkpoint refuses is no fault of this harness."""
@@ -165,6 +206,7 @@ class CheckpointProgram(RankProgram):
             names = {id(parameter): name for name, parameter in self.adapter.named_parameters(self.model)}
             make = partial(grouped, self.case, names, first)
             self.optimizer = self.adapter.build_optimizer(self.model, make)
+        self.schedule = schedule_of(self.subject, self.optimizer)
 
 
 def grouped(case: Case, names: Mapping[int, str], first: Mapping[str, Any], parameters: Any) -> Any:

@@ -18,8 +18,17 @@ from fsdp_testing.checkers import agreement
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.explain import finding_of
 from fsdp_testing.checkers.quantities import Expectation
-from fsdp_testing.checkpoints.axes import SUBJECTS, Layout, case_of
-from fsdp_testing.checkpoints.entries import Contradiction, Entries, Entry, first_difference, of_ranks, of_state
+from fsdp_testing.checkpoints.axes import SUBJECTS, Layout, Subject, case_of, schedule_of
+from fsdp_testing.checkpoints.entries import (
+    LATER,
+    Contradiction,
+    Entries,
+    Entry,
+    first_difference,
+    of_ranks,
+    of_state,
+    random_numbers,
+)
 from fsdp_testing.checkpoints.on_ranks import Item, Stage, StateObservation, fresh_case, grouped
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.judging import record_stream
@@ -78,7 +87,7 @@ def judge_items(adapter: Adapter, layout: Layout, items: Sequence[Item], directo
             raised = [rank for rank in ranks if rank is not None and rank.error is not None]
             if raised:
                 # What is missing in a state may be what the next step stumbles over.
-                loaded = item.loads and all(rank is not None and rank.settings is not None for rank in ranks)
+                loaded = item.loads and all(rank is not None and rank.beside for rank in ranks)
                 found.append((_of_loaded(item, ranks) if loaded else None) or _of_errors(raised, layout.size))
             elif None in ranks:
                 found.append(None)
@@ -114,7 +123,8 @@ def _of_loaded(item: Item, ranks: Sequence[StateObservation]) -> Judged | None:
         entries = of_ranks(ranks)
     except Contradiction as text:
         return Judged(Verdict.FAIL, f"{Stage.LOADING}: {text}")
-    wrong = first_difference(_asked(truth.entries, item, entries), entries)
+    asked = _asked(_on_ranks(truth.entries, len(ranks)), item, entries)
+    wrong = first_difference(asked, entries)
     return Judged(Verdict.FAIL, f"{Stage.LOADING}: {wrong}") if wrong else None
 
 
@@ -122,9 +132,13 @@ def _of_saved(item: Item, ranks: Sequence[StateObservation], place: str) -> Judg
     """Judge what was saved, and keep the truth of it; None if it is what the ranks held."""
     folder = Path(item.folder)
     try:
-        truth = Truth(of_ranks(ranks), of_ranks(ranks, later=True), place)
+        truth = Truth(of_ranks(ranks), of_ranks(ranks, LATER), place)
+        after = of_ranks(ranks, 1)
     except Contradiction as text:
         return Judged(Verdict.FAIL, f"{Stage.SAVING}: {text}")
+    changed = first_difference(truth.entries, after)
+    if changed:
+        return Judged(Verdict.FAIL, f"{Stage.SAVING} changes what is trained: {changed}")
     (folder / _TRUTH).write_bytes(dumps(truth))
     saved = of_state(read(item.way, folder))
     wrong = first_difference(_asked(truth.entries, item, saved), saved)
@@ -134,7 +148,44 @@ def _of_saved(item: Item, ranks: Sequence[StateObservation], place: str) -> Judg
 def _of_numbers(adapter: Adapter, layout: Layout, item: Item, ranks: Sequence[StateObservation]) -> Judged:
     place = f"{adapter.reference} {layout.name}"
     wrong = _of_loaded(item, ranks) if item.loads else _of_saved(item, ranks, place)
-    return wrong or _of_step(adapter, layout, item, ranks, place)
+    return wrong or _of_settings(item, ranks) or _of_step(adapter, layout, item, ranks, place)
+
+
+def _on_ranks(truth: Entries, size: int) -> Entries:
+    """Return what so many ranks have to load: of other numbers of random states as many as there were, again and again."""
+    random = [value for entry, value in truth.items() if entry.kind == "random numbers"]
+    others = {entry: value for entry, value in truth.items() if entry.kind != "random numbers"}
+    return others | {random_numbers(rank): random[rank % len(random)] for rank in range(size if random else 0)}
+
+
+def _of_settings(item: Item, ranks: Sequence[StateObservation]) -> Judged | None:
+    """Judge the settings of groups, and the schedule, after the further step: those of one process."""
+    if item.loads and not item.optimizer:
+        return None
+    truth: Truth = loads((Path(item.folder) / _TRUTH).read_bytes())
+    actual = of_ranks(ranks, LATER)
+    asked = _asked(truth.entries, item, actual)
+    expected = {entry: value for entry, value in asked.items() if entry.kind in ("setting", "schedule")}
+    wrong = first_difference(_advanced(expected, SUBJECTS[item.subject]), actual)
+    return Judged(Verdict.FAIL, f"{Stage.FURTHER_STEP}: {wrong}") if wrong else None
+
+
+def _advanced(entries: Entries, subject: Subject) -> Entries:
+    """Return settings and schedule after one step of the schedule, of an optimizer that has nothing but these settings."""
+    if not subject.scheduled:
+        return entries
+    rates = {entry.name: value for entry, value in entries.items() if entry.kind == "setting" and entry.part == "lr"}
+    in_order = sorted({(not name.startswith("first."), rate) for name, rate in rates.items()})
+    optimizer = torch.optim.SGD([{"params": [torch.zeros(1)]} for _ in in_order], lr=1.0)
+    schedule = schedule_of(subject, optimizer)
+    schedule.load_state_dict({entry.part: value for entry, value in entries.items() if entry.kind == "schedule"})
+    for group, (_, rate) in zip(optimizer.param_groups, in_order):
+        group["lr"] = rate
+    schedule.step()
+    next_rate = {rate: group["lr"] for group, (_, rate) in zip(optimizer.param_groups, in_order)}
+    later: Entries = {Entry("setting", name, "lr"): next_rate[rate] for name, rate in rates.items()}
+    later |= {Entry("schedule", "the schedule", part): value for part, value in schedule.state_dict().items()}
+    return entries | later
 
 
 def _asked(truth: Entries, item: Item, actual: Entries) -> Entries:
@@ -160,7 +211,7 @@ def _of_step(adapter: Adapter, layout: Layout, item: Item, ranks: Sequence[State
     # Of three ranks and more the order of a sum may depend on what came before: DDP sorts its buckets after the first step.
     if item.optimizer and truth.place == place and layout.size <= 2:
         try:
-            wrong = first_difference(truth.later, of_ranks(ranks, later=True))
+            wrong = first_difference(truth.later, of_ranks(ranks, LATER))
         except Contradiction as text:
             wrong = str(text)
         if wrong:
@@ -216,7 +267,12 @@ class _Continued(Replay):
         names = {id(parameter): fqn for fqn, parameter in self.parameters.items()}
         optimizer: Any = grouped(self.case, names, first, self.parameters.values())
         self.optimizer = optimizer
+        rates: dict[str, float] = {}
         for entry, value in self._entries.items() if carried else ():
             if entry.kind == "state":
                 number = value if isinstance(value, torch.Tensor) else torch.tensor(float(value))
                 optimizer.state[self.parameters[entry.name]][entry.part] = copy.deepcopy(number)
+            elif (entry.kind, entry.part) == ("setting", "lr"):
+                rates[entry.name] = value
+        for group in optimizer.param_groups:
+            group["lr"] = rates.get(names[id(group["params"][0])], group["lr"])  # as the schedule left it

@@ -6,8 +6,18 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_testing.cli.fuzz import processors
-from fsdp_testing.cli.options import Command, Subparsers, add_timeout, allowance, count, declare, part, seconds
+from fsdp_testing.cli.fuzz import batches_at_a_time
+from fsdp_testing.cli.options import (
+    Command,
+    Subparsers,
+    add_jobs,
+    add_timeout,
+    allowance,
+    count,
+    declare,
+    part,
+    seconds,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,9 +53,7 @@ def add(commands: Subparsers[Command]) -> Command:
     )
     where = command.add_argument_group("where")
     where.add_argument("--state", type=Path, metavar="DIR", help="default: .fsdp-certificate/NAME, by sample and shard")
-    where.add_argument(
-        "--jobs", type=count, metavar="N", help="batches under way at a time (default: half the cores, at least 2)"
-    )
+    add_jobs(where, "batches")
     where.add_argument("--html", type=Path, metavar="DIR", help="write DIR/index.html, with the cube as a picture")
     where.add_argument("--json", type=Path, metavar="FILE", help="write the certificate as one JSON document")
     return command
@@ -85,6 +93,7 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> Plan:
+    from fsdp_testing.certificate.axes import FLAT, ranks_of
     from fsdp_testing.certificate.certify import Plan
     from fsdp_testing.implementations import registry
 
@@ -98,7 +107,7 @@ def _plan(options: argparse.Namespace) -> Plan:
         options.shard,
         options.cells,
         options.seconds,
-        options.jobs or max(2, processors() // 2),
+        batches_at_a_time(options.jobs, max(map(ranks_of, FLAT))),
         options.timeout,
     )
 

@@ -32,7 +32,9 @@ def add(commands: Subparsers[Command]) -> Command:
         "--world-size", type=sizes, default=(2, 3, 4), metavar="N[,N...]", help="numbers of ranks (default 2,3,4)"
     )
     what.add_argument("--subject", action="append", metavar="SUBJECT", help="what is trained; repeatable (default all)")
-    what.add_argument("--way", action="append", metavar="WAY", help="memory, file or dcp; repeatable (default all)")
+    what.add_argument(
+        "--way", action="append", metavar="WAY", help="memory, file, dcp or async; repeatable (default all)"
+    )
     add_timeout(what, 60.0)
     where = command.add_argument_group("where")
     where.add_argument("--html", type=Path, metavar="DIR", help="write DIR/index.html, with the table as a picture")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +10,13 @@ from fsdp_testing.cli.museum import hunt_exhibits
 from fsdp_testing.cli.options import (
     Command,
     Subparsers,
+    add_jobs,
     add_old_spelling,
     add_seed,
+    add_tensor_parallel,
     add_timeout,
     add_world_sizes,
+    capacity_here,
     count,
     declare,
     part,
@@ -49,6 +51,7 @@ def add(commands: Subparsers[Command]) -> Command:
     what = command.add_argument_group("what is drawn")
     add_seed(what, "from which all choices follow")
     add_world_sizes(what, "numbers of ranks, the usual one first (default 2)")
+    add_tensor_parallel(what)
     what.add_argument("--max-operations", type=count, default=12, metavar="N", help="longest program (default 12)")
     what.add_argument(
         "--without", action="append", default=[], metavar="FEATURE", help="never draw this (tree.tied, op.clip, ...)"
@@ -63,10 +66,7 @@ def add(commands: Subparsers[Command]) -> Command:
     what.add_argument("--exhibits", type=count, metavar="N", help=argparse.SUPPRESS)
     where = command.add_argument_group("where")
     where.add_argument("--state", type=Path, metavar="DIR", help="default: .fsdp-fuzz/NAME in the current directory")
-    jobs = where.add_argument(
-        "--jobs", type=count, metavar="N", help="batches under way at a time (default: half the cores)"
-    )
-    add_old_spelling(where, "--lanes", jobs)
+    add_old_spelling(where, "--lanes", add_jobs(where, "batches"))
     add_old_spelling(where, "--deadline", add_timeout(where, 30.0))
     where.add_argument("--no-scripts", action="store_true", help="do not run the scripts of findings at the end")
     return command
@@ -116,12 +116,14 @@ def execute(options: argparse.Namespace) -> int:
     return 3
 
 
-def processors() -> int:
-    """Return how many processors the ranks have, on all hosts."""
-    from fsdp_testing.pool import default_pool
+def batches_at_a_time(asked: int | None, largest: int) -> int:
+    """Return how many batches to have under way, whose largest world has `largest` ranks; usually half the processors.
 
-    hosts = default_pool().hosts
-    return hosts.processors if hosts is not None else os.cpu_count() or 2
+    Raises:
+        InvalidArgument: More are asked for than there is room for.
+    """
+    room = capacity_here(largest)
+    return room.jobs(asked, max(2, room.processors // 2))
 
 
 def _plan(options: argparse.Namespace, adapter: Adapter) -> Plan:
@@ -138,14 +140,17 @@ def _plan(options: argparse.Namespace, adapter: Adapter) -> Plan:
     limit = options.seconds if options.seconds or options.examples else 60.0
     folder = "".join(c if c.isalnum() or c in "-_." else "_" for c in options.name)
     folder += "-shard-{}-of-{}".format(*options.shard) if options.shard != (1, 1) else ""
+    parts = options.tensor_parallel
+    folder += f"-tensor-parallel-{parts}" if parts > 1 else ""
+    drawn = (options.world_size, options.max_operations, frozenset(options.without), parts)
     return Plan(
         implementation=adapter,
-        scope=Scope(adapter.capabilities, options.world_size, options.max_operations, frozenset(options.without)),
+        scope=Scope(adapter.claimed(parts), *drawn),
         state=options.state or Path(".fsdp-fuzz") / folder,
         seconds=limit,
         examples=options.examples,
         seed=options.seed,
-        lanes=options.jobs or max(2, processors() // 2),
+        lanes=batches_at_a_time(options.jobs, max(options.world_size)),
         deadline=options.timeout,
         known=joined(known),
         stop_at_first=options.stop_at_first,

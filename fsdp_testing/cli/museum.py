@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from fsdp_testing.cli.options import Command, Subparsers, add_seed, count, declare, seconds
+from fsdp_testing.cli.options import Command, Subparsers, add_jobs, add_seed, capacity_here, count, declare, seconds
 from fsdp_testing.errors import HarnessError, InvalidArgument
 
 if TYPE_CHECKING:
@@ -40,14 +40,17 @@ def add(commands: Subparsers[Command]) -> Command:
     command.add_argument(
         "--seconds", type=seconds, default=60.0, metavar="N", help="for each of --exhibits (default 60)"
     )
+    add_jobs(command, "exhibits")
     return command
 
 
 def execute(options: argparse.Namespace) -> int:
     """Tour, or hunt, and say what escaped."""
     if options.exhibits is not None:
-        if options.ids or options.list:
-            raise InvalidArgument("museum: expected --exhibits N alone, got IDs or --list too. Drop one of them.")
+        if options.ids or options.list or options.jobs:
+            raise InvalidArgument(
+                "museum: expected --exhibits N alone, got IDs, --list or --jobs too. Drop one of them."
+            )
         return hunt_exhibits(options.exhibits, options.seed, seconds=options.seconds)
     from fsdp_testing.museum.tour import chosen, tour
     from fsdp_testing.report.terminal import open_console
@@ -64,7 +67,10 @@ def execute(options: argparse.Namespace) -> int:
             console.say(f"  caught by {', '.join(exhibit.checks)}; {exhibit.source}", style="dim")
         return 0
     escaped = unmet = hunted = 0
-    for visit in tour(selection, hunted=options.fuzz, seed=options.seed):
+    room = capacity_here(max(size for exhibit in selection for size in exhibit.world_sizes))
+    jobs = room.jobs(options.jobs)
+    console.say(f"exhibits under way at a time: {room.said(jobs)}")
+    for visit in tour(selection, hunted=options.fuzz, seed=options.seed, jobs=jobs):
         escaped += not visit.caught
         hunted += visit.hunt is not None
         unmet += visit.hunt is not None and visit.hunt.cases is None

@@ -11,7 +11,10 @@ import shutil
 import sys
 import textwrap
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fsdp_testing.judging.concurrency import Capacity
 
 Subparsers = argparse._SubParsersAction  # the only name argparse gives it
 Command = argparse.ArgumentParser
@@ -87,6 +90,21 @@ def add_tensor_parallel(group: argparse._ActionsContainer) -> argparse.Action:
     """Declare `--tensor-parallel`."""
     said = "ranks that hold one model together, cut by torch's tensor parallelism (default 1)"
     return group.add_argument("--tensor-parallel", type=count, default=1, metavar="T", help=said)
+
+
+def add_jobs(group: argparse._ActionsContainer, what: str) -> argparse.Action:
+    """Declare `--jobs`: how many `what` are under way at a time."""
+    said = f"{what} under way at a time (default: by processors and room)"
+    return group.add_argument("--jobs", type=count, metavar="N", help=said)
+
+
+def capacity_here(largest: int) -> Capacity:
+    """Return how many jobs have room, each with a world of `largest` ranks, on the hosts that ranks have."""
+    from fsdp_testing.judging.concurrency import capacity
+    from fsdp_testing.pool import default_pool
+
+    hosts = default_pool().hosts
+    return capacity(largest, hosts.processors if hosts is not None else None)
 
 
 def add_seed(group: argparse._ActionsContainer, said: str) -> argparse.Action:

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 from fsdp_testing.cli.options import (
     Command,
     Subparsers,
+    add_jobs,
     add_tensor_parallel,
     add_timeout,
     add_world_sizes,
     allowance,
-    count,
+    capacity_here,
     declare,
     part,
 )
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from fsdp_testing.report.terminal import Output
 
 INTERRUPTED = 130
+_BESIDE = "tensor_parallel"
+"""Name of the table, inside that of an implementation, which counts over tensor parallelism."""
 
 DESCRIPTION = """\
 Compare implementations with a single-process oracle, check by check, and report what holds, what diverges, by how much
@@ -63,12 +66,7 @@ def add(commands: Subparsers[Command]) -> Command:
     )
     what.add_argument("--extended", action="store_true", help="the extended profile too: more cases, more time")
     add_timeout(what, 60.0)
-    what.add_argument(
-        "--jobs",
-        type=count,
-        metavar="N",
-        help="checks under way at a time (default: by processors and room; at least 2)",
-    )
+    add_jobs(what, "checks")
     what.add_argument(
         "--expected-failures",
         type=Path,
@@ -97,7 +95,6 @@ def add_outputs(command: Command) -> None:
 
 def execute(options: argparse.Namespace) -> int:
     """Judge, print, write."""
-    from fsdp_testing.judging.concurrency import capacity
     from fsdp_testing.pool import default_pool
     from fsdp_testing.report import check_writable
     from fsdp_testing.report.terminal import open_console, print_report
@@ -107,18 +104,18 @@ def execute(options: argparse.Namespace) -> int:
     for option, path in outputs(options).items():
         check_writable(path, option)
     default_pool().start()  # torch is imported there and, with the registry, here: at the same time
+    from fsdp_testing.conformance import select_checks
     from fsdp_testing.implementations import registry
 
+    select_checks(options.check)  # a name that is no check's ends the run before there are ranks
     check_backend(options.backend, max(options.world_size))
     names = registry.names() if options.all else tuple(options.names)
-    expected = expectations(options.expected_failures, names)
-    hosts = default_pool().hosts
-    room = capacity(max(options.world_size), hosts.processors if hosts is not None else None)
+    expected = expectations(options.expected_failures, names, options.tensor_parallel)
+    room = capacity_here(max(options.world_size))
     options.jobs = room.jobs(options.jobs)
     console = open_console()
     part_of = "part {} of {}; ".format(*options.shard) if options.shard else ""
-    said = f"checks under way at a time: {options.jobs} ({room.processors} processors, room for {room.most})"
-    console.say(part_of + said)
+    console.say(f"{part_of}checks under way at a time: {room.said(options.jobs)}")
     report, interrupted = judged(names, expected, options, console)
     # A registered name is the adapter's own; an import string is not.
     own = {name: registry.adapter_of(name).name for name in report.implementations if ":" in name}
@@ -157,8 +154,10 @@ def check_backend(name: str, size: int) -> None:
         raise BackendUnavailable(f"--backend {name}: expected it to run {size} ranks here, got: {reason}")
 
 
-def expectations(path: Path | None, names: tuple[str, ...]) -> dict[str, dict[str, str]]:
+def expectations(path: Path | None, names: tuple[str, ...], tensor_parallel: int = 1) -> dict[str, dict[str, str]]:
     """Expected failures of the implementations that are run; tables of others are left alone.
+
+    Over tensor parallelism the table `[NAME.tensor_parallel]` counts, and it alone.
 
     A page that a reason names and that lies beside the list is named by its path, so that it can be opened from here.
 
@@ -175,9 +174,10 @@ def expectations(path: Path | None, names: tuple[str, ...]) -> dict[str, dict[st
         raise InvalidArgument(
             f"--expected-failures: expected a TOML file, got {str(path)!r} ({error}). Mend it."
         ) from error
+    own, beside = tables(document)
     wrong = [
         name
-        for name, table in document.items()
+        for name, table in (*own.items(), *beside.items())
         if not isinstance(table, dict) or not all(isinstance(reason, str) for reason in table.values())
     ]
     if wrong:
@@ -192,9 +192,19 @@ def expectations(path: Path | None, names: tuple[str, ...]) -> dict[str, dict[st
 
     return {
         name: {check: PAGE.sub(from_here, reason) for check, reason in table.items()}
-        for name, table in document.items()
+        for name, table in (beside if tensor_parallel > 1 else own).items()
         if name in names
     }
+
+
+def tables(document: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the tables of a list of expected failures by implementation: without tensor parallelism, and over it."""
+    own, beside = dict(document), {}
+    for name, table in document.items():
+        if isinstance(table, dict) and _BESIDE in table:
+            own[name] = {check: reason for check, reason in table.items() if check != _BESIDE}
+            beside[name] = table[_BESIDE]
+    return own, beside
 
 
 def judged(

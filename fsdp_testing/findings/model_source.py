@@ -45,13 +45,7 @@ def model_source(tree: Mapping[str, Any]) -> str:
 
 
 def _build_source(tree: Mapping[str, Any]) -> str:
-    lines = ["def build():", "    model = Model()"]
-    first: dict[tuple[Any, ...], str] = {}
-    for spec in parameters(tree):
-        if spec.tie and spec.tie in first:
-            lines.append(f"    model.{spec.module}.{spec.name} = model.{first[spec.tie]}  # one parameter")
-        elif spec.tie:
-            first[spec.tie] = spec.fqn
+    lines = ["def build():", "    model = Model()", *(f"    {line}" for line in shared_again(tree))]
     lines += [
         "    generator = torch.Generator().manual_seed(0)",
         "    with torch.no_grad():",
@@ -60,6 +54,18 @@ def _build_source(tree: Mapping[str, Any]) -> str:
     ]
     lines += [f"    model.{spec.fqn}.requires_grad_(False)" for spec in parameters(tree) if spec.frozen]
     return "\n".join([*lines, "    return model.train()"])
+
+
+def shared_again(tree: Mapping[str, Any]) -> list[str]:
+    """Return the lines that put one parameter wherever one is."""
+    lines: list[str] = []
+    first: dict[tuple[Any, ...], str] = {}
+    for spec in parameters(tree):
+        if spec.tie and spec.tie in first:
+            lines.append(f"model.{spec.module}.{spec.name} = model.{first[spec.tie]}  # one parameter")
+        elif spec.tie:
+            first[spec.tie] = spec.fqn
+    return lines
 
 
 class _Writer:

@@ -19,6 +19,7 @@ from fsdp_testing.findings.measurement import Measurement, measurement_of
 from fsdp_testing.findings.model_source import model_source
 from fsdp_testing.findings.script_parts import side_by_side, wire
 from fsdp_testing.findings.wrapping_source import FAMILIES
+from fsdp_testing.implementations.shared import module_layouts
 from fsdp_testing.records import Case, plan
 from fsdp_testing.records.case import STARTS
 from fsdp_testing.records.schedule import builds_late
@@ -46,10 +47,14 @@ def script_for(found: Discovery) -> str | None:
     brought = any(getattr(case.wrapping, name) for name in STARTS)
     if measurement is None or unwritten or brought or (renews and others):
         return None
+    if case.world.tensor_parallel > 1 and measurement.before:
+        return None  # the script counts what goes over both axes
     if not family.edits and any("summon_writeback" in operation.required() for operation in case.program):
         return None
     imports, wrap = family.wrap(case)
     parts = [_text(side_by_side), _text(family.part)]
+    if case.world.tensor_parallel > 1:
+        parts.append(_text(module_layouts))
     if measurement.before:
         imported, body = _text(wire)
         parts.append((imported, f"{body}\n\n\nWIRE.watch()"))
@@ -102,6 +107,7 @@ def _program_functions(case: Case, measurement: Measurement) -> list[str]:
 def _task(case: Case) -> str:
     fields = {
         "size": case.world.size,
+        "parts": case.world.tensor_parallel,
         "width": case.model.tree["width"],
         "dtype": f"torch.{case.model.dtype}",
         "build": "build",

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from fsdp_testing.records import Case, Operation
+from fsdp_testing.strategies.layouts import cut_dimension
 from fsdp_testing.strategies.normal_form import needs_of_case
 from fsdp_testing.zoo.tree import has_alias, unit_of
 from fsdp_testing.zoo.tree_schema import SCHEMA, every, get, parameters, walk
@@ -43,6 +44,7 @@ def _tags(case: Case) -> Iterator[str]:
     yield f"world:{case.world.size}"
     if case.world.mesh:
         yield "mesh:" + "x".join(map(str, case.world.mesh))
+    yield from _axis_tags(case)
     yield f"dtype:{case.model.dtype}"
     momentum = "+momentum" if case.optimizer.arguments.get("momentum") else ""
     yield f"optimizer:{case.optimizer.name}{momentum}"
@@ -70,6 +72,29 @@ def _tags(case: Case) -> Iterator[str]:
             yield "alias"
         return
     yield from _tree_tags(case)
+
+
+def _axis_tags(case: Case) -> Iterator[str]:
+    """What is cut over tensor parallelism, and what FSDP2 cannot cut once more along the same dimension."""
+    ranks = case.world.tensor_parallel
+    if ranks == 1:
+        return
+    yield f"tensor_parallel:{ranks}"
+    layouts = dict(case.wrapping.layouts)
+    yield from (f"layout:{layout}" for layout in layouts.values())
+    if case.model.tree is None:
+        return
+    kinds = {place.fqn: place.node["kind"] for place in every(walk(case.model.tree))}
+    for spec in parameters(case.model.tree):
+        if spec.module not in layouts:
+            yield "layout:none"
+            continue
+        dimension = cut_dimension(layouts[spec.module], spec.name, embeds=kinds[spec.module] == "embed")
+        size = spec.shape[dimension] if dimension is not None else case.world.size
+        if dimension == 0 and size % case.world.size:
+            yield "cut:uneven_rows"
+        if -(-size // ranks) * (ranks - 1) >= size:
+            yield f"cut:empty_part_of_{'rows' if dimension == 0 else 'columns'}"
 
 
 def _batch_tags(case: Case) -> Iterator[str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
+from fsdp_testing.findings.model_source import shared_again
 from fsdp_testing.findings.script_parts import ddp, fsdp1, fsdp2
 from fsdp_testing.implementations.shared.fsdp_options import STRATEGIES
 from fsdp_testing.records import Case
@@ -39,6 +40,12 @@ def _fsdp2(case: Case) -> tuple[list[str], list[str]]:
     options, names = ["mesh=mesh"], ["fully_shard"]
     shape = case.world.mesh_shape
     axes = ', mesh_dim_names=("replicate", "shard")' if len(shape) == 2 else ""
+    cut: list[str] = []
+    if case.world.tensor_parallel > 1:
+        shape, axes = (case.world.replicas, case.world.tensor_parallel), ', mesh_dim_names=("data", "tensor")'
+        cut = [f'cut_module(model.{fqn}, mesh["tensor"], {layout!r})' for fqn, layout in case.wrapping.layouts]
+        cut += shared_again(case.model.tree)
+        options = ['mesh=mesh["data"]']
     if case.strategy in ("shard_grad_op", "hybrid_shard_zero2"):
         options.append("reshard_after_forward=False")
     if case.mixed_precision is not None:
@@ -51,7 +58,7 @@ def _fsdp2(case: Case) -> tuple[list[str], list[str]]:
     if case.cpu_offload:
         options.append("offload_policy=CPUOffloadPolicy(pin_memory=False)")
         names.append("CPUOffloadPolicy")
-    lines = [f"mesh = init_device_mesh('cpu', {shape!r}{axes})"]
+    lines = [f"mesh = init_device_mesh('cpu', {shape!r}{axes})", *cut]
     lines += [f"fully_shard(model.{name}, {', '.join(options)})" for name in _innermost_first(case)]
     lines += [f"fully_shard(model, {', '.join(options)})", "return model"]
     return [_MESH, f"from torch.distributed.fsdp import {', '.join(sorted(names))}"], lines

@@ -160,6 +160,14 @@ class Adapter(TorchStyle):
     missing: frozenset[str]
     reference: str = ""
 
+    def claimed(self, tensor_parallel: int = 1) -> frozenset[str]:
+        """Return what is claimed where so many ranks hold one model together."""
+        return (
+            self.capabilities - self.not_beside_tensor_parallel - {"hybrid"}
+            if tensor_parallel > 1
+            else self.capabilities
+        )
+
     @classmethod
     def of(cls, implementation: object) -> Adapter:
         """Complete `implementation`; one that is complete already is returned as it is.

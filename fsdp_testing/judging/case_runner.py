@@ -271,7 +271,8 @@ class CaseRunner:
         try:
             yield from in_order(tasks, jobs, self._interrupt)
         finally:
-            self._interrupted = False
+            if jobs > 1:  # one job is not interrupted from here, and may itself be a part of one of several
+                self._interrupted = False
 
     def _interrupt(self) -> None:
         with self._lock:

@@ -44,20 +44,26 @@ class Capacity:
     most: int
     reason: str
 
-    def jobs(self, asked: int | None) -> int:
-        """Return how many jobs to run; by default what keeps the processors busy.
+    def jobs(self, asked: int | None, usual: int | None = None) -> int:
+        """Return how many jobs to run; if none are asked for, `usual`, or what keeps the processors busy.
 
         One job alone leaves processors idle: ranks wait for one another, then for the oracle. From two on they are busy.
 
         Raises:
-            InvalidArgument: More are asked for than there is room for.
+            InvalidArgument: More are asked for than there is room for, or none.
         """
         if asked is None:
             wanted = max(2, 2 * self.processors // self.ranks) if self.processors > 1 else 1
-            return min(wanted, self.most)
+            return min(usual or wanted, self.most)
+        if asked < 1:
+            raise InvalidArgument(f"jobs: expected a number of at least 1, got {asked}. Give 1 or more.")
         if asked > self.most:
             raise InvalidArgument(f"jobs: expected at most {self.most} here ({self.reason}), got {asked}. Give fewer.")
         return asked
+
+    def said(self, jobs: int) -> str:
+        """The number of jobs, and what it follows from."""
+        return f"{jobs} ({self.processors} processors, room for {self.most})"
 
 
 def capacity(largest: int, processors: int | None = None) -> Capacity:

@@ -37,7 +37,7 @@ from fsdp_testing.ledger.readers import (
     reduce_op_among,
 )
 from fsdp_testing.ledger.recorder import Line, Listener, Recorder
-from fsdp_testing.ledger.records import group_identity
+from fsdp_testing.ledger.records import GroupIdentity, group_identity
 
 _BACKEND_SELECT = backend_select_key()
 _CPP_CALLERS = ("Reducer", "_broadcast_coalesced", "_verify_params_across_processes")
@@ -56,6 +56,7 @@ _active: Recorder | None = None
 _HOST_BACKENDS = {"gloo", "mpi"}
 # By identity of the group object; an entry goes with its group, so an identity is never used twice.
 _lines: dict[int, Line | None] = {}
+_identities: dict[int, GroupIdentity] = {}
 _alive: dict[int, weakref.ref[Any]] = {}
 
 
@@ -64,6 +65,7 @@ def activate(recorder: Recorder | None) -> None:
     global _active
     install()
     forget_groups()
+    _identities.clear()
     _active = recorder
 
 
@@ -93,7 +95,6 @@ def listen(listener: Listener) -> Iterator[None]:
 def forget_groups() -> None:
     """Forget the process groups seen so far; called between jobs, since numbers start anew."""
     _lines.clear()
-    _alive.clear()
 
 
 def install() -> None:
@@ -229,9 +230,11 @@ def _line_of(group: Any) -> Line | None:
     found = id(group)
     if found in _lines:
         return _lines[found]
-    line = _make_line(group)
-    _lines[found] = line
-    _alive[found] = weakref.ref(group, lambda _: (_lines.pop(found, None), _alive.pop(found, None)))
+    line = _lines[found] = _make_line(group)
+    if found not in _alive:
+        _alive[found] = weakref.ref(
+            group, lambda _: [known.pop(found, None) for known in (_lines, _identities, _alive)]
+        )
     return line
 
 
@@ -243,6 +246,9 @@ def _make_line(group: Any) -> Line | None:
     if not alone and (dist.get_rank() != recorder.rank or dist.get_world_size() != recorder.world_size):
         # The default group was replaced by one with other ranks: members no longer have ranks of the world.
         return None
+    known = _identities.get(id(group))
+    if known is not None:
+        return recorder.line(known)
     try:
         members = tuple(dist.get_process_group_ranks(group))
         backends, name = str(dist.get_backend_config(group)), group.group_name
@@ -251,4 +257,5 @@ def _make_line(group: Any) -> Line | None:
     # "cpu:gloo,cuda:nccl" and the like
     configuration = {part.rpartition(":")[2] for part in backends.split(",")}
     identity = group_identity(name, members, dist.get_world_size(), configuration <= _HOST_BACKENDS)
+    _identities[id(group)] = identity
     return recorder.line(identity)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
 
-from fsdp_testing.conformance import run_conformance, shared_runner
+from fsdp_testing.conformance import run_check, shared_runner
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.judging.case_runner import CaseRunner
+from fsdp_testing.judging.concurrency import Shared
 from fsdp_testing.museum.collection import PATHS, exhibits
 from fsdp_testing.museum.exhibit import Exhibit
 from fsdp_testing.museum.hunt import Hunt, hunt
 from fsdp_testing.records import CheckResult, Verdict
 
-#: Results of the sound reference, by path, check and world sizes.
-Sound = MutableMapping[tuple[str, str, tuple[int, ...]], CheckResult]
+Sound = Shared[CheckResult]
+"""Results of the sound reference, by path, check and world sizes."""
+
+SOUND_KEPT = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,7 @@ def tour(
     hunted: bool = False,
     seed: int = 0,
     sound: Sound | None = None,
+    jobs: int = 1,
 ) -> Iterator[Visit]:
     """Visit each exhibit in turn.
 
@@ -83,21 +89,28 @@ def tour(
         seed: Of the random cases.
         sound: Results of the sound reference that are known already; it is judged once for each path, check and world
             size, and the result is added here.
+        jobs: Exhibits judged at a time, each on worlds of its own; visits and their order are the same for any number.
+            Hunts, which have several batches under way, go one after another.
     """
     judge = runner or shared_runner()
-    known: Sound = {} if sound is None else sound
-    for exhibit in selection:
-        started = time.monotonic()
-        results = _judge(judge, exhibit.target, exhibit, exhibit.checks)
-        keys = {check: (PATHS[exhibit.path], check, exhibit.world_sizes) for check in exhibit.checks}
-        unknown = tuple(check for check, key in keys.items() if key not in known)
-        for result in _judge(judge, PATHS[exhibit.path], exhibit, unknown) if unknown else ():
-            known[keys[result.check]] = result
-        met = hunt(exhibit, seed) if hunted and exhibit.fuzzed else None
-        yield Visit(exhibit, results, tuple(known[key] for key in keys.values()), met, time.monotonic() - started)
+    known = Shared[CheckResult](SOUND_KEPT) if sound is None else sound
+    tasks = [partial(_visit, judge, exhibit, known) for exhibit in selection]
+    with closing(judge.side_by_side(tasks, jobs)) as visits:
+        for visit in visits:
+            met = hunt(visit.exhibit, seed) if hunted and visit.exhibit.fuzzed else None
+            yield visit if met is None else replace(visit, hunt=met, seconds=visit.seconds + met.seconds)
 
 
-def _judge(runner: CaseRunner, name: str, exhibit: Exhibit, checks: tuple[str, ...]) -> tuple[CheckResult, ...]:
-    # The bug is known and shown by its story, so that no time is spent on finding its cause.
-    report = run_conformance(name, world_sizes=exhibit.world_sizes, checks=checks, runner=runner, explain=0.0)
-    return report.results
+def _visit(runner: CaseRunner, exhibit: Exhibit, known: Sound) -> Visit:
+    """Judge the exhibit's checks, with the bug and without. The bug is known, so that no time is spent on its cause."""
+    started = time.monotonic()
+
+    def judged(name: str, check: str) -> CheckResult:
+        return run_check(name, check, world_sizes=exhibit.world_sizes, runner=runner)
+
+    results = tuple(judged(exhibit.target, check) for check in exhibit.checks)
+    path = PATHS[exhibit.path]
+    sound = tuple(
+        known.get((path, check, exhibit.world_sizes), partial(judged, path, check)) for check in exhibit.checks
+    )
+    return Visit(exhibit, results, sound, None, time.monotonic() - started)

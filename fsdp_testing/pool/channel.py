@@ -20,6 +20,8 @@ from fsdp_testing.pool.targets import MAIN_COPY
 
 _HEADER = struct.Struct("<Q")
 _CHUNK = 1 << 20
+# Nearly all messages are shorter. Memory of a megabyte would be mapped, and given back, for each of them.
+_FIRST_CHUNK = 1 << 16
 
 
 def rebuild_tensor(data: bytes, dtype: str, shape: tuple[int, ...], requires_grad: bool, is_parameter: bool) -> Any:
@@ -151,7 +153,7 @@ class Channel:
             message = self._next()
             if message is not None:
                 return message[0]
-            data = self._sock.recv(_CHUNK)
+            data = self._read()
             if not data:
                 self._closed = True
                 raise EOFError("the other end of the channel has gone")
@@ -163,7 +165,7 @@ class Channel:
             self._sock.settimeout(0.0)
         while not self._closed:
             try:
-                data = self._sock.recv(_CHUNK)
+                data = self._read()
             except BlockingIOError:
                 break
             except (ConnectionResetError, BrokenPipeError):
@@ -191,6 +193,9 @@ class Channel:
             return False
         except OSError:
             return True
+
+    def _read(self) -> bytes:
+        return self._sock.recv(_CHUNK if len(self._pending) >= _FIRST_CHUNK else _FIRST_CHUNK)
 
     def _next(self) -> tuple[Any] | None:
         if len(self._pending) < _HEADER.size:

@@ -22,8 +22,7 @@ from fsdp_testing.errors import BackendUnavailable, HarnessError, InvalidArgumen
 from fsdp_testing.pool import preload
 from fsdp_testing.pool.device_slots import DeviceSlots, Lease
 from fsdp_testing.pool.outcome import WorldOutcome
-from fsdp_testing.pool.processes import directory
-from fsdp_testing.pool.server import ForkServer
+from fsdp_testing.pool.server import ForkServer, directory
 from fsdp_testing.pool.world import inside_rank
 from fsdp_testing.pool.world_on_loan import PooledWorld, WorldKey
 

@@ -8,14 +8,13 @@ import signal
 import socket
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from fsdp_testing import env
 from fsdp_testing.ledger.reading import AreaView
 from fsdp_testing.pool.channel import Channel
 from fsdp_testing.pool.jobs import LOOPBACK, Bootstrap, Exit
-from fsdp_testing.pool.server import ForkServer
+from fsdp_testing.pool.server import ForkServer, directory
 
 _SEND_SECONDS = 20.0
 _OUTPUTS = ("stdout", "stderr", "stacks")
@@ -94,7 +93,7 @@ class RankProcess:
         fd = self._files[name]
         start = self._seen[name]
         parts: list[bytes] = []
-        while data := os.pread(fd, os.fstat(fd).st_size - start, start):
+        while (size := os.fstat(fd).st_size) > start and (data := os.pread(fd, size - start, start)):
             parts.append(data)
             start += len(data)
         self._seen[name] = start
@@ -165,14 +164,6 @@ def start_rank(
         process.close()
         raise
     return process, port
-
-
-def directory() -> str:
-    """Return the controller's directory; '/' when it has been removed."""
-    try:
-        return str(Path.cwd())
-    except FileNotFoundError:
-        return "/"
 
 
 def environment_for_ranks() -> dict[str, Any]:

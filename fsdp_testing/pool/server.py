@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from fsdp_testing import env
@@ -22,6 +23,7 @@ _READY_SECONDS = 120.0
 _FORK_SECONDS = 60.0
 #: So many modules are worth a process more, and the tenth of a second that its memory takes to be put into large pages.
 WORTH_A_SUCCESSOR = 20
+_PACKAGE = Path(__file__).parents[1]
 _SINGLE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
@@ -40,9 +42,11 @@ class ForkServer:
         self._owner = os.getpid()
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control = mine
+        # An empty entry means the current folder, and this process may change it before the fork server looks there.
+        path = [entry or directory() for entry in sys.path]
         setup = json.dumps(
             {
-                "sys_path": sys.path,
+                "sys_path": path,
                 "modules": list(modules),
                 "preparations": list(preparations),
             }
@@ -53,10 +57,11 @@ class ForkServer:
         environment = env.snapshot()
         # numpy's BLAS starts its threads at import unless answer not to; a forked rank would wait for them for ever.
         environment.update(dict.fromkeys(_SINGLE_THREAD, "1"))
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        environment["PYTHONPATH"] = os.pathsep.join(entry for entry in path if not _has_other_copy(entry))
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", command],
+                # -P: with -c alone the current folder would come before the controller's path, and its modules with it.
+                [sys.executable, "-P", "-c", command],
                 pass_fds=[theirs.fileno(), settings],
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -214,6 +219,24 @@ class ForkServer:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def directory() -> str:
+    """Return the controller's directory; '/' when it has been removed."""
+    try:
+        return str(Path.cwd())
+    except FileNotFoundError:
+        return "/"
+
+
+def _has_other_copy(entry: str) -> bool:
+    """Return whether a folder of the path holds this package, but not the one that runs here.
+
+    pytest may have put a checkout in front when the installed package was imported already. The fork server must find that
+    one too; once it has, the order of the path decides about everything else, as it does here.
+    """
+    found = Path(entry, _PACKAGE.name)
+    return found.is_dir() and not found.samefile(_PACKAGE)
 
 
 def _memory_file(text: str) -> int:

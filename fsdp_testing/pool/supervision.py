@@ -125,7 +125,10 @@ class Supervision:
         """Wait until all have ended, or the grace period or deadline ends; True when the deadline did it."""
         deadline: float | None = started + _JOIN_SECONDS
         stop_at: float | None = None
-        with selectors.DefaultSelector() as selector:
+        # Not sooner: of most jobs all ranks end within this time of one another, and reading ledgers would keep them waiting.
+        look_at = started + _POLL_SECONDS
+        # Not epoll, which takes a system call for each source: nearly always a job ends after the first few events.
+        with selectors.PollSelector() as selector:
             for watch in watches:
                 for source in watch.process.sources:
                     selector.register(source, selectors.EVENT_READ, watch)
@@ -139,8 +142,9 @@ class Supervision:
                 if not running:
                     return False
                 bad = any(watch.bad for watch in watches)
-                if stop_at is None and (bad or self._peer_already_left(watches)):
+                if stop_at is None and (bad or (now >= look_at and self._peer_already_left(watches))):
                     stop_at = now + GRACE_SECONDS
+                look_at = now + _POLL_SECONDS if now >= look_at else look_at
                 if stop_at is not None and now >= stop_at:
                     # A channel that closed without a report: its rank is dead or dying, and the exit status on its way. On a
                     # loaded machine a peer's connection error comes long before; the death must lead the account all the same.

@@ -20,8 +20,9 @@ from fsdp_testing.pool.channel import dumps, readable
 from fsdp_testing.pool.device_slots import Lease
 from fsdp_testing.pool.jobs import Bootstrap, Job, Place
 from fsdp_testing.pool.outcome import Fate, WorldOutcome
-from fsdp_testing.pool.processes import RankProcess, directory, environment_for_ranks, start_rank
+from fsdp_testing.pool.processes import RankProcess, environment_for_ranks, start_rank
 from fsdp_testing.pool.remote_rank import RemoteRank, StartRank
+from fsdp_testing.pool.server import directory
 from fsdp_testing.pool.supervision import Supervision
 from fsdp_testing.pool.targets import Target, target_of
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.implementations.protocol import Setup
-from fsdp_testing.ledger.recorder import Call
+from fsdp_testing.ledger.recorder import Call, GroupIdentity
 from fsdp_testing.programs.execute import RankProgram, SetupMaker
 from fsdp_testing.programs.setup import setup_in_world
 from fsdp_testing.records import Case, OperationAccount, RankObservation
@@ -44,6 +44,9 @@ class AccountedProgram(RankProgram):
         self._reduction_bytes: list[int] = []
         self._backward = False
         self.accounts: list[OperationAccount] = []
+        parts = case.world.tensor_parallel
+        first = rank // parts * parts
+        self._one_model = tuple(range(first, first + parts)) if parts > 1 else ()
         super().__init__(case, replace(adapter, wrap=self._watched(adapter)), rank, make_setup)
 
     def _watched(self, adapter: Adapter) -> Callable[[nn.Module, Setup], nn.Module]:
@@ -77,8 +80,10 @@ class AccountedProgram(RankProgram):
         elif transition == "free":
             self._open.pop(unit, None)
 
-    def collective(self, call: Call) -> None:
-        """Note what goes on the wire."""
+    def collective(self, group: GroupIdentity, call: Call) -> None:
+        """Note what goes on the wire; not what modules that are cut send among the ranks of one model."""
+        if group.members == self._one_model:
+            return
         name, dtype, sizes = call.what[0], *(*call.what, None, None)[2:4]
         numel = sum(sizes) if isinstance(sizes, tuple) else int(sizes or 0)
         if name.startswith(GATHERS):

@@ -12,6 +12,7 @@ from torch import nn
 
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.operations.operation import matching
+from fsdp_testing.programs.adam_in_float32 import AdamInFloat32
 from fsdp_testing.programs.replicas import replica_of
 from fsdp_testing.records import Batch, Case
 from fsdp_testing.zoo import MODELS, Inputs, ZooModel, loss_of, tensors_in
@@ -208,5 +209,6 @@ def build_optimizer(case: Case, parameters: Iterable[nn.Parameter]) -> torch.opt
         "sgd": torch.optim.SGD,
         "adam": torch.optim.Adam,
         "adamw": torch.optim.AdamW,
+        "adam_in_float32": AdamInFloat32,
     }
     return makers[case.optimizer.name](list(parameters), **case.optimizer.arguments)

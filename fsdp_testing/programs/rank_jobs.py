@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -53,7 +52,7 @@ def run_case(implementation: Adapter | str, case: Case, observe_all: bool) -> Ra
     program = program_for(case, registry.adapter_of(implementation), current_world().rank)
     if not isinstance(program, AccountedProgram):
         return run_program(program, observe_all)
-    with listen(lambda _group, call, _site: program.collective(call)):
+    with listen(lambda group, call, _site: program.collective(group, call)):
         seen = run_program(program, observe_all)
     return seen if isinstance(seen, Failed) else seen.extended(AccountedObservation, accounts=tuple(program.accounts))
 
@@ -163,8 +162,9 @@ def reducing_dtypes(implementation: Adapter | str, case: Case) -> set[str]:
     found: set[str] = set()
 
     def note(_group: object, call: Call, _site: object) -> None:
-        if "reduce" in call.text:
-            found.update(set(re.findall(r"\w+", call.text)) & set(UNIT_ROUNDOFF))
+        operation, *details = call.what
+        if "reduce" in operation:
+            found.update(set(details) & set(UNIT_ROUNDOFF))
 
     program = RankProgram(case, registry.adapter_of(implementation), current_world().rank)
     with listen(note):

@@ -15,7 +15,7 @@ from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.implementations.protocol import Division, Precision, Setup, WrapPolicy
 from fsdp_testing.pool.world import current_world
 from fsdp_testing.programs.models import dtype_of
-from fsdp_testing.records import Case, MixedPrecisionSpec, PolicySpec, WrappingPlan
+from fsdp_testing.records import Case, MixedPrecisionSpec, PolicySpec, WorldSpec, WrappingPlan
 from fsdp_testing.strategies.normal_form import leaves_unused
 
 
@@ -24,15 +24,21 @@ def setup_of(
 ) -> Setup:
     """Translate `case` for one rank.
 
-    Collectives: making the two-dimensional mesh of a hybrid or tensor-parallel case creates subgroups; every rank must
-    call.
+    Args:
+        case: The case.
+        module: The module that is to be wrapped.
+        rank: In `group`.
+        device: Its device.
+        group: The ranks; None for an implementation that runs without one.
+        mesh: Of the group, or `mesh_of_two_axes` of the case, which is made if it is needed and not given.
+
+    Collectives: making a mesh of two axes creates subgroups; every rank must call.
     """
     shape, parts, tensor_mesh = case.world.mesh_shape, case.world.tensor_parallel, None
-    if len(shape) == 2 and group is not None:
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-    if parts > 1 and group is not None:
-        both = init_device_mesh(device.type, (case.world.replicas, parts), mesh_dim_names=("data", "tensor"))
-        mesh, tensor_mesh = both["data"], both["tensor"]
+    if group is not None and (mesh is None or mesh.ndim == 1):
+        mesh = mesh_of_two_axes(case.world, device) or mesh
+    if parts > 1 and group is not None and mesh is not None:
+        mesh, tensor_mesh = mesh["data"], mesh["tensor"]
         group = mesh.get_group()
     return Setup(
         rank=rank // parts,
@@ -58,6 +64,15 @@ def setup_of(
         leaves_unused=leaves_unused(case),
         settings=frozenset(case.wrapping.settings),
     )
+
+
+def mesh_of_two_axes(world: WorldSpec, device: torch.device) -> DeviceMesh | None:
+    """Return the mesh of a hybrid or tensor-parallel world, None for others. Collectives: it makes groups; every rank calls."""
+    if world.tensor_parallel > 1:
+        return init_device_mesh(device.type, (world.replicas, world.tensor_parallel), mesh_dim_names=("data", "tensor"))
+    if len(world.mesh_shape) == 2:
+        return init_device_mesh(device.type, world.mesh_shape, mesh_dim_names=("replicate", "shard"))
+    return None
 
 
 def setup_among(case: Case, module: nn.Module, ranks: Sequence[int], group: ProcessGroup) -> Setup:

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,14 +29,30 @@ _OBJECTS, _FILE, _DIRECTORY = "objects.pickle", "state.pt", "shards"
 _DIRECTORIES = ("dcp", "async")
 
 
-def save(way: str, adapter: Adapter, model: nn.Module, optimizer: Any, folder: Path, group: Any = None) -> None:
-    """Save model and optimizer (None: the model alone) below `folder`.
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What a rank saves.
+
+    Attributes:
+        model: As the implementation wrapped it.
+        optimizer: None: the model alone.
+        beside: Entries of which no implementation knows, by key; what ranks have under one key is put together.
+    """
+
+    model: nn.Module
+    optimizer: Any
+    beside: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def save(way: str, adapter: Adapter, trained: Trained, folder: Path, group: Any = None) -> None:
+    """Save what is trained below `folder`.
 
     Collectives: those of the adapter, and of `torch.distributed.checkpoint.save`; every rank calls, of `group` if one is given
-    (for "dcp" alone).
+    (for "dcp" alone). For a full state with entries beside it one more, of the world.
     """
+    model, optimizer = trained.model, trained.optimizer
     if way in _DIRECTORIES:
-        state: dict[str, Any] = {"model": _shards(adapter, model)[0]}
+        state: dict[str, Any] = {"model": _shards(adapter, model)[0], **trained.beside}
         state |= {} if optimizer is None else {"optimizer": _optimizer_shards(adapter, model, optimizer)}
         with _refusals_as_errors():
             if way == "dcp":
@@ -47,12 +64,19 @@ def save(way: str, adapter: Adapter, model: nn.Module, optimizer: Any, folder: P
         return
     full: dict[str, Any] = {"model": dict(adapter.full_state_dict(model))}
     full |= {} if optimizer is None else {"optimizer": adapter.full_optimizer_state(model, optimizer)}
+    full |= _of_all_ranks(trained.beside) if trained.beside else {}
     rank, last = current_world().rank, current_world().size - 1
     # Every rank has the complete state: one way takes the first rank's, the other the last one's.
     if way == "file" and rank == 0:
         torch.save(full, folder / _FILE)
     elif way == "memory" and rank == last:
         (folder / _OBJECTS).write_bytes(dumps(full))
+
+
+def _of_all_ranks(beside: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    everyone: list[Any] = [None] * current_world().size
+    dist.all_gather_object(everyone, beside)
+    return {key: {name: value for one in everyone for name, value in one[key].items()} for key in beside}
 
 
 @contextmanager
@@ -146,6 +170,15 @@ class Source:
         load: Any = adapter.load_sharded_optimizer_state if sharded else adapter.load_full_optimizer_state
         load(model, optimizer, state["optimizer"])
 
+    def beside(self, key: str) -> dict[str, Any]:
+        """Return the entries that lie under a key, of all ranks. Collectives: of `torch.distributed.checkpoint.load`."""
+        if self._full is not None:
+            return dict(self._full[key])
+        state = _blank(self._folder, key)
+        with _refusals_as_errors():
+            dcp.load(state, checkpoint_id=self._folder / _DIRECTORY, process_group=self._group)
+        return dict(state[key])
+
 
 class Carrier(Protocol):
     """A state on its way from some ranks to others; the last one that was saved is loaded."""
@@ -199,7 +232,7 @@ class InDirectory:
     def save(self, adapter: Adapter, model: nn.Module, optimizer: Any, group: Any) -> None:
         """Save into a new one."""
         self._saves += 1
-        save("dcp", adapter, model, optimizer, self._folder / str(self._saves), group)
+        save("dcp", adapter, Trained(model, optimizer), self._folder / str(self._saves), group)
 
     def send(self, source: int) -> None:
         """Collectives: one broadcast, of the directory's number."""

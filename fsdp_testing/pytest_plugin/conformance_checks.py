@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from fsdp_testing.conformance import load_all, run_check, select_checks
 from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.pytest_plugin.checks_ahead import result_of
 from fsdp_testing.records import CheckResult, Verdict
 from fsdp_testing.suites import CHECKS
 
@@ -30,12 +32,14 @@ class BoundCheck:
         name: Name of the check.
         world_sizes: Sizes it runs on.
         backend: Backend it runs on.
+        tensor_parallel: How many ranks hold one model together.
     """
 
     implementation: str
     name: str
     world_sizes: tuple[int, ...] = (2,)
     backend: str = "gloo"
+    tensor_parallel: int = 1
 
     def __call__(self) -> CheckResult:
         """Run the check.
@@ -48,7 +52,7 @@ class BoundCheck:
             CheckUnknown: Nothing is known.
             pytest.skip.Exception: The implementation does not claim it.
         """
-        result = run_check(self.implementation, self.name, world_sizes=self.world_sizes, backend=self.backend)
+        result = result_of(self)
         if result.verdict is Verdict.NOT_CLAIMED:
             pytest.skip(f"not claimed: {self.implementation} {result.explanation}")
         if result.verdict is Verdict.UNKNOWN:
@@ -57,10 +61,16 @@ class BoundCheck:
             raise CheckFailed(_explanation(result))
         return result
 
+    def judged(self) -> CheckResult:
+        """Judge it now."""
+        where: dict[str, Any] = {"world_sizes": self.world_sizes, "tensor_parallel": self.tensor_parallel}
+        return run_check(self.implementation, self.name, backend=self.backend, **where)
+
 
 def parametrize_with_checks(
     *names: str,
     world_sizes: Sequence[int] = (2,),
+    tensor_parallel: int = 1,
     backend: str = "gloo",
     checks: Sequence[str] = (),
     expected_failures: Mapping[str, str] | None = None,
@@ -71,6 +81,7 @@ def parametrize_with_checks(
     Args:
         *names: Implementations, by registered name or import string.
         world_sizes: Numbers of ranks.
+        tensor_parallel: How many of them hold one model together, cut by torch's tensor parallelism; it divides every size.
         backend: Backend of the worlds.
         checks: Patterns of check names or names of suites.
         expected_failures: Reason by check name; such a test is a strict xfail, so that a stale entry fails.
@@ -86,7 +97,7 @@ def parametrize_with_checks(
         raise InvalidArgument(f"expected_failures: expected names of checks, got {unknown}. Correct the spelling.")
     parameters = [
         pytest.param(
-            BoundCheck(name, check.name, tuple(world_sizes), backend),
+            BoundCheck(name, check.name, tuple(world_sizes), backend, tensor_parallel),
             id=f"{name}-{check.name}",
             marks=[pytest.mark.xfail(reason=expected[check.name], raises=CheckFailed, strict=True)]
             if check.name in expected

@@ -107,7 +107,7 @@ class Protocol:
             chain = item.listchain()
             keep = shared_length(chain, nextitem.listchain()) if nextitem is not None and world.kept else 0
             debugging = self._debugging(request)
-            task = ItemTask(collected_id(item), str(item.path), keep, last=not world.kept, debugging=debugging)
+            task = ItemTask(collected_id(item), str(item.path), keep, not world.kept, debugging, item.location)
             spec, directory = self.leases.introduction(world)
             outcome = world.execute(
                 f"{IN_RANK}:run_item",

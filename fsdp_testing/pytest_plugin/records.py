@@ -1,9 +1,12 @@
-"""What do the controlling pytest and the pytest inside a rank send each other? Plain data, no pytest objects."""
+"""What do the controlling pytest and the pytest inside a rank send each other? Plain data, no pytest objects.
+
+What is sent for every test is a named tuple or says itself what to send: see `pool/jobs.py`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdp_testing.records.dirt import Dirt
 
@@ -45,8 +48,7 @@ class Debugging:
     done: str
 
 
-@dataclass(frozen=True, slots=True)
-class ItemTask:
+class ItemTask(NamedTuple):
     """One test item to run in a rank.
 
     Attributes:
@@ -55,6 +57,7 @@ class ItemTask:
         keep: How many of the item's leading collectors the next item of the session shares: their fixtures live on.
         last: Whether the session ends with this item (fresh processes).
         debugging: Set under `--rank-pdb`.
+        location: The item's place as pytest reports it; None: to be found.
     """
 
     nodeid: str
@@ -62,6 +65,7 @@ class ItemTask:
     keep: int
     last: bool = False
     debugging: Debugging | None = None
+    location: tuple[str, int | None, str] | None = None
 
 
 @dataclass(slots=True)
@@ -77,6 +81,11 @@ class Phase:
     longrepr: Any = None
     sections: list[tuple[str, str]] = field(default_factory=list)
     wasxfail: str | None = None
+
+    def __reduce__(self) -> tuple[type[Phase], tuple[Any, ...]]:
+        """Be sent without what is nearly always left out."""
+        facts = self.when, self.outcome, self.duration, self.longrepr, self.sections, self.wasxfail
+        return Phase, facts[:3] if facts[3:] == (None, [], None) else facts
 
     def fail(self, longrepr: dict[str, Any]) -> None:
         self.outcome, self.longrepr = "failed", longrepr
@@ -94,8 +103,7 @@ class WarningRecord:
     when: str
 
 
-@dataclass(frozen=True, slots=True)
-class RankResult:
+class RankResult(NamedTuple):
     """What one rank's pytest made of an item.
 
     Attributes:

@@ -20,7 +20,7 @@ from fsdp_testing.records.document import ADDED_LATER, Format, decode, register_
 FORMAT = Format("fsdp_testing/case", 1)
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
-OPTIMIZERS = ("sgd", "adamw", "adam")
+OPTIMIZERS = ("sgd", "adamw", "adam", "adam_in_float32")
 POLICIES = ("module_class", "size", "always")
 PREFETCH = ("pre", "post", "none")
 STARTS = ("sync_module_states", "meta_init")

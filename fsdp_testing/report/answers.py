@@ -89,7 +89,7 @@ def moments(cause: Cause) -> tuple[Moment, ...]:
     """Return the shortest schedule with the moment at which it goes wrong; without one, the operation of the finding."""
     finding = next((finding for finding in cause.findings if finding.shortest is not None), cause.findings[0])
     if cause.explanation is None:
-        return (_wrong(summary.place_text(finding).partition(", rank")[0], finding),)
+        return (_wrong(summary.operation_place(finding), finding),)
     lines = cause.explanation.schedule
     at = _where(lines, finding)
     return tuple(_wrong(line, finding) if index == at else Moment(line) for index, line in enumerate(lines))

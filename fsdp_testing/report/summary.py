@@ -255,10 +255,15 @@ def size_text(finding: Finding) -> str:
 
 def place_text(finding: Finding) -> str:
     """After which operation and on which ranks."""
-    place = finding.operation_text or ("while wrapping" if finding.operation < 0 else f"operation {finding.operation}")
+    place = operation_place(finding)
     if not finding.ranks:
         return place
     return f"{place}, rank{'s' if len(finding.ranks) > 1 else ''} {', '.join(map(str, finding.ranks))}"
+
+
+def operation_place(finding: Finding) -> str:
+    """After which operation."""
+    return finding.operation_text or ("while wrapping" if finding.operation < 0 else f"operation {finding.operation}")
 
 
 def world_text(case: Case) -> str:

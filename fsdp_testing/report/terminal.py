@@ -116,7 +116,7 @@ def in_short(report: RunReport, width: int) -> Iterator[RenderableType]:
 
 
 def _new_failures(report: RunReport) -> Iterator[RenderableType]:
-    """Every cause of an unexpected failure, the first few at length, and failures of which no finding tells."""
+    """Every cause of an unexpected failure, the first few at length, and failures without a finding."""
     failed = summary.attention(report, Verdict.FAIL)
     if not failed:
         return

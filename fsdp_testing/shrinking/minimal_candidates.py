@@ -21,6 +21,9 @@ _SKELETONS: tuple[tuple[list[Node], tuple[str, ...]], ...] = (
 )
 """Small models to which many failures do not mind being moved, with the units that are wrapped."""
 
+_LAYOUTS = ((("a", "colwise"), ("b", "rowwise")), (("a", "rowwise"), ("b", "colwise")))
+"""What is made of them over a second axis."""
+
 
 def on_small_models(case: Case) -> Iterator[Case]:
     """Yield the case on a very small model, and with all its settings at their simplest."""
@@ -28,9 +31,10 @@ def on_small_models(case: Case) -> Iterator[Case]:
     for nodes, units in _SKELETONS:
         model = ModelSpec("tree", dtype=case.model.dtype, tree={"width": 2, "nodes": [dict(node) for node in nodes]})
         if case.model.tree is None or len(case.model.tree["nodes"]) > len(nodes) or case.wrapping.units != units:
-            small = replace(case, model=model, wrapping=WrappingPlan(units))
-            yield replace(_plain_settings(small), wrapping=WrappingPlan(units))
-            yield small
+            for layouts in _LAYOUTS if case.world.tensor_parallel > 1 else ((),):
+                small = replace(case, model=model, wrapping=WrappingPlan(units, layouts=layouts))
+                yield _plain_settings(small)
+                yield small
     if case.model.tree is not None:
         thin = replace(case.model, tree=with_width(case.model.tree, 2))
         yield _plain_settings(replace(case, model=thin))
@@ -42,7 +46,7 @@ def _plain_settings(case: Case) -> Case:
     return replace(
         case,
         model=replace(case.model, dtype="float64"),
-        world=WorldSpec(case.world.size, case.world.backend),
+        world=WorldSpec(case.world.size, case.world.backend, tensor_parallel=case.world.tensor_parallel),
         mixed_precision=None,
         cpu_offload=False,
         strategy="full_shard" if case.strategy != "no_shard" else "no_shard",

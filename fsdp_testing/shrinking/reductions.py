@@ -47,7 +47,10 @@ def settings(case: Case) -> Iterator[Reduction]:
     elif case.model.dtype != "float64":
         yield Reduction(("dtype",), replace(case, model=replace(case.model, dtype="float64")))
     yield from _plans(case)
-    if case.world.size > 2:
+    if case.world.tensor_parallel > 1:
+        one_axis = WorldSpec(case.world.replicas, case.world.backend)
+        yield Reduction(("tensor_parallel",), replace(case, world=one_axis))
+    elif case.world.size > 2:
         yield Reduction(("world",), replace(case, world=WorldSpec(2, case.world.backend)))
     if case.strategy != "full_shard":
         nearer = "hybrid_shard" if case.strategy == "hybrid_shard_zero2" else "full_shard"
@@ -72,6 +75,15 @@ def _plans(case: Case) -> Iterator[Reduction]:
             yield Reduction(("wrapping", name), replace(case, wrapping=replace(plan, units=units)))
         if plan.ignored:
             yield Reduction(("wrapping", ".ignored"), replace(case, wrapping=replace(plan, ignored=())))
+        for fqn, layout in plan.layouts:
+            # Paired ones, whose partner would have no meaning alone, become whole on their own first.
+            others = {**dict(plan.layouts), fqn: layout.removesuffix("_cut")}
+            simpler = [others] if others != dict(plan.layouts) else []
+            simpler += [{**others, fqn: "replicated"}] if layout != "replicated" else []
+            simpler.append({name: one for name, one in others.items() if name != fqn})
+            for number, layouts in enumerate(simpler):
+                changed = replace(plan, layouts=tuple(layouts.items()))
+                yield Reduction(("wrapping", ".layouts", fqn, number), replace(case, wrapping=changed))
         for name in STARTS:
             off: dict[str, Any] = {name: False}
             if getattr(plan, name):

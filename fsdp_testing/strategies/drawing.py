@@ -19,6 +19,7 @@ from fsdp_testing.records import (
 from fsdp_testing.records.case import STARTS
 from fsdp_testing.strategies.choices import Choices
 from fsdp_testing.strategies.features import Scope, Swarm, SwarmDrawer
+from fsdp_testing.strategies.layouts import Layouts, draw_layouts
 from fsdp_testing.strategies.normal_form import legal_case, needs_of_case
 from fsdp_testing.strategies.operation_drawer import OperationDrawer
 from fsdp_testing.strategies.trees import draw_tree
@@ -73,15 +74,19 @@ class CaseDrawer:
         size = choices.pick(self.scope.world_sizes) if choices.chance(4) else self.scope.world_sizes[0]
         precision = _precision(choices, swarm)
         model = self._model(choices, swarm, low=precision is not None)
-        operations = OperationDrawer(choices, swarm, size, model.patterns, model.branches, model.units)
+        # Ranks that hold one model together have the same inputs.
+        parts = self.scope.tensor_parallel
+        operations = OperationDrawer(choices, swarm, size // parts, model.patterns, model.branches, model.units)
         strategy = self._strategy(choices, swarm)
         starts: dict[str, Any] = {name: f"wrap.{name}" in swarm for name in STARTS}
         return Case(
             model=model.spec,
-            world=WorldSpec(size, mesh=_mesh(choices, size) if strategy.startswith("hybrid") else ()),
+            world=WorldSpec(
+                size, mesh=_mesh(choices, size) if strategy.startswith("hybrid") else (), tensor_parallel=parts
+            ),
             program=operations.program(self.scope.max_operations),
             seed=choices.integer(0, 2**16 - 1),
-            wrapping=replace(_wrapping(choices, swarm, model), **starts),
+            wrapping=replace(_wrapping(choices, swarm, model), layouts=self._layouts(choices, model), **starts),
             strategy=strategy,
             mixed_precision=precision,
             cpu_offload="offload" in swarm,
@@ -93,8 +98,12 @@ class CaseDrawer:
         swarm = Swarm(frozenset(), self.scope)
         spec = ModelSpec("tree", tree={"width": 4, "nodes": [{"kind": "linear", "name": "a"}]})
         program = OperationDrawer(choices, swarm, 1, ("*",), 0).program(3)
-        world = WorldSpec(self.scope.world_sizes[0])
+        world = WorldSpec(self.scope.world_sizes[0], tensor_parallel=self.scope.tensor_parallel)
         return self.shape(Case(spec, world, program, strategy=self._strategies[0]))
+
+    def _layouts(self, choices: Choices, model: DrawnModel) -> Layouts:
+        ranks = self.scope.tensor_parallel
+        return draw_layouts(choices, model.spec.tree, ranks) if ranks > 1 else ()
 
     def _strategy(self, choices: Choices, swarm: Swarm) -> str:
         wanted = {"full_shard"}

@@ -120,6 +120,21 @@ _RARE = frozenset(
 _RARELY = 12
 
 
+_WITHOUT_TENSOR_PARALLEL = frozenset(
+    {
+        "strategy.hybrid",  # would need a mesh of three axes
+        "model.zoo",  # layouts are drawn for trees
+        # Ranks of one model begin alike, and on the CPU.
+        *("wrap.sync_module_states", "wrap.meta_init"),
+        # Operation by operation nobody knows how far roundings carry in a tree that is cut; the suites judge low precision.
+        *("precision.param", "precision.reduce", "precision.buffer"),
+        # Groups of some ranks hold no whole model.
+        *(name for name in FEATURES if name.startswith("op.elsewhere")),
+    }
+)
+"""Features that are not drawn where several ranks hold one model together."""
+
+
 @dataclass(frozen=True, slots=True)
 class Scope:
     """What a generator may draw.
@@ -129,12 +144,14 @@ class Scope:
         world_sizes: Numbers of ranks, the usual one first.
         max_operations: Longest program.
         excluded: Features that are switched off.
+        tensor_parallel: How many ranks hold one model together.
     """
 
     capabilities: frozenset[str] = frozenset(CAPABILITIES)
     world_sizes: tuple[int, ...] = (2,)
     max_operations: int = 12
     excluded: frozenset[str] = frozenset()
+    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
         unknown = sorted(self.excluded - set(FEATURES))
@@ -147,12 +164,22 @@ class Scope:
                 f"Scope: expected world sizes of at least 1 and at least one operation, got {self.world_sizes} and "
                 f"{self.max_operations}. Give world_sizes=(2,)."
             )
+        odd = [size for size in self.world_sizes if self.tensor_parallel < 1 or size % self.tensor_parallel]
+        if odd:
+            raise InvalidArgument(
+                f"tensor_parallel: expected a number that divides every world size, got {self.tensor_parallel} for {odd}. "
+                "Give a multiple of it as world size."
+            )
+        if self.tensor_parallel > 1 and "tensor_parallel" not in self.capabilities:
+            raise InvalidArgument(
+                "tensor_parallel: expected an implementation that claims `tensor_parallel`, got one that does not. "
+                "Leave the axis out."
+            )
 
     def available(self) -> tuple[str, ...]:
         """Return the features that may be switched on."""
-        return tuple(
-            name for name, needs in FEATURES.items() if needs <= self.capabilities and name not in self.excluded
-        )
+        off = self.excluded | (_WITHOUT_TENSOR_PARALLEL if self.tensor_parallel > 1 else frozenset())
+        return tuple(name for name, needs in FEATURES.items() if needs <= self.capabilities and name not in off)
 
     def not_claimed(self) -> dict[str, frozenset[str]]:
         """Return the features that cannot be drawn, each with the capabilities that are not claimed."""

@@ -15,6 +15,8 @@ from typing import Any
 from fsdp_testing.operations import Operation
 from fsdp_testing.operations.operation import matching
 from fsdp_testing.records import Case, OptimizerSpec, WorldSpec, WrappingPlan
+from fsdp_testing.records.case import STARTS
+from fsdp_testing.strategies.layouts import legal_layouts
 from fsdp_testing.zoo import MODELS
 from fsdp_testing.zoo.tree import has_alias, needs_of, unit_names, unit_of
 from fsdp_testing.zoo.tree_schema import Walk, every, get, legal_tree, parameters, walk
@@ -37,7 +39,11 @@ def legal_case(case: Case, capabilities: frozenset[str] | None = None) -> Case:
             tree = _without_strides(tree)
             # Activations that pass through a module which nobody casts are of a dtype that the next one may refuse.
             case = replace(case, wrapping=replace(case.wrapping, ignored=()))
-        case = replace(case, model=replace(case.model, tree=tree), wrapping=_legal_wrapping(case.wrapping, tree))
+        case = replace(
+            case,
+            model=replace(case.model, tree=tree),
+            wrapping=_legal_wrapping(case.wrapping, tree, case.world.tensor_parallel),
+        )
     case = replace(case, program=tuple(ProgramContext(case).normalised()))
     if case.model.tree is not None and _changes_ignored(case):
         # Nobody averages gradients of what is ignored, or puts its numbers back after an edit.
@@ -173,7 +179,7 @@ def _without_strides(node: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _legal_wrapping(plan: WrappingPlan, tree: Mapping[str, Any]) -> WrappingPlan:
+def _legal_wrapping(plan: WrappingPlan, tree: Mapping[str, Any], tensor_parallel: int = 1) -> WrappingPlan:
     names = set(unit_names(tree))
     ignored = tuple(dict.fromkeys(name for name in plan.ignored if name in names and _all_frozen(tree, name)))
     inside = tuple(f"{name}." for name in ignored)
@@ -187,7 +193,10 @@ def _legal_wrapping(plan: WrappingPlan, tree: Mapping[str, Any]) -> WrappingPlan
             kinds = {place.node["kind"] for place in every(walk(tree))}
             classes = tuple(name for name in policy.classes if _KINDS.get(name) in kinds)
             policy = replace(policy, classes=classes) if classes else None
-    return WrappingPlan(units, policy, ignored, sync_module_states=plan.sync_module_states, meta_init=plan.meta_init)
+    starts = {name: getattr(plan, name) for name in STARTS}
+    return WrappingPlan(
+        units, policy, ignored, layouts=legal_layouts(plan.layouts, tree, ignored, tensor_parallel), **starts
+    )
 
 
 def _all_frozen(tree: Mapping[str, Any], module: str) -> bool:

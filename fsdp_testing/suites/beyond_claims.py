@@ -76,6 +76,8 @@ def __getattr__(name: str) -> Adapter:
 def probes(adapter: Adapter, capability: str) -> tuple[Check, ...]:
     """Return the checks that `capability` alone keeps from `adapter`; of a strategy the plain training checks."""
     claimed = adapter.capabilities | {capability}
+    if capability == "tensor_parallel":  # a matter of the run, which no check asks for
+        return tuple(c for c in CHECKS.values() if c.name.startswith("training.gradients") and c.needs <= claimed)
     strategies = tuple(name for name, tag in STRATEGIES.items() if tag == capability)
     if strategies:
         plain = [check for check in CHECKS.values() if check.name.startswith(("training.gradients", "hybrid."))]
@@ -95,6 +97,7 @@ def probe(runner: CaseRunner, adapter: Adapter, capability: str) -> Probed:
         # An error under one strategy hides no wrong number under another one.
         for strategy in (name for name in check.strategies if STRATEGIES[name] in asked.capabilities):
             where = Where((4,)) if check.meshes else Where()
+            where = Where((4,), tensor_parallel=2) if capability == "tensor_parallel" else where
             one = replace(check, strategies=(strategy,))
             found = _probed(capability, judge_check(runner, asked, one, where, stop_at_first=True))
             worst = min(worst, found, key=lambda probed: _ORDER.index(probed.limit))

@@ -27,8 +27,7 @@ class Where:
 
     def claimed(self, adapter: Adapter) -> frozenset[str]:
         """Return what an implementation claims there."""
-        beside = adapter.not_beside_tensor_parallel | {"hybrid"} if self.tensor_parallel > 1 else frozenset()
-        return adapter.capabilities - beside
+        return adapter.claimed(self.tensor_parallel)
 
 
 def judge_check(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import shutil
 import subprocess
 import sys
@@ -28,7 +29,11 @@ def test_a_few_moments_lose_nothing():
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "3 moments: no checkpoint was lost, none loaded with wrong numbers" in done.stdout
+    assert "seed 0, 3 moments: no checkpoint was lost, none loaded with wrong numbers" in done.stdout
+    what = re.search(r"loaded afterwards: (.*)", done.stdout)
+    assert what is not None
+    # Every killed save left one whole checkpoint: what was before it, or the new one.
+    assert sum(int(part.split()[0]) for part in what[1].split(", ")) == 3
 
 
 def saved_and_damaged(folder: str) -> list[str]:
@@ -73,7 +78,10 @@ def test_mixed_and_truncated_directories_are_seen(tmp_path: Path):
 )
 def test_an_older_step_or_an_error_is_a_loss(tmp_path: Path, said: list[str], message: str):
     way: Any = Way("dcp", tmp_path, newest=4, possible={4, 5})
+    way.killed = True
     way._check([Rank(0, 0, ["loaded 5"])])
+    way._check([Rank(0, 0, ["loaded 5"])])
+    assert way.left == {"the new one": 1, "the one before": 1}
     with pytest.raises(Lost, match=message):
         way._check([Rank(0, 0, said)])
 

@@ -1,4 +1,4 @@
-"""What fsdp-testing is told about the backend: a name, a device type, and three functions."""
+"""What fsdp-testing knows of the backend: a name, a device type, and three functions."""
 
 from __future__ import annotations
 

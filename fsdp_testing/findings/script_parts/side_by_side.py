@@ -32,6 +32,7 @@ class Task(NamedTuple):
     """What differs from script to script."""
 
     size: int  # ranks
+    parts: int  # ranks that hold one model together, and have the same inputs
     width: int  # of the inputs
     dtype: torch.dtype
     build: Callable[[], nn.Module]
@@ -89,7 +90,7 @@ class OneProcess(Side):
 
     def __init__(self, task: Task) -> None:
         super().__init__(task, task.build())
-        self.replicas = [task.build() for _ in range(task.size)]
+        self.replicas = [task.build() for _ in range(task.size // task.parts)]
         for replica in self.replicas:
             for name, parameter in self.model.named_parameters(remove_duplicate=False):
                 owner, _, leaf = name.rpartition(".")
@@ -101,7 +102,7 @@ class OneProcess(Side):
             loss = self.loss(replica, rank, batch)
             losses.append(loss.detach())
             if loss.requires_grad:
-                (loss / self.task.size).backward()
+                (loss / len(self.replicas)).backward()
         return losses
 
     def only_forward(self, *batch_and_mode: Any) -> list[torch.Tensor]:
@@ -138,14 +139,14 @@ class Ranks(Side):
 
     def forward_backward(self, *batch: Any, sync: bool = True) -> list[torch.Tensor]:
         with contextlib.nullcontext() if sync else self.task.access.no_sync(self.model):
-            loss = self.loss(self.model, self.rank, batch)
+            loss = self.loss(self.model, self.rank // self.task.parts, batch)
             if loss.requires_grad:
                 loss.backward()
         return [loss.detach()]
 
     def only_forward(self, *batch_and_mode: Any) -> list[torch.Tensor]:
         *batch, mode = batch_and_mode
-        return [self.loss(self.model, self.rank, tuple(batch), mode).detach()]
+        return [self.loss(self.model, self.rank // self.task.parts, tuple(batch), mode).detach()]
 
     def clip(self, max_norm: float, norm_type: float) -> list[torch.Tensor]:
         return [self.task.access.clip(self.model, max_norm, norm_type)]
@@ -191,7 +192,7 @@ def differences(task: Task, rank: int) -> Iterator[str]:
     for name, expected in task.program(one):
         _, got = next(steps)
         for value in got:
-            wanted = expected[rank] if len(expected) == task.size > 1 else expected[0]
+            wanted = expected[rank // task.parts] if len(expected) == task.size // task.parts > 1 else expected[0]
             if not close(value, wanted, task.tolerance):
                 yield f"rank {rank}, {name}: {value.item()!r}, one process gives {wanted.item()!r}"
     found = ranks.state()

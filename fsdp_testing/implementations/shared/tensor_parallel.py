@@ -1,6 +1,7 @@
 """How is a module cut over the tensor-parallel axis before it is wrapped? By torch's own `parallelize_module`, as users do.
 
-What comes of it are DTensors over that axis; an implementation that claims `tensor_parallel` shards them over the other.
+Where torch knows no such layer `module_layouts` cuts it. What comes of it are DTensors over that axis; an implementation
+that claims `tensor_parallel` shards them over the other.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from fsdp_testing.errors import InvalidRecord
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
+_KNOWN_TO_TORCH = (nn.Linear, nn.Embedding, nn.LayerNorm)
 ROWS = 0
 """The dimension of activations that `sequence` cuts: the one that every model has."""
 
@@ -46,15 +47,16 @@ def parallelise(module: nn.Module, mesh: DeviceMesh, layouts: Sequence[tuple[str
     Raises:
         InvalidRecord: The plan gives parts of one shared parameter different layouts.
     """
-    from torch.distributed.tensor import distribute_module
     from torch.distributed.tensor.parallel import parallelize_module
+
+    from fsdp_testing.implementations.shared.module_layouts import cut_module
 
     before = dict(module.named_parameters(remove_duplicate=False))
     for fqn, layout in layouts:
         inner = module.get_submodule(fqn)
-        if layout == "replicated":
-            as_whole: Any = _as_whole  # torch's annotation gives a hook of inputs no result, and its code uses it
-            distribute_module(inner, mesh, input_fn=as_whole, output_fn=_as_local)
+        if layout == "replicated" or not isinstance(inner, _KNOWN_TO_TORCH):
+            cut_module(inner, mesh, layout)
+            continue
         for style in _styles(layout):
             parallelize_module(inner, mesh, style)
     _share_again(module, before)
@@ -78,22 +80,8 @@ def _styles(layout: str) -> list[ParallelStyle]:
             tp.SequenceParallel(sequence_dim=ROWS),
             tp.PrepareModuleOutput(output_layouts=rows, desired_output_layouts=whole),
         ],
-        "replicated": list,
     }
     return known[layout]()
-
-
-def _as_whole(_module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-    from torch.distributed.tensor import DTensor, Replicate
-
-    return tuple(
-        DTensor.from_local(one, mesh, [Replicate()], run_check=False) if isinstance(one, torch.Tensor) else one
-        for one in inputs
-    )
-
-
-def _as_local(_module: nn.Module, output: Any, _mesh: DeviceMesh) -> Any:
-    return output.to_local()
 
 
 def _share_again(module: nn.Module, before: dict[str, nn.Parameter]) -> None:

@@ -10,12 +10,25 @@
     for (const suite of all("details.suite:not(.calm)")) suite.open = suite.open || box.checked;
   });
 
+  // What is linked or jumped to may be folded away.
+  const unfold = (part) => {
+    for (let box = part?.closest("details:not([open])"); box; box = box.parentElement.closest("details:not([open])")) box.open = true;
+  };
+  const arrive = () => {
+    const part = document.getElementById(location.hash.slice(1));
+    unfold(part);
+    part?.scrollIntoView();
+  };
+  window.addEventListener("hashchange", arrive);
+  if (location.hash) arrive();
+
   const articles = all("article");
   let current = -1;
   const go = (step) => {
     if (!articles.length) return;
     current = (current + step + articles.length) % articles.length;
     if (current < 0) current = articles.length - 1;
+    unfold(articles[current]);
     articles[current].focus({ preventScroll: true });
     articles[current].scrollIntoView({ block: "start" });
   };

@@ -6,6 +6,7 @@ Directories and moments that are refused leave the model, its optimizer and the 
 from __future__ import annotations
 
 import functools
+import re
 import resource
 import shutil
 import warnings
@@ -172,6 +173,17 @@ def test_files_that_run_code_or_are_damaged(tmp_path):
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("path", ["composable", "wrapper"])
+def test_every_mismatch_of_a_full_state_has_its_plain_name(world, path):
+    model, _ = trained(0, path=path)
+    other, _ = trained(0, shapes=((3, 4), (4, 2)), path=path)
+    with pytest.raises(RuntimeError) as error:
+        model.load_state_dict(_state(other, StateDictType.FULL_STATE_DICT))
+    # The last bias has the same shape in both.
+    assert re.findall(r"size mismatch for ([^:]*):", str(error.value)) == ["0.weight", "0.bias", "1.weight"]
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("path", ["composable", "wrapper"])
 def test_moments_at_which_nothing_can_be_loaded(world, path):
     model, optim = trained(0, path=path)
     states = {form: _state(model, form) for form in (StateDictType.FULL_STATE_DICT, SHARDED)}
@@ -183,6 +195,9 @@ def test_moments_at_which_nothing_can_be_loaded(world, path):
                 model.load_state_dict(state)
             with unshard_params(model), pytest.raises(UnshardConflictError, match="inside summon_full_params"):
                 model.load_state_dict(state)
+    for context, text in ((no_sync(model), "inside no_sync"), (unshard_params(model), "outside of forward")):
+        with context, pytest.raises(TrainingStateError, match=text):
+            _loads(model, optim, saved)()
     raised = []
 
     def loading(gradient):

@@ -155,6 +155,25 @@ def test_flattening_takes_one_tensor_for_each_place():
         flatten(list(model.parameters())[:5], layout, CPU)
 
 
+class _LostPeer:
+    def wait(self):
+        raise RuntimeError("peer is gone")
+
+
+@pytest.mark.parametrize("given_up_by", [FlatHandle.finish_unshard, FlatHandle.reshard])
+def test_a_gather_whose_wait_raised_is_made_again(given_up_by):
+    with fake_world(2, 0) as groups:
+        handle = make(groups)
+        assert handle.start_unshard()
+        handle._pending = _LostPeer()
+        with pytest.raises(RuntimeError, match="peer is gone"):
+            given_up_by(handle)
+        assert handle.state is UnitState.SHARDED
+        assert handle.start_unshard(), "the buffer that nobody filled would be read"
+        handle.finish_unshard()
+        assert handle.unsharded
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_gather_that_raised_is_made_again(size, monkeypatch):
     with fake_world(size, 0) as groups:

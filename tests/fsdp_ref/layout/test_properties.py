@@ -192,10 +192,7 @@ def test_metadata_of_a_rank_is_what_slicing_the_real_flat_tensor_gives(drawn, al
     assert meta.param_offsets == tuple((i[3], i[4]) for i in infos if i.in_shard)
 
 
-@given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9), st.integers(0, 9))
-def test_intersection_is_the_intersection_of_the_elements(a, la, b, lb):
-    one, two = Span(a, a + la), Span(b, b + lb)
-    both = set(range(a, a + la)) & set(range(b, b + lb))
-    assert set(range(*one.intersect(two).as_slice().indices(100))) == both
-    assert one.intersect(two).numel == len(both) == two.intersect(one).numel
+@given(st.integers(0, 9), st.integers(0, 9))
+def test_a_span_contains_its_elements(a, la):
+    one = Span(a, a + la)
     assert {k for k in range(30) if k in one} == set(range(a, a + la))

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from fsdp_testing.checkers.tensors import difference, same_bits
+from fsdp_testing.checkers.tensors import Difference, difference, same_bits
 from fsdp_testing.programs import fresh_memory
 
 
@@ -87,6 +87,20 @@ def test_bits_of_every_dtype(dtype):
     assert same_bits(one, other)
     other[2] += 1
     assert not same_bits(one, other)
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "said"),
+    [
+        (2.1182616302771327, 1.30583238447629, "got 2.118, expected 1.306"),
+        (math.inf, 12.3512345, "got inf, expected 12.35"),
+        (1.00000000000123, 1.0, "got 1.0000000000012, expected 1.0"),
+        (0.1 + 0.2, 0.3, "got 0.30000000000000004, expected 0.3"),
+        (-0.0, 0.0, "got -0.0, expected 0.0"),
+    ],
+)
+def test_numbers_are_as_short_as_shows_how_far_they_are_apart(actual, expected, said):
+    assert Difference(1.0, 0.0, 0, math.inf, exceeded=True, actual=actual, expected=expected).text.startswith(said)
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,40 @@ def _trains_differently(model: nn.Module, state: Mapping[str, torch.Tensor]) -> 
         parameter.register_hook(lambda gradient: gradient * 2)
 
 
+def _draws_numbers(model: nn.Module) -> Mapping[str, torch.Tensor]:
+    torch.rand(1)
+    return replicated.full_state_dict(model)
+
+
+def _clears_first(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
+    """Save what was cleared a moment before: state and file agree, and both are wrong."""
+    for entries in optimizer.state.values():
+        entries["exp_avg"].zero_()
+    return replicated.full_optimizer_state(model, optimizer)
+
+
+def _without_first_rate(state: dict[str, Any]) -> None:
+    for group in state["param_groups"]:
+        group.pop("initial_lr", None)
+
+
+def _doubles_rate(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Load the right numbers, and have each step change the rates."""
+    replicated.load_full_optimizer_state(model, optimizer, state)
+
+    def double(*_: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= 2
+
+    optimizer.register_step_post_hook(double)
+
+
+def _narrow(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    replicated.load_full_optimizer_state(model, optimizer, state)
+    for parameter, entries in optimizer.state.items():
+        entries["exp_avg"] = entries["exp_avg"].to(parameter.dtype)
+
+
 def _refuses(*_: Any) -> None:
     raise ValueError("this state is of another model")
 
@@ -109,6 +143,11 @@ LEAVES_ONE_OUT = replace(_SOUND, name="leaves-one-out", load_full_state_dict=_al
 TRAINS_DIFFERENTLY = replace(_SOUND, name="trains-differently", load_full_state_dict=_trains_differently)
 SAVES_WRONG = replace(_SOUND, name="saves-wrong", full_optimizer_state=_one_element_off)
 SAVES_DIFFERENTLY = replace(_SOUND, name="saves-differently", full_state_dict=_saves_differently)
+CLEARS_FIRST = replace(_SOUND, name="clears-first", full_optimizer_state=_clears_first)
+DRAWS_NUMBERS = replace(_SOUND, name="draws-numbers", full_state_dict=_draws_numbers)
+FORGETS_FIRST_RATE = _loading("forgets-first-rate", _without_first_rate)
+DOUBLES_RATE = replace(_SOUND, name="doubles-rate", load_full_optimizer_state=_doubles_rate)
+NARROW_MOMENTS = replace(_SOUND, name="narrow-moments", load_full_optimizer_state=_narrow)
 REFUSES = replace(_SOUND, name="refuses", load_full_optimizer_state=_refuses)
 REFUSES_ON_ONE = replace(_SOUND, name="refuses-on-one", load_full_state_dict=_refuses_on_one)
 DIES = replace(_SOUND, name="dies", load_full_state_dict=_dies)

@@ -11,6 +11,8 @@ from fsdp_testing.pool import default_pool
 SOUND = "single-process"
 ADAMW = "adamw, two groups"
 MOMENTUM = "momentum, shared weight"
+SCHEDULED = "schedule, random numbers"
+BFLOAT16 = "bfloat16, moments in float32"
 
 
 def exchanged(*names: str, **options: object) -> list[Result]:
@@ -67,6 +69,44 @@ def test_saving_that_changes_the_next_step_is_found(results: dict[tuple[str, str
     found = results["saves-differently", ""]
     assert found.mark == "X"
     assert found.reason.startswith("further step: ")
+
+
+LATER_SUBJECTS = {
+    (
+        "clears-first",
+        "",
+        ADAMW,
+    ): "saving changes what is trained: exp_avg of first.w.weight, element 0: got 0.0, expected ",
+    ("clears-first", "", BFLOAT16): "saving changes what is trained: exp_avg of first.w.weight, element 0: got 0.0, ",
+    ("draws-numbers", "", SCHEDULED): "saving changes what is trained: random numbers of rank 0, element ",
+    (SOUND, "forgets-first-rate", SCHEDULED): "loading: initial_lr of first.w.weight: got 0.3, expected 0.02",
+    (SOUND, "doubles-rate", SCHEDULED): "further step: _last_lr of the schedule: got ",
+    (
+        SOUND,
+        "narrow-moments",
+        BFLOAT16,
+    ): "loading: exp_avg of first.w.weight: got torch.bfloat16, expected torch.float32",
+}
+
+
+def test_schedules_random_numbers_and_dtypes_are_compared_and_what_saving_changes():
+    names = ("CLEARS_FIRST", "DRAWS_NUMBERS", "FORGETS_FIRST_RATE", "DOUBLES_RATE", "NARROW_MOMENTS")
+    results = exchanged(SOUND, *names, subjects=(ADAMW, SCHEDULED, BFLOAT16))
+    found = {(one.saver.split()[0], one.loader.split(" ")[0], one.subject): one for one in results}
+    for cell, reason in LATER_SUBJECTS.items():
+        assert found[cell].mark == "X"
+        assert found[cell].reason.startswith(reason), found[cell]
+    # What a fault does not touch holds, and so does everything without one.
+    for loader in (SOUND, "clears-first", "draws-numbers"):
+        assert {found[SOUND, loader, subject].mark for subject in (ADAMW, SCHEDULED, BFLOAT16)} == {"="}
+    assert {found[SOUND, "narrow-moments", subject].mark for subject in (ADAMW, SCHEDULED)} == {"="}
+    assert {found[SOUND, "forgets-first-rate", subject].mark for subject in (ADAMW, BFLOAT16)} == {"="}
+
+
+@pytest.mark.parametrize("way", ["file", "dcp"])
+def test_ranks_take_up_random_numbers_of_other_numbers_of_ranks(way: str):
+    found = exchanged(SOUND, sizes=(2, 3), subjects=(SCHEDULED,), ways=(way,))
+    assert [one.mark for one in found] == ["="] * 6
 
 
 def test_an_error_on_every_rank_is_a_refusal(results: dict[tuple[str, str], Result]):

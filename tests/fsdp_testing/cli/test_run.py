@@ -88,7 +88,7 @@ def test_errors_before_any_result(
 
 def test_options_reach_the_judge(verify: Callable[..., Any], judge: Callable[..., Judge]) -> None:
     asked = judge(Verdict.PASS)
-    options = ("--world-size", "3,2", "--backend", "fake", "--check", "a.*", "--check", "b", "--extended")
+    options = ("--world-size", "3,2", "--backend", "fake", "--check", "clipping.*", "--check", "training", "--extended")
     assert verify("run", "one", "two", *options, "--timeout", "7.5", "--jobs", "3", "--shard", "2/3").code == 3, (
         "two has no result"
     )
@@ -98,7 +98,7 @@ def test_options_reach_the_judge(verify: Callable[..., Any], judge: Callable[...
         "world_sizes": (3, 2),
         "tensor_parallel": 1,
         "backend": "fake",
-        "checks": ("a.*", "b"),
+        "checks": ("clipping.*", "training"),
         "expected_failures": {},
         "extended": True,
         "explain": 10.0,
@@ -118,6 +118,14 @@ def test_how_much_goes_on_at_a_time_is_said_and_too_much_refused(
     assert ended.code == 2
     assert "jobs: expected at most" in ended.err
     assert asked.asked["jobs"] == 1, "nothing ran"
+
+
+def test_a_misspelt_check_ends_the_run_at_once(verify: Callable[..., Any], judge: Callable[..., Judge]) -> None:
+    asked = judge(Verdict.PASS)
+    ended = verify("run", "torch-ddp", "--check", "trainin")
+    assert (ended.code, ended.out, asked.asked) == (2, "", {})
+    assert "got ['trainin']. Did you mean training" in ended.err
+    assert ended.err.count("\n") == 1
 
 
 def test_explanations_can_be_switched_off_and_drawings_are_asked_for(
@@ -188,7 +196,20 @@ def test_expected_failures_are_read_per_implementation(
     assert asked.asked["expected_failures"] == {"torch-ddp": said}, "a page is named by a path that opens"
 
 
-@pytest.mark.parametrize("text", [None, "[", "a = 1", "[torch-ddp]\na = 1", "\udcff"])
+def test_over_tensor_parallelism_a_table_of_its_own_is_expected(
+    verify: Callable[..., Any], judge: Callable[..., Judge], tmp_path: Path
+) -> None:
+    asked = judge(Verdict.PASS)
+    path = tmp_path / "expected.toml"
+    path.write_text('[torch-ddp]\n"a.b" = "why"\n[torch-ddp.tensor_parallel]\n"c.d" = "cut"\n', encoding="utf-8")
+    for axis, expected in ((), {"a.b": "why"}), (("--world-size", "4", "--tensor-parallel", "2"), {"c.d": "cut"}):
+        assert verify("run", "torch-ddp", "--expected-failures", str(path), *axis).code == 0
+        assert asked.asked["expected_failures"] == {"torch-ddp": expected}
+
+
+@pytest.mark.parametrize(
+    "text", [None, "[", "a = 1", "[torch-ddp]\na = 1", "[torch-ddp.tensor_parallel]\na = 1", "\udcff"]
+)
 def test_a_bad_list_of_expected_failures_is_refused(
     verify: Callable[..., Any], judge: Callable[..., Judge], tmp_path: Path, text: str | None
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 MODULE = """
     import fsdp_testing
 
@@ -15,17 +17,66 @@ MODULE = """
 """
 
 
-def run(pytester, expected):
+# Judges without ranks: by the environment, and only where two go on at a time.
+STAND_IN = """
+    import os, threading
+    from fsdp_testing.pytest_plugin import conformance_checks
+    from fsdp_testing.records import CheckResult, Verdict
+
+    meet = threading.Barrier(2)
+
+    def run_check(name, check, **_):
+        if check.endswith("norm_1"):
+            raise OSError("of this test alone")
+        if "X" not in os.environ and not check.endswith("norm_2"):
+            meet.wait(60)
+        fits = os.environ.get("X", check) == check
+        return CheckResult(name, check, "meaning", (), Verdict.PASS if fits else Verdict.FAIL)
+
+    conformance_checks.run_check = run_check
+"""
+STOOD_IN = """
+    import fsdp_testing, pytest
+    some = fsdp_testing.parametrize_with_checks("torch-ddp", checks=("clipping.norm_*",))
+
+    @some
+    def test_meets(check):
+        if check.name.endswith("norm_2"):
+            pytest.skip("does not call it")
+        check()
+
+    @some
+    def test_sets_a_variable(check, monkeypatch):
+        monkeypatch.setenv("X", check.name)
+        check()
+        check()
+"""
+
+
+def test_those_of_one_function_go_on_side_by_side(pytester):
+    """Each of `test_meets` waits for another one; what was judged with another environment is judged again."""
+    pytester.makeconftest(STAND_IN)
+    pytester.makepyfile(STOOD_IN)
+    result = pytester.runpytest_subprocess("--check-jobs", "2", "-v")
+    result.assert_outcomes(passed=5, failed=2, skipped=1)
+    result.stdout.fnmatch_lines(["*test_meets[[]torch-ddp-clipping.norm_1[]] FAILED*", "*OSError: of this test alone*"])
+    result = pytester.runpytest_subprocess("--check-jobs", "1000")
+    assert result.ret == 4
+    result.stderr.fnmatch_lines(["ERROR: --check-jobs: expected at most * here (*), got 1000. Give fewer."])
+
+
+def run(pytester, expected, *options):
     from pathlib import Path
 
     broken = Path(__file__).parents[2] / "quality" / "broken"
     pytester.makepyfile(MODULE.format(expected=expected))
     pytester.makeini(f"[pytest]\npythonpath = {broken}\n")
-    return pytester.runpytest_subprocess("-rs", "-v")
+    return pytester.runpytest_subprocess("-rs", "-v", *options)
 
 
-def test_each_check_is_one_test(pytester):
-    result = run(pytester, {})
+@pytest.mark.parametrize("jobs", ["1", "3"])
+def test_each_check_is_one_test(pytester, jobs):
+    result = run(pytester, {}, "--check-jobs", jobs)
     result.assert_outcomes(passed=1, failed=1, skipped=2)
     result.stdout.fnmatch_lines(
         [

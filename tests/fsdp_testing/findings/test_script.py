@@ -45,9 +45,11 @@ def discovery(name: str, found: Case) -> Discovery:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_scripts_compile_and_import_nothing_of_ours(name: str):
-    drawer = CaseDrawer(Scope(registry.load(name).capabilities))
+    drawers = [CaseDrawer(Scope(registry.load(name).capabilities))] * 150
+    if name == "torch-fsdp2":
+        drawers += [CaseDrawer(Scope(registry.load(name).claimed(2), (4,), tensor_parallel=2))] * 20
     written = 0
-    for seed in range(150):
+    for seed, drawer in enumerate(drawers):
         script = script_for(discovery(name, drawer.draw(SeededChoices(seed))))
         if script is None:
             continue

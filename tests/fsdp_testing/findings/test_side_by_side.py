@@ -60,7 +60,7 @@ class Wrong(ddp.Access):
 
 
 def task(**changes: Any) -> Task:
-    made = Task(2, 3, torch.float64, build, wrap, ddp.Access, sgd, True, training, 1e-9, True)
+    made = Task(2, 1, 3, torch.float64, build, wrap, ddp.Access, sgd, True, training, 1e-9, True)
     return made._replace(**changes)
 
 

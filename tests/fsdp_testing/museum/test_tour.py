@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.judging.concurrency import Shared
 from fsdp_testing.museum.collection import PATHS, exhibits
-from fsdp_testing.museum.tour import Sound, chosen, tour
+from fsdp_testing.museum.tour import SOUND_KEPT, Sound, chosen, tour
 from fsdp_testing.suites import CHECKS
 
-SOUND: Sound = {}
+SOUND: Sound = Shared(SOUND_KEPT)
 """The sound reference is judged once for each check, whichever exhibits it is the counterpart of."""
 
 
@@ -46,5 +47,12 @@ def test_a_mutation_that_does_nothing_escapes():
     sound = dataclasses.replace(exhibits()["B147"], id="B147", plant=planting())
     adapter = collection.implementation_of(sound)
     assert adapter.capabilities == collection.implementation_of(exhibits()["B147"]).capabilities
-    visit = next(iter(tour([dataclasses.replace(sound, checks=("training.learning_rate_changes",))], sound=SOUND)))
-    assert visit.missed == ("training.learning_rate_changes",)
+    sound = dataclasses.replace(sound, checks=("training.learning_rate_changes",))
+    caught = [dataclasses.replace(exhibits()[name], checks=exhibits()[name].checks[:1]) for name in ("B036", "B147")]
+    selection = [*caught, sound]
+    found = [
+        [(visit.exhibit.id, visit.missed, visit.false_alarms) for visit in tour(selection, jobs=jobs)]
+        for jobs in (1, 3)
+    ]
+    assert found[0] == [("B036", (), ()), ("B147", (), ()), ("B147", ("training.learning_rate_changes",), ())]
+    assert found[1] == found[0], "visits depend on how many go on at a time"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from small_programs import addresses, dies_later, fail, gone, nested, pid, place, run, sees, total
 
+import fsdp_testing
 from fsdp_testing.errors import BackendUnavailable, InvalidArgument, PoolBroken
 from fsdp_testing.pool import Pool, PooledWorld
 from fsdp_testing.pool.controller import _MOST_IDLE_RANKS, default_pool
@@ -270,3 +272,33 @@ def test_a_port_that_is_taken_disturbs_nobody(pool: Pool, monkeypatch: pytest.Mo
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         assert run(pool.world(2, isolation="fresh"), total) == [8.0, 8.0]
+
+
+def origins(name: str) -> tuple[str, str]:
+    """Where this package, and a module that the fork server imported ahead, come from."""
+    return sys.modules["fsdp_testing"].__file__ or "", getattr(sys.modules.get(name), "__file__", "not imported ahead")
+
+
+@pytest.mark.parametrize("on_path", [True, False])
+def test_the_fork_server_imports_what_the_controller_would(
+    on_path: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another copy of the package lies in the current folder, which is on the path or not: a checkout beside a wheel."""
+    (tmp_path / "here" / "fsdp_testing").mkdir(parents=True)
+    (tmp_path / "here" / "fsdp_testing" / "__init__.py").write_text("raise ImportError('the other copy')")
+    (tmp_path / "there").mkdir()
+    for folder in ("here", "there"):
+        (tmp_path / folder / "chosen.py").touch()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.syspath_prepend(str(tmp_path / "there"))
+    if on_path:
+        sys.path.insert(0, "")  # what a controller begun with `python -c` has
+    pool = Pool(preload_modules=("chosen",))
+    try:
+        world = pool.world(2, "fake")
+        monkeypatch.chdir(tmp_path)
+        [(ours, chosen)] = run(world, origins, "chosen")
+    finally:
+        pool.close()
+    assert Path(ours).samefile(fsdp_testing.__file__ or "")
+    assert chosen == str(tmp_path / ("here" if on_path else "there") / "chosen.py")

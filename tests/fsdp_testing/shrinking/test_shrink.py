@@ -60,14 +60,14 @@ class Pretended(Lane):
         return results
 
 
-def drawn(count: int) -> list[Case]:
-    drawer = CaseDrawer(Scope())
+def drawn(count: int, scope: Scope = Scope()) -> list[Case]:
+    drawer = CaseDrawer(scope)
     return [drawer.draw(SeededChoices(seed)) for seed in range(count)]
 
 
 def test_every_reduction_of_every_part_is_legal():
     tried = 0
-    for one in drawn(40):
+    for one in [*drawn(40), *drawn(20, Scope(world_sizes=(4,), tensor_parallel=2))]:
         smaller = [step.case for kind in KINDS for step in kind(one)]
         smaller += [*minimal_candidates.on_small_models(one), *minimal_candidates.minimal_programs(one)]
         smaller += [*minimal_candidates.minimal_programs_of_beginnings(one, FAILS), minimal_candidates.simplest(one)]
@@ -120,6 +120,29 @@ def test_what_is_left_is_what_the_failure_needs(needed: tuple[str, ...]):
             assert lane.batches < 60
             found += 1
     assert found == 6
+
+
+@pytest.mark.parametrize(
+    ("needed", "layouts", "ranks"),
+    [
+        (("step", "layout:rowwise"), {"rowwise"}, 4),
+        (("step", "layout:colwise_cut"), {"colwise_cut", "rowwise_cut"}, 4),
+        (("step", "tensor_parallel:2"), set(), 4),
+        (("step", "node:embed"), set(), 2),
+    ],
+)
+def test_layouts_that_a_failure_does_not_need_are_left_out(needed: tuple[str, ...], layouts: set[str], ranks: int):
+    found = 0
+    for one in drawn(400, Scope(world_sizes=(4,), tensor_parallel=2)):
+        if found < 2 and set(needed) <= {*tokens(one), *tags(one)}:
+            shrunk = shrink(one, FAILS, attempts_on(Pretended(*needed)), legal_case, lambda _: True, seconds=60)
+            assert shrunk.complete
+            left = [layout for _, layout in shrunk.case.wrapping.layouts]
+            assert (set(left), len(left)) == (layouts, len(layouts))
+            assert shrunk.case.world.size == ranks
+            assert len(shrunk.case.model.tree["nodes"]) <= max(1, len(layouts))
+            found += 1
+    assert found == 2
 
 
 @pytest.mark.parametrize("kind", ["one_raised", "died", "hung", "uncoordinated"])

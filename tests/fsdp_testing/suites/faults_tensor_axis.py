@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -15,33 +16,35 @@ from fsdp_testing.implementations.protocol import Setup
 from fsdp_testing.implementations.torch import fsdp2, saved_state
 
 
-def cut_modules(change: Callable[..., Any], layout: str) -> Callable[[nn.Module, Setup], nn.Module]:
-    """FSDP2, where modules of a layout compute by `change` instead."""
+def computing(layout: str, leaves: Callable[[Any], Any]) -> Callable[[nn.Module, Setup], nn.Module]:
+    """FSDP2, where modules of a layout compute with each rank's own parts, and say that their output lies otherwise.
+
+    Args:
+        layout: Whose modules.
+        leaves: Gives the placements of the output for those of the input.
+    """
+
+    def with_own_parts(module: nn.Module, x: Any) -> Any:
+        from torch.distributed.tensor import DTensor
+
+        own = copy.copy(module)
+        own._parameters = {name: each if each is None else each.to_local() for name, each in own._parameters.items()}
+        return DTensor.from_local(type(module).forward(own, x.to_local()), x.device_mesh, leaves(x.placements))
 
     def wrap(module: nn.Module, setup: Setup) -> nn.Module:
         for fqn, given in setup.layouts:
             inner = module.get_submodule(fqn)
-            if given.startswith(layout) and not isinstance(inner, nn.Embedding):
-                vars(inner)["forward"] = partial(change, inner)
+            if given.startswith(layout) and "Embed" not in type(inner).__name__:
+                vars(inner)["forward"] = partial(with_own_parts, inner)
         return fsdp2.wrap(module, setup)
 
     return wrap
 
 
-def keeps_partial_sums(linear: nn.Linear, x: Any) -> Any:
-    from torch.distributed.tensor import DTensor, Replicate
+def whole(_placements: Any) -> Any:
+    from torch.distributed.tensor import Replicate
 
-    own: Any = [each.to_local() for each in (x, linear.weight, linear.bias)]
-    return DTensor.from_local(nn.functional.linear(*own), x.device_mesh, [Replicate()])
-
-
-def keeps_own_gradient(norm: nn.LayerNorm, x: Any) -> Any:
-    from torch.distributed.tensor import DTensor
-
-    own: Any = [each.to_local() for each in (norm.weight, norm.bias)]
-    return DTensor.from_local(
-        nn.functional.layer_norm(x.to_local(), norm.normalized_shape, *own), x.device_mesh, x.placements
-    )
+    return [Replicate()]
 
 
 def clip_by_local_squares(over: str, model: nn.Module, max_norm: float, norm_type: float) -> torch.Tensor:
@@ -49,6 +52,8 @@ def clip_by_local_squares(over: str, model: nn.Module, max_norm: float, norm_typ
     import torch.distributed as dist
 
     grads: list[Any] = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    if norm_type != 2 or not grads:
+        return fsdp2.IMPLEMENTATION.clip_grad_norm(model, max_norm, norm_type)
     total = torch.stack([grad.to_local().square().sum() for grad in grads]).sum()
     dist.all_reduce(total, group=grads[0].device_mesh["data"].get_group() if over == "data" else dist.group.WORLD)
     for grad in grads:
@@ -63,7 +68,8 @@ def state_of_first_part(model: nn.Module) -> Mapping[str, torch.Tensor]:
         placement: Any = parameter.placements[-1] if parameter.device_mesh.ndim == 2 else None
         if placement is not None and placement.is_shard():
             first = state[fqn].chunk(2, placement.dim)[0]
-            state[fqn] = torch.cat([first, first], placement.dim)
+            both = torch.cat([first, first], placement.dim)
+            state[fqn] = both.narrow(placement.dim, 0, state[fqn].shape[placement.dim])
     return state
 
 
@@ -71,8 +77,8 @@ def faulty(name: str, **changed: Any) -> TorchStyle:
     return replace(fsdp2.IMPLEMENTATION, name=name, built_on=name, **changed)
 
 
-PARTIAL_SUMS = faulty("partial-sums", wrap=cut_modules(keeps_partial_sums, "rowwise"))
-OWN_GRADIENT = faulty("own-gradient", wrap=cut_modules(keeps_own_gradient, "sequence"))
+PARTIAL_SUMS = faulty("partial-sums", wrap=computing("rowwise", whole))
+OWN_GRADIENT = faulty("own-gradient", wrap=computing("sequence", tuple))
 NORM_OF_ONE_AXIS = faulty("norm-of-one-axis", clip_grad_norm=partial(clip_by_local_squares, "data"))
 COUNTED_TWICE = faulty("counted-twice", clip_grad_norm=partial(clip_by_local_squares, "both"))
 FIRST_PART = faulty("first-part", full_state_dict=state_of_first_part)

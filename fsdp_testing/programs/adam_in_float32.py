@@ -1,0 +1,56 @@
+"""How does a user's own optimizer keep moments in float32 beside parameters in bfloat16? torch's casts them on loading."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class AdamInFloat32(torch.optim.Optimizer):
+    """Adam that computes in float32, and keeps its moments there, whatever the dtype of the parameters.
+
+    Args:
+        params: As for every optimizer of torch.
+        lr: Learning rate.
+        betas: Of the two moments.
+        eps: Added to the root of the second one.
+    """
+
+    def __init__(
+        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Step every parameter that has a gradient; `closure` is not called."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step(parameter, group)
+
+    def _step(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros(())
+            state |= {name: torch.zeros_like(parameter, dtype=torch.float32) for name in MOMENTS}
+        state["step"] += 1
+        gradient, done = parameter.grad.float(), float(state["step"])  # type: ignore[union-attr]
+        first, second = (state[name] for name in MOMENTS)
+        first.mul_(group["betas"][0]).add_(gradient, alpha=1 - group["betas"][0])
+        second.mul_(group["betas"][1]).addcmul_(gradient, gradient, value=1 - group["betas"][1])
+        mean, square = (m / (1 - beta**done) for m, beta in zip((first, second), group["betas"]))
+        parameter.copy_(parameter.float() - group["lr"] * mean / (square.sqrt() + group["eps"]))
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load as every optimizer does, and keep the moments' dtype."""
+        super().load_state_dict(state_dict)
+        places = [place for group in state_dict["param_groups"] for place in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for place, parameter in zip(places, parameters, strict=True):
+            for name in MOMENTS:
+                if name in state_dict["state"].get(place, {}):
+                    self.state[parameter][name] = state_dict["state"][place][name].detach().clone()

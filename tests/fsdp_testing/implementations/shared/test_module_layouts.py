@@ -1,0 +1,61 @@
+"""Modules that are cut over two ranks compute what they compute whole: outputs, and gradients of inputs and parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_testing import run_ranks
+from fsdp_testing.strategies.layouts import OF_KIND
+from fsdp_testing.zoo.tree import tree_model
+
+NODES: list[dict[str, Any]] = [
+    {"kind": "linear", "out": 4},
+    {"kind": "linear", "out": 3, "bias": False},
+    {"kind": "embed", "rows": 5},
+    {"kind": "norm"},
+    {"kind": "scale", "shape": "vector"},
+    {"kind": "conv"},
+    {"kind": "offset"},
+]
+CASES = [(node, (layout,)) for node in NODES for layout in OF_KIND[node["kind"]] if not layout.endswith("_cut")]
+CASES += [
+    ({"kind": "linear", "out": 6}, ("colwise_cut", "rowwise_cut")),
+    ({"kind": "scale", "shape": "scalar"}, ("replicated",)),
+]
+
+
+def computed(model: nn.Module, rows: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, 5, generator=generator, dtype=torch.float64).requires_grad_()
+    output = model(x, ids=torch.arange(rows))
+    output.square().sum().backward()
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {"output": output.detach(), "input": x.grad, **grads}
+
+
+def differences() -> list[str]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from fsdp_testing.implementations.shared.module_layouts import cut_module
+
+    mesh, wrong = init_device_mesh("cpu", (2,)), []
+    for node, layouts in CASES:
+        second = [{"kind": "linear", "name": "b"}] if len(layouts) > 1 else []
+        tree = tree_model({"width": 5, "nodes": [{**node, "name": "a"}, *second]})
+        for rows in (3, 1):  # more rows than ranks, and fewer
+            whole, cut = (tree.build(0, torch.float64) for _ in range(2))
+            for name, layout in zip("ab", layouts):
+                cut_module(cut.get_submodule(name), mesh, layout)
+            expected, found = computed(whole, rows), computed(cut, rows)
+            for name, value in expected.items():
+                got = found[name].full_tensor() if hasattr(found[name], "full_tensor") else found[name]
+                if not torch.allclose(got, value, rtol=1e-12, atol=1e-12):
+                    wrong.append(f"{node['kind']} {layouts}, {rows} rows: {name}")
+    return wrong
+
+
+def test_what_is_cut_computes_what_is_whole():
+    assert run_ranks(differences, size=2) == [[], []]
