@@ -63,7 +63,7 @@ def run_programs(adapter: Adapter, cases: Sequence[Case], part: str, directory: 
                 program.observe = lambda label: None  # type: ignore[method-assign]
             if isinstance(program, AccountedProgram):
                 note = program.collective
-                with interception.listen(lambda _group, call, _site, note=note: note(call)):
+                with interception.listen(lambda group, call, _site, note=note: note(group, call)):
                     program.run(observe_all=case.mixed_precision is not None)
             else:
                 program.run(observe_all=case.mixed_precision is not None)
