@@ -84,7 +84,7 @@ def _plain(ranks: Sequence[RankPieces], numel: int) -> Assembled | None:
     end = 0
     values: list[torch.Tensor] = []
     for (start, stop), value in sorted(spans.items(), key=_span):
-        if start != end or len(value) != stop - start or value.dtype != (values or [value])[0].dtype:
+        if start != end or value.numel() != stop - start or value.dtype != (values or [value])[0].dtype:
             return None
         end = stop
         values.append(value)
