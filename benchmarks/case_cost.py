@@ -7,15 +7,14 @@ is hardly in it. Used by `fuzz.py --bare`.
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from fsdp_testing.campaign.batch import LASTING, Watch, _group, run_batch, setup_on
 from fsdp_testing.campaign.case_queue import BATCH
@@ -27,7 +26,6 @@ from fsdp_testing.judging.batch_judge import comparison_for, judge_batch
 from fsdp_testing.ledger import interception
 from fsdp_testing.pool import Pool
 from fsdp_testing.pool.world import current_world
-from fsdp_testing.pool.world_on_loan import PooledWorld
 from fsdp_testing.programs.accounts import AccountedProgram, program_for
 from fsdp_testing.programs.execute import RankProgram
 from fsdp_testing.programs.fitting import fitted
@@ -38,6 +36,8 @@ SIZE = 2
 RANK_PARTS = ("bare", "ledger and accounts", "late results, garbage", "snapshots", "leaks, files")
 """What a rank does, each with all that stands before it; the last one is what the fuzzer runs."""
 JUDGE_PARTS = ("reading", "oracle", "comparing")
+"""Likewise; where the oracle follows the implementation step by step, its replays are part of comparing."""
+JOBS, CONTROLLER = "jobs (pool, hygiene)", "controller"
 
 
 def cpu() -> float:
@@ -46,7 +46,10 @@ def cpu() -> float:
 
 
 def run_programs(adapter: Adapter, cases: Sequence[Case], part: str, directory: str) -> float:
-    """Run cases on this rank with all parts up to `part`, and return the CPU seconds of this process so far."""
+    """Run cases on this rank with all parts up to `part`, and return the CPU seconds of this process so far.
+
+    Collectives: those of the implementation; every rank of the world runs the same call.
+    """
     if part == RANK_PARTS[-1]:
         run_batch(adapter, cases, directory, Watch(models=True))
         return cpu()
@@ -84,6 +87,8 @@ def _recording(wanted: bool) -> Iterator[None]:
 
 def judge_up_to(adapter: Adapter, cases: Sequence[Case], part: str, directory: str) -> float:
     """Do on what ranks reported all that a judge does, up to `part`, and return the CPU seconds of this process so far."""
+    batch_judge._LATEST.clear()
+    batch_judge._FOLLOWED.clear()
     if part == JUDGE_PARTS[-1]:
         judge_batch(adapter, cases, SIZE, directory, observe_all=False)
         return cpu()
@@ -108,70 +113,58 @@ def passing(adapter: Adapter, count: int, pool: Pool) -> list[Case]:
     return [one.case for one in results if one.note.status == "passed"]
 
 
-def _cost(run: Callable[..., Any], batches: Sequence[Sequence[Case]], directories: Sequence[str]) -> float:
-    """Return the CPU seconds that `run(batch, directory)` takes in its own processes, the first batch left out."""
-    began = run(batches[0], directories[0])
-    ended = began
-    for batch, directory in zip(batches[1:], directories[1:]):
-        ended = run(batch, directory)
-    return sum(ended) - sum(began)
-
-
 def measure(name: str, count: int, repeats: int) -> dict[str, float]:
-    """Return CPU milliseconds for each case by part; those of ranks for all ranks together."""
-    adapter, pool = registry.load(name), Pool()
+    """Return CPU milliseconds for each case by part; those of ranks for all ranks together.
 
-    def on(world: PooledWorld, function: Callable[..., float], part: str) -> Callable[..., list[float]]:
-        def run(batch: Sequence[Case], directory: str) -> list[float]:
-            arguments = (adapter, batch, part, directory)
-            outcome = world.execute(function, arguments, timeout=300.0, name=part, lasting=LASTING)
-            return [rank.value for rank in outcome.ranks]
+    The parts take turns, batch by batch, so that whatever else the machine does meets all of them. The first batch warms up.
+    """
+    adapter, pool, costs = registry.load(name), Pool(), Counter[str]()
 
-        return run
+    def take_turns(size: int, function: Callable[..., float], parts: Sequence[str], folder: str) -> None:
+        world = pool.world(size)
+        before = 0.0
+        for place, batch in enumerate(batches):
+            for part in parts:
+                controlling = cpu()
+                arguments = (adapter, batch if part != JOBS else (), part, f"{folder}/{place}")
+                outcome = world.execute(function, arguments, timeout=300.0, name=part, lasting=LASTING)
+                if not outcome.ok:
+                    raise SystemExit(outcome.describe())
+                ended = sum(rank.value for rank in outcome.ranks)
+                costs[part] += ended - before if place else 0.0
+                costs[CONTROLLER] += cpu() - controlling if place and part == parts[-1] else 0.0
+                before = ended
+        world.release()
 
     try:
         batches = _in_batches(passing(adapter, count, pool))
-        number = sum(map(len, batches[1:]))
-        found: dict[str, list[float]] = {}
         for _ in range(repeats):
             with tempfile.TemporaryDirectory() as folder:
-                directories = [tempfile.mkdtemp(dir=folder) for _ in batches]
-                world = pool.world(SIZE)
-                began, costs = cpu(), {}
-                idle = _cost(on(world, run_programs, "bare"), [()] * len(batches), directories)
-                for part in RANK_PARTS:
-                    began = cpu()
-                    costs[part] = _cost(on(world, run_programs, part), batches, directories)
-                controlling = cpu() - began
-                world.release()
-                for part in JUDGE_PARTS:
-                    world = pool.world(1)
-                    costs[part] = _cost(on(world, judge_up_to, part), batches, directories)
-                    world.leave()
-            costs |= {"jobs (pool, hygiene)": idle, "controller": controlling}
-            for part, cost in costs.items():
-                found.setdefault(part, []).append(1000 * cost / number)
+                for place, _batch in enumerate(batches):
+                    (Path(folder) / str(place)).mkdir()
+                take_turns(SIZE, run_programs, (JOBS, *RANK_PARTS), folder)
+                take_turns(1, judge_up_to, JUDGE_PARTS, folder)
     finally:
         pool.close()
-    return {part: statistics.median(costs) for part, costs in found.items()}
+    cases = repeats * sum(map(len, batches[1:]))
+    return {part: 1000 * cost / cases for part, cost in costs.items()}
 
 
-def table(name: str, costs: dict[str, float]) -> str:
+def table(name: str, costs: Mapping[str, float]) -> str:
     """Return the costs as lines: each part with what it adds, and which part of it all the bare programs are."""
-    lines, before = [f"{name}: CPU ms for each case, {SIZE} ranks together"], 0.0
-    idle = costs["jobs (pool, hygiene)"]
+    lines, before = [f"{name}: CPU ms for each case, {SIZE} ranks together", _line(JOBS, costs[JOBS])], costs[JOBS]
     for part in RANK_PARTS:
-        lines.append(f"  {part:24} {costs[part] - (before or idle):7.2f}")
+        lines.append(_line(part, costs[part] - before))
         before = costs[part]
-    lines.append(f"  {'jobs (pool, hygiene)':24} {idle:7.2f}")
     before = 0.0
     for part in JUDGE_PARTS:
-        lines.append(f"  judge: {part:17} {costs[part] - before:7.2f}")
+        lines.append(_line(f"judge: {part}", costs[part] - before))
         before = costs[part]
-    lines.append(f"  {'controller':24} {costs['controller']:7.2f}")
-    ranks, whole = costs[RANK_PARTS[-1]], costs[RANK_PARTS[-1]] + costs[JUDGE_PARTS[-1]] + costs["controller"]
-    bare = costs["bare"] - idle
-    lines.append(
-        f"  {'in all':24} {whole:7.2f}; bare is {bare / ranks:.2f} of the ranks' and {bare / whole:.2f} of all"
-    )
-    return "\n".join(lines)
+    ranks, bare = costs[RANK_PARTS[-1]], costs[RANK_PARTS[0]] - costs[JOBS]
+    whole = ranks + costs[JUDGE_PARTS[-1]] + costs[CONTROLLER]
+    share = f"; bare is {bare / ranks:.2f} of what ranks take and {bare / whole:.2f} of all"
+    return "\n".join([*lines, _line(CONTROLLER, costs[CONTROLLER]), _line("in all", whole) + share])
+
+
+def _line(part: str, milliseconds: float) -> str:
+    return f"  {part:24} {milliseconds:7.2f}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,7 +42,9 @@ def _copied(
         return made
     made = modules[id(module)] = type(module).__new__(type(module))
     given = vars(module)
-    fields = {name: value.copy() if isinstance(value, (dict, set)) else value for name, value in given.items()}
+    fields: dict[str, Any] = {
+        name: value.copy() if isinstance(value, (dict, set)) else value for name, value in given.items()
+    }
     for name, parameter in given["_parameters"].items():
         fields["_parameters"][name] = None if parameter is None else parameters[id(parameter)]
     for name, buffer in given["_buffers"].items():
