@@ -164,7 +164,9 @@ def index(table: dict[str, Kept]) -> str:
     ]
     for name, kept in table.items():
         counts = [f"{kept['statuses'][status]:,}" for status in (HOLDS, FAILS, REFUSED, UNKNOWN)]
-        ran = f"{_ran(kept):,} of {kept['claimed']:,} that it claims" + (" (a sample)" if _is_sample(kept) else "")
+        ran = f"{_ran(kept) - kept['pairs']:,} of {kept['claimed']:,} that it claims" + (
+            " (a sample)" if _is_sample(kept) else f", and {kept['pairs']:,} beside the cell that stands for them"
+        )
         causes = f"{len(kept['causes'])}" + (
             f" ({kept['unexplained']:,} cells not followed)" if kept["unexplained"] else ""
         )
@@ -250,7 +252,7 @@ def _ran(kept: Kept) -> int:
 
 
 def _is_sample(kept: Kept) -> bool:
-    return _ran(kept) < kept["claimed"]
+    return _ran(kept) - kept["pairs"] < kept["claimed"]
 
 
 def main(results: list[str]) -> None:

@@ -38,7 +38,7 @@ class AdamInFloat32(torch.optim.Optimizer):
             state["step"] = torch.zeros(())
             state |= {name: torch.zeros_like(parameter, dtype=torch.float32) for name in MOMENTS}
         state["step"] += 1
-        gradient, done = parameter.grad.float(), float(state["step"])  # type: ignore[union-attr]
+        gradient, done = parameter.grad.float(), float(state["step"])  # type: ignore[union-attr]  # whoever calls has one
         first, second = (state[name] for name in MOMENTS)
         first.mul_(group["betas"][0]).add_(gradient, alpha=1 - group["betas"][0])
         second.mul_(group["betas"][1]).addcmul_(gradient, gradient, value=1 - group["betas"][1])
