@@ -249,4 +249,7 @@ def broadcast_object(mine: T, groups: Iterable[dist.ProcessGroup | None]) -> T:
 
 def as_bytes(flat: Tensor) -> Tensor:
     """Return the bytes of a contiguous flat tensor: moving bytes works for every dtype, also those gloo does not know."""
-    return flat.detach().view(torch.uint8)
+    flat = flat.detach()
+    if flat.numel() == 1 and flat.stride() != (1,):  # one element of a transposed column counts as contiguous, too
+        flat = flat.as_strided((1,), (1,))
+    return flat.view(torch.uint8)

@@ -34,10 +34,15 @@ class Block(nn.Sequential):
 
 def plain(seed=0):
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(3, 5), Block(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 1)), nn.Linear(1, 1))
+    model = nn.Sequential(nn.Linear(3, 5), Block(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 1)), nn.Linear(1, 3))
     model[2].weight.requires_grad_(False)
     model[1][1].running_mean.normal_()
-    return model.double()
+    model.double()
+    # A column of a transposed matrix: contiguous, and a piece of one element has a stride of 3.
+    column = nn.Parameter(torch.randn(1, 3, dtype=torch.float64).t(), requires_grad=False)
+    assert column.is_contiguous() and column[:1].view(-1).stride() == (3,)
+    model[2].weight = column
+    return model
 
 
 def ours(path, seed=1, form=SHARDED, *, nested=True, strategy=ShardingStrategy.FULL_SHARD):

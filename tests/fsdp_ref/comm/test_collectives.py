@@ -16,6 +16,7 @@ from fsdp_ref.comm.collectives import (
     Done,
     GlooCollectives,
     HostCollectives,
+    as_bytes,
     collectives_for,
 )
 
@@ -149,3 +150,11 @@ def test_nobody_else_communicates():
     calls = re.compile(r"\bdist\.(all_|reduce|broadcast|scatter|gather|send|recv|isend|irecv|barrier)")
     found = {str(path.relative_to(root)) for path in root.rglob("*.py") if calls.search(path.read_text("utf-8"))}
     assert found == {"comm/collectives.py", "compat.py"}  # the latter chooses between a new name and an old one
+
+
+def test_one_element_of_a_transposed_column_has_its_bytes():
+    column = torch.zeros(1, 3, dtype=torch.float64).t()
+    piece = column[1:2].view(-1)
+    assert piece.stride() == (3,)
+    as_bytes(piece).copy_(as_bytes(torch.tensor([2.5], dtype=torch.float64)))
+    assert column.tolist() == [[0.0], [2.5], [0.0]]
