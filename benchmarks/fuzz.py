@@ -1,10 +1,13 @@
 """How fast does the fuzzer draw, run and shrink? Medians over several campaigns, against the numbers promised.
 
     python benchmarks/fuzz.py [--seconds 20] [--repeats 3] [--json FILE] [NAME ...]
+    python benchmarks/fuzz.py --bare [--cases 300] [--repeats 3] [--json FILE] [NAME ...]
 
 Run it on an otherwise idle machine: a campaign keeps two cores busy, and whatever else runs is in the numbers. The load
 average before each campaign is printed beside them, and two yardsticks before all, to compare machines by: what two ranks
 take for a small all_reduce, and an interpreter for `import torch`.
+
+With `--bare`: what each part of the fuzzer adds to the CPU time of the same cases run alone (`case_cost.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import case_cost
 
 from fsdp_testing import run_ranks
 from fsdp_testing.campaign.campaign import Campaign, Plan
@@ -139,6 +144,18 @@ def report(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def compare_with_bare(options: argparse.Namespace) -> int:
+    """Prints what a case costs, part by part, for each implementation."""
+    found = {}
+    for name in options.names:
+        found[name] = case_cost.measure(name, options.cases, options.repeats)
+        sys.stdout.write(case_cost.table(name, found[name]) + "\n")
+        sys.stdout.flush()
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    return 0
+
+
 def main() -> int:
     """Prints one line for each implementation; exits with 1 if a promised rate is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -146,7 +163,13 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--bare", action="store_true", help="the cost of a case by part instead, beside its program alone"
+    )
+    parser.add_argument("--cases", type=int, default=300, help="with --bare: so many are drawn")
     options = parser.parse_args()
+    if options.bare:
+        return compare_with_bare(options)
     machine = yardsticks()
     sys.stdout.write(
         f"small all_reduce {machine['small_all_reduce_seconds'] * 1e6:.0f} us, "

@@ -20,22 +20,22 @@ class Assembled:
 
     Attributes:
         flat: All elements; those that no rank holds are 0.
-        covered: Which elements some rank has.
+        covered: Which elements some rank has; None where that is every one.
         contradictions: Pairs of ranks that hold different bits for the same element, with the first such element.
     """
 
     flat: torch.Tensor
-    covered: torch.Tensor
+    covered: torch.Tensor | None
     contradictions: tuple[tuple[int, int, int], ...]
 
     @property
     def complete(self) -> bool:
         """Whether some rank has every element."""
-        return bool(self.covered.all())
+        return self.covered is None or bool(self.covered.all())
 
     def first_hole(self) -> int:
-        """Return the first element that no rank holds."""
-        return int((~self.covered).nonzero()[0])
+        """Return the first element that no rank holds; there is one."""
+        return 0 if self.covered is None else int((~self.covered).nonzero()[0])
 
 
 def assemble(ranks: Iterable[RankPieces], shape: Sequence[int]) -> Assembled | None:
@@ -77,17 +77,24 @@ def _plain(ranks: Sequence[RankPieces], numel: int) -> Assembled | None:
         for piece in pieces:
             if piece.stop <= piece.start:
                 continue
-            value = piece.value.reshape(-1)
-            if not same_bits(spans.setdefault((piece.start, piece.stop), value), value):
+            value = piece.value if piece.value.dim() == 1 else piece.value.reshape(-1)
+            first = spans.setdefault((piece.start, piece.stop), value)
+            if first is not value and not same_bits(first, value):
                 return None
-    ordered = sorted(spans)
-    if [start for start, _ in ordered] + [numel] != [0] + [stop for _, stop in ordered] or not ordered:
+    end = 0
+    values: list[torch.Tensor] = []
+    for (start, stop), value in sorted(spans.items(), key=_span):
+        if start != end or value.numel() != stop - start or value.dtype != (values or [value])[0].dtype:
+            return None
+        end = stop
+        values.append(value)
+    if end != numel or not values:
         return None
-    values = [spans[span] for span in ordered]
-    if len({value.dtype for value in values}) > 1 or any(v.numel() != b - a for v, (a, b) in zip(values, ordered)):
-        return None
-    flat = torch.cat(values)
-    return Assembled(flat, torch.ones(numel, dtype=torch.bool), ())
+    return Assembled(values[0] if len(values) == 1 else torch.cat(values), None, ())
+
+
+def _span(item: tuple[tuple[int, int], torch.Tensor]) -> tuple[int, int]:
+    return item[0]
 
 
 def _contradiction(

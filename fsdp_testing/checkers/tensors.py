@@ -86,8 +86,10 @@ def difference(actual: torch.Tensor, expected: torch.Tensor, bound: float | torc
     if not expected.numel():
         return EQUAL
     # The common case, and much faster than looking for the largest difference.
-    if actual.dtype == expected.dtype and torch.equal(actual.reshape(-1), expected.reshape(-1)):
-        return EQUAL
+    if actual.dtype == expected.dtype:
+        alike = actual.shape == expected.shape
+        if torch.equal(actual, expected) if alike else torch.equal(actual.reshape(-1), expected.reshape(-1)):
+            return EQUAL
     left, right = actual.reshape(-1).to(torch.float64), expected.reshape(-1).to(torch.float64)
     limit = torch.as_tensor(bound, dtype=torch.float64).reshape(-1).expand(right.shape)
     error = (left - right).abs()

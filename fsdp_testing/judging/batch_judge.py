@@ -143,20 +143,20 @@ def ask_here(adapter: Adapter, case: Case, ranks: Sequence[RankObservation], *, 
     return compare_numbers(case, oracle.expect_lockstep(case, division, states), ranks, comparison)
 
 
-_LATEST: dict[tuple[str, bool], Replay] = {}
+_LATEST: list[tuple[Case, bool, Replay]] = []
 _LATEST_KEPT = 16
 
 
 def _undisturbed(case: Case, *, observe_all: bool) -> Replay:
     """Return the oracle's free replay, run; the last ones are kept, since cases may come that it sees as one."""
-    key = (oracle_view(case).identity, observe_all)
-    replay = _LATEST.pop(key, None)
-    if replay is None:
-        replay = Replay(case)
-        replay.run(observe_all=observe_all)
-    _LATEST[key] = replay
-    if len(_LATEST) > _LATEST_KEPT:
-        del _LATEST[next(iter(_LATEST))]
+    view = oracle_view(case)
+    for place, (seen_as, observed_all, known) in enumerate(_LATEST):
+        if observed_all == observe_all and seen_as == view:
+            _LATEST.insert(0, _LATEST.pop(place))
+            return known
+    replay = Replay(case)
+    replay.run(observe_all=observe_all)
+    _LATEST[:] = [(view, observe_all, replay), *_LATEST[: _LATEST_KEPT - 1]]
     return replay
 
 
@@ -164,7 +164,7 @@ def _undisturbed(case: Case, *, observe_all: bool) -> Replay:
 class _Followed:
     """One replay in lockstep: what it began with, and what it gave."""
 
-    seen_as: str
+    seen_as: Case
     division: Division | None
     states: Mapping[int, GatheredState]
     expectation: Expectation
@@ -179,11 +179,10 @@ def _undisplaced(case: Case, division: Division | None, states: Mapping[int, Gat
     Implementations whose sums have one order hold the same numbers whatever their units are.
     """
     view = lockstep_view(case)
-    seen_as = view.identity
     for known in _FOLLOWED:
-        if (known.seen_as, known.division) == (seen_as, division) and _are_same(known.states, states):
+        if (known.division, known.seen_as) == (division, view) and _are_same(known.states, states):
             return known.expectation
-    made = _Followed(seen_as, division, states, oracle.expect_lockstep(view, division, states, displaced=False))
+    made = _Followed(view, division, states, oracle.expect_lockstep(view, division, states, displaced=False))
     _FOLLOWED[:] = [made, *_FOLLOWED[: _LATEST_KEPT - 1]]
     return made.expectation
 

@@ -189,10 +189,14 @@ class Forward(ForwardPass):
     def replay(self, replay: Replay) -> Results:
         replay.refresh()
         values: Results = {}
-        for rank, replica in enumerate(replay.replicas):
-            replica.train(self.mode == "train")
+        # Between operations all are in training mode; ranks may share one.
+        evaluating = [] if self.mode == "train" else list(dict.fromkeys(replay.replicas))
+        for replica in evaluating:
+            replica.eval()
+        for rank in range(replay.size):
             with self._gradient_mode():
                 values |= replay.results(rank, replay.forward(rank, self.batch))
+        for replica in evaluating:
             replica.train()
         return values
 

@@ -74,16 +74,21 @@ def build_model(case: Case) -> nn.Module:
     if case.model.tree is None:
         return _built(model, case)
     key = (id(model), case.seed, case.model.dtype, case.model.freeze)
-    _, first = known = _FIRST.pop(key, None) or (model, _built(model, case))
-    _FIRST[key] = known
+    asked_before = key in _FIRST
+    _, first = _FIRST.pop(key) if asked_before else (model, None)
+    if first is None:
+        first = _built(model, case)
+    _FIRST[key] = (model, first if asked_before else None)
     if len(_FIRST) > _FIRST_KEPT:
         del _FIRST[next(iter(_FIRST))]
+    if not asked_before:
+        return first
     return replica_of(first, {id(p): nn.Parameter(p.detach().clone(), p.requires_grad) for p in first.parameters()})
 
 
-_FIRST: dict[tuple[int, int, str, tuple[str, ...]], tuple[ZooModel, nn.Module]] = {}
-"""The last drawn models that were built, each with what keeps its identity its own. Nobody gets these very modules: a
-copy is made in a quarter of the time."""
+_FIRST: dict[tuple[int, int, str, tuple[str, ...]], tuple[ZooModel, nn.Module | None]] = {}
+"""The last drawn models that were asked for, each with what keeps its identity its own. Of one that is asked for again a
+module is kept that nobody gets: a copy is made in a quarter of the time. Most are asked for once, and need no copy."""
 _FIRST_KEPT = 8
 
 

@@ -122,8 +122,7 @@ def _free_bound(value: torch.Tensor | None, disturbed: torch.Tensor | None, roun
 
 def _lockstep_point(point: ReplayPoint, displaced: ReplayPoint, case: Case) -> ExpectedPoint:
     quantities: dict[Quantity, Expected] = {}
-    gradients = [value for quantity, value in point.values.items() if quantity.kind == "gradient"]
-    largest = max(map(_largest, gradients), default=0.0)
+    cuts = _roundings_of_cuts(point, case) if case.world.tensor_parallel > 1 else {}
     for quantity, value in point.values.items():
         bound, why = _wider(*(p.slack.get(quantity, BITWISE) for p in (point, displaced)))
         apart = _apart(value, displaced.values.get(quantity))
@@ -131,16 +130,25 @@ def _lockstep_point(point: ReplayPoint, displaced: ReplayPoint, case: Case) -> E
             # On this machine the last bits of a product depend on where its operands lie, or those of a sum on the units.
             why = f"{why}; {DIRECTIONS} x {apart:.2e} for the place in memory and the units' borders"
             bound = bound + DIRECTIONS * apart
-        size = _largest(value) if quantity.kind != "gradient" or value is None else max(largest, _largest(value))
-        cut = tensor_axis.roundings_of_cut_sums(case, point.index, quantity, size)
+        cut = cuts.get(quantity, 0.0)
         if cut:
             bound, why = bound + cut, f"{why}; {cut:.2e} for sums that tensor parallelism cuts"
         quantities[quantity] = Expected(value, bound, why)
     return _point(point, quantities)
 
 
+def _roundings_of_cuts(point: ReplayPoint, case: Case) -> dict[Quantity, float]:
+    gradients = [value for quantity, value in point.values.items() if quantity.kind == "gradient"]
+    largest = max(map(_largest, gradients), default=0.0)
+    sizes = {quantity: _largest(value) for quantity, value in point.values.items()}
+    sizes |= {q: largest for q, value in point.values.items() if q.kind == "gradient" and value is not None}
+    return {q: tensor_axis.roundings_of_cut_sums(case, point.index, q, size) for q, size in sizes.items()}
+
+
 def _wider(one: Slack, other: Slack) -> Slack:
     """Return the wider one: the displaced replay knows what each call of a unit contributed, so how large summands may be."""
+    if one is other:
+        return one
     bounds = torch.as_tensor(one[0]), torch.as_tensor(other[0])
     if bool((bounds[1] <= bounds[0]).all()):
         return one
@@ -148,7 +156,7 @@ def _wider(one: Slack, other: Slack) -> Slack:
 
 
 def _apart(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
-    if one is None or other is None or not one.is_floating_point() or torch.equal(one, other):
+    if one is other or one is None or other is None or not one.is_floating_point() or torch.equal(one, other):
         return 0.0
     return float((one - other).abs().nan_to_num(0.0).max())
 

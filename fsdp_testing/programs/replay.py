@@ -72,8 +72,10 @@ class Replay:
         self.parameters = dict(self.master.named_parameters())
         self.compute = {fqn: self._compute_parameter(p) for fqn, p in self.parameters.items()}
         # One for each rank; ranks without buffers of their own share one.
-        own = next(self.master.buffers(), None) is not None
-        self.replicas = [self._replica() for _ in range(self.size)] if own else [self._replica()] * self.size
+        self.has_buffers = next(self.master.buffers(), None) is not None
+        self.replicas = (
+            [self._replica() for _ in range(self.size)] if self.has_buffers else [self._replica()] * self.size
+        )
         self._nothing_pending()
         self.unreduced = False
         self.optimizer: torch.optim.Optimizer | None = None
@@ -306,7 +308,7 @@ class Replay:
             for name, entry in self.optimizer_state(parameter).items():
                 entry = entry if isinstance(entry, torch.Tensor) else torch.tensor(float(entry))
                 values[Quantity("optimizer", fqn, name)] = entry.detach().clone()
-        for rank, replica in enumerate(self.replicas):
+        for rank, replica in enumerate(self.replicas if self.has_buffers else ()):
             for fqn, buffer in replica.named_buffers():
                 values[Quantity("buffer", fqn, "", rank)] = buffer.detach().clone()
         flags = {fqn: parameter.requires_grad for fqn, parameter in self.parameters.items()}
@@ -338,7 +340,7 @@ class Replay:
                 for name, entry in (state.optimizer or {}).get(fqn, {}).items():
                     if isinstance(own.get(name), torch.Tensor):
                         own[name].copy_(torch.as_tensor(entry))
-            for replica, buffers in zip(self.replicas, state.buffers):
+            for replica, buffers in zip(self.replicas if self.has_buffers else (), state.buffers):
                 for fqn, buffer in replica.named_buffers():
                     if fqn in buffers:
                         buffer.copy_(buffers[fqn])

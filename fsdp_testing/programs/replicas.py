@@ -8,7 +8,7 @@ copied deeply.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -41,13 +41,15 @@ def _copied(
     if made is not None:
         return made
     made = modules[id(module)] = type(module).__new__(type(module))
-    copies: dict[str, Callable[[Any], Any]] = {
-        "_parameters": lambda parameter: parameters[id(parameter)],
-        "_buffers": lambda buffer: buffers.setdefault(id(buffer), buffer.clone()),
-        "_modules": lambda inner: _copied(inner, parameters, modules, buffers),
+    given = vars(module)
+    fields: dict[str, Any] = {
+        name: value.copy() if isinstance(value, (dict, set)) else value for name, value in given.items()
     }
-    for name, value in vars(module).items():
-        vars(made)[name] = value.copy() if isinstance(value, (dict, set)) else value
-    for name, copied in copies.items():
-        vars(made)[name] = {key: None if item is None else copied(item) for key, item in vars(module)[name].items()}
+    for name, parameter in given["_parameters"].items():
+        fields["_parameters"][name] = None if parameter is None else parameters[id(parameter)]
+    for name, buffer in given["_buffers"].items():
+        fields["_buffers"][name] = None if buffer is None else buffers.setdefault(id(buffer), buffer.clone())
+    for name, inner in given["_modules"].items():
+        fields["_modules"][name] = None if inner is None else _copied(inner, parameters, modules, buffers)
+    vars(made).update(fields)
     return made

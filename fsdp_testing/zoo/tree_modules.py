@@ -106,7 +106,7 @@ def run(parent: nn.Module, nodes: list[Node], x: torch.Tensor, ids: torch.Tensor
     known = {node["name"]: node for node in nodes}
     for node in nodes:
         # Looked up at each call: an implementation may have put another module in this one's place.
-        module = parent.get_submodule(node["name"])
+        module = getattr(parent, node["name"])
         if node["kind"] == "again":
             node = known[get(node, "of")]
         if node["kind"] == "group":

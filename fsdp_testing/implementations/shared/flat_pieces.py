@@ -189,18 +189,18 @@ def spans(
 ) -> Iterator[Piece]:
     """Yield elements [first, first+count) in storage order as spans in row-major order."""
     shape = original.shape if original.part is None else original.part[0]
-    whole = Piece(shape, 0, 0, None, requires_grad=requires_grad)
     if count == 0 or (original.contiguous and original.part is None):
-        yield replace(whole, start=first, stop=first + count, value=value, grad=grad)
+        yield Piece(shape, first, first + count, value, grad, requires_grad=requires_grad)
         return
     for offset, start, length in _runs(original, first, count):
         cut = slice(offset, offset + length)
-        yield replace(
-            whole,
-            start=start,
-            stop=start + length,
-            value=None if value is None else value[cut],
-            grad=None if grad is None else grad[cut],
+        yield Piece(
+            shape,
+            start,
+            start + length,
+            None if value is None else value[cut],
+            None if grad is None else grad[cut],
+            requires_grad=requires_grad,
         )
 
 
