@@ -135,12 +135,8 @@ class FlatLayout:
         """Elements that belong to parameters, without gaps and tail."""
         return sum(param.numel for param in self.params)
 
-    def overlapping(self, window: Span) -> Iterator[tuple[int, Span]]:
-        """Yield each parameter with elements in ``window`` as (index, flat span of those elements), in order."""
-        return ((index, Span(start, stop)) for index, start, stop in self.touched(window))
-
     def touched(self, window: Span) -> Iterator[tuple[int, int, int]]:
-        """Yield the same as (index, start, stop), for whoever moves them at once.
+        """Yield each parameter with elements in ``window`` as (index, start, stop), in order; counted in the flat buffer.
 
         Costs one bisection and the number of parameters that are touched.
         """

@@ -46,7 +46,7 @@ def test_no_parameters_make_an_empty_layout():
 def test_empty_parameters_share_a_place_with_their_neighbour():
     layout = FlatLayout.build(specs((0,), (3,), (2, 0), (2,)))
     assert layout.spans == (Span(0, 0), Span(0, 3), Span(3, 3), Span(3, 5))
-    assert [index for index, _ in layout.overlapping(Span(0, 5))] == [1, 3]
+    assert [index for index, *_ in layout.touched(Span(0, 5))] == [1, 3]
 
 
 @pytest.mark.parametrize(("alignment", "multiple"), [(0, 1), (1, 0), (-4, -2)])
