@@ -21,9 +21,5 @@ def test_shifting_and_containing():
     assert span.shift(-3) == Span(0, 4)
     assert len(span) == 4
     assert "3" not in span
-
-
-def test_disjoint_spans_meet_in_an_empty_span():
-    assert Span(0, 2).intersect(Span(5, 9)).numel == 0
     with pytest.raises(LayoutError, match="start=-1"):
         Span(0, 2).shift(-1)
