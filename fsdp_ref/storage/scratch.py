@@ -25,6 +25,11 @@ class ScratchPool:
         self._free_bytes = 0
         self._free: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
 
+    @property
+    def free_bytes(self) -> int:
+        """Bytes kept for reuse."""
+        return self._free_bytes
+
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a flat tensor of exactly ``numel`` elements with undefined content."""
         if device.type != "cpu":

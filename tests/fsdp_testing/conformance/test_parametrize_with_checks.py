@@ -53,8 +53,9 @@ STOOD_IN = """
 """
 
 
-def test_those_of_one_function_go_on_side_by_side(pytester):
+def test_those_of_one_function_go_on_side_by_side(pytester, monkeypatch):
     """Each of `test_meets` waits for another one; what was judged with another environment is judged again."""
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # its workers keep the processors busy already
     pytester.makeconftest(STAND_IN)
     pytester.makepyfile(STOOD_IN)
     result = pytester.runpytest_subprocess("--check-jobs", "2", "-v")
