@@ -110,6 +110,7 @@ def each_operation(see: Callable[[str, list[Any], list[Any]], None]) -> Any:
     first: what it computes with is seen.
     """
     import torch
+    from torch._subclasses.fake_tensor import FakeTensor
     from torch.utils._python_dispatch import TorchDispatchMode
 
     def tensors(tree: Any) -> list[Any]:
@@ -119,6 +120,10 @@ def each_operation(see: Callable[[str, list[Any], list[Any]], None]) -> Any:
 
     class Seeing(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if (
+                FakeTensor in types
+            ):  # DTensor asks for the shape of a result; fakes want their own mode, which comes after this one
+                return func(*args, **(kwargs or {}))
             if any(kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for kind in types):
                 return NotImplemented
             result = func(*args, **(kwargs or {}))

@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_testing import check_training
+from fsdp_testing.compat import each_operation
 from fsdp_testing.training_check import TrainingDiffers, TrainingPartlyUndecided, TrainingUndecided
 from fsdp_testing.training_check.comparison import Decided, beyond_roundings
 from fsdp_testing.training_check.disturbance import disturbed
@@ -177,6 +179,17 @@ def test_a_disturbance_reaches_backward_and_leaves_the_generator_of_the_program(
     with disturbed(2):
         (weight.sin() * 3).sum().backward()
     assert len(set(weight.grad.tolist())) > 2
+
+
+def test_shapes_that_dtensor_asks_of_fakes_are_no_operations():
+    """Seen with FSDP2 in a process that had sharded nothing before: DTensor computes the shape of a first result with fakes."""
+    seen = []
+    with each_operation(lambda name, inputs, results: seen.append(name)):
+        with FakeTensorMode() as fakes:
+            assert fakes.from_tensor(torch.ones(2, 3)).detach().t().shape == (3, 2)
+        seen.clear()
+        torch.ones(2).neg()
+    assert seen == ["aten.ones.default", "aten.neg.default"]
 
 
 def test_a_number_that_stays_where_it_is_by_chance_beside_others_is_no_bound():
