@@ -109,6 +109,19 @@ def _flat_units(model: nn.Module) -> Iterator[FlatUnit] | None:
     return None
 
 
+def unreduced_in(model: nn.Module) -> tuple[str, ...]:
+    """Return the parameters of FSDP2 with a gradient that waits on this rank for a later backward to reduce it.
+
+    It is kept away from the optimizer on every number of ranks, one included, so that no comparison shows it.
+    """
+    torch_fsdp = sys.modules.get("torch.distributed.fsdp")
+    if torch_fsdp is None or not any(isinstance(m, torch_fsdp.FSDPModule) for m in model.modules()):
+        return ()
+    from fsdp_testing.implementations.torch import unit_trace
+
+    return unit_trace.fsdp2_unreduced(model)
+
+
 def _wrappers(model: nn.Module) -> list[str]:
     replicated = [name for name, m in model.named_modules() if name and isinstance(m, DistributedDataParallel)]
     return [f"{naming.original(name)}.module." for name in replicated]

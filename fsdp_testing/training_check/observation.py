@@ -31,6 +31,7 @@ from fsdp_testing.training_check.held import (
     held_by,
     moments_of,
     spans_of,
+    unreduced_in,
     whole_parameters,
 )
 from fsdp_testing.training_check.spans import Span
@@ -247,7 +248,8 @@ class Observer:
     def _see_given(self, optimizer: torch.optim.Optimizer) -> None:
         held = self._held(optimizer)
         self._gradients = self._kept(held, "grad")
-        self._unreduced = tuple(name for name, found in held.items() if any(not piece.reduced for piece in found))
+        waiting = self._of_models(lambda model: dict.fromkeys(unreduced_in(model), True))
+        self._unreduced = (*(name for name, found in held.items() if any(not p.reduced for p in found)), *waiting)
         self._given = sum(any(piece.grad is not None for piece in found) for found in held.values())
         known = self.steps[-1].parameters if self.steps else {}
         self._before = {

@@ -166,6 +166,18 @@ def fsdp2_gathered_bytes(model: nn.Module) -> dict[str, int]:
     return found
 
 
+def fsdp2_unreduced(model: nn.Module) -> tuple[str, ...]:
+    """Parameters with a gradient that `set_requires_gradient_sync(False)` left on its rank, for a later backward to reduce."""
+    names = {id(parameter): naming.original(fqn) for fqn, parameter in model.named_parameters()}
+    found = [p for _, group in _groups(model) for p in group.fsdp_params]
+    return tuple(
+        names.get(id(p.sharded_param), "?")
+        for p in found
+        if p.unsharded_accumulated_grad is not None
+        or getattr(getattr(p, "_unsharded_param", None), "grad", None) is not None
+    )
+
+
 @contextmanager
 def fsdp2_trace(model: nn.Module, emit: Emit) -> Iterator[None]:
     """Report to `emit` FSDP2's transitions, from the parameter groups' own methods."""

@@ -33,6 +33,7 @@ def test_a_right_example_passes(name):
     [
         "FSDP1's gradients are clipped by torch's function, not by the model's",
         "layers are sharded and the root is not",
+        "FSDP2 synchronises in the first micro-batch, not in the last",  # wrong on one rank alike: no comparison shows it
         "gradients are summed over ranks and not divided",  # behind a clip
         "a rank skips a step by its own loss",
         "the loss is divided by the rank's own count of tokens",
