@@ -63,7 +63,7 @@ def run_programs(adapter: Adapter, cases: Sequence[Case], part: str, directory: 
             program.late = program.garbage = part in RANK_PARTS[2:]
             program.make_group, program.files = _group, Path(directory)
             if part not in RANK_PARTS[3:]:
-                program.observe = lambda label: None  # type: ignore[method-assign]
+                program.observe = lambda label: None  # type: ignore[method-assign]  # this part reads nothing
             if isinstance(program, AccountedProgram):
                 note = program.collective
                 with interception.listen(lambda group, call, _site, note=note: note(group, call)):

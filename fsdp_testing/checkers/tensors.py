@@ -42,7 +42,7 @@ class Difference:
     @property
     def text(self) -> str:
         """Both numbers, and of one that is not finite or out of all proportion what it may be the mark of."""
-        text = "got {!r}, expected {!r}".format(*told_apart(self.actual, self.expected))
+        text = "got {!r}, expected {!r}".format(*shortened(self.actual, self.expected))
         if not abs(self.expected) < GARBAGE * TINY:
             return text
         if math.isnan(self.actual):
@@ -57,7 +57,7 @@ class Difference:
 EQUAL = Difference(0.0, 0.0, 0, 0.0, exceeded=False, actual=0.0, expected=0.0)
 
 
-def told_apart(one: float, other: float) -> tuple[float, float]:
+def shortened(one: float, other: float) -> tuple[float, float]:
     """Return both numbers with as few digits, four or more, as still show how far they are apart, to a twentieth."""
     allowed = abs(one - other) / 20
     for digits in range(4, 17):

@@ -45,7 +45,7 @@ class Cause:
 def causes(report: RunReport) -> tuple[Cause, ...]:
     """Return the root causes, unexpected ones first, then in the order of the run."""
     groups: dict[tuple[str, object], list[tuple[CheckResult, Finding]]] = {}
-    told: dict[tuple[object, ...], object] = {}
+    alike: dict[tuple[object, ...], object] = {}
     for result in report.results:
         for finding in result.findings:
             key: object = finding.cause
@@ -57,7 +57,7 @@ def causes(report: RunReport) -> tuple[Cause, ...]:
                     finding.max_error,
                     result.verdict,
                 )
-                key = told.setdefault(words, fine_signature_of(finding))
+                key = alike.setdefault(words, fine_signature_of(finding))
             groups.setdefault((result.implementation, key), []).append((result, finding))
     found = [_cause(name, members) for (name, _), members in groups.items()]
     return tuple(sorted(found, key=lambda cause: cause.expected))

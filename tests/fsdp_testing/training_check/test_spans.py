@@ -55,7 +55,8 @@ def test_sums_of_parts_are_those_of_the_whole_wherever_it_is_cut(values, edges):
     assert whole.shape == (NUMBERS // 8,)
     assert odd is None
     assert whole.dtype == torch.float32
-    assert torch.allclose(cut, whole, rtol=0, atol=64 * 2**-24 * float(whole.abs().max()))
+    # Sums in float64, which another order moves by far less than the one rounding to float32 that each of the two has.
+    assert torch.allclose(cut, whole, rtol=0, atol=2 * 2**-24 * float(whole.abs().max()))
     assert assembled([(part(values, 0, 4500),)])[0].isnan().all()
 
 
