@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from fsdp_testing import check_script
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.records import Verdict
-from fsdp_testing.script_check import ScriptDiffers, ScriptUndecided, examine, surroundings
+from fsdp_testing.script_check import ScriptDiffers, ScriptUndecided, check, examine, surroundings
 from fsdp_testing.script_check.running import Launch
 
 SCRIPTS = Path(__file__).parent
@@ -117,6 +118,11 @@ def test_what_cannot_be_judged_is_unknown_with_one_sentence(arguments, message, 
         "text.txt": b"\0\1\2\3",
         "log.txt": b"mine",
     }
+
+
+def test_another_machine_that_a_script_asks_is_named_beside_the_verdict():
+    alone = SimpleNamespace(ranks=[SimpleNamespace(hosts=("hub.invalid",))])
+    assert ["hub.invalid" in remark for remark in check._downloads(alone)] == [True]
 
 
 def test_of_two_ranks_that_write_at_one_moment_the_first_replaces_the_link(tmp_path):
