@@ -202,15 +202,18 @@ class GradientStore:
             if grad is not given[index] or (grad is not None and grad.data_ptr() != pointers[index]):
                 changed.append(index)
         both = self.local_F is not None and self.reduced_S is not None
-        if changed:
-            # A forward under inference_mode() may be the first to look; what is made here later backwards add to.
-            with torch.inference_mode(False), torch.no_grad():
+        written = (both or self._lost_S is not None) and self._versions() != self._seen_versions
+        were_used = self._were_used  # before replaced gradients are taken in, which notes what is there then
+        if not (changed or written):
+            return
+        # A forward under inference_mode() may be the first to look; what is made here later backwards add to.
+        with torch.inference_mode(False), torch.no_grad():
+            if changed:
                 self._absorb(params, changed)
-        elif (both or self._lost_S is not None) and self._versions() != self._seen_versions:
-            self._lost_S = None
-            if both:
-                with torch.inference_mode(False), torch.no_grad():
-                    self._forget_zeroed()
+            if written:
+                self._lost_S = None
+            if written and self.local_F is not None and self.reduced_S is not None:
+                self._forget_zeroed(were_used)
 
     def _versions(self) -> list[int]:
         """Count the writes to what users see: by its own counter, and by those of gradients that have one of their own.
@@ -232,22 +235,25 @@ class GradientStore:
         assert self.local_F is not None  # the caller looked
         return torch.stack([view.any() for view in flat_views(self.local_F, self._handle.layout)])
 
-    def _forget_zeroed(self) -> None:
+    def _forget_zeroed(self, were_used: Tensor | None) -> None:
         """Users saw the local part only. What they zeroed in place means "forget this gradient", the reduced part with it.
 
         Of several originals one that was zero before is left alone: whether it was zeroed or not used cannot be known.
         """
         assert self.reduced_S is not None  # the caller looked
         now = self._nonzero()
-        before = now if self._were_used is None else self._were_used
-        are_used, were_used = torch.stack([now, before]).tolist()  # the one place where the host waits
+        before = now if were_used is None else were_used
+        are_used, before_used = torch.stack([now, before]).tolist()  # the one place where the host waits
         if not any(are_used):
             # Zeros from here on, as in one process: not None.
             self.local_F, self.reduced_S = None, torch.zeros_like(self.reduced_S)
             self.used = [one or other for one, other in zip(self.used, self.local_used)]
             self.local_used = self._nobody()
-        elif self._many:
-            for piece, is_used, was_used in zip(self._originals.pieces_of(self.reduced_S), are_used, were_used):
+            # At once: a backward that does not reach this unit shows nothing anew, and users have full-sized zeros.
+            self.publish()
+            return
+        if self._many:
+            for piece, is_used, was_used in zip(self._originals.pieces_of(self.reduced_S), are_used, before_used):
                 if was_used and not is_used:
                     piece.zero_()
         self._remember()

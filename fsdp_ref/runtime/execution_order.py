@@ -21,17 +21,22 @@ class ExecutionOrder:
         self.last_forward: tuple[int, ...] | None = None
         self.warned = False
         self._running: list[int] = []
+        # Whether the present pass has begun as those did; what comes next in one that went another way says nothing.
+        self._as_first = self._as_last = False
         self._post: list[int] = []
         self._position: dict[int, int] = {}
 
     def begin_forward(self) -> None:
         """A root's forward begins."""
+        self._as_first, self._as_last = self.first_forward is not None, self.last_forward is not None
         self._running = []
         self._post = []
         self._position = {}
 
     def pre_forward(self, unit: int) -> None:
         """Unit ``unit`` is about to run."""
+        self._as_first = self._as_first and _continues(self.first_forward, len(self._running), unit)
+        self._as_last = self._as_last and _continues(self.last_forward, len(self._running), unit)
         self._running.append(unit)
 
     def post_forward(self, unit: int) -> None:
@@ -50,14 +55,20 @@ class ExecutionOrder:
         """Units entered so far in the present forward."""
         return self._running
 
-    def next_forward(self, *, recorded: Sequence[int] | None) -> int | None:
-        """Return the unit that followed the present one in ``recorded``, at the same place of the order."""
+    def next_forward(self, *, of_first: bool) -> int | None:
+        """Return the unit that comes next if this pass goes on as the first one (else: the latest) did.
+
+        None once it has gone another way: what is gathered ahead and does not run is gathered in vain.
+        """
+        recorded, follows = (self.first_forward, self._as_first) if of_first else (self.last_forward, self._as_last)
         place = len(self._running)
-        if recorded is None or place >= len(recorded) or recorded[place - 1] != self._running[-1]:
-            return None
-        return recorded[place]
+        return recorded[place] if follows and recorded is not None and place < len(recorded) else None
 
     def next_backward(self, unit: int) -> int | None:
         """Return the unit that ran just before ``unit`` in forward: backward needs it next."""
         place = self._position.get(unit, 0)
         return self._post[place - 1] if place > 0 else None
+
+
+def _continues(recorded: Sequence[int] | None, place: int, unit: int) -> bool:
+    return recorded is not None and place < len(recorded) and recorded[place] == unit

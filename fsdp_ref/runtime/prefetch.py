@@ -24,8 +24,7 @@ def in_forward(root: Root, unit: Unit) -> None:
     explicit = unit.config.forward_prefetch
     if not explicit and unit.config.device.type != "cpu":
         return
-    order = root.order
-    target = order.next_forward(recorded=order.first_forward if explicit else order.last_forward)
+    target = root.order.next_forward(of_first=explicit)
     if target is None:
         return
     following = root.units[target]

@@ -86,6 +86,25 @@ def test_in_no_micro_batch(lab, orig_path, strategy, schedule):
     lab.assert_grads(model, reference)
 
 
+@SIZES
+@STRATEGIES
+@pytest.mark.parametrize("drop", [False, True])
+def test_zeroed_after_no_sync_and_then_not_used(lab, path, strategy, drop):
+    """Zeros of the shard's shape at the end: the optimizer decays what has a gradient."""
+    reference = lab.make(Choosing)
+    model = lab.shard(copy.deepcopy(reference), path, policy={nn.Linear}, sharding_strategy=strategy)
+    both(lab, model, reference, 0, ["ab"])
+    both(lab, model, reference, 1, ["ab"], sync=False)
+    model.zero_grad(set_to_none=False)
+    reference.zero_grad(set_to_none=False)
+    if drop and path != "flat":  # with flat parameters a layer is dropped as a whole
+        model.a.bias.grad = reference.a.bias.grad = None
+    both(lab, model, reference, 2, ["b"])
+    for each in (model, reference):
+        torch.optim.SGD(each.parameters(), lr=0.1, weight_decay=0.5).step()
+    lab.assert_params(model, reference)
+
+
 @pytest.mark.world(4)
 @pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)], ids=str)
 def test_hybrid_meshes(lab, orig_path, shape, mesh_of):

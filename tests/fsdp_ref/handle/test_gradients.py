@@ -174,9 +174,10 @@ def test_zeroing_the_local_part_in_place_forgets_all_of_it(groups, kind, model):
     handle.grads.absorb()
     assert handle.grads.local_F is None
     assert not handle.grads.reduced_S.any()
-    handle.grads.publish()
-    # Zeros and not None, as in one process.
-    assert [grad.any().item() for grad in shown(handle) if grad is not None][:1] == [False]
+    # Zeros of the shard and not None, as in one process; a backward that does not use the unit shows nothing anew.
+    assert [(grad.any().item(), grad.shape) for grad in shown(handle) if grad is not None][:1] == [
+        (False, (handle.originals.params[0] if kind == "orig" else handle.flat_param).shape)
+    ]
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -194,6 +195,21 @@ def test_clearing_one_local_gradient_forgets_that_one(groups, place, drop):
     assert [view.unique().tolist() for view in flat_views(local_F, handle.layout)][place] == [0.0]
     pieces = handle.originals.pieces_of(handle.grads.reduced_S)
     assert [piece.unique().tolist() for piece in pieces[:2]] == [[0.0 if index == place else 7.0] for index in range(2)]
+
+
+def test_one_local_gradient_dropped_and_the_others_zeroed_forgets_all(groups):
+    handle = make(groups, "orig")
+    handle.grads.add_reduced(reduced(handle, 7.0))
+    handle.grads.add_local(grads(1.0))
+    handle.grads.publish()
+    handle.originals.params[0].grad = None
+    for grad in shown(handle)[1:]:
+        grad.zero_()
+    handle.grads.absorb()
+    assert not handle.grads.reduced_S.any()
+    handle.grads.add_reduced(reduced(handle, 2.0))
+    handle.grads.publish()
+    assert [grad.unique().tolist() for grad in shown(handle)[:2]] == [[2.0]] * 2
 
 
 def test_an_unused_gradient_keeps_its_reduced_part_when_another_is_changed(groups):

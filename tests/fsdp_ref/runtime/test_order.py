@@ -107,6 +107,37 @@ def test_forward_prefetch_order(world, api, watch_collectives):
     assert [forward for forward, _ in result[1:]] == ["U0 U1 U2 R1 U3 R2 R3 R0(k)"] * 2
 
 
+class Again(nn.Module):
+    """Calls its units in the order asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = Unit(), Unit(), Unit()
+
+    def forward(self, x, names):
+        for name in names:
+            x = getattr(self, name)(x)
+        return x
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("api", ["orig", "composable"])
+@pytest.mark.world(2)
+def test_a_pass_that_went_another_way_gathers_nothing_ahead(world, api, explicit, watch_collectives):
+    """Its third unit is the one that came third before; what followed then does not follow now."""
+    model, policy = Again(), ModuleWrapPolicy({Unit})
+    if api == "composable":
+        model = fully_shard(model, policy=policy, forward_prefetch=explicit)
+    else:
+        model = FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, forward_prefetch=explicit)
+    x = torch.randn(2, 4)
+    model(x, "abca").sum().backward()
+    model(x, "abca").sum().backward()
+    with watch_collectives() as calls:
+        model(x, "bac").sum()
+    assert [call.unit for call in calls if call.op == "all_gather"] == ["b", "a", "c"]
+
+
 @pytest.mark.covers("ORD-06")
 @pytest.mark.world(2)
 def test_shard_grad_op_order(world, watch_collectives):
