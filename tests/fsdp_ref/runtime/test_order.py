@@ -129,7 +129,9 @@ def test_a_pass_that_went_another_way_gathers_nothing_ahead(world, api, explicit
     if api == "composable":
         model = fully_shard(model, policy=policy, forward_prefetch=explicit)
     else:
-        model = FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, forward_prefetch=explicit)
+        model = FullyShardedDataParallel(
+            model, auto_wrap_policy=policy, use_orig_params=True, forward_prefetch=explicit
+        )
     x = torch.randn(2, 4)
     model(x, "abca").sum().backward()
     model(x, "abca").sum().backward()
