@@ -67,6 +67,10 @@ REASONS = (
         "accumulation.cleared", "micro-batch", "*: 2 and 1",
         "cleared to zeros before any reduction: it is to count for nothing",
     ),
+    Reason(
+        "accumulation.cleared_then_unused", "micro-batch", "*: 1 and 0",
+        "cleared before any reduction: it is to count for nothing",
+    ),
     *(
         Reason(check, "rank", "*", "ranks have equal inputs, for nobody reduces what is ignored")
         for check in ("clipping.ignored_trained", "wrapping.ignored_stepped")

@@ -73,6 +73,16 @@ def _after_reduction(place: Place) -> Iterable[Case]:
         yield place.case(model, *program, optimizer=PLAIN_SGD)
 
 
+@SUITE.check("accumulation.cleared_then_unused")
+def _then_unused(place: Place) -> Iterable[Case]:
+    """What was cleared to zeros stays zero, and of the parameter's own size, where the next micro-batch does not use it."""
+    used, unused = ((True, True, True),), ((False, False, False),)
+    for zeroed in (ZeroGrad(False), ZeroGrad()):
+        before = (micro_batch(0, usage=used), Observe(), no_sync_batch(1, usage=used), zeroed)
+        after = (micro_batch(2, usage=unused), Observe(), Step(), micro_batch(3, usage=used), Observe())
+        yield place.case("conditional", *before, *after, optimizer=PLAIN_SGD)
+
+
 @SUITE.check("accumulation.late_optimizer")
 def _late_optimizer(place: Place) -> Iterable[Case]:
     """An optimizer that is built while gradients await reduction steps by all of them."""

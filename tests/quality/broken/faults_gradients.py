@@ -339,6 +339,21 @@ class ClearsOnlyUnreduced(Toy):
                 self.shards[fqn].grad = held
 
 
+@fault("accumulation.cleared_then_unused")
+class ClearedComesBackUnused(Toy):
+    """What was reduced before a local micro-batch and then cleared is there again where the next one does not use it."""
+
+    def finish_backward(self) -> None:
+        if not self.synchronize:
+            self.__dict__["kept"] = {fqn: s.grad.clone() for fqn, s in self.shards.items() if s.grad is not None}
+        used = {fqn for fqn, parameter in self.full.items() if parameter.grad is not None}
+        cleared = {fqn for fqn in self.full if fqn not in self.sums or not self.sums[fqn].any()}
+        super().finish_backward()
+        for fqn, held in (self.__dict__.pop("kept", {}) if self.synchronize else {}).items():
+            if fqn in cleared - used:
+                self.shards[fqn].grad = held
+
+
 @fault("accumulation.edited")
 class EditsReachGradients(Toy):
     """What is written back scales gradients that await reduction as well."""
