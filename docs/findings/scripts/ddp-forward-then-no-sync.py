@@ -4,6 +4,7 @@ Run with torch alone: python ddp-forward-then-no-sync.py
 """
 
 import tempfile
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,19 @@ def main(rank: int, path: str, forward: str) -> None:
     dist.destroy_process_group()
 
 
+def wait(process: mp.Process) -> None:
+    """Wait until the process ends, or has computed nothing for ten seconds: one that is slow does not hang."""
+    spent, before = "", None
+    while process.is_alive() and spent != before:
+        process.join(10)
+        before, spent = spent, cpu(process.pid) if process.is_alive() else ""
+
+
+def cpu(pid: int) -> str:
+    """Return the ticks that a process has computed, in user code and in the system."""
+    return " ".join(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13])
+
+
 def outcome(forward: str) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("fork")
@@ -44,7 +58,7 @@ def outcome(forward: str) -> list[str]:
         for process in ranks:
             process.start()
         for process in ranks:
-            process.join(10)
+            wait(process)
         told = ["hangs" if p.is_alive() else "runs" if p.exitcode == 0 else "fails" for p in ranks]
         for process in ranks:
             process.kill()
