@@ -212,7 +212,7 @@ class GradientStore:
                 self._absorb(params, changed)
             if written:
                 self._lost_S = None
-            if written and self.local_F is not None and self.reduced_S is not None:
+            if self.local_F is not None and self.reduced_S is not None:
                 self._forget_zeroed(were_used)
 
     def _versions(self) -> list[int]:
@@ -236,7 +236,7 @@ class GradientStore:
         return torch.stack([view.any() for view in flat_views(self.local_F, self._handle.layout)])
 
     def _forget_zeroed(self, were_used: Tensor | None) -> None:
-        """Users saw the local part only. What they zeroed in place means "forget this gradient", the reduced part with it.
+        """Users saw the local part only. What they made zero means "forget this gradient", the reduced part with it.
 
         Of several originals one that was zero before is left alone: whether it was zeroed or not used cannot be known.
         """
