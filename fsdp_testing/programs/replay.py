@@ -208,13 +208,17 @@ class Replay:
                 # Autograd adds up the uses of one backward, in the dtype of computation, and in which order is its own.
                 error = error + roundings(2 * later, (self.compute[fqn].dtype,), size)
             why += f"; {later} additions before or after those of {self.case.world.replicas} ranks"
+        uses, computed = models.uses_of(self.case, fqn), self.compute[fqn].dtype
+        if uses > 2 and (self.case.wrapping.units or self.case.wrapping.policy is not None):
+            # Each call of a unit has views of its own, and what is added to what then is autograd's affair; two commute.
+            error = error + roundings(2 * (uses - 1), (computed,), mean_size(self.pending, fqn, size))
+            why += f"; {uses} uses of one backward added up in any order"
         if parameter.grad is None:
             parameter.grad = reduced.mean.clone()
         else:
             # Replicated gradients (a shard group of one is that too) may be reduced with what was accumulated before, in
             # the dtype on the wire; and each use of a part may be added there on its own, zeros or not.
             replicated = self.case.strategy == "no_shard" or self.case.world.mesh_shape[-1] == 1
-            uses, computed = models.uses_of(self.case, fqn), self.compute[fqn].dtype
             if replicated and uses > 1 and computed != parameter.dtype:
                 error = error + roundings(uses, (computed,), size)
                 why += f"; {uses} uses added up in {computed} or where the gradient is stored"

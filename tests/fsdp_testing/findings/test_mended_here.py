@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,17 +81,38 @@ UNDERFLOWS = Case(
     strategy="no_shard",
     mixed_precision=MixedPrecisionSpec(param_dtype="float16"),
 )
+# The third parameter begins four numbers after an aligned address; in FSDP1's flat parameter it does not.
+UNALIGNED = mixed(
+    case(
+        micro(5, rows=(4, 1)),
+        nodes=({"kind": "offset", "name": "a"}, {"kind": "embed", "name": "ax", "rows": 5}, {**LAYER, "out": 5}),
+        width=5,
+        dtype="float32",
+    )
+)
+
+
+def _found(name: str) -> Case:
+    return Case.from_json((Path(__file__).parent / "cases" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+# The weight of a module that is used four times: of the orders of three additions torch has one more.
+USED_FOUR_TIMES = _found("used_four_times")
 
 
 @pytest.mark.parametrize(
     ("name", "found"),
     [
+        ("torch-fsdp1-flat", UNALIGNED),
+        ("torch-fsdp1-flat", USED_FOUR_TIMES),
         ("torch-fsdp2", ADDED_TWICE),
         ("torch-fsdp1", CALLED_THRICE),
         ("torch-fsdp2", CANCELS),
         ("torch-fsdp1", UNDERFLOWS),
     ],
     ids=[
+        "a product whose operands are not aligned",
+        "uses of one parameter",
         "gradients added up where a unit begins",
         "local additions of a part called several times",
         "gradients that cancel",

@@ -332,6 +332,12 @@ class TestDisplacement:
         for fqn, gradient in held(plain, "gradient").items():
             torch.testing.assert_close(found[fqn], gradient, rtol=1e-13, atol=1e-14)
 
+    def test_no_parameter_lies_where_products_read_four_numbers_at_once(self):
+        disturbance = Disturbance(0, 0, displaced=True)
+        placed = [disturbance.place(torch.ones(8)) for _ in range(16)]
+        assert all(values.data_ptr() % 16 for values in placed)
+        assert len({values.data_ptr() % 64 for values in placed}) > 2
+
     def test_what_depends_on_the_place_is_allowed_for(self, monkeypatch):
         one = case(micro(0), size=2)
         true = Replay.local_gradients
