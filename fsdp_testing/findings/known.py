@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_testing.errors import InvalidRecord
-from fsdp_testing.findings.tags import NEW_MODEL, tags, words
+from fsdp_testing.findings.tags import NEW_MODEL, NEW_OPTIMIZER, tags, words, words_of
 from fsdp_testing.judging.signature import Signature
 from fsdp_testing.records import ENDS_RANKS, RAISES, Case, FailureKind
 from fsdp_testing.records.document import Format, decode, encode, load_json, to_json
@@ -28,7 +28,7 @@ class CaseFeatures:
 
     def __init__(self, case: Case) -> None:
         self._case = case
-        self.places = (frozenset({"begin", NEW_MODEL}), *map(words, case.program))
+        self.places = (frozenset({"begin", NEW_MODEL, NEW_OPTIMIZER}), *words_of(case.program))
 
     @cached_property
     def tags(self) -> frozenset[str]:
@@ -47,8 +47,9 @@ class Rule:
         signatures: What it looks like, in each way that it was seen: kind, quantity (of an exception its beginning),
             operation; what is not given may be anything.
         operations: Tokens that occur in this order (others may lie between them); empty matches any program. A token
-            may end in `*`; `@backward`, `@local`, `@reduced`, `@new_model` and `@optimizer_saved` are any operation
-            that does this (`tags.words`); `begin`, which is `@new_model` too, stands before the first operation.
+            may end in `*`; `@backward`, `@local`, `@reduced`, `@trained`, `@new_model`, `@new_optimizer` and
+            `@optimizer_saved` are any operation that does this (`tags.words_of`); `begin`, which is new too, stands before
+            the first operation.
         unless: Tokens that may not lie between them.
         tags: Tags that the case has, all of them; a tag may end in `*`.
         without: Token of the operations without which it does not show; a case in which it was met is run once more

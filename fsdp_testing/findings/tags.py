@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from fsdp_testing.records import Case, Operation
 from fsdp_testing.strategies.layouts import cut_dimension
@@ -13,6 +13,7 @@ from fsdp_testing.zoo.tree import has_alias, unit_of
 from fsdp_testing.zoo.tree_schema import SCHEMA, every, get, parameters, walk
 
 NEW_MODEL = "@new_model"
+NEW_OPTIMIZER = "@new_optimizer"
 
 
 def tokens(case: Case) -> tuple[str, ...]:
@@ -20,17 +21,32 @@ def tokens(case: Case) -> tuple[str, ...]:
     return tuple(operation.token() for operation in case.program)
 
 
+def words_of(program: Sequence[Operation]) -> Iterator[frozenset[str]]:
+    """Yield the words of each operation of a program: those of its own, and `@trained` of a step on gradients.
+
+    A step without any gradient leaves an optimizer as new as it was.
+    """
+    gradients = False
+    for operation in program:
+        kept = gradients and operation.token() != "zero_grad" and not operation.renews_model
+        gradients = kept or operation.runs_backward
+        yield words(operation) | ({"@trained"} if gradients and operation.token() == "step" else set())
+
+
 def words(operation: Operation) -> frozenset[str]:
     """Return the token of an operation, and what it does, which operations have in common.
 
     `@backward` runs backwards; `@local` leaves gradients that await their reduction; `@reduced` runs backwards after which
-    none await it; `@new_model` leaves another model; `@optimizer_saved` saves the optimizer's state and loads it.
+    none await it; `@new_model` leaves another model; `@optimizer_saved` saves the optimizer's state and loads it;
+    `@new_optimizer` leaves one that has none of its state.
     """
     local, backward = operation.pending_after(False), operation.runs_backward
     reduced = backward and not local
     done = {"@backward": backward, "@local": local, "@reduced": reduced, NEW_MODEL: operation.renews_model}
     token = operation.token()
     done["@optimizer_saved"] = token.startswith(("reload[optimizer", "train_elsewhere"))
+    renewed = operation.renews_model and not done["@optimizer_saved"]
+    done[NEW_OPTIMIZER] = renewed or token == "build_optimizer"
     return frozenset({token, *(word for word, does in done.items() if does)})
 
 

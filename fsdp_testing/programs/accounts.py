@@ -128,8 +128,8 @@ class AccountedProgram(RankProgram):
         return tuple(sorted(found.items())) if found else ()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Note that a backward runs in this operation."""
-        self._backward = self._backward or loss.requires_grad
+        """Note whether a backward follows the operation's latest forward: without one, what that gathered may stay."""
+        self._backward = loss.requires_grad
         super().backward(loss)
 
 

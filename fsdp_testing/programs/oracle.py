@@ -5,7 +5,7 @@ Runs in a rank process of a world of one, never in the controller: the rank's th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -20,13 +20,15 @@ from fsdp_testing.records import UNIT_ROUNDOFF, Case
 
 BITWISE: Slack = (0.0, "bitwise: the same operations in the same order")
 DIRECTIONS = 4
-"""Factor on the observed deviation, for directions of rounding that the one disturbed replay did not draw."""
+"""Factor on the observed deviation, for directions of rounding that no disturbed replay drew."""
+DRAWS = 4
+"""Disturbed replays of a program: in one alone, what rounding does may cancel by luck just where it matters."""
 
 
 def expect_free(
     case: Case, *, observe_all: bool = False, make: Callable[[Disturbance], Replay] | None = None
 ) -> Expectation:
-    """Replay `case` twice, undisturbed and disturbed, and bound every quantity by what the two are apart.
+    """Replay `case` undisturbed and disturbed several times, and bound every quantity by what these are apart.
 
     Args:
         case: The case.
@@ -37,10 +39,10 @@ def expect_free(
     make = make or (lambda disturbance: Replay(case, disturbance=disturbance))
     replay = make(NO_DISTURBANCE)
     plain = replay.run(observe_all=observe_all)
-    disturbance = Disturbance(case.seed, roundings, displaced=True)
-    disturbed = make(disturbance).run(observe_all=observe_all)
+    disturbances = (Disturbance(case.seed + draw, roundings, displaced=True) for draw in range(DRAWS))
+    disturbed = [make(disturbance).run(observe_all=observe_all) for disturbance in disturbances]
     numel = sum(parameter.numel() for parameter in replay.parameters.values())
-    points = tuple(_free_point(a, b, roundings, numel) for a, b in zip(plain, disturbed))
+    points = tuple(_free_point(point, moved, roundings, numel) for point, *moved in zip(plain, *disturbed))
     return Expectation(points, replay.shapes, {"roundings": roundings, "mode": "free"})
 
 
@@ -86,7 +88,7 @@ def roundings_of(case: Case) -> int:
     return case.world.size + len(batches) + max(depth, 1) * (rows + widest + 8)
 
 
-def _free_point(plain: ReplayPoint, disturbed: ReplayPoint, roundings: int, numel: int) -> ExpectedPoint:
+def _free_point(plain: ReplayPoint, disturbed: Sequence[ReplayPoint], roundings: int, numel: int) -> ExpectedPoint:
     largest = max(
         (_largest(value) for quantity, value in plain.values.items() if quantity.kind == "gradient"), default=0.0
     )
@@ -96,7 +98,7 @@ def _free_point(plain: ReplayPoint, disturbed: ReplayPoint, roundings: int, nume
         scale = max(_largest(value), largest if quantity.kind == "gradient" else 0.0)
         # A norm adds up every element of the model, in any order.
         count = roundings + (numel if quantity.name == "total_norm" else 0)
-        quantities[quantity] = _free_bound(value, disturbed.values.get(quantity), count, scale)
+        quantities[quantity] = _free_bound(value, [moved.values.get(quantity) for moved in disturbed], count, scale)
     return _point(plain, quantities)
 
 
@@ -104,13 +106,15 @@ def _largest(value: torch.Tensor | None) -> float:
     return float(value.abs().max()) if value is not None and value.numel() and value.is_floating_point() else 0.0
 
 
-def _free_bound(value: torch.Tensor | None, disturbed: torch.Tensor | None, roundings: int, scale: float) -> Expected:
+def _free_bound(
+    value: torch.Tensor | None, disturbed: Sequence[torch.Tensor | None], roundings: int, scale: float
+) -> Expected:
     if value is None or not value.numel():
         return Expected(value)
     if not value.is_floating_point():
         return Expected(value, 0.0, "integers are exact")
     name = dtype_name(value.dtype)
-    deviation = 0.0 if disturbed is None else float((value - disturbed).abs().max())
+    deviation = max((float((value - moved).abs().max()) for moved in disturbed if moved is not None), default=0.0)
     own = roundings * UNIT_ROUNDOFF[name] * scale
     bound = DIRECTIONS * deviation + own
     return Expected(

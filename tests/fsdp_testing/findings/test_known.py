@@ -24,6 +24,7 @@ from fsdp_testing.records import (
     Operation,
     Reload,
     Step,
+    ZeroGrad,
 )
 from fsdp_testing.strategies import legal_case, needs_of_case
 
@@ -73,6 +74,15 @@ def test_operations_that_do_the_same_are_named_by_it(word: str, met_by: tuple[Op
     for operation in (micro(1), LOCAL, LOCALS, TWICE, Reload(), Reload(optimizer=False, form="sharded"), EVAL, Step()):
         assert known(rule, Step(), operation) is (operation in met_by), operation
     assert without(rule, Step(), LOCAL, met_by[0]) is not None
+
+
+def test_only_a_step_on_gradients_trains_an_optimizer():
+    rule = Rule("new", "why", "", (("diverged",),), ("@new_optimizer", "@optimizer_saved"), ("@trained",))
+    assert known(rule, Step(), micro(1), Reload())
+    assert known(rule, micro(1), ZeroGrad(), Step(), Reload())
+    assert known(rule, micro(1), Step(), Reload(optimizer=False), Step(), Reload())
+    assert not known(rule, micro(1), Step(), Reload())
+    assert not known(rule, micro(1), ZeroGrad(set_to_none=False), Step(), Reload())
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,8 @@ def test_an_exception_looks_like_its_type_and_message_without_what_varies() -> N
         "build",
     )
     assert signature_of(raised_finding(CASE, {0: error, 1: error})).kind is FailureKind.RAISED
+    flat = RaisedError(-1, "RuntimeError", "a.c._flat_param contains _flat_param", "")
+    assert signature_of(raised_finding(CASE, {0: flat, 1: flat})).quantity == "RuntimeError: _ contains _flat_param"
 
 
 def test_which_attribute_is_missing_counts() -> None:
