@@ -3,9 +3,7 @@
 Run with torch alone: python fsdp1-flat-one-step-counter.py
 """
 
-import io
 import tempfile
-import warnings
 
 import torch
 import torch.distributed as dist
@@ -27,7 +25,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def main(rank: int, path: str) -> None:
-    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
     for flat in (False, True):
@@ -36,12 +33,10 @@ def main(rank: int, path: str) -> None:
         train(model, optimizer)
         saved = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
         if rank == 0:
-            file = io.BytesIO()
-            torch.save(saved, file)
-            file.seek(0)
+            torch.save(saved, f"{path}.saved")
             plain = make()
             loaded = torch.optim.Adam(plain.parameters())
-            set_optimizer_state_dict(plain, loaded, torch.load(file))
+            set_optimizer_state_dict(plain, loaded, torch.load(f"{path}.saved"))
             train(plain, loaded)
             steps = [float(state["step"]) for state in loaded.state.values()]
             print(f"use_orig_params={not flat}: one step after the load, the counters are {steps}")
