@@ -117,10 +117,13 @@ def jobs(claimed: Callable[[Cell], bool], sample: int | None = None, shard: tupl
         shard: `(i, n)`: the i-th of n parts, counted from 1; the parts are disjoint and together everything.
     """
     every = blocks()
-    groups = [[cell for cell in block.cells() if claimed(cell)] for block in [*every, *mirrored(every)]]
+    # A block and its mirror image belong to one part: their verdicts are compared there.
+    places = {block: place for place, block in enumerate(every)}
+    held = [*enumerate(every), *((places[block._replace(skipping=block.size - 1)], block) for block in mirrored(every))]
+    groups = [(place, [cell for cell in block.cells() if claimed(cell)]) for place, block in held]
     if sample is not None:
-        groups = [[cell] for cell in sampled([cell for group in groups for cell in group], sample)]
-    return list(packed(groups[shard[0] - 1 :: shard[1]]))
+        groups = [*enumerate([cell] for cell in sampled([cell for _, group in groups for cell in group], sample))]
+    return list(packed([group for place, group in groups if place % shard[1] == shard[0] - 1]))
 
 
 def sampled(cells: Sequence[Cell], count: int) -> list[Cell]:

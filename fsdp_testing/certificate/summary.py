@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fsdp_testing.certificate.axes import CLEARING, DTYPES, EVERY_RANK, TRAITS, UNITS, Cell, schedules, skips
 from fsdp_testing.certificate.cases import needs_of
 from fsdp_testing.certificate.causes import CauseFinder, CellCause
+from fsdp_testing.certificate.certify import Plan
 from fsdp_testing.certificate.cube import blocks, stands_for
 from fsdp_testing.certificate.verdicts import FAILS, HOLDS, REFUSED, UNKNOWN, Verdicts
-from fsdp_testing.implementations.adapter import Adapter
-from fsdp_testing.records.document import Format
+from fsdp_testing.records.document import ADDED_LATER, Format
 
 FORMAT = Format("fsdp_testing/certificate", 1)
 STATUSES = (HOLDS, FAILS, REFUSED, UNKNOWN)
@@ -39,6 +39,8 @@ class Summary:
         unexplained: Cells that fail and were not followed to a cause, for want of time.
         failing: Names of the cells that fail.
         seconds: Time spent, over all runs.
+        sample: How many cells were to be taken from the cube; 0 for all.
+        shard: `(i, n)`: it is the i-th of n parts; empty for the whole.
     """
 
     implementation: str
@@ -57,6 +59,8 @@ class Summary:
     unexplained: int
     failing: tuple[str, ...]
     seconds: float
+    sample: int = field(default=0, metadata=ADDED_LATER)
+    shard: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
 
     @property
     def ran(self) -> int:
@@ -104,8 +108,9 @@ class Summary:
         return FORMAT.write(self, indent=1)
 
 
-def summary_of(verdicts: Verdicts, adapter: Adapter, finder: CauseFinder, environment: Mapping[str, str]) -> Summary:
+def summary_of(verdicts: Verdicts, plan: Plan, finder: CauseFinder, environment: Mapping[str, str]) -> Summary:
     """Return what a certificate says; looks for causes now."""
+    adapter = plan.implementation
     cells = [cell for block in blocks() for cell in block.cells()]
     missing = Counter(", ".join(sorted(needs_of(cell) - adapter.capabilities)) for cell in cells)
     del missing[""]
@@ -127,6 +132,8 @@ def summary_of(verdicts: Verdicts, adapter: Adapter, finder: CauseFinder, enviro
         unexplained=finder.unexplained,
         failing=tuple(cell.name for cell in verdicts.failing()),
         seconds=verdicts.seconds,
+        sample=plan.sample or 0,
+        shard=plan.shard if plan.shard != (1, 1) else (),
     )
 
 

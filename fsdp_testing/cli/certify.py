@@ -61,13 +61,9 @@ def add(commands: Subparsers[Command]) -> Command:
 
 def execute(options: argparse.Namespace) -> int:
     """Run cells, explain what fails, print, write: 0 if all that ran hold, 1 if one fails, 3 if one is unknown."""
-    from fsdp_testing.certificate.axes import WORLDS
     from fsdp_testing.certificate.certify import Certificate
-    from fsdp_testing.certificate.summary import FACES
     from fsdp_testing.pool import default_pool
     from fsdp_testing.report import check_writable
-    from fsdp_testing.report.certificate_page import write_certificate_page
-    from fsdp_testing.report.files import write_atomically
     from fsdp_testing.report.terminal import open_console
 
     if options.html is not None:
@@ -81,6 +77,16 @@ def execute(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         console.print(f"interrupted; everything up to here is in {certificate.plan.state}", markup=False)
         raise
+    return present(summary, options, console)
+
+
+def present(summary: Summary, options: argparse.Namespace, console: Console) -> int:
+    """Print a certificate, write what `--html` and `--json` ask for, and return the exit code."""
+    from fsdp_testing.certificate.axes import WORLDS
+    from fsdp_testing.certificate.summary import FACES
+    from fsdp_testing.report.certificate_page import write_certificate_page
+    from fsdp_testing.report.files import write_atomically
+
     _print(console, summary)
     if options.html is not None:
         worlds = [f"{strategy} {mesh}" for strategy, meshes in WORLDS.items() for mesh in meshes]
@@ -147,7 +153,7 @@ def _made(certificate: Certificate, console: Console, explain: float) -> Summary
         progress.update(task, description="looking for causes")
         adapter = certificate.plan.implementation
         finder = CauseFinder(certificate, shipped_known(adapter.built_on), explain)
-        return summary_of(verdicts, adapter, finder, environment())
+        return summary_of(verdicts, certificate.plan, finder, environment())
 
 
 def _print(console: Console, summary: Summary) -> None:

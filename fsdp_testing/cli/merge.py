@@ -1,4 +1,4 @@
-"""`fsdp-verify merge PART...`: what do the parts of a run, or of a campaign of the fuzzer, say together?"""
+"""`fsdp-verify merge PART...`: what do the parts of a run, a certificate, or a campaign of the fuzzer say together?"""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from fsdp_testing.report.terminal import Output
 
 DESCRIPTION = """\
-Put the JSON reports of `fsdp-verify run ... --shard 1/N` to `N/N` together: the report, and the exit code, of one run. Or put
-the --state directories of `fsdp-verify fuzz ... --shard 1/N` to `N/N` together in the directory that --state names: each finding
-once, and a campaign that can go on. Parts that are missing, there twice, or of different runs are refused.
+Put the JSON reports of `fsdp-verify run ... --shard 1/N` to `N/N` together: the report, and the exit code, of one run. The same
+for `fsdp-verify certify`: one certificate. Or put the --state directories of `fsdp-verify fuzz ... --shard 1/N` to `N/N` together
+in the directory that --state names: each finding once, and a campaign that can go on. Parts that are missing, there twice, or
+of different runs are refused.
 """
 
 
@@ -28,7 +29,7 @@ def add(commands: Subparsers[Command]) -> Command:
         nargs="+",
         type=Path,
         metavar="PART",
-        help="what `run --shard --json`, or `fuzz --shard --state`, wrote",
+        help="what `run` or `certify --shard --json`, or `fuzz --shard --state`, wrote",
     )
     command.add_argument("--state", type=Path, metavar="DIR", help="of campaigns: a new directory for the whole one")
     add_outputs(command)
@@ -49,16 +50,36 @@ def execute(options: argparse.Namespace) -> int:
         raise InvalidArgument(f"merge: expected each report once, got {', '.join(repeated)} more than once. Drop one.")
     if options.state is not None or all(path.is_dir() for path in options.reports):
         return _campaigns(options, open_console())
-    reports = {}
+    texts = {}
     for path in options.reports:
         try:
-            text = path.read_text(encoding="utf-8")
+            texts[str(path)] = path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise InvalidArgument(
                 f"merge: expected a report, got {str(path)!r} ({error}). Give what `--json` wrote."
             ) from error
-        reports[str(path)] = RunReport.from_json(text, str(path))
+    if any(_is_certificate(text, path) for path, text in texts.items()):
+        return _certificates(texts, options)
+    reports = {path: RunReport.from_json(text, path) for path, text in texts.items()}
     return present(merged(reports), options, open_console())
+
+
+def _is_certificate(text: str, path: str) -> bool:
+    from fsdp_testing.records.document import load_json
+
+    data = load_json(text, path)
+    return isinstance(data, dict) and data.get("format") == "fsdp_testing/certificate"
+
+
+def _certificates(texts: dict[str, str], options: argparse.Namespace) -> int:
+    from fsdp_testing.certificate.merging import merged, read_summary
+    from fsdp_testing.cli import certify
+    from fsdp_testing.report.terminal import open_console
+
+    unwanted = [name for name, given in (("--junit", options.junit), ("--full", options.full)) if given]
+    if unwanted:
+        raise InvalidArgument(f"merge: expected --html or --json for certificates, got {', '.join(unwanted)}. Drop it.")
+    return certify.present(merged({p: read_summary(text, p) for p, text in texts.items()}), options, open_console())
 
 
 def _campaigns(options: argparse.Namespace, console: Output) -> int:

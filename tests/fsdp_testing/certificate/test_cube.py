@@ -124,6 +124,13 @@ def test_shards_are_disjoint_and_cover_everything(parts: int, sample: int | None
     assert max(map(len, shards)) - min(map(len, shards)) < max(2, 0.1 * len(whole))
 
 
+def test_a_cell_and_the_one_that_stands_for_it_are_of_one_part():
+    parts = [{cell for job in jobs(everything, None, (i, 5)) for cell in job} for i in range(1, 6)]
+    pairs = [(cell, representative(cell)) for part in parts for cell in part if representative(cell) != cell]
+    assert len(pairs) == sum(len(list(block.cells())) for block in mirrored(BLOCKS))
+    assert all(any({cell, other} <= part for part in parts) for cell, other in pairs)
+
+
 def test_a_job_is_of_one_size_and_cells_of_a_block_stay_together():
     found = jobs(everything)
     assert {len({cell.size for cell in job}) for job in found} == {1}

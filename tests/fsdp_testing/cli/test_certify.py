@@ -72,6 +72,49 @@ def test_limits_and_parts(tmp_path: Path, capsys):
     assert "Give another --state directory" in capsys.readouterr().err
 
 
+def test_parts_are_put_together_as_if_they_had_been_one(tmp_path: Path, capsys):
+    name = "small_faults:ZEROS"
+    given = ("--sample", "30", "--explain", "600")
+    assert certify(name, *given, "--json", "whole.json") == 1
+    for part in ("1", "2"):
+        assert certify(name, *given, "--shard", f"{part}/2", "--json", f"{part}.json") in (0, 1)
+    capsys.readouterr()
+    assert main(["merge", "1.json", "2.json", "--json", "both.json", "--html", "page"]) == 1
+    assert "of 30 cells hold" in capsys.readouterr().out
+    assert (tmp_path / "page" / "index.html").exists()
+    whole, both = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("whole", "both"))
+    assert sorted(both["failing"]) == sorted(whole["failing"])
+    for field in ("asked", "statuses", "faces", "cube", "not_claimed", "unexplained", "pairs"):
+        assert both[field] == whole[field], field
+    (cause,), (other,) = whole["causes"], both["causes"]
+    assert (cause["cells"], cause["cell"], cause["signature"]) == (other["cells"], other["cell"], other["signature"])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("1.json", "1.json"), "more than once"),
+        (("1.json",), "part 2 of 2 is missing"),
+        (("1.json", "whole.json"), "is no part but a whole run"),
+        (("1.json", "other.json"), "sample"),
+        (("1.json", "2.json", "--junit", "x.xml"), "--junit"),
+    ],
+)
+def test_parts_that_are_not_those_of_one_certificate_are_refused(given, said: str, tmp_path: Path, capsys):
+    name = "small_faults:UNBROKEN"
+    for file, more in {
+        "1": ("--sample", "4", "--shard", "1/2"),
+        "2": ("--sample", "4", "--shard", "2/2"),
+        "whole": ("--sample", "4"),
+        "other": ("--sample", "6", "--shard", "2/2"),
+    }.items():
+        assert certify(name, *more, "--json", f"{file}.json") == 0
+    capsys.readouterr()
+    assert main(["merge", *given]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "x.xml").exists()
+
+
 @pytest.mark.parametrize("part", ["0/2", "3/2", "1", "a/b"])
 def test_a_part_that_is_none_is_bad_usage(part: str, capsys):
     assert certify("toy:UNBROKEN", "--shard", part) == 2
