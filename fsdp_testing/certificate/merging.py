@@ -9,9 +9,7 @@ from dataclasses import replace
 from fsdp_testing.certificate.causes import CellCause
 from fsdp_testing.certificate.summary import FORMAT, STATUSES, Summary
 from fsdp_testing.records.document import decode
-from fsdp_testing.report.merging import Part, refuse_parts
-
-_ALIKE_ENVIRONMENT = ("fsdp-testing", "torch", "python")
+from fsdp_testing.report.merging import Part, refuse_parts, versions_of
 
 
 def read_summary(text: str, where: str) -> Summary:
@@ -58,9 +56,8 @@ def merged(parts: Mapping[str, Summary]) -> Summary:
 
 
 def _alike(part: Summary) -> dict[str, object]:
-    versions = {name: part.environment.get(name, "") for name in _ALIKE_ENVIRONMENT}
     whole = {"implementation": part.implementation, "cells": part.cube, "not claimed": dict(part.not_claimed)}
-    return {**whole, "sample": part.sample, **versions}
+    return {**whole, "sample": part.sample, **versions_of(part.environment)}
 
 
 def _sum(counts: Iterable[Mapping[str, int]]) -> Counter[str]:

@@ -55,6 +55,11 @@ def refuse_parts(parts: Mapping[str, Part], advice: str) -> None:
     _refuse(_problems(parts), advice)
 
 
+def versions_of(environment: Mapping[str, str]) -> dict[str, object]:
+    """Return the versions that all parts have alike, by name."""
+    return {name: environment.get(name, "") for name in _ALIKE_ENVIRONMENT}
+
+
 def _refuse(problems: Iterable[str], advice: str) -> None:
     if listed := "; ".join(problems):
         raise InvalidArgument(f"merge: expected every part of one run once, got: {listed}. {advice}")
@@ -89,9 +94,8 @@ _ANOTHER_RUN = "Give the reports of one run, all of one version."
 
 
 def _alike(report: RunReport) -> dict[str, object]:
-    versions = {name: report.environment.get(name, "") for name in _ALIKE_ENVIRONMENT}
     whole = {"implementations": report.implementations, "world sizes": report.world_sizes, "backend": report.backend}
-    return {**whole, "tensor parallelism": report.tensor_parallel, **versions}
+    return {**whole, "tensor parallelism": report.tensor_parallel, **versions_of(report.environment)}
 
 
 def _gaps(parts: Sequence[RunReport], results: Sequence[CheckResult]) -> Iterator[str]:
