@@ -31,7 +31,7 @@ _JOIN_SECONDS = 60.0
 _EXIT_SECONDS = 5.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Watch:
     """What is known about one rank so far."""
 
@@ -72,14 +72,15 @@ class Supervision:
     new_modules: dict[str, None] = field(default_factory=dict)
 
     def run(self) -> WorldOutcome:
-        """Send the job, watch it, and judge every rank. Kills nobody: the owner of the world does, when not `ok`."""
+        """Send the job once all are in the world, watch it, and judge every rank.
+
+        Kills nobody: the owner of the world does, when not `ok`.
+        """
         started = time.monotonic()
         watches = [_Watch(process, joined=self.joined) for process in self.processes]
-        job = dumps(self.job)
         for watch in watches:
             watch.process.take_output("stacks")
             watch.process.empty_output()
-            self._send(watch, job)
         try:
             passed_deadline = self._watch(watches, started)
         except BaseException as end:  # Ctrl-C, or a time limit that another plugin sets
@@ -95,15 +96,19 @@ class Supervision:
         ledgers = [watch.process.ledger.read(self.job.number) for watch in watches]
         if running:
             self._take_stacks(running)
-        outcomes = tuple(self._outcome(*pair, passed_deadline) for pair in zip(watches, ledgers, strict=True))
+        late = [watch for watch in running if not watch.joined] if passed_deadline else []
+        # A rank that waits for a late one to come into the world does not hang.
+        hung = (late or running) if passed_deadline else []
+        outcomes = tuple(
+            self._outcome(watch, ledger, hung=watch in hung) for watch, ledger in zip(watches, ledgers, strict=True)
+        )
         members: dict[int, tuple[int, ...]] = {}
         if self.lockstep:
             for ledger in ledgers:
                 members.update(ledger.members)
         cause = cause_of(outcomes, members, self.timeout if passed_deadline else None)
-        late = tuple(watch.process.rank for watch in watches if not watch.joined and not watch.ended)
-        if passed_deadline and late:
-            cause = NotJoined(late, _JOIN_SECONDS)
+        if late:
+            cause = NotJoined(tuple(watch.process.rank for watch in late), _JOIN_SECONDS)
         return WorldOutcome(self.job.name, self.size, self.backend, outcomes, cause, time.monotonic() - started)
 
     def _account_of_running(self, watches: list[_Watch]) -> str:
@@ -113,14 +118,18 @@ class Supervision:
         self._take_stacks(running)
         lines = [f"{self.job.name}: {len(running)} of {len(watches)} ranks were running"]
         for watch, ledger in zip(running, ledgers, strict=True):
-            outcome = self._outcome(watch, ledger, passed_deadline=False)
+            outcome = self._outcome(watch, ledger, hung=False)
             lines += [outcome.headline(), *account_lines(outcome)]
         return "\n".join(lines)
 
-    def _send(self, watch: _Watch, job: bytes) -> None:
-        # A rank that is gone is known by its exit status, not by the failed write.
-        with contextlib.suppress(OSError):
-            watch.process.channel.send_data(job)
+    def _send(self, watches: list[_Watch]) -> None:
+        # Only when all are in the world: a rank that dies in its call must not break the joining of another, which would
+        # then be reported as a rank that could not join.
+        job = dumps(self.job)
+        for watch in watches:
+            # A rank that is gone is known by its exit status, not by the failed write.
+            with contextlib.suppress(OSError):
+                watch.process.channel.send_data(job)
 
     def _watch(self, watches: list[_Watch], started: float) -> bool:
         """Wait until all have ended, or the grace period or deadline ends; True when the deadline did it."""
@@ -139,6 +148,8 @@ class Supervision:
                 now = time.monotonic()
                 if not clock_runs and all(watch.joined for watch in watches):
                     clock_runs = self.joined = True
+                    self._send(watches)
+                    now = time.monotonic()
                     deadline = None if self.timeout is None else now + self.timeout
                 if not running:
                     return False
@@ -238,7 +249,7 @@ class Supervision:
                 if quiet[watch.process.rank] >= 3:
                     waiting.remove(watch)
 
-    def _outcome(self, watch: _Watch, ledger: RankLedger, passed_deadline: bool) -> RankOutcome:
+    def _outcome(self, watch: _Watch, ledger: RankLedger, *, hung: bool) -> RankOutcome:
         process = watch.process
         return RankOutcome(
             rank=self.job.place.rank if self.job.place is not None else process.rank,
@@ -250,11 +261,11 @@ class Supervision:
             digests=ledger.digests,
             uncompared=ledger.uncompared,
             began=ledger.begun or process.lost,
-            **_ending(watch, passed_deadline),
+            **_ending(watch, hung=hung),
         )
 
 
-def _ending(watch: _Watch, passed_deadline: bool) -> dict[str, Any]:
+def _ending(watch: _Watch, *, hung: bool) -> dict[str, Any]:
     """Return the fate of a rank, with what it came with, as fields of `RankOutcome`."""
     report, left, garbled = watch.report, watch.exit, watch.process.channel.problem
     if watch.join_problem is not None:
@@ -274,7 +285,7 @@ def _ending(watch: _Watch, passed_deadline: bool) -> dict[str, Any]:
     if garbled:
         text = f"what the rank sent is no message ({garbled}): its code wrote to, or closed, a descriptor"
         return _raised(ErrorRecord("ChannelGarbled", text, text))
-    return {"fate": Fate.HUNG if passed_deadline else Fate.STOPPED, "failed": True}
+    return {"fate": Fate.HUNG if hung else Fate.STOPPED, "failed": True}
 
 
 def _raised(error: ErrorRecord) -> dict[str, Any]:

