@@ -23,8 +23,8 @@ from fsdp_testing.pool import Failed
 from fsdp_testing.pool.world import World, current_world
 from fsdp_testing.programs import models
 from fsdp_testing.programs.execute import RankProgram
-from fsdp_testing.programs.ways import DirectoryRefused, Source, Trained, save
-from fsdp_testing.records import Case, CaseRecord, OptimizerSpec, RaisedError, RankObservation
+from fsdp_testing.programs.ways import Source, Trained, save
+from fsdp_testing.records import Case, CaseRecord, OptimizerSpec, RankObservation
 
 Settings = Mapping[str, Mapping[str, Any]]
 """By parameter, the settings of its group: learning rate and the like."""
@@ -191,11 +191,6 @@ class CheckpointProgram(RankProgram):
             self.schedule.load_state_dict(source.beside("schedule"))
             random = source.beside("random")
             torch.set_rng_state(random[f"rank {self.rank % len(random)}"])  # as many as there were, again and again
-
-    def record(self, raised: Exception) -> RaisedError:
-        """Return what was raised; what torch.distributed.checkpoint refuses is no fault of this harness."""
-        error = super().record(raised)
-        return replace(error, not_implementation_fault=False) if isinstance(raised, DirectoryRefused) else error
 
     def build_optimizer(self) -> None:
         """Build the optimizer, with a group of its own for the parameters that the subject says."""

@@ -16,6 +16,7 @@ from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.judging.communication_budget import budget_of
 from fsdp_testing.judging.numbers import Numbers
 from fsdp_testing.pool import Fate, WorldOutcome
+from fsdp_testing.pool.cause import Diverged, Refused, Stuck
 from fsdp_testing.records import (
     RAISES,
     Case,
@@ -26,6 +27,8 @@ from fsdp_testing.records import (
     RankObservation,
     Verdict,
 )
+
+_RANKS_DISAGREE = (Stuck, Diverged, Refused)
 
 OUTLIVES = "the model outlives its case: something refers to it for good"
 """What a record reports as left behind where it is the case's model."""
@@ -118,10 +121,13 @@ def lost_ranks(case: Case, outcome: WorldOutcome) -> Judgement:
     """Return what follows from the fates of ranks that did not report.
 
     A death explains what the others raise when their peer is gone. Without one, an exception that is nobody's program
-    says nothing of the implementation.
+    says nothing of the implementation. A rank that was stopped while it waited for a collective that a peer, who has come
+    to its end, never joined would have waited for ever.
     """
     fates = [rank.fate for rank in outcome.ranks]
     fate = next((one for one in (Fate.DIED, Fate.RAISED, Fate.HUNG) if one in fates), None)
+    if fate is None and isinstance(outcome.diagnosis, _RANKS_DISAGREE):
+        return Judgement(Verdict.FAIL, _different_collectives(case, outcome.cause, outcome.describe()))
     if outcome.ok or fate not in (Fate.DIED, Fate.HUNG):
         why = outcome.cause or "a rank reported nothing of it"
         return Judgement(Verdict.UNKNOWN, reason=why, detail=outcome.describe())
@@ -176,8 +182,10 @@ def _uncoordinated(case: Case, records: Sequence[CaseRecord], outcome: WorldOutc
         # Two ranks that both know a group, and counted different collectives in it.
         if any(len({one[key] for one in counted if key in one}) > 1 for key in groups):
             statement = "the ranks did not issue the same collectives"
-    if not statement:
-        return None
+    return _different_collectives(case, statement, detail) if statement else None
+
+
+def _different_collectives(case: Case, statement: str, detail: str) -> Finding:
     everyone = tuple(range(case.world.size))
     kind, end = FailureKind.UNCOORDINATED, len(case.program)
     return finding(case, kind, "collectives", end, statement, ranks=everyone, detail=detail)

@@ -33,7 +33,7 @@ from fsdp_testing.programs.fresh_memory import filled_with_garbage
 from fsdp_testing.programs.observe import snapshot_of
 from fsdp_testing.programs.setup import setup_among, setup_in_world
 from fsdp_testing.programs.starting import module_to_wrap
-from fsdp_testing.programs.ways import Carrier, InMemory, carried_in_directory
+from fsdp_testing.programs.ways import Carrier, DirectoryRefused, InMemory, carried_in_directory
 from fsdp_testing.records import Case, OperationResult, RaisedError, RankObservation, Snapshot, plan
 from fsdp_testing.records.schedule import builds_late
 
@@ -239,8 +239,11 @@ class RankProgram:
 
     def record(self, raised: Exception) -> RaisedError:
         """Return what was raised in the present operation, and whether it is the implementation's fault."""
-        # Collectives that do not match are the implementation's; the ledger only says so first.
-        if isinstance(raised, HarnessError):
+        # Collectives that do not match are the implementation's; the ledger only says so first. So is a directory that it
+        # cannot load: what users get, only that torch.distributed.checkpoint raises it as no Exception.
+        if isinstance(raised, DirectoryRefused):
+            ours = False
+        elif isinstance(raised, HarnessError):
             ours = not isinstance(raised, CollectiveMismatch)
         else:
             ours = _raised_by_harness(raised) or (self.index < 0 and not self.in_implementation)

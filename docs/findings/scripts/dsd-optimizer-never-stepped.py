@@ -1,4 +1,6 @@
-"""get_optimizer_state_dict of an optimizer that never stepped counts one step, and the next real step is another one.
+"""get_optimizer_state_dict of an optimizer that never stepped counts one step, or has nothing where gradients exist.
+
+The next real step is another one; a directory that was saved beside gradients is refused by who loads without them.
 
 Run with torch alone: python dsd-optimizer-never-stepped.py
 """
@@ -7,6 +9,7 @@ import tempfile
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -32,6 +35,20 @@ def steps_and_weight(wrap, *, save: bool) -> tuple[list[float], float]:
     return counted, total.item()
 
 
+def refusal(wrap, path: str) -> str:
+    """What loading says of a directory that was saved between the first backward and the first step."""
+    model, fresh = wrap(nn.Linear(4, 4)), wrap(nn.Linear(4, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    saved, room = (get_optimizer_state_dict(m, torch.optim.AdamW(m.parameters())) for m in (model, fresh))
+    assert not saved["state"], "fixed in this torch: the state is made beside gradients"
+    dcp.save({"optimizer": saved}, checkpoint_id=path)
+    try:
+        dcp.load({"optimizer": room}, checkpoint_id=path)
+    except dcp.api.CheckpointException as error:
+        return str(next(iter(error.failures.values()))[0])
+    return ""
+
+
 def main(rank: int, path: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
@@ -44,6 +61,10 @@ def main(rank: int, path: str) -> None:
         assert not none
         assert 1.0 in counted, "fixed in this torch: nothing is counted"
         assert abs(plain - saved) > 1e-3, "fixed in this torch: the first step is the same"
+        said = refusal(wrap, f"{path}-{wrap.__name__}")
+        if rank == 0:
+            print(f"{wrap.__name__}: saved beside gradients; loading says {said!r}")
+        assert "Missing key in checkpoint state_dict" in said, "fixed in this torch: the directory loads"
     dist.destroy_process_group()
 
 

@@ -12,7 +12,9 @@ from fuzz_cases import case, micro
 
 from fsdp_testing.campaign.batch import Watch
 from fsdp_testing.campaign.lane import Lane
+from fsdp_testing.findings.known import shipped_known
 from fsdp_testing.implementations.protocol import Division
+from fsdp_testing.judging.signature import Signature
 from fsdp_testing.pool import default_pool
 from fsdp_testing.programs.oracle import expect_lockstep
 from fsdp_testing.records import (
@@ -21,6 +23,7 @@ from fsdp_testing.records import (
     Case,
     Clip,
     EditFullParameters,
+    FailureKind,
     Forward,
     ForwardBackward,
     Freeze,
@@ -165,6 +168,26 @@ def test_what_torch_says_of_the_parameters_that_it_shows_is_a_failure_and_not_un
     assert result.note.status == "suspect", result.note.reason
     assert result.note.signature is not None
     assert (result.note.signature.kind, result.note.signature.operation) == ("raised", operation)
+
+
+@pytest.mark.parametrize("name", ["torch-fsdp1", "torch-fsdp1-flat", "torch-fsdp2"])
+def test_a_directory_that_does_not_load_is_a_failure_and_not_unjudged(name: str):
+    """What torch.distributed.checkpoint refuses is no Exception, and what reports it instead is raised by this harness."""
+    rules = {rule.name: example for rule, example in shipped_known(name).examples()}
+    example = rules["directory-saved-before-the-first-step"]
+    (result,) = Lane(default_pool(), name).run([example], Watch(operations=True))
+    assert result.note.signature is not None, result.note.reason
+    assert shipped_known(name).recognize(result.note.signature, example) is not None, result.note.reason
+
+
+def test_ranks_that_would_wait_for_ever_are_a_failure_and_not_unjudged():
+    found = _found("ranks_that_wait_for_ever")
+    (result,) = Lane(default_pool(), "torch-ddp").run([found], Watch(operations=True))
+    assert result.note.signature == Signature(FailureKind.UNCOORDINATED, "collectives", "end"), result.note.reason
+    assert "waits in all_reduce" in result.note.reason
+    rule = shipped_known("torch-ddp").recognize(result.note.signature, found)
+    assert rule is not None
+    assert rule.name == "forward-then-unreduced-backward"
 
 
 def test_units_gathered_by_hand_are_those_of_the_plan_in_force():

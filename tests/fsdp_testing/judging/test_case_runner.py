@@ -112,13 +112,13 @@ def test_a_backend_that_does_not_exist_is_refused_at_once():
     ],
 )
 def test_ranks_that_do_not_return_are_findings_and_the_next_case_passes(name, kind, words):
-    runner = CaseRunner(timeout=5.0)
-    judgement = runner.judge(name, case(strategy="full_shard"))
+    judgement = CaseRunner(timeout=5.0).judge(name, case(strategy="full_shard"))
     assert judgement.outcome.verdict is Verdict.FAIL
     assert judgement.finding is not None
     assert judgement.finding.kind == kind
     assert words in judgement.finding.explanation
-    assert runner.judge("torch-ddp", case()).outcome.verdict is Verdict.PASS
+    # From the same pool, with the time that a healthy case may need on a busy machine.
+    assert CaseRunner().judge("torch-ddp", case()).outcome.verdict is Verdict.PASS
 
 
 def test_an_exception_of_the_harness_itself_is_unknown(monkeypatch):

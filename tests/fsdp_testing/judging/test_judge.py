@@ -18,7 +18,9 @@ from fsdp_testing.judging import batch_judge
 from fsdp_testing.judging.batch_judge import note_of
 from fsdp_testing.judging.judge import OUTLIVES, Judgement, judge
 from fsdp_testing.judging.numbers import Numbers, compare_numbers
+from fsdp_testing.ledger.reading import CollectiveRecord
 from fsdp_testing.pool import Fate, RankOutcome, WorldOutcome
+from fsdp_testing.pool.cause import Stuck
 from fsdp_testing.programs import oracle
 from fsdp_testing.records import (
     Batch,
@@ -142,6 +144,23 @@ def test_ranks_that_did_not_report(message, outcome, expected):
     note = note_of(found)
     assert (found.finding.kind if note.status == "suspect" and found.finding else note.status) == expected
     assert found.verdict is not Verdict.PASS
+
+
+@pytest.mark.parametrize(
+    ("fates", "verdict"),
+    [
+        ((Fate.STOPPED, Fate.RETURNED), Verdict.FAIL),
+        ((Fate.STOPPED, Fate.RAISED), Verdict.UNKNOWN),  # by nobody's program: the harness failed there
+    ],
+)
+def test_a_rank_that_would_wait_for_ever_refutes(fates, verdict):
+    record = CollectiveRecord(2, "default group", 7, "all_reduce(sum) float64[3]", "train.py:3 in step")
+    outcome = replace(world(*fates), diagnosis=Stuck(0, 1, record, None, failed=False))
+    found = judged([CaseRecord(0, RankObservation(1))], outcome=outcome)
+    assert found.verdict is verdict
+    if found.finding is not None:
+        assert (found.finding.kind, found.finding.statement) == ("uncoordinated", outcome.cause)
+        assert found.finding.statement.startswith("rank 0 waits in all_reduce(sum) #2 float64[3]")
 
 
 def test_the_ledger_says_that_ranks_did_not_communicate_alike():
