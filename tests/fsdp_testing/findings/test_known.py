@@ -14,6 +14,7 @@ from fsdp_testing.findings.tags import tokens
 from fsdp_testing.implementations import registry
 from fsdp_testing.judging.signature import Signature
 from fsdp_testing.operations.micro_batches import LocalMicroBatches
+from fsdp_testing.operations.optimizing import BuildOptimizer
 from fsdp_testing.operations.unusual_backwards import UnusualBackward
 from fsdp_testing.records import (
     Batch,
@@ -81,6 +82,7 @@ def test_only_a_step_on_gradients_trains_an_optimizer():
     assert known(rule, Step(), micro(1), Reload())
     assert known(rule, micro(1), ZeroGrad(), Step(), Reload())
     assert known(rule, micro(1), Step(), Reload(optimizer=False), Step(), Reload())
+    assert known(rule, micro(1), Step(), BuildOptimizer(), Reload())
     assert not known(rule, micro(1), Step(), Reload())
     assert not known(rule, micro(1), ZeroGrad(set_to_none=False), Step(), Reload())
 
