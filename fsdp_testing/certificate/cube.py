@@ -119,8 +119,11 @@ def jobs(claimed: Callable[[Cell], bool], sample: int | None = None, shard: tupl
     every = blocks()
     # A block and its mirror image belong to one part: their verdicts are compared there.
     places = {block: place for place, block in enumerate(every)}
-    held = [*enumerate(every), *((places[block._replace(skipping=block.size - 1)], block) for block in mirrored(every))]
-    groups = [(place, [cell for cell in block.cells() if claimed(cell)]) for place, block in held]
+    placed = [
+        *enumerate(every),
+        *((places[block._replace(skipping=block.size - 1)], block) for block in mirrored(every)),
+    ]
+    groups = [(place, [cell for cell in block.cells() if claimed(cell)]) for place, block in placed]
     if sample is not None:
         groups = [*enumerate([cell] for cell in sampled([cell for _, group in groups for cell in group], sample))]
     return list(packed([group for place, group in groups if place % shard[1] == shard[0] - 1]))

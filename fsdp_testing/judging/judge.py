@@ -16,7 +16,7 @@ from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.judging.communication_budget import budget_of
 from fsdp_testing.judging.numbers import Numbers
 from fsdp_testing.pool import Fate, WorldOutcome
-from fsdp_testing.pool.cause import Diverged, Refused, Stuck
+from fsdp_testing.pool.cause import Diverged, Stuck
 from fsdp_testing.records import (
     RAISES,
     Case,
@@ -28,7 +28,7 @@ from fsdp_testing.records import (
     Verdict,
 )
 
-_RANKS_DISAGREE = (Stuck, Diverged, Refused)
+_RANKS_DISAGREE = (Stuck, Diverged)
 
 OUTLIVES = "the model outlives its case: something refers to it for good"
 """What a record reports as left behind where it is the case's model."""

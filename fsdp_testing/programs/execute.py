@@ -239,8 +239,8 @@ class RankProgram:
 
     def record(self, raised: Exception) -> RaisedError:
         """Return what was raised in the present operation, and whether it is the implementation's fault."""
-        # Collectives that do not match are the implementation's; the ledger only says so first. So is a directory that it
-        # cannot load: what users get, only that torch.distributed.checkpoint raises it as no Exception.
+        # Collectives that do not match are the implementation's; the ledger only says so first. So is a directory that is
+        # refused: users meet that error too; this harness only wraps it, since torch's own is no Exception.
         if isinstance(raised, DirectoryRefused):
             ours = False
         elif isinstance(raised, HarnessError):
