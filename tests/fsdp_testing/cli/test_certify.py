@@ -97,6 +97,7 @@ def test_parts_are_put_together_as_if_they_had_been_one(tmp_path: Path, capsys):
         (("1.json",), "part 2 of 2 is missing"),
         (("1.json", "whole.json"), "is no part but a whole run"),
         (("1.json", "other.json"), "sample"),
+        (("1.json", "renamed.json"), "implementation"),
         (("1.json", "2.json", "--junit", "x.xml"), "--junit"),
     ],
 )
@@ -109,6 +110,8 @@ def test_parts_that_are_not_those_of_one_certificate_are_refused(given, said: st
         "other": ("--sample", "6", "--shard", "2/2"),
     }.items():
         assert certify(name, *more, "--json", f"{file}.json") == 0
+    renamed = json.loads((tmp_path / "2.json").read_text()) | {"implementation": "small_faults:ZEROS"}
+    (tmp_path / "renamed.json").write_text(json.dumps(renamed))
     capsys.readouterr()
     assert main(["merge", *given]) == 2
     assert said in capsys.readouterr().err
