@@ -7,8 +7,8 @@ again: a rule whose example passes is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.findings.tags import NEW_MODEL, NEW_OPTIMIZER, tags, words, words_of
 from fsdp_testing.judging.signature import Signature
-from fsdp_testing.records import ENDS_RANKS, RAISES, Case, FailureKind
+from fsdp_testing.records import ENDS_RANKS, RAISES, Case, FailureKind, ModelSpec, WorldSpec
 from fsdp_testing.records.document import Format, decode, encode, load_json, to_json
 
 FORMAT = Format("fsdp_testing/known_failures", 2)
@@ -54,6 +54,8 @@ class Rule:
         tags: Tags that the case has, all of them; a tag may end in `*`.
         without: Token of the operations without which it does not show; a case in which it was met is run once more
             without them, for what it may have hidden. Empty where no such operation is known.
+        instead: What of the case is other in that run, by field, where no operation brings the failure about:
+            `{"world": {"mesh": [1, 2]}}` leaves the size of the world as it is.
         example: A case that fails because of it, to notice when it no longer does.
         unlike: The case nearest to it that was seen to pass: the rule may not ask for less than what it lacks.
     """
@@ -66,6 +68,7 @@ class Rule:
     unless: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
     without: str = ""
+    instead: Mapping[str, Any] = field(default_factory=dict)
     example: Any = None
     unlike: Any = None
 
@@ -85,12 +88,31 @@ class Rule:
 
     def variant(self, case: Case) -> Case | None:
         """Return the case without what brings the failure about; None where nothing is left, or nobody knows how."""
-        while self.without and self.fits(CaseFeatures(case)):
-            places = [place for place, one in enumerate(case.program) if _is(self.without, words(one))]
+        variant = self._changed(case, f"known failure {self.name}: instead")
+        while self.without and self.fits(CaseFeatures(variant)):
+            places = [place for place, one in enumerate(variant.program) if _is(self.without, words(one))]
             if not places:
                 return None
-            case = case.without_operation(places[-1])
-        return case if self.without and case.program else None
+            variant = variant.without_operation(places[-1])
+        return variant if variant != case and variant.program else None
+
+    def check(self, where: str) -> None:
+        """Check that `instead` names fields of a case.
+
+        Raises:
+            InvalidRecord: One is unknown, or cannot have this value.
+        """
+        self._changed(Case(ModelSpec("tree"), WorldSpec(1), ()), f"{where}: {self.name}.instead")
+
+    def _changed(self, case: Case, where: str) -> Case:
+        return decode(Case, _merged(encode(case), self.instead), where) if self.instead else case
+
+
+def _merged(data: Any, change: Any) -> Any:
+    if not isinstance(change, Mapping):
+        return change
+    known = data if isinstance(data, Mapping) else {}
+    return {**known, **{name: _merged(known.get(name), value) for name, value in change.items()}}
 
 
 def _looks_like(known: Sequence[str], signature: Signature) -> bool:
@@ -184,7 +206,7 @@ class KnownFailures:
 
 
 def _rule_json(rule: Rule) -> str:
-    given = {name: value for name, value in encode(rule).items() if value not in ("", [], None)}
+    given = {name: value for name, value in encode(rule).items() if value not in ("", [], {}, None)}
     return "  {\n" + ",\n".join(f"    {to_json(name)}: {to_json(value)}" for name, value in given.items()) + "\n  }"
 
 
@@ -212,6 +234,8 @@ def read_known(text: str, where: str) -> KnownFailures:
             f"{where}: expected rules with `signatures` (kind, quantity, operation), got none in {bare}. "
             "A rule without one would know every failure."
         )
+    for rule in known.rules:
+        rule.check(where)
     return known
 
 

@@ -31,6 +31,7 @@ from fsdp_testing.strategies import legal_case, needs_of_case
 
 OFF = Signature(FailureKind.DIVERGED, "output", "forward")
 STALE = Rule("stale", "why", "link", (tuple(OFF),), ("forward[*", "step"), ("forward_backward*",), without="forward[*")
+WRONG_NUMBERS = {FailureKind.DIVERGED, FailureKind.DISAGREED, FailureKind.MISSING}
 EVAL = Forward(Batch(1), "eval")
 LOCAL = ForwardBackward(Batch(1), no_sync=True)
 LOCALS = LocalMicroBatches((Batch(1), Batch(2)))
@@ -131,6 +132,22 @@ def test_the_variant_leaves_out_what_brings_it_about():
     assert without(whole, EVAL) is None
 
 
+def test_the_variant_changes_what_is_named_where_no_operation_brings_it_about():
+    rule = Rule(
+        "sharded", "why", signatures=(("diverged",),), instead={"strategy": "no_shard", "world": {"mesh": [2, 1]}}
+    )
+    asked = case(micro(1), Step())
+    mesh = replace(asked.world, mesh=(2, 1))
+    assert rule.variant(asked) == replace(asked, strategy="no_shard", world=mesh)
+    assert rule.variant(replace(asked, strategy="no_shard", world=mesh)) is None
+    lower = replace(rule, instead={"mixed_precision": {"reduce_dtype": "float32"}})
+    changed = lower.variant(asked)
+    assert changed is not None and changed.mixed_precision is not None
+    assert changed.mixed_precision.reduce_dtype == "float32"
+    both = replace(STALE, instead={"strategy": "no_shard"}, tags=("strategy:no_shard",))
+    assert without(both, EVAL, Step()) == ("step",)
+
+
 def test_only_what_costs_the_ranks_is_asked_before_a_case_runs():
     dies = Rule("dies", "why", signatures=(("raised",), ("died",)), operations=("step",))
     rules = KnownFailures((STALE, dies))
@@ -155,6 +172,10 @@ def test_rules_survive_their_document_and_join_by_name():
         ({"rules": [{"name": "a", "reason": "b", "drops": "c"}]}, "unknown \\['drops'\\]"),
         ({"rules": [{"name": "a", "reason": "b"}, {"name": "a", "reason": "c"}]}, "names of their own"),
         ({"rules": [{"name": "a", "reason": "b"}]}, "expected rules with `signatures`"),
+        (
+            {"rules": [{"name": "a", "reason": "b", "signatures": [["diverged"]], "instead": {"mesh": [1, 2]}}]},
+            "a.instead: .*unknown \\['mesh'\\]",
+        ),
     ],
 )
 def test_a_bad_file_is_refused(change: dict[str, object], said: str):
@@ -188,6 +209,19 @@ def test_shipped_rules_that_ask_for_features_do_not_fit_the_nearest_case_that_pa
         assert legal_case(passes) == passes, rule.name
         assert needs_of_case(passes) <= claimed, rule.name
         assert not rule.fits(CaseFeatures(passes)), rule.name
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted(SHIPPED.glob("*.json"))])
+def test_a_shipped_rule_that_knows_wrong_numbers_says_how_to_see_what_they_hide(name: str):
+    """What is judged before numbers, or only where all of them are right, hides none."""
+    rules = shipped_known(name)
+    for rule, example in rules.examples():
+        if any(FailureKind(signature[0]) in WRONG_NUMBERS for signature in rule.signatures):
+            assert rule.without or rule.instead, rule.name
+        if rule.instead:
+            variant = rule.variant(example)
+            assert variant is not None and legal_case(variant).program == example.program, rule.name
+            assert needs_of_case(legal_case(variant)) <= registry.load(name).capabilities, rule.name
 
 
 def _recognised(rules: KnownFailures, rule: Rule, example: Case) -> bool:
