@@ -1,7 +1,7 @@
-"""FSDP1 SHARD_GRAD_OP, FSDP2 roots and reshard_after_forward=False: a forward before the step freezes the weights.
+"""FSDP1 and FSDP2 roots, SHARD_GRAD_OP, reshard_after_forward=False: a forward before the step freezes the weights.
 
 The forward gathers the weights and keeps them; no backward frees them; the optimizer updates the shards; the next
-forward finds weights that are gathered already and uses the old ones. Run with torch alone:
+forward finds weights that are gathered already and uses the old ones. FSDP1 also saves them. Run with torch alone:
 python unsharded-weights-survive-the-optimizer-step.py
 """
 
@@ -11,14 +11,18 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 
 
-def fsdp1(module: nn.Module) -> nn.Module:
-    strategy = ShardingStrategy.SHARD_GRAD_OP
+def fsdp1(module: nn.Module, strategy: ShardingStrategy = ShardingStrategy.SHARD_GRAD_OP) -> nn.Module:
     return FullyShardedDataParallel(
         module, sharding_strategy=strategy, use_orig_params=True, device_id=torch.device("cpu")
     )
+
+
+def fsdp1_full_shard(module: nn.Module) -> nn.Module:
+    return fsdp1(module, ShardingStrategy.FULL_SHARD)
 
 
 def fsdp2(module: nn.Module) -> nn.Module:
@@ -29,7 +33,8 @@ def fsdp2_default(module: nn.Module) -> nn.Module:
     return fully_shard(module, mesh=dist.device_mesh.init_device_mesh("cpu", (2,)))
 
 
-def outputs(wrap, *, evaluate_between: bool, no_grad: bool) -> torch.Tensor:
+def after_step(wrap, *, evaluate_between: bool, no_grad: bool, save: bool) -> torch.Tensor:
+    """What the model computes after a step, or the weight that is saved then."""
     torch.manual_seed(0)
     model = wrap(nn.Linear(4, 4, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -39,6 +44,8 @@ def outputs(wrap, *, evaluate_between: bool, no_grad: bool) -> torch.Tensor:
         with torch.set_grad_enabled(not no_grad):
             model(x)
     optimizer.step()
+    if save:
+        return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))["weight"].clone()
     with torch.no_grad():
         return model(x)
 
@@ -49,16 +56,19 @@ def main(rank: int, path: str) -> None:
     for name, wrap, no_grad in (
         ("FSDP1", fsdp1, False),
         ("FSDP1 no_grad", fsdp1, True),
+        ("FSDP1 FULL_SHARD", fsdp1_full_shard, False),
         ("FSDP2", fsdp2, False),
         ("FSDP2 no_grad", fsdp2, True),
         ("FSDP2 default", fsdp2_default, False),
     ):
-        right = outputs(wrap, evaluate_between=False, no_grad=no_grad)
-        wrong = outputs(wrap, evaluate_between=True, no_grad=no_grad)
-        apart = (right - wrong).abs().max().item()
+        asked = [{"no_grad": no_grad, "save": save} for save in (False, True)]
+        right = [after_step(wrap, evaluate_between=False, **one) for one in asked]
+        wrong = [after_step(wrap, evaluate_between=True, **one) for one in asked]
+        apart, lost = ((one - other).abs().max().item() for one, other in zip(right, wrong))
         if rank == 0:
-            print(f"{name}: with and without an evaluation before the step, outputs are {apart:.3f} apart")
+            print(f"{name}: a forward before the step changes outputs by {apart:.1f}, what is saved by {lost:.1f}")
         assert apart > 1, f"fixed in this torch: {name} uses the new weights"
+        assert (lost > 1) == name.startswith("FSDP1"), f"{name} saves other weights than expected"
     dist.destroy_process_group()
 
 
