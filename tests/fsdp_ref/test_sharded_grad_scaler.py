@@ -97,6 +97,8 @@ def test_containers_and_dtypes_are_kept():
         scaler.scale(3)
 
 
+# Torch 2.11 warns of every sparse tensor.
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 @pytest.mark.world(2)
 @pytest.mark.covers("SCL-04")
 def test_sums_of_sparse_gradients_that_overflow_are_seen(world):

@@ -64,8 +64,9 @@ SCHEDULES = {
 @contextmanager
 def substituted():
     """The helper's module with our names in it; groups that its models make are destroyed."""
-    # Importing torch's test equipment warns of this and that, and puts a folder on the path (setuptools does).
-    with warnings.catch_warnings(), mock.patch.object(sys, "path", list(sys.path)):
+    # Importing torch's test equipment warns of this and that, and setuptools puts folders and importers on the path.
+    kept = mock.patch.multiple(sys, path=list(sys.path), meta_path=list(sys.meta_path))
+    with warnings.catch_warnings(), kept:
         warnings.simplefilter("ignore")
         import torch.testing._internal.common_fsdp as helper
     groups = []
