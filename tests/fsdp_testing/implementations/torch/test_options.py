@@ -46,6 +46,11 @@ ASKED = (
 )
 """Whatever `setup_of` can make of a case, one option at a time."""
 
+
+def signature(owner: Any) -> set[str]:
+    return set(inspect.signature(owner).parameters) - {"self", "module"}
+
+
 _ELSEWHERE = "chooses where it runs, which here is the world's device and group"
 _TUNING = "how much is sent at once, and when; the models here fit into one bucket of any size"
 _ACCELERATOR = "has no effect without an accelerator"
@@ -61,7 +66,7 @@ NOT_SET: dict[str, dict[str, str]] = {
         "output_device": _ELSEWHERE,
         "dim": _ACCELERATOR,
         "device_mesh": _ELSEWHERE,
-        "broadcast_buffers": _OLD_NAME,
+        **({"broadcast_buffers": _OLD_NAME} if "forward_sync_buffers" in signature(DistributedDataParallel) else {}),
         "init_sync": "left on: without it ranks may begin apart, which is the user's own affair then",
         "bucket_cap_mb_list": _TUNING,
         "check_reduction": "deprecated, without effect",
@@ -147,10 +152,6 @@ def wrap_all(setup: Setup) -> None:
         fsdp1.wrap(nn.Sequential(nn.Linear(2, 2)), setup, use_orig_params=True)
     with suppress(InvalidImplementation):
         fsdp2.wrap(nn.Sequential(nn.Linear(2, 2)), setup)
-
-
-def signature(owner: Any) -> set[str]:
-    return set(inspect.signature(owner).parameters) - {"self", "module"}
 
 
 def test_a_plain_case_leaves_every_option_to_its_default(recorded):
