@@ -89,7 +89,7 @@ NOT_SET: dict[str, dict[str, str]] = {
         "cast_root_forward_inputs": _CASTS,
         "_module_classes_to_ignore": "private",
     },
-    "MixedPrecisionPolicy": {"output_dtype": _CASTS, "cast_forward_inputs": _CASTS},
+    "MixedPrecisionPolicy": {"param_dtype_override_fn": _LATER, "output_dtype": _CASTS, "cast_forward_inputs": _CASTS},
     "FSDPModule": {
         "set_all_reduce_hook": "a reduction of the user's own, in place of what is judged",
         "set_allocate_memory_from_process_group_for_comm": _ACCELERATOR,
