@@ -208,7 +208,7 @@ def test_torchs_classes_end_as_their_processes_did(run_folder, tmp_path: Path) -
     assert len(meant) == 10
     assert found.pop("test_expected_failure") == "XFAIL"
     assert verdict.skipped == 3
-    for reason in ("no such thing", "Need at least 2 CUDA devices"):
+    for reason in ("no such thing", "Need at least 2"):
         assert reason in verdict.text
     assert {word for name, word in found.items() if name not in failed} == {"PASSED"}
     assert "rank 1 raised ValueError: this is why" in verdict.text
