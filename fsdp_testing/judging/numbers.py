@@ -90,11 +90,11 @@ def _size(value: torch.Tensor | None) -> float:
 
 
 def _narrowest(case: Case) -> str | None:
-    """The dtype with the fewest digits among those of the parts; None if all parts have one dtype."""
+    """The dtype with the fewest digits among those of the inputs and the parts; None if all have one dtype."""
     if case.model.tree is None:
         mixed = "mixed_dtypes" in MODELS[case.model.name].traits
         return ("float32" if case.model.dtype == "float64" else "bfloat16") if mixed else None
-    found = {spec.dtype or case.model.dtype for spec in parameters(case.model.tree)}
+    found = {case.model.dtype, *(spec.dtype or case.model.dtype for spec in parameters(case.model.tree))}
     return max(found, key=lambda name: UNIT_ROUNDOFF[name]) if len(found) > 1 else None
 
 

@@ -19,12 +19,14 @@ from fsdp_testing.records import (
 )
 from fsdp_testing.zoo import MODELS
 
+ALL_NARROW = {"width": 2, "nodes": [{"kind": "linear", "dtype": "float32", "name": "a"}]}
 MIXED = next(name for name, model in MODELS.items() if "mixed_dtypes" in model.traits)
 LOSS = Quantity("result", "loss", rank=0)
 
 
-def compared(model: str, seen: float, expected: float = 1.0, bound: float = 0.0, mode: str = "free"):
-    case = Case(ModelSpec(model), WorldSpec(1), (ForwardBackward(Batch(0)),))
+def compared(model: str | dict, seen: float, expected: float = 1.0, bound: float = 0.0, mode: str = "free"):
+    spec = ModelSpec(model) if isinstance(model, str) else ModelSpec("tree", dtype="float64", tree=model)
+    case = Case(spec, WorldSpec(1), (ForwardBackward(Batch(0)),))
     value = torch.tensor(expected, dtype=torch.float64)
     point = ExpectedPoint(0, {LOSS: Expected(value, bound)})
     result = OperationResult(0, {"loss": torch.tensor(seen, dtype=torch.float64)})
@@ -39,6 +41,9 @@ def compared(model: str, seen: float, expected: float = 1.0, bound: float = 0.0,
         (MIXED, "free", 1e-4, True),
         (MIXED, "lockstep", 1e-7, True),
         ("mlp", "free", 1e-7, True),
+        (ALL_NARROW, "free", 1e-7, False),  # its inputs and its loss are in float64
+        (ALL_NARROW, "free", 1e-4, True),
+        ({**ALL_NARROW, "nodes": [{"kind": "linear", "name": "a"}]}, "free", 1e-7, True),
     ],
 )
 def test_parts_in_a_narrower_dtype_widen_the_bounds_of_a_free_replay(model, mode, off, diverges):
