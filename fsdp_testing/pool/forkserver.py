@@ -89,6 +89,17 @@ def adopt_orphans() -> None:
     _prctl(36, 1)
 
 
+def run_until_it_waits() -> None:
+    """Ask the kernel not to interrupt this process for another rank that a message has woken (Linux).
+
+    With more ranks than processors each collective would otherwise switch between them several times. Threads and child
+    processes inherit it. A policy that the user has chosen stays.
+    """
+    if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 def _prctl(option: int, value: int) -> None:
     if sys.platform.startswith("linux"):
         import ctypes
@@ -193,6 +204,7 @@ class _ForkServer:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         self._leave_server(server_pid)
         adopt_orphans()
+        run_until_it_waits()
         os.close(fds.pop("status"))
         if self._controller is not None:
             os.close(self._controller)

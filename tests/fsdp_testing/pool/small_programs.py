@@ -41,6 +41,11 @@ def sees(name: str) -> tuple[str | None, str, list[str]]:
     return os.environ.get(name), os.getcwd(), sys.path[:1]
 
 
+def scheduling() -> set[int]:
+    """Policies of scheduling of this process's threads (Linux)."""
+    return {os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")}
+
+
 def dies_later() -> None:
     threading.Timer(0.1, os._exit, (5,)).start()
 

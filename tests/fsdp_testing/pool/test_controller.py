@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from small_programs import addresses, dies_later, fail, gone, nested, pid, place, run, sees, total
+from small_programs import addresses, dies_later, fail, gone, nested, pid, place, run, scheduling, sees, total
 
 import fsdp_testing
 from fsdp_testing.errors import BackendUnavailable, InvalidArgument, PoolBroken
 from fsdp_testing.pool import Pool, PooledWorld
 from fsdp_testing.pool.controller import _MOST_IDLE_RANKS, default_pool
+from fsdp_testing.pool.forkserver import run_until_it_waits
 
 # ---- lending
 
@@ -75,6 +76,24 @@ def test_a_rank_that_ended_before_the_call_is_told_so(pool: Pool) -> None:
 def test_every_size(pool: Pool, size: int) -> None:
     world = pool.world(size, isolation="fresh")
     assert run(world, total) == [4.0 * size] * size
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has policies of scheduling")
+def test_ranks_are_not_interrupted_for_each_other(pool: Pool) -> None:
+    before = scheduling()
+    asked = os.SCHED_BATCH if os.sched_getscheduler(0) == os.SCHED_OTHER else os.sched_getscheduler(0)
+    assert run(pool.world(2, isolation="fresh"), scheduling) == [{asked}] * 2
+    assert scheduling() == before
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has policies of scheduling")
+def test_a_policy_of_scheduling_that_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(os, "sched_setscheduler", lambda *arguments: asked.append(arguments))
+    for policy in (os.SCHED_IDLE, os.SCHED_FIFO, os.SCHED_BATCH):
+        monkeypatch.setattr(os, "sched_getscheduler", lambda _, policy=policy: policy)
+        run_until_it_waits()
+    assert not asked
 
 
 def test_idle_worlds_are_limited(pool: Pool) -> None:
