@@ -19,6 +19,7 @@ from fsdp_testing.certificate.cube import Job, jobs
 from fsdp_testing.certificate.verdicts import FAILS, REFUSED, UNKNOWN, Mark, Verdicts
 from fsdp_testing.errors import PoolBroken
 from fsdp_testing.implementations.adapter import Adapter
+from fsdp_testing.judging.batch_judge import CaseNote
 from fsdp_testing.pool import Pool
 from fsdp_testing.records import LOSES_RANKS, FailureKind
 
@@ -155,13 +156,28 @@ class CellRunner:
                 return Mark(UNKNOWN, str(broken)[:_REASON_LENGTH])
             if kind == FailureKind.HUNG and all(one.status == "passed" for one in again):
                 return None  # the time of the batch was up, on a busy machine
+            if kind == FailureKind.ONE_RAISED and all(_is_raised_by_every_rank(one, note) for one in again):
+                # In the batch the others were stopped before they came to it, on a busy machine.
+                return _fails(again[0])
             other = next((one for one in again if one.signature is None or one.signature.kind != kind), None)
             if other is not None:
                 reason = f"different results: first {note.signature}, then, alone, {other.reason or 'it held'}"
                 return Mark(UNKNOWN, reason[:_REASON_LENGTH])
-        return Mark(FAILS, note.reason[:_REASON_LENGTH], tuple(map(str, note.signature)))
+        return _fails(note)
 
     def _is_to_confirm(self, always: bool, looks: object) -> bool:
         with self._lock:
             self._confirmed[looks] += 1
             return always or self._confirmed[looks] <= _CONFIRMED_ALONE
+
+
+def _fails(note: CaseNote) -> Mark:
+    return Mark(FAILS, note.reason[:_REASON_LENGTH], tuple(map(str, note.signature or ())))
+
+
+def _is_raised_by_every_rank(alone: CaseNote, first: CaseNote) -> bool:
+    """Return whether every rank raised, alone, what one raised in its batch: the same type in the same operation."""
+    if alone.signature is None or first.signature is None or alone.signature.kind != FailureKind.RAISED:
+        return False
+    looks = [(one.quantity.partition(":")[0], one.operation) for one in (alone.signature, first.signature)]
+    return looks[0] == looks[1]

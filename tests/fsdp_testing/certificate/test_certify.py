@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from fsdp_testing.campaign.lane import Lane
+from fsdp_testing.campaign.lane import CaseResult, Lane
 from fsdp_testing.certificate.axes import CLEARING, EVERY_RANK, WORLDS, Cell, in_cube
 from fsdp_testing.certificate.cases import case_of
 from fsdp_testing.certificate.causes import CauseFinder
@@ -19,9 +21,11 @@ from fsdp_testing.certificate.verdicts import FAILS, HOLDS, UNKNOWN, Verdicts
 from fsdp_testing.errors import PoolBroken
 from fsdp_testing.findings.known import KnownFailures
 from fsdp_testing.implementations import registry
+from fsdp_testing.judging.batch_judge import CaseNote
+from fsdp_testing.judging.signature import Signature
 from fsdp_testing.pool import default_pool
 from fsdp_testing.programs.models import uses_of
-from fsdp_testing.records import CAPABILITIES
+from fsdp_testing.records import CAPABILITIES, FailureKind
 
 STRATEGIES = ("full_shard", "hybrid_shard")
 REST = ("root", "plain")
@@ -109,6 +113,28 @@ def test_a_death_that_does_not_repeat_is_no_failure(tmp_path: Path, monkeypatch:
     assert not once.exists(), "nothing died"
     assert [mark.status for mark in found if mark is not None] == [UNKNOWN]
     assert "alone, it held" in next(mark.reason for mark in found if mark is not None)
+
+
+@pytest.mark.parametrize(
+    ("alone", "status"),
+    [
+        (Signature(FailureKind.RAISED, "ValueError: of another rank", "step"), FAILS),
+        (Signature(FailureKind.RAISED, "TypeError: odd", "step"), UNKNOWN),
+        (Signature(FailureKind.RAISED, "ValueError: odd", "clip"), UNKNOWN),
+        (Signature(FailureKind.DIVERGED, "ValueError: odd", "step"), UNKNOWN),
+        (None, UNKNOWN),
+    ],
+)
+def test_what_one_rank_raised_and_alone_every_rank_is_a_failure(alone: Signature | None, status: str):
+    """In its batch the others were stopped before they came to it."""
+    first = Signature(FailureKind.ONE_RAISED, "ValueError: odd", "step")
+    notes = iter([CaseNote(0, "suspect", "first", signature=first), CaseNote(0, "suspect", "then", signature=alone)])
+    lane = SimpleNamespace(run=lambda cases: [CaseResult(case, next(notes)) for case in cases])
+    [(_, mark)] = CellRunner(registry.load("torch-ddp")).run(cast("Lane", lane), (face(first=("S",))[0],))
+    assert mark is not None
+    assert mark.status == status
+    if status == FAILS:
+        assert mark.signature == alone
 
 
 def test_a_lost_judge_leaves_the_cells_unknown_that_lose_it(monkeypatch: pytest.MonkeyPatch):
