@@ -17,6 +17,7 @@ import secrets
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -25,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_testing import env
 from fsdp_testing.errors import InvalidArgument, PoolBroken
-from fsdp_testing.pool.channel import Channel
-from fsdp_testing.pool.remote_rank import RemoteRank, StartRank, answer_on, keep_alive
+from fsdp_testing.pool.channel import Channel, readable
+from fsdp_testing.pool.remote_rank import RemoteRank, StartRank, keep_alive
 
 if TYPE_CHECKING:
     from fsdp_testing.env import Launch
@@ -99,8 +100,14 @@ class Host:
     def sees(self, path: str) -> bool:
         """Return whether a file of this host is there under the same name."""
         with self._asking:
-            self.control.send(Look(path))
-            return answer_on(self.control, _CONNECT_SECONDS) is True
+            with suppress(OSError):  # who is gone gives no answer
+                self.control.send(Look(path))
+            limit = time.monotonic() + _CONNECT_SECONDS
+            while not self.control.closed and readable(self.control, limit - time.monotonic()):
+                # One that came too late for an earlier question is passed over.
+                if (answer := dict(self.control.take_ready())).keys() & {path}:
+                    return bool(answer[path])
+            return False
 
     def leave(self) -> None:
         """Let the process end in peace."""

@@ -80,23 +80,17 @@ def keep_alive(sock: socket.socket) -> socket.socket:
     return sock
 
 
-def answer_on(channel: Channel, seconds: float) -> Any:
-    """Wait for one message; None when the peer has gone or `seconds` are over."""
-    limit = time.monotonic() + seconds
-    while True:
-        for message in channel.take_ready():
-            return message
-        if channel.closed or not readable(channel.fileno(), limit - time.monotonic()):
-            return None
-
-
 class _RankChannel(Channel):
-    """Gives the reports that come in notes, and the notes to their rank."""
+    """Gives the reports that come in notes, and the notes to their rank.
+
+    `started` is the host's answer to `StartRank`, once it has come; the first notes may come with it.
+    """
 
     def __init__(self, sock: socket.socket, take: Callable[[Note], None]) -> None:
         super().__init__(sock, send_timeout=_SEND_SECONDS)
         self._take = take
         self._reports: list[Any] = []
+        self.started: Started | None = None
         self._sending = threading.RLock()  # the launcher's signal may come while this very thread sends
 
     def send_data(self, data: bytes) -> None:
@@ -107,9 +101,19 @@ class _RankChannel(Channel):
     def pump(self) -> None:
         """Take in what has come, and keep reports for `take_ready`."""
         for note in super().take_ready():
+            if isinstance(note, Started):
+                self.started = note
+                continue
             self._take(note)
             self._reports += note.reports
             self.problem = self.problem or note.problem
+
+    def wait_for_start(self) -> Started:
+        """Return the host's answer, or one that says that there is none."""
+        limit = time.monotonic() + _START_SECONDS
+        while self.started is None and not self.closed and readable(self.fileno(), limit - time.monotonic()):
+            self.pump()
+        return self.started or Started(problem="no answer")
 
     def take_ready(self) -> list[Any]:
         """Return every report that has come by now."""
@@ -144,15 +148,14 @@ class RemoteRank:
         self._looked = 0.0
         self._waiting_for_look = False
         self._killed = False
-        plain = Channel(sock, send_timeout=_SEND_SECONDS)
-        plain.send(start)
-        started = answer_on(plain, _START_SECONDS)
-        if not isinstance(started, Started) or started.problem:
-            sock.close()
-            why = started.problem if isinstance(started, Started) else "no answer"
-            raise PoolBroken(f"{host}: expected a new rank, got {why}. Look at what that process wrote.")
-        self.pid, self.store_port = started.pid, started.store_port
         self.channel = _RankChannel(sock, self._take)
+        with contextlib.suppress(OSError):  # a host that is gone gives no answer
+            self.channel.send(start)
+        started = self.channel.wait_for_start()
+        if started.problem:
+            self.channel.close()
+            raise PoolBroken(f"{host}: expected a new rank, got {started.problem}. Look at what that process wrote.")
+        self.pid, self.store_port = started.pid, started.store_port
 
     def _take(self, note: Note) -> None:
         ahead = time.monotonic() - note.now

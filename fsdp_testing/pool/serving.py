@@ -218,7 +218,7 @@ class _Server:
             if message is None:
                 return False
             if isinstance(message, Look):
-                control.send(Path(message.path).exists())
+                control.send((message.path, Path(message.path).exists()))
         if control.closed:
             raise PoolBroken(f"{self._place}: the controlling process vanished. Look at what it wrote.")
         return True

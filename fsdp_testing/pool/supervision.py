@@ -8,6 +8,7 @@ in shared memory shows it without asking either of them.
 from __future__ import annotations
 
 import contextlib
+import re
 import selectors
 import time
 from collections.abc import Sequence
@@ -27,6 +28,8 @@ GRACE_SECONDS = 0.5
 _POLL_SECONDS = 0.1
 _LOOK_SECONDS = 0.02
 _STACK_SECONDS = 0.8
+_QUIET_LOOKS = 20  # 10 ms apart; a busy machine stops a rank between any two lines of its stack
+_OUTERMOST = re.compile(r'  File "<string>", line \d+ in <module>\n\Z')  # what the fork server was started with
 _JOIN_SECONDS = 60.0
 _EXIT_SECONDS = 5.0
 
@@ -142,6 +145,9 @@ class Supervision:
             for watch in watches:
                 for source in watch.process.sources:
                     selector.register(source, selectors.EVENT_READ, watch)
+                # Reading its old output may have taken in what a new rank said, and nothing is left that would wake us.
+                if isinstance(watch.process, RemoteRank):
+                    self._take_news(selector, watch)
             clock_runs = False
             while True:
                 running = [watch for watch in watches if not watch.ended]
@@ -190,11 +196,9 @@ class Supervision:
             if key.fileobj is not watch.process.channel:
                 watch.exit = watch.process.read_exit()
                 self._forget(selector, key.fileobj)
-            self._take_messages(selector, watch)
-            if isinstance(watch.process, RemoteRank):
-                watch.exit = watch.process.read_exit()  # it came as a message, or its connection has ended
+            self._take_news(selector, watch)
 
-    def _take_messages(self, selector: selectors.BaseSelector, watch: _Watch) -> None:
+    def _take_news(self, selector: selectors.BaseSelector, watch: _Watch) -> None:
         for message in watch.process.channel.take_ready():
             if message.number == 0:
                 watch.joined, watch.join_problem = message.error is None, message.error
@@ -203,6 +207,8 @@ class Supervision:
                 self.new_modules.update(dict.fromkeys(message.new_modules))
         if watch.process.channel.closed:
             self._forget(selector, watch.process.channel)
+        if isinstance(watch.process, RemoteRank):
+            watch.exit = watch.process.read_exit()  # it came as a message, or its connection has ended
 
     def _forget(self, selector: selectors.BaseSelector, what: Any) -> None:
         with contextlib.suppress(KeyError, ValueError):
@@ -246,7 +252,7 @@ class Supervision:
                 text = watch.process.take_output("stacks")
                 watch.stack += text
                 quiet[watch.process.rank] = 0 if text else quiet.get(watch.process.rank, 0) + bool(watch.stack)
-                if quiet[watch.process.rank] >= 3:
+                if quiet[watch.process.rank] >= _QUIET_LOOKS or _OUTERMOST.search(watch.stack[-80:]):
                     waiting.remove(watch)
 
     def _outcome(self, watch: _Watch, ledger: RankLedger, *, hung: bool) -> RankOutcome:

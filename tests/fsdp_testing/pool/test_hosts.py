@@ -20,8 +20,10 @@ import torch.distributed as dist
 from fsdp_testing.env import Launch
 from fsdp_testing.errors import PoolBroken
 from fsdp_testing.pool import Fate, Pool, WorldOutcome
+from fsdp_testing.pool.channel import readable
 from fsdp_testing.pool.hosts import Host, Hosts, Place, gathered, interface_of
 from fsdp_testing.pool.serving import serve
+from fsdp_testing.pool.supervision import _JOIN_SECONDS
 
 SERVE = """
 from fsdp_testing import env
@@ -124,12 +126,32 @@ def test_a_host_that_vanishes_is_named_and_nothing_is_judged(
     assert serving.wait(60) == -signal.SIGKILL
 
 
+@pytest.mark.parametrize("news", ["joined", "died"])
+def test_what_a_rank_says_before_it_is_watched_is_heard(
+    store: dist.TCPStore, serving: subprocess.Popen[str], news: str
+) -> None:
+    """On a busy machine the controlling process comes to watch a new world long after its ranks have said something."""
+    pool = Pool()
+    with gathered(launch(store, 0), pool):
+        world = pool.world(2)
+        remote = world._processes[1]
+        if news == "died":
+            os.kill(remote.pid, signal.SIGKILL)
+        assert readable(remote.channel.fileno(), 60.0)
+        outcome = world.execute(host_programs.where, (1,), name="the check")
+        said = outcome.describe()
+        assert outcome.ok if news == "joined" else "rank 1 died by SIGKILL before it began" in said, said
+        assert outcome.seconds < _JOIN_SECONDS, "it was heard at the deadline only"
+        world.release()
+    assert serving.wait(60) == 0
+
+
 def test_the_launchers_signal_ends_no_report(store: dist.TCPStore, serving: subprocess.Popen[str]) -> None:
     before = signal.getsignal(signal.SIGTERM)
     pool = Pool()
     with gathered(launch(store, 0), pool):
         with pytest.raises(PoolBroken, match=r"ended this run \(SIGTERM\)"):
-            run(pool, 2, host_programs.kill_on, 0, os.getpid(), signal.SIGTERM, timeout=None)
+            pytest.fail(run(pool, 2, host_programs.kill_on, 0, os.getpid(), signal.SIGTERM, timeout=None).describe())
         with pytest.raises(PoolBroken, match=r"ended this run \(SIGTERM\)"):
             pool.world(1)
     assert signal.getsignal(signal.SIGTERM) is before

@@ -155,6 +155,31 @@ def test_a_hang_ends_at_the_deadline_with_stacks(pool: Pool, function: Callable[
         assert "did not answer SIGUSR1" in outcome.describe()
 
 
+class SlowStack:
+    """A rank that a busy machine stops for longer than three looks between two lines of its stack."""
+
+    rank = 0
+
+    def __init__(self, *lines: str) -> None:
+        self.looks = [text for line in lines for text in (line, *[""] * 5)]
+        self.asked = False
+
+    def request_stacks(self) -> None:
+        self.asked = True
+
+    def take_output(self, name: str) -> str:
+        return self.looks.pop(0) if self.asked and name == "stacks" and self.looks else ""
+
+
+def test_a_stack_that_comes_line_by_line_is_waited_for() -> None:
+    lines = ["Current thread:\n", '  File "a.py", line 1 in f\n', '  File "<string>", line 1 in <module>\n']
+    rank = SlowStack(*lines)
+    watch = supervision._Watch(rank)  # type: ignore[arg-type]  # what is used of it
+    supervision.Supervision([], None, 1, "gloo", None)._take_stacks([watch])  # type: ignore[arg-type]  # no job
+    assert watch.stack == "".join(lines)
+    assert len(rank.looks) == 5, "the outermost line ends the waiting"
+
+
 def test_raising_or_dying_is_noticed_long_before_the_deadline(pool: Pool) -> None:
     """How soon: benchmarks/pool.py."""
     for function in (raise_on_one, killed, segfaults, returns_early):
