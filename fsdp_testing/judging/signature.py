@@ -82,11 +82,12 @@ def operation_kind(case: Case, index: int) -> str:
 
 
 def _without_particulars(message: str, *, words_stay: bool) -> str:
-    """Foreign prose without what varies from case to case: numbers, names, addresses; quoted words may stay."""
+    """Foreign prose without what varies: numbers, names, addresses, the order of a set; quoted words may stay."""
     text = re.sub(r"0x[0-9a-f]+", "#", message)
     text = re.sub(r"\b(ranks?) \d+((, | and )\d+)*", r"\1 #", text)
     quoted = r"('\w+')|'[^']*'|\"[^\"]*\"|\[[^\]]*\]|\([^)]*\)"
     text = re.sub(quoted, lambda found: (words_stay and found[1]) or "_", text)
     text = re.sub(r"\b[a-z_]+(\.\w+)*\.(weight|bias|_flat_param)\b", "_", text)
     text = re.sub(r"-?\d+(\.\d+)?(e-?\d+)?", "#", text)
+    text = re.sub(r"\{([^{}:]+)\}", lambda found: f"{{{', '.join(sorted(found[1].split(', ')))}}}", text)
     return re.sub(r"\s+", " ", text).strip()[:MESSAGE_LENGTH]

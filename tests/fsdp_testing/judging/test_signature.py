@@ -73,6 +73,15 @@ def test_which_attribute_is_missing_counts() -> None:
     assert looks == "AttributeError: 'Unit' object has no attribute '_full'; see _"
 
 
+def test_the_order_in_which_a_set_is_written_says_nothing() -> None:
+    """A set of dtypes comes in the order of their addresses, another one in each run (FSDP2's "uniform gradient dtype")."""
+    texts = ("got {torch.bfloat16, torch.float32}", "got {torch.float32, torch.bfloat16}", "got {torch.float32}")
+    errors = (RaisedError(-1, "AssertionError", text, "") for text in texts)
+    one, other, less = (signature_of(raised_finding(CASE, {0: error, 1: error})) for error in errors)
+    assert one == other != less
+    assert one.quantity == "AssertionError: got {torch.bfloat#, torch.float#}"
+
+
 def test_the_sentence_has_no_part_in_it() -> None:
     other = finding(sentence="has another dtype, or none", max_error=7.0, ranks=(0, 1))
     assert signature_of(finding()) == signature_of(other)
