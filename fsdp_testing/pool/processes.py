@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from fsdp_testing import env
@@ -72,6 +73,14 @@ class RankProcess:
     def there(self) -> bool:
         """Whether the rank can be given a call. Its end of the channel closes before its exit status is known."""
         return not self._closed and self.read_exit() is None and not self.channel.at_end()
+
+    def computes(self) -> bool:
+        """Return whether one of its threads runs or wants to run, at this moment; one that waits for a peer does not."""
+        for thread in Path(f"/proc/{self.pid}/task").glob("*/stat"):
+            with contextlib.suppress(OSError):
+                if thread.read_text().rpartition(")")[2].split()[0] in ("R", "D"):
+                    return True
+        return False
 
     def request_stacks(self) -> None:
         """Ask for the Python stacks of all threads; answered in C, without the GIL."""

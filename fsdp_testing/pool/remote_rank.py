@@ -210,6 +210,10 @@ class RemoteRank:
         if wait:
             self.read_exit()
 
+    def computes(self) -> bool:
+        """Return whether it is known to compute: never, since asking the host takes longer than the answer is true."""
+        return False
+
     def request_stacks(self) -> None:
         """Ask for the Python stacks of all threads; they come as output."""
         self._order(Order.STACKS)

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,14 @@ from fsdp_testing.pool.world import current_world
 
 def mine() -> bool:
     return current_world().rank == 1
+
+
+def raise_late_on_one(seconds: float) -> None:
+    """Rank 0 computes for longer than the grace period, and raises what rank 1 raised."""
+    end = time.monotonic() + (0.0 if mine() else seconds)
+    while time.monotonic() < end:
+        pass
+    raise ValueError("planted")
 
 
 def raise_on_one() -> None:

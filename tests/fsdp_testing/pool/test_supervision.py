@@ -34,6 +34,7 @@ from fate_programs import (
     marks_itself_failed,
     mine,
     raise_differently,
+    raise_late_on_one,
     raise_on_all,
     raise_on_one,
     raises_without_text,
@@ -185,6 +186,15 @@ def test_raising_or_dying_is_noticed_long_before_the_deadline(pool: Pool) -> Non
     for function in (raise_on_one, killed, segfaults, returns_early):
         run(pool, sum_of_ones)
         assert run(pool, function, timeout=600.0).seconds < 60.0, function
+
+
+def test_a_rank_that_still_computes_gives_its_own_account(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = run(pool, raise_late_on_one, 3 * GRACE_SECONDS)
+    assert [rank.fate for rank in outcome.ranks] == [A, A], outcome.describe()
+    assert outcome.cause.startswith("every rank raised ValueError: planted")
+    monkeypatch.setattr(supervision, "_LATE_SECONDS", 0.2)
+    endless = run(pool, raise_late_on_one, 600.0)
+    assert [rank.fate for rank in endless.ranks] == [S, A], endless.describe()
 
 
 def test_all_tracebacks_are_kept(pool: Pool) -> None:
