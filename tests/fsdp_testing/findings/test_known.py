@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 from fuzz_cases import case, micro
 
+from fsdp_testing.certificate.axes import Cell
+from fsdp_testing.certificate.cases import case_of
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.findings.known import SHIPPED, CaseFeatures, KnownFailures, Rule, joined, read_known, shipped_known
 from fsdp_testing.findings.tags import tokens
@@ -227,3 +229,17 @@ def test_a_shipped_rule_that_knows_wrong_numbers_says_how_to_see_what_they_hide(
 def _recognised(rules: KnownFailures, rule: Rule, example: Case) -> bool:
     kind, quantity, operation = (*rule.signatures[0], "", "")[:3]
     return KnownFailures((rule,)).recognize(Signature(FailureKind(kind), quantity, operation), example) is rule
+
+
+@pytest.mark.parametrize("name", ["torch-fsdp1", "torch-fsdp1-flat"])
+def test_gradients_that_were_reduced_after_local_ones_are_not_what_zero_grad_left_behind(name: str):
+    """The certificate gave one cause for another: S N S, a step, and the same again is wrong by what bfloat16 rounds."""
+    wrong = Signature(FailureKind.DIVERGED, "gradient", "forward_backward")
+    shipped = shipped_known(name)
+    cell = Cell("full_shard", "2", "root", "plain", "SNS", "SNS", -1, "to none", "bfloat16, reduced in float32")
+    sums = shipped.recognize(wrong, case_of(cell, registry.load(name).capabilities))
+    assert sums is not None
+    assert sums.name == "local-sums-in-low-precision"
+    left = shipped.recognize(wrong, case(micro(1), LOCAL, ZeroGrad(), micro(2)))
+    assert left is not None
+    assert left.name == "zero-grad-keeps-reduced"
