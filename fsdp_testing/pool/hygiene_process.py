@@ -15,6 +15,8 @@ from fsdp_testing.pool.hygiene_probe import Probe, leftovers_probe
 
 # A thread that was asked to stop gets this long to do so before it counts as left behind.
 _THREAD_GRACE_SECONDS = 0.2
+# One that wants to run and gets no turn, on a busy machine, is no less about to stop.
+_THREAD_LATE_SECONDS = 5.0
 # The moment in which a new process has neither its parent's command line nor its own.
 _EXEC_SECONDS = 0.1
 # Made once per process by the standard library for as long as it lives.
@@ -39,12 +41,23 @@ TEMPORARY = PrivateTemporaryDirectory()
 
 
 def _running(thread: threading.Thread) -> str:
+    limit = time.monotonic() + _THREAD_LATE_SECONDS
     thread.join(_THREAD_GRACE_SECONDS)
+    while thread.is_alive() and _wants_to_run(thread) and time.monotonic() < limit:
+        thread.join(_THREAD_GRACE_SECONDS)
     if not thread.is_alive():
         return ""
     target = getattr(thread, "_target", None) or type(thread).run
     daemon = " (daemon)" if thread.daemon else ""
     return f"thread {thread.name!r}{daemon} still runs {getattr(target, '__qualname__', repr(target))}"
+
+
+def _wants_to_run(thread: threading.Thread) -> bool:
+    try:
+        state = Path(f"/proc/self/task/{thread.native_id}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return state.rpartition(")")[2].split()[0] == "R"
 
 
 def children() -> list[int]:

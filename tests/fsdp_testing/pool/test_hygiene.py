@@ -6,6 +6,7 @@ import builtins
 import contextlib
 import faulthandler
 import gc
+import hashlib
 import logging
 import os
 import random
@@ -187,6 +188,13 @@ class _EndsWhenWaitedFor(threading.Thread):
 def test_a_thread_that_ends_when_it_is_waited_for_is_no_leak() -> None:
     snapshot = take_snapshot()
     _EndsWhenWaitedFor().start()
+    assert snapshot.restore() == ()
+
+
+def test_a_thread_that_has_only_to_get_its_turn_is_no_leak() -> None:
+    """It computes without Python's lock, as one does that a busy machine gives no turn for longer than the grace."""
+    snapshot = take_snapshot()
+    threading.Thread(target=hashlib.pbkdf2_hmac, args=("sha512", b"", b"", 800_000)).start()
     assert snapshot.restore() == ()
 
 
