@@ -31,8 +31,6 @@ NAMES = ("torch-ddp", "torch-fsdp1", "torch-fsdp1-flat", "torch-fsdp2", "fsdp_re
 ALL_WORLDS = [f"{strategy} {mesh}" for strategy, meshes in WORLDS.items() for mesh in meshes]
 
 _LOW = "bfloat16, reduced in float32"
-_GROUP_OF_ONE = "hybrid_shard/2x1/root/plain/S/S/-1/to none/float64"
-_LOCAL_SUMS = f"full_shard/1/root/plain/NS/S/-1/to none/{_LOW}"
 _SKIPPED = "root and two nested/plain/Ns/Ns/-1/to none/float64"
 _SKIPPED_LOW = f"full_shard/1/root and two nested/plain/Ns/Ns/-1/to none/{_LOW}"
 _TWO_NAMES = "fsdp1-no-shard-shared-low-precision"
@@ -49,10 +47,11 @@ PAGES: dict[str, dict[str, str]] = {
         f"full_shard/2/{_SKIPPED}": "fsdp1-no-sync-then-unused",
     },
     "torch-fsdp1-flat": {
-        _GROUP_OF_ONE: "fsdp1-hybrid-group-of-one",
-        _LOCAL_SUMS: "fsdp1-local-sums-in-low-precision",
-        f"no_shard/2/{_SKIPPED}": "fsdp1-no-sync-then-unused",
-        f"full_shard/2/{_SKIPPED}": "fsdp1-no-sync-then-unused",
+        "hybrid-group-of-one": "fsdp1-hybrid-group-of-one",
+        "local-sums-in-low-precision": "fsdp1-local-sums-in-low-precision",
+        "local-then-unused": "fsdp1-no-sync-then-unused",
+        "whole-local-then-unused": "fsdp1-no-sync-then-unused",
+        "reduced-local-then-unused": "fsdp1-no-sync-then-unused",
         _SKIPPED_LOW: "fsdp1-no-sync-then-unused",
     },
     "torch-fsdp2": {
