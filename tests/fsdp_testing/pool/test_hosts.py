@@ -138,6 +138,9 @@ def test_what_a_rank_says_before_it_is_watched_is_heard(
         if news == "died":
             os.kill(remote.pid, signal.SIGKILL)
         assert readable(remote.channel.fileno(), 60.0)
+        while news == "died" and not remote.channel.closed and remote.read_exit() is None:
+            assert readable(remote.channel.fileno(), 60.0)
+            remote.channel.pump()  # type: ignore[union-attr]  # of a rank on another host
         outcome = world.execute(host_programs.where, (1,), name="the check")
         said = outcome.describe()
         assert outcome.ok if news == "joined" else "rank 1 died by SIGKILL before it began" in said, said
