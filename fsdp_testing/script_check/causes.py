@@ -77,7 +77,9 @@ def _unreduced(run: WholeRun) -> str:
 
 
 def _order(run: WholeRun) -> str:
-    how = next((loader.repeats_order for rank in run.ranks for loader in rank.taken.loaders if loader.repeats_order), "")
+    how = next(
+        (loader.repeats_order for rank in run.ranks for loader in rank.taken.loaders if loader.repeats_order), ""
+    )
     return how and (
         "a pass over a DataLoader takes the rows in the order of the one before. Cause: its DistributedSampler shuffles by "
         f"epoch, and set_epoch {how}. Call sampler.set_epoch(epoch) with the number of the epoch before each pass."

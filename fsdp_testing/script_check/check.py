@@ -8,6 +8,7 @@ of the ranks in place of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -172,13 +173,40 @@ def _judge(runner: Runner, runs: dict[int, WholeRun], size: int) -> Judgement:
     if wrong:
         raise Failed(wrong)
     reference, feed = _reference(runner, alone, run)
-    how = "with the same rows at each step" if feed.source is None else f"given the rows of all ranks ({feed.source})"
+    how = "with the same rows at each step" if feed.source is None else f"given the rows of all ranks ({feed})"
     _check_start(reference, run)
     pair = Pair(runner, reference, run, feed)
     for found in run.disagreements:
         if found.decides:
             raise Failed(f"{found}. {causes.of_disagreement(run, found)}", pair.table)
-    return Judgement(size, Verdict.PASS, f"{run.steps} steps are those of one process {how}", decide(pair) + unknown_shares(alone, run))
+    return Judgement(
+        size,
+        Verdict.PASS,
+        f"{run.steps} steps are those of one process {how}",
+        _decided(pair) + unknown_shares(alone, run),
+    )
+
+
+def _decided(pair: Pair) -> tuple[str, ...]:
+    """Compare, and return what was compared; what differs by padding alone decides nothing.
+
+    Raises:
+        Failed: The world differs.
+        Undecided: Nothing can be said.
+    """
+    try:
+        return decide(pair)
+    except Failed:
+        if not pair.feed.pads:
+            raise
+        alike = pair.runner.run(pair.run.size, feed=pair.feed)
+        with suppress(Failed):
+            decide(replace(pair, run=alike, own=pair.feed, kept={}))
+            raise Undecided(
+                "differs from one process only where rows are padded to another length: with the ranks' batches padded together "
+                "it trains as one process does. Mask what is padded in the model and in the loss, or pad to a fixed length."
+            ) from None
+        raise
 
 
 def _reference(runner: Runner, alone: WholeRun, run: WholeRun) -> tuple[WholeRun, Feed]:

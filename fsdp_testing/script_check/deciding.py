@@ -38,6 +38,7 @@ class Pair:
         reference: The run of one process.
         run: That of the world.
         feed: What the one process was given.
+        own: What the ranks were given; nothing but where they are judged with batches that are padded together.
         kept: Disturbed runs of both by seed.
     """
 
@@ -45,6 +46,7 @@ class Pair:
     reference: WholeRun
     run: WholeRun
     feed: Feed
+    own: Feed = field(default_factory=Feed)
     kept: dict[int, tuple[WholeRun, WholeRun]] = field(default_factory=dict)
 
     @property
@@ -59,14 +61,14 @@ class Pair:
         if found is None or found.error is None:
             return found
         if not self.kept:
-            repeated = first_difference(run, view(self.runner.run(self.run.size)), 0.0)
+            repeated = first_difference(run, view(self.runner.run(self.run.size, feed=self.own)), 0.0)
             if repeated is not None:
                 raise Undecided(f"does not repeat itself: two runs differ, first in {repeated}.")
 
         def disturbed(seed: int) -> list[tuple[Quantities, Quantities]]:
             if seed not in self.kept:
                 again = self.runner.run
-                self.kept[seed] = again(1, feed=self.feed, seed=seed), again(self.run.size, seed=seed)
+                self.kept[seed] = again(1, feed=self.feed, seed=seed), again(self.run.size, feed=self.own, seed=seed)
             return [(here, view(moved)) for here, moved in zip((reference, run), self.kept[seed])]
 
         return beyond_roundings(reference, run, ROUNDINGS, disturbed, decided)

@@ -75,7 +75,9 @@ def _is_one_dataset(own: LoaderSeen, ranks: Sequence[LoaderSeen]) -> bool:
     return bool(own.dataset) and all(rank.dataset == own.dataset for rank in ranks)
 
 
-def _of_pass(own: LoaderSeen, ranks: Sequence[LoaderSeen], expected: Pass, shares: Sequence[Pass], indexed: bool) -> str:
+def _of_pass(
+    own: LoaderSeen, ranks: Sequence[LoaderSeen], expected: Pass, shares: Sequence[Pass], indexed: bool
+) -> str:
     """Return how many rows of a pass are lost or taken twice; empty if none, or if nobody knows.
 
     Args:
