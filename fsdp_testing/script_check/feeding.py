@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.training_check.observation import Call, on_cpu, row_digests
+from fsdp_testing.training_check.batches import Call, on_cpu, row_digests
 
 
 class Source(StrEnum):

@@ -83,8 +83,12 @@ def whole(size: int, ranks: Sequence[RankReport]) -> WholeRun:
 
 def initial(run: WholeRun) -> Quantities:
     """Return the parameters with which a run began."""
-    before: list[Spans] = [rank.steps[0].before for rank in run.ranks]
-    return {PARAMETER + name: [assembled([spans.get(name, ()) for spans in before])[0]] for name in before[0]}
+    found: Quantities = {}
+    for seen in zip(*(rank.steps for rank in run.ranks)):
+        for name in {name: None for one in seen for name in one.before}:
+            if PARAMETER + name not in found:
+                found[PARAMETER + name] = [assembled([one.before.get(name, ()) for one in seen])[0]]
+    return found
 
 
 def is_mean_of_weights(run: WholeRun, name: str) -> bool:
