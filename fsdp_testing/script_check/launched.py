@@ -94,13 +94,14 @@ def run_here(run: ScriptRun) -> RankReport:
         InvalidArgument: The script starts processes of its own, ends with an exit code, or does not get what it downloads.
     """
     world = current_world()
-    feeder, witness = Feeder(run.feed), Witness()
+    feeder, witness = Feeder(run.feed, run.keep_data), Witness()
 
     def stop(steps: int) -> None:
         if steps >= run.steps:
             raise _EnoughSteps
 
     def stop_before(steps: int) -> None:
+        feeder.end_step()
         if run.stop_before and steps >= run.stop_before:
             raise _EnoughSteps
 
@@ -125,12 +126,11 @@ def run_here(run: ScriptRun) -> RankReport:
             stack.enter_context(context)
         copies, ended = _run_to_end(run, observer)
         observer.finish()
+    feeder.finish()
     taken = feeder.taken
     taken.calls = observer.calls
     if not run.keep_data:
         taken.marked.clear()
-        for loader in taken.loaders:
-            loader.passes = [[] for _ in loader.passes]
     return RankReport(
         tuple(observer.steps),
         observer.of_steps(witness.steps),
@@ -167,8 +167,10 @@ def _run_to_end(run: ScriptRun, observer: Observer) -> tuple[dict[str, Spans], b
 def _of_exit(code: object) -> str:
     """Return what an exit of the script says: a text that it gave, or the number that argparse has for bad arguments."""
     if not isinstance(code, int):
-        return f'ended itself by sys.exit("{str(code)[:300]}"), before its first steps were made. See that what it says there is mended.'
-    advice = "Give the script the arguments it needs after its name." if code == 2 else "See why the script ends itself."
+        return f'ended itself by sys.exit("{str(code)[:300]}"). Mend what it says there.'
+    advice = (
+        "Give the script the arguments it needs after its name." if code == 2 else "See why the script ends itself."
+    )
     return f"ended with exit code {code}. {advice}"
 
 
@@ -199,9 +201,7 @@ def _without_dropout(active: list[bool]) -> Iterator[None]:
     functional = torch.nn.functional
     real_attention = functional.scaled_dot_product_attention
 
-    def keep(
-        inputs: torch.Tensor, p: float = 0.5, training: bool = True, *_args: Any, **_kwargs: Any
-    ) -> torch.Tensor:
+    def keep(inputs: torch.Tensor, p: float = 0.5, training: bool = True, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         if p and training and not active:
             active.append(True)
         return inputs

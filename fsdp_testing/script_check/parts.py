@@ -7,7 +7,7 @@ name. A parameter that is the same everywhere (ones, zeros) goes with the others
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -131,7 +131,7 @@ def _slices(name: str, values: torch.Tensor, whole_: torch.Tensor) -> Place | No
     numbers: dict[bytes, list[int]] = {}
     for number, part in enumerate(whole_.unbind(dim)):
         numbers.setdefault(part.contiguous().view(torch.uint8).numpy().tobytes(), []).append(number)
-    index = [numbers.get(part.contiguous().view(torch.uint8).numpy().tobytes(), ()) for part in values.unbind(dim)]
+    index = [numbers.get(part.contiguous().view(torch.uint8).numpy().tobytes(), []) for part in values.unbind(dim)]
     if any(len(place) != 1 for place in index):
         return None
     return Place(name, tuple(whole_.shape), dim, tuple(place[0] for place in index))
@@ -168,9 +168,7 @@ def _moves(name: str, known: Places) -> Iterator[tuple[str, str]]:
             yield prefix, others.pop()
 
 
-def _by_rank(
-    name: str, values: torch.Tensor, due: Mapping[str, torch.Tensor], world: tuple[int, int]
-) -> Place | None:
+def _by_rank(name: str, values: torch.Tensor, due: Mapping[str, torch.Tensor], world: tuple[int, int]) -> Place | None:
     """Return the place of a constant part where each rank has its block of a parameter, in their order."""
     rank, size = world
     dim = _cut(values, due[name]) if name in due else None
@@ -185,6 +183,11 @@ def _by_rank(
 def _moved(report: RankReport, places: Places) -> RankReport:
     positions = {name: place.positions() for name, place in places.items()}
 
+    def buffers_in_place(spans: Spans) -> Spans:
+        return {
+            next((there + n.removeprefix(here) for here, there in _moves(n, places)), n): s for n, s in spans.items()
+        }
+
     def spans_in_place(spans: Spans) -> Spans:
         found: Spans = {}
         for full, held in spans.items():
@@ -197,7 +200,10 @@ def _moved(report: RankReport, places: Places) -> RankReport:
             found[start + place.name] = tuple(_span_in_place(span, place, positions[name]) for span in held)
         return found
 
-    return replace(report, steps=tuple(_step_in_place(seen, spans_in_place, places) for seen in report.steps))
+    steps = [_step_in_place(seen, spans_in_place, places) for seen in report.steps]
+    return replace(
+        report, copies={}, steps=tuple(replace(seen, buffers=buffers_in_place(seen.buffers)) for seen in steps)
+    )
 
 
 def _span_in_place(span: Span, place: Place, positions: torch.Tensor | None) -> Span:
@@ -206,13 +212,17 @@ def _span_in_place(span: Span, place: Place, positions: torch.Tensor | None) -> 
     return replace(span, shape=place.shape, places=positions)
 
 
-def _step_in_place(seen: StepSeen, moved: object, places: Places) -> StepSeen:
-    assert callable(moved)
-    kinds = ("before", "moments_before", "unclipped", "gradients", "parameters", "copied", "moments", "buffers")
+def _step_in_place(seen: StepSeen, moved: Callable[[Spans], Spans], places: Places) -> StepSeen:
     whole_ones = {name: place.name for name, place in places.items() if place.dim is None}
     return replace(
         seen,
-        **{kind: moved(getattr(seen, kind)) for kind in kinds},
+        before=moved(seen.before),
+        moments_before=moved(seen.moments_before),
+        unclipped=moved(seen.unclipped),
+        gradients=moved(seen.gradients),
+        parameters=moved(seen.parameters),
+        copied=moved(seen.copied),
+        moments=moved(seen.moments),
         unreduced=tuple(places[name].name if name in places else name for name in seen.unreduced),
         terms=tuple({whole_ones[name]: term for name, term in one.items() if name in whole_ones} for one in seen.terms),
     )

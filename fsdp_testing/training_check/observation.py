@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -56,6 +57,7 @@ class StepSeen:
         generators: Digest of the state of each random generator of this process after the step, by the package it belongs to.
         terms: What each backward pass added to the gradients of parameters that are whole here; of the first steps only.
         share: Which part of each row's work is this rank's, as its place in a mesh of tensor parallelism; empty if all of it.
+        sent: Whether this rank sent to, or received from, a single other one, as stages of a pipeline do.
         copied: What the models hold, when the next forward begins, of the parameters that the optimizer steps as copies.
     """
 
@@ -82,6 +84,7 @@ class StepSeen:
     generators: Mapping[str, str]
     terms: tuple[dict[str, torch.Tensor], ...] = ()
     share: str = ""
+    sent: bool = False
     copied: Spans = field(default_factory=dict)
 
     def followed_by(self, later: StepSeen) -> StepSeen:
@@ -114,8 +117,8 @@ class Observer:
     """Sees one training on one rank, step by step.
 
     Args:
-        after_step: Called with the number of steps so far before what follows a step: a forward, a backward or a step; may
-            raise to end the training. Steps of several optimizers without a forward or backward between them are one.
+        after_step: Called with the number of steps so far before what follows a step: a forward, a backward, a message or a
+            step; may raise to end the training. Steps of several optimizers without a forward or backward between them are one.
         before_forward: Is given the arguments of each outermost forward and returns those to use.
         before_step: Called before each step with the number of steps so far; may raise to end the training.
 
@@ -156,6 +159,7 @@ class Observer:
         self._unreduced: tuple[str, ...] = ()
         self._given = 0
         self._passes = 0
+        self._sent = False
         self._terms: list[dict[str, torch.Tensor]] = []
         self._numbers = 0
 
@@ -173,6 +177,10 @@ class Observer:
                 for place in (torch.nn.utils, torch.nn.utils.clip_grad):
                     if hasattr(place, name):
                         stack.enter_context(mock.patch.object(place, name, replacement))
+            for name in ("send", "recv", "isend", "irecv", "batch_isend_irecv"):
+                replacement = self._seeing_messages(getattr(dist, name))
+                for place in (dist, dist.distributed_c10d):
+                    stack.enter_context(mock.patch.object(place, name, replacement))
             for register, hook in (
                 (register_optimizer_step_pre_hook, self._before_step),
                 (register_optimizer_step_post_hook, self._end_step),
@@ -261,6 +269,14 @@ class Observer:
 
         return clip
 
+    def _seeing_messages(self, original: Any) -> Any:
+        def pass_on(*args: Any, **kwargs: Any) -> Any:
+            self._close()
+            self._sent = True
+            return original(*args, **kwargs)
+
+        return pass_on
+
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         self._begun += 1
         self._stepping += 1
@@ -332,6 +348,7 @@ class Observer:
             generators=generators(),
             terms=tuple(self._terms) if self._numbers <= _MOST_TERMS else (),
             share=reader.share(),
+            sent=self._sent,
         )
         if self._follows:
             self.steps[-1] = self.steps[-1].followed_by(seen)

@@ -125,8 +125,10 @@ class Reader:
         return (*apart, *waiting)
 
     def share(self) -> str:
-        """Return this rank's place along the mesh axes by which parameters are sharded that no FSDP gathers; empty without such."""
-        found = {place: None for model in self.models for place in self._read(lambda m=model: shares_in(m), needed=False)}
+        """Return this rank's place along mesh axes by which parameters are sharded and that no FSDP gathers; empty without."""
+        found: dict[str, None] = {}
+        for model in self.models:
+            found |= self._read(partial(shares_in, model), needed=False)
         return ", ".join(found)
 
     def moments(self, optimizer: torch.optim.Optimizer) -> Spans:
