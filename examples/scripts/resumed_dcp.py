@@ -1,6 +1,6 @@
 """FSDP2 with a checkpoint of torch.distributed.checkpoint after each step, from which it goes on."""
 
-import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,7 @@ for layer in (model[0], model[2]):
     fully_shard(layer, mesh=mesh)
 fully_shard(model, mesh=mesh)
 state = AppState(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-if os.path.isdir(FOLDER):
+if Path(FOLDER).is_dir():
     dcp.load({"app": state}, checkpoint_id=FOLDER)
 while state.step < 8:
     drawn = torch.Generator().manual_seed(state.step)

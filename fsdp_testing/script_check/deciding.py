@@ -74,6 +74,36 @@ class Pair:
         return beyond_roundings(reference, run, ROUNDINGS, disturbed, decided)
 
 
+def agree_at_once(reference: WholeRun, run: WholeRun) -> bool:
+    """Whether gradients and parameters of both are the same at each step but for roundings, and there are any."""
+    if reference.steps != run.steps or first_difference(initial(reference), initial(run), 0.0) is not None:
+        return False
+    due, given = (
+        {name: values for name, values in one.quantities.items() if name.startswith((GRADIENT, PARAMETER))}
+        for one in (reference, run)
+    )
+    gradients = [value for name, values in given.items() for value in values if name.startswith(GRADIENT)]
+    return any(bool(value.any()) for value in gradients) and first_difference(due, given, ROUNDINGS) is None
+
+
+def check_until(pair: Pair, step: int) -> None:
+    """Compare all steps before this one with those of one process.
+
+    Raises:
+        Failed: An earlier step differs.
+    """
+
+    def until(run: WholeRun) -> Quantities:
+        return {
+            name: values[:step] for name, values in run.quantities.items() if name != readings.LOSS and len(values) > 1
+        }
+
+    names = set(comparable(until(pair.reference), until(pair.run), ROUNDINGS)[0]) if step else set()
+    found = pair.difference(lambda run: only(until(run), names), Decided()) if names else None
+    if found is not None:
+        _fail(pair, found, causes.of_difference(pair.reference, pair.run, found))
+
+
 def decide(pair: Pair) -> tuple[str, ...]:
     """Compare all that was seen, and return what was compared, what was not and why.
 

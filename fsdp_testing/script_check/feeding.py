@@ -20,7 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.script_check.loaders import LoaderSeen, LoaderWatch, Pass, copied
-from fsdp_testing.training_check.observation import Call, on_cpu
+from fsdp_testing.training_check.batches import Call, on_cpu
 
 
 class Source(StrEnum):
@@ -39,7 +39,7 @@ class Taken:
         loaders: Its `DataLoader`s.
         marked: What marked lines were given.
         calls: The outermost forwards.
-        items: How many items of `DataLoader`s had been taken when each step ended.
+        items: How many items of `DataLoader`s had been taken when each step began.
     """
 
     loaders: list[LoaderSeen] = field(default_factory=list)
@@ -140,7 +140,7 @@ class Feeder:
         return values if given is None else tuple(given)
 
     def end_step(self) -> None:
-        """Take note of how much has been taken until a step ends."""
+        """Take note of how much has been taken until a step begins."""
         self.taken.items.append(self._items_taken)
 
     def finish(self) -> None:

@@ -188,7 +188,8 @@ def train_here(target: Target, seed: int) -> tuple[Quantities, tuple[StepEvidenc
                 f"{wrong or type(value).__name__}. Return what the loop computes, detached."
             )
         result[name] = [torch.as_tensor(step).detach().cpu().clone() for step in steps]
-    return result, _with_kept_gradients(witness.steps, observer.steps), tuple(observer.steps)
+    observer.finish()
+    return result, _with_kept_gradients(observer.of_steps(witness.steps), observer.steps), tuple(observer.steps)
 
 
 def _with_kept_gradients(evidence: Sequence[StepEvidence], steps: Sequence[StepSeen]) -> tuple[StepEvidence, ...]:
