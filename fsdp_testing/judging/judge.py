@@ -177,11 +177,14 @@ def _uncoordinated(case: Case, records: Sequence[CaseRecord], outcome: WorldOutc
     if outcome is not None and not outcome.ok:
         statement, detail = outcome.cause, outcome.describe()
     else:
-        counted = [record.collectives for record in records if record.collectives is not None]
-        groups = {key for one in counted for key in one}
-        # Two ranks that both know a group, and counted different collectives in it.
-        if any(len({one[key] for one in counted if key in one}) > 1 for key in groups):
-            statement = "the ranks did not issue the same collectives"
+        counted = {record.observation.rank: record.collectives for record in records if record.collectives is not None}
+        members = {key: ranks for record in records for key, ranks in record.groups.items()}
+        nothing = (0, 0)
+        for key in {key for one in counted.values() for key in one}:
+            # A member that did not use a group at all issued nothing in it.
+            ranks = [rank for rank, one in counted.items() if key in one or rank in members.get(key, ())]
+            if len({counted[rank].get(key, nothing) for rank in ranks}) > 1:
+                statement = "the ranks did not issue the same collectives"
     return _different_collectives(case, statement, detail) if statement else None
 
 

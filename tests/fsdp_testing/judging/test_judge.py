@@ -77,6 +77,8 @@ LADDER = [
     (records(observation=raising(), leaks=("grad mode: a",)), WRONG, "diverged"),
     (records(observation=raising(), leaks=("grad mode: a",)), RIGHT, "one_raised"),
     (records(collectives={1: (3, 4)}, leaks=("grad mode: a",)), RIGHT, "leaked"),
+    # Rank 1 is a member of a group that only rank 0 used.
+    (records(CaseRecord(0, RankObservation(0), {1: (2, 5)}, groups={1: (0, 1)}), collectives={}), RIGHT, "uncoordinated"),
     ([replace(r, collectives={1: (r.observation.rank, 4)}, accounts=KEPT) for r in records()], RIGHT, "uncoordinated"),
     ([replace(r, accounts=KEPT) for r in records(leaks=("grad mode: a",))], RIGHT, "kept"),
     (records(accounts=KEPT), RIGHT, ""),
@@ -110,6 +112,12 @@ def test_what_decides_nothing_is_unknown_but_does_not_hide_what_refutes(tally, p
     assert found.verdict is Verdict.UNKNOWN
     assert found.reason.startswith(reason)
     assert judged(records(leaks=("grad mode: a",)), tally, problem).verdict is Verdict.FAIL
+
+
+def test_groups_of_other_ranks_and_ranks_that_count_nothing_say_nothing():
+    alone = CaseRecord(0, RankObservation(0), {1: (2, 5)}, groups={1: (0,)})
+    assert judged(records(alone, collectives={})).verdict is Verdict.PASS
+    assert judged(records(replace(alone, groups={1: (0, 1)}))).verdict is Verdict.PASS
 
 
 def test_a_model_that_stays_is_asked_last():
