@@ -18,7 +18,6 @@ from fsdp_testing.judging.numbers import Numbers
 from fsdp_testing.pool import Fate, WorldOutcome
 from fsdp_testing.pool.cause import Diverged, Stuck
 from fsdp_testing.records import (
-    RAISES,
     Case,
     CaseRecord,
     FailureKind,
@@ -51,7 +50,6 @@ class Judgement:
         detail: The rest of the reason: a traceback, the account of all ranks.
         tally: What was compared.
         fast: The fast path alone found everything right.
-        refused: The implementation said itself that it does not support the case.
         incomplete: Not every rank reported, and nobody said what became of the others.
     """
 
@@ -61,7 +59,6 @@ class Judgement:
     detail: str = ""
     tally: Compared = field(default_factory=Compared)
     fast: bool = False
-    refused: bool = False
     incomplete: bool = False
 
 
@@ -113,8 +110,7 @@ def judge(
     )
     if found is None:
         return replace(_undecided(case, numbers) or _kept_model(case, records, numbers), tally=numbers.tally)
-    refused = found.kind in RAISES and _first(errors).not_supported
-    return Judgement(Verdict.FAIL, found, tally=numbers.tally, refused=refused)
+    return Judgement(Verdict.FAIL, found, tally=numbers.tally)
 
 
 def lost_ranks(case: Case, outcome: WorldOutcome) -> Judgement:
@@ -154,14 +150,10 @@ def _incomplete(case: Case, errors: Mapping[int, RaisedError], outcome: WorldOut
     if errors and not died:
         found = raised_finding(case, errors)
         found = replace(found, detail=outcome.describe()) if outcome is not None else found
-        return Judgement(Verdict.FAIL, found, refused=_first(errors).not_supported)
+        return Judgement(Verdict.FAIL, found)
     if outcome is not None:
         return lost_ranks(case, outcome)
     return Judgement(Verdict.UNKNOWN, reason="not every rank reported", incomplete=True)
-
-
-def _first(errors: Mapping[int, RaisedError]) -> RaisedError:
-    return min(errors.items(), key=lambda item: (item[1].index, item[0]))[1]
 
 
 def _diverged(case: Case, numbers: Numbers) -> Finding | None:

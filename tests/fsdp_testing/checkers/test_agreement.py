@@ -201,9 +201,13 @@ def test_where_zeros_may_stand_for_none_numbers_of_other_ranks_are_compared_all_
     ]
     whole = (ObservedPiece(0, 4, W.clone()),)
     held = snapshot(0, pieces=whole, grad_pieces=(ObservedPiece(0, 4, G * 0 + 7),))
-    torn = compare(expectation(G * 0), ranks(held, dataclasses.replace(none, parameters={
-        "w": dataclasses.replace(none.parameters["w"], pieces=whole)
-    })), allowed)
+    torn = compare(
+        expectation(G * 0),
+        ranks(
+            held, dataclasses.replace(none, parameters={"w": dataclasses.replace(none.parameters["w"], pieces=whole)})
+        ),
+        allowed,
+    )
     assert [one.kind for one in torn.divergences] == ["disagreed", "diverged"]
 
 
@@ -238,16 +242,22 @@ def test_optimizer_state_that_one_rank_does_not_have_is_missing():
     )
     for other in (snapshot(0), wrong):
         tally = compare(expectation(), ranks(other, silent), Comparison())
-        assert said(tally)[0] == "missing: optimizer state momentum_buffer of w is not there, although other ranks have one"
+        assert (
+            said(tally)[0]
+            == "missing: optimizer state momentum_buffer of w is not there, although other ranks have one"
+        )
         assert tally.divergences[0].ranks == (1,)
     nothing = dataclasses.replace(silent, parameters={"w": snapshot(1, pieces=()).parameters["w"]})
     whole = snapshot(0, pieces=(ObservedPiece(0, 4, W.clone()),), grad_pieces=(ObservedPiece(0, 4, G.clone()),))
-    whole = dataclasses.replace(whole, optimizer={
-        "w": OptimizerObservation("w", {"momentum_buffer": (ObservedPiece(0, 4, M.clone()),)}, {"step": 1.0})
-    })
-    nothing = dataclasses.replace(nothing, parameters={
-        "w": dataclasses.replace(nothing.parameters["w"], grad_pieces=None, grad_dtype=None)
-    })
+    whole = dataclasses.replace(
+        whole,
+        optimizer={
+            "w": OptimizerObservation("w", {"momentum_buffer": (ObservedPiece(0, 4, M.clone()),)}, {"step": 1.0})
+        },
+    )
+    nothing = dataclasses.replace(
+        nothing, parameters={"w": dataclasses.replace(nothing.parameters["w"], grad_pieces=None, grad_dtype=None)}
+    )
     assert not said(compare(expectation(), ranks(whole, nothing), Comparison()))
 
 
