@@ -16,7 +16,7 @@ from fsdp_testing.certificate.cube import Job, digest
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.judging.signature import Signature
 from fsdp_testing.records import FailureKind
-from fsdp_testing.records.document import Format, decode
+from fsdp_testing.records.document import Format, decode, read_text
 from fsdp_testing.report.files import write_atomically
 
 FORMAT = Format("fsdp_testing/certificate_state", 2)
@@ -99,7 +99,8 @@ class Verdicts:
 
     def _load(self) -> None:
         where = str(self._file)
-        body = FORMAT.read(self._file.read_text(encoding="utf-8"), where)
+        text = read_text(self._file, "the state of a certificate", "Remove the file, or give another --state directory.")
+        body = FORMAT.read(text, where)
         if "source" not in body:
             raise InvalidRecord(
                 f"{where}: expected what was said of each cell, got a state of an earlier version, which kept only what "

@@ -170,7 +170,7 @@ def expectations(path: Path | None, names: tuple[str, ...], tensor_parallel: int
         return {}
     try:
         document: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidArgument(
             f"--expected-failures: expected a TOML file, got {str(path)!r} ({error}). Mend it."
         ) from error

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.records import CheckResult, RunReport
 
+# So many parts in a row are named one by one.
+_MISSING_BY_NAME = 3
 _ALIKE_ENVIRONMENT = ("fsdp-testing", "torch", "python")
 
 
@@ -82,12 +84,19 @@ def _problems(given: Mapping[str, Part]) -> Iterator[str]:
             if known != other:
                 yield f"{path} has {name} {other}, {first} has {known}"
     seen = Counter(part.shard[0] for part in parts.values() if part.shard[1] == of)
-    for number in range(1, of + 1):
-        if seen[number] > 1:
+    for number in sorted(seen):
+        if not 1 <= number <= of:
+            yield f"part {number} of {of}, which cannot be"
+        elif seen[number] > 1:
             twice = ", ".join(path for path, part in parts.items() if part.shard == (number, of))
             yield f"part {number} of {of} {seen[number]} times ({twice})"
-        elif not seen[number]:
-            yield f"part {number} of {of} is missing"
+    there = sorted(number for number in seen if 1 <= number <= of)
+    for before, after in pairwise([0, *there, of + 1]):
+        # A damaged report may say that there are a thousand million.
+        if after - before - 1 > _MISSING_BY_NAME:
+            yield f"parts {before + 1} to {after - 1} of {of} are missing"
+        else:
+            yield from (f"part {number} of {of} is missing" for number in range(before + 1, after))
 
 
 _ANOTHER_RUN = "Give the reports of one run, all of one version."
