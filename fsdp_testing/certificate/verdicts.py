@@ -85,7 +85,9 @@ class Verdicts:
 
     def _load(self) -> None:
         where = str(self._file)
-        text = read_text(self._file, "the state of a certificate", "Remove the file, or give another --state directory.")
+        text = read_text(
+            self._file, "the state of a certificate", "Remove the file, or give another --state directory."
+        )
         state = decode(_State, FORMAT.read(text, where), where)
         if state.subject != self._subject:
             raise InvalidRecord(
