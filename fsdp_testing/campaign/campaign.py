@@ -24,6 +24,7 @@ from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.judging.signature import Signature
 from fsdp_testing.pool import Pool
 from fsdp_testing.records import Case
+from fsdp_testing.records.document import read_text
 from fsdp_testing.strategies import CaseDrawer, Scope, SeededChoices, needs_of_case
 
 _SAVE_SECONDS = 5.0
@@ -119,6 +120,7 @@ class Campaign:
         self._started = 0.0
         self.damaged: list[str] = []
         self.tally = CampaignTally()
+        self._earlier: set[str] = set()
         self._known = joined([self._found_earlier(), plan.known])
         self._queue = CaseQueue(
             self._draw, self._before.drawn, self._share(plan.examples), self._before.unfinished, self._time_is_up
@@ -130,12 +132,13 @@ class Campaign:
         for folder in self._state.found():
             file = folder / "finding.json"
             try:
-                earlier = Discovery.from_json(file.read_text(encoding="utf-8"), str(file))
-            except (InvalidRecord, OSError) as error:
+                earlier = Discovery.from_json(read_text(file, "a finding", "Remove the folder."), str(file))
+            except InvalidRecord as error:
                 self.damaged.append(str(error))
                 continue
             if earlier.confirmed:
                 found.append(earlier.rule())
+                self._earlier.add(earlier.name)
             self._keys[earlier.key] = earlier.name
         return KnownFailures(tuple(found))
 
@@ -220,6 +223,7 @@ class Campaign:
             self._also.setdefault(answer.signature, set()).add(answer.known.name)
             counts = self.tally.known if answer.discovery is None else self.tally.duplicates
             counts[answer.known.name] += 1
+            self.tally.found_before.update(self._earlier & {answer.known.name})
         elif answer.discovery is not None:
             self._take_discovery(answer.discovery, answer.signature)
         return []
@@ -239,8 +243,6 @@ class Campaign:
                 name = result.case.identity
                 files = [(f"{name}.json", result.case.to_json()), (f"{name}.txt", note.reason + "\n")]
                 self._state.write_files("unjudged", files)
-        elif note.status == "unsupported":
-            tally.unsupported[note.reason[:200]] += 1
         elif note.status == "leaked":
             # One is enough: it is about the implementation, and watching on would find nothing else.
             first, self._watch_models = self._watch_models, False
@@ -257,6 +259,7 @@ class Campaign:
             if rule is None or (self.tally.known[rule.name] + 1) % _INVESTIGATED_LATER_ONE_IN == 0:
                 return False
         self.tally.known[rule.name] += 1
+        self.tally.found_before.update(self._earlier & {rule.name})
         self._queue.add_variant(asked, rule, self._drawer.shape, self._fair)
         return True
 
@@ -272,6 +275,7 @@ class Campaign:
         known = self._keys.get(key)
         if known is not None:
             self.tally.duplicates[known] += 1
+            self.tally.found_before.update(self._earlier & {known})
             self._also.setdefault(met_as, set()).add(known)
             return
         self._keys[key] = found.name
@@ -293,6 +297,7 @@ class Campaign:
         self._known = self._known.without_rules(checked.gone)
         self._keys = {key: name for key, name in self._keys.items() if name not in checked.gone}
         self._turns.update(dict.fromkeys(checked.ran, self._before.campaigns))
+        self.tally.found_before.update(self._earlier & set(checked.still))
         self.tally.gone += checked.gone
         self.tally.examples = (len(checked.ran), len(checked.ran) + checked.left)
         return checked.changed
@@ -314,7 +319,6 @@ class Campaign:
                 run=before.run + tally.run,
                 seconds=before.seconds + tally.seconds,
                 statuses=dict(Counter(before.statuses) + tally.statuses),
-                unsupported=dict(Counter(before.unsupported) + tally.unsupported),
                 known=dict(Counter(before.known) + tally.known),
                 unfinished=queue.unfinished,
                 turns=self._turns,
