@@ -120,6 +120,7 @@ class Campaign:
         self._started = 0.0
         self.damaged: list[str] = []
         self.tally = CampaignTally()
+        self._earlier: set[str] = set()
         self._known = joined([self._found_earlier(), plan.known])
         self._queue = CaseQueue(
             self._draw, self._before.drawn, self._share(plan.examples), self._before.unfinished, self._time_is_up
@@ -137,6 +138,7 @@ class Campaign:
                 continue
             if earlier.confirmed:
                 found.append(earlier.rule())
+                self._earlier.add(earlier.name)
             self._keys[earlier.key] = earlier.name
         return KnownFailures(tuple(found))
 
@@ -221,6 +223,7 @@ class Campaign:
             self._also.setdefault(answer.signature, set()).add(answer.known.name)
             counts = self.tally.known if answer.discovery is None else self.tally.duplicates
             counts[answer.known.name] += 1
+            self.tally.found_before.update(self._earlier & {answer.known.name})
         elif answer.discovery is not None:
             self._take_discovery(answer.discovery, answer.signature)
         return []
@@ -240,8 +243,6 @@ class Campaign:
                 name = result.case.identity
                 files = [(f"{name}.json", result.case.to_json()), (f"{name}.txt", note.reason + "\n")]
                 self._state.write_files("unjudged", files)
-        elif note.status == "unsupported":
-            tally.unsupported[note.reason[:200]] += 1
         elif note.status == "leaked":
             # One is enough: it is about the implementation, and watching on would find nothing else.
             first, self._watch_models = self._watch_models, False
@@ -258,6 +259,7 @@ class Campaign:
             if rule is None or (self.tally.known[rule.name] + 1) % _INVESTIGATED_LATER_ONE_IN == 0:
                 return False
         self.tally.known[rule.name] += 1
+        self.tally.found_before.update(self._earlier & {rule.name})
         self._queue.add_variant(asked, rule, self._drawer.shape, self._fair)
         return True
 
@@ -273,6 +275,7 @@ class Campaign:
         known = self._keys.get(key)
         if known is not None:
             self.tally.duplicates[known] += 1
+            self.tally.found_before.update(self._earlier & {known})
             self._also.setdefault(met_as, set()).add(known)
             return
         self._keys[key] = found.name
@@ -294,6 +297,7 @@ class Campaign:
         self._known = self._known.without_rules(checked.gone)
         self._keys = {key: name for key, name in self._keys.items() if name not in checked.gone}
         self._turns.update(dict.fromkeys(checked.ran, self._before.campaigns))
+        self.tally.found_before.update(self._earlier & set(checked.still))
         self.tally.gone += checked.gone
         self.tally.examples = (len(checked.ran), len(checked.ran) + checked.left)
         return checked.changed
@@ -315,7 +319,6 @@ class Campaign:
                 run=before.run + tally.run,
                 seconds=before.seconds + tally.seconds,
                 statuses=dict(Counter(before.statuses) + tally.statuses),
-                unsupported=dict(Counter(before.unsupported) + tally.unsupported),
                 known=dict(Counter(before.known) + tally.known),
                 unfinished=queue.unfinished,
                 turns=self._turns,

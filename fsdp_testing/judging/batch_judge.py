@@ -33,8 +33,8 @@ class CaseNote:
     Attributes:
         index: Place of the case in the batch.
         status: `passed`, `leaked` (right, but its model stays in memory), `suspect` (to be confirmed alone),
-            `unfinished` (its observations are not complete), `unsupported` (the implementation said so itself),
-            `unjudged` (the oracle or the adapter could not run it, or nothing was decided).
+            `unfinished` (its observations are not complete), `unjudged` (the oracle or the adapter could not run it,
+            nothing was decided, or ranks were lost in it once and not again).
         reason: Why it is not `passed`.
         comparisons: Number of tensors compared.
         fast: The fast path alone found it right.
@@ -79,8 +79,6 @@ def note_of(judgement: Judgement) -> CaseNote:
         status = "unfinished" if judgement.incomplete else "unjudged"
         status = "passed" if judgement.verdict is Verdict.PASS else status
         return CaseNote(0, status, judgement.reason, judgement.tally.comparisons, judgement.fast)
-    if judgement.refused:
-        return CaseNote(0, "unsupported", f"{found.quantity}: {found.message[:200]}")
     only_model = found.kind == FailureKind.LEAKED and found.sort == "model"
     return CaseNote(
         0,
