@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
-from fsdp_testing.script_check.loaders import LoaderSeen, Pass
+from fsdp_testing.script_check.loaders import LoaderSeen, Pass, of_training
 from fsdp_testing.script_check.whole import WholeRun
 
 _UNKNOWN = (
@@ -66,8 +66,11 @@ def _of_passes(alone: WholeRun, run: WholeRun) -> str:
 
 
 def _loaders(alone: WholeRun, run: WholeRun) -> Iterator[tuple[LoaderSeen, list[LoaderSeen]]]:
-    """Yield each loader of one process beside those of all ranks."""
-    for number, own in enumerate(alone.ranks[0].taken.loaders):
+    """Yield each loader of one process that it trains on, beside those of all ranks; a validation may take all rows everywhere."""
+    loaders = alone.ranks[0].taken.loaders
+    for number, own in enumerate(loaders):
+        if not of_training(loaders)[number]:
+            continue
         ranks = [rank.taken.loaders[number] for rank in run.ranks if number < len(rank.taken.loaders)]
         if len(ranks) == run.size:
             yield own, ranks
