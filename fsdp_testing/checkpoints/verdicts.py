@@ -221,7 +221,7 @@ def _of_step(adapter: Adapter, layout: Layout, item: Item, ranks: Sequence[State
     expectation = _expected(step, item, truth)
     tally = agreement.compare(expectation, ranks, as_observed(Comparison(), adapter))
     if tally.divergences:
-        found = finding_of(step, agreement.first(tally.divergences), len(tally.divergences) - 1)
+        found = finding_of(step, agreement.first(tally.divergences), tally.divergences)
         return Judged(Verdict.FAIL, f"{Stage.FURTHER_STEP}: {found.explanation}"[:_REASON_LENGTH])
     if tally.undecided or not tally.comparisons:
         return Judged(Verdict.UNKNOWN, f"{Stage.FURTHER_STEP}: nothing was compared, or nothing follows from it")

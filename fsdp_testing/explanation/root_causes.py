@@ -32,6 +32,7 @@ from fsdp_testing.records import (
     Verdict,
 )
 from fsdp_testing.trace.portrait import portrait_of
+from fsdp_testing.trace.run import Trace
 
 REDUCIBLE = frozenset(FailureKind) - LOSES_RANKS
 """Kinds of findings that may be run again often; each death or hang costs a world and a deadline."""
@@ -141,8 +142,23 @@ def cause_of(runner: CaseRunner, implementation: str, case: Case) -> str:
         return ""
     inquiry = Inquiry(runner, implementation)
     like, cast = inquiry.cause(finding, how, inquiry.hypothesis(finding, how, None))
-    happened = cast or ("" if like is None else clause(finding.case, like, {}))
-    return "; ".join(filter(None, (happened, inquiry.module(finding, how))))
+    what = cast or ("" if like is None else clause(finding.case, like, {}))
+    return "; ".join(filter(None, (what, inquiry.module(finding, how))))
+
+
+def happened(inquiry: Inquiry, finding: Finding, how: How) -> str:
+    """Return what was done wrong in the case of a finding as its check ran it, as a clause; empty if unknown.
+
+    It depends on the case alone: not on time, nor on other failures.
+    """
+    traced = inquiry.traced(finding)
+    like, cast = inquiry.cause(finding, how, inquiry.hypothesis(finding, how, traced))
+    return cast or ("" if like is None else clause(finding.case, like, _unsharded(traced, like)))
+
+
+def _unsharded(traced: Trace | None, like: Hypothesis | None) -> dict[str, tuple[int, ...]]:
+    """The units that were gathered when the operation without effect began."""
+    return unsharded_before(traced.history, like.left_out) if traced is not None and like is not None else {}
 
 
 @dataclass(slots=True)
@@ -214,7 +230,7 @@ class _Explainer:
             if known.shape == _shape(case) and not contradict(like, known.hypothesis):
                 return known
         like, cast = self._inquiry.cause(short.finding, place.how, like)
-        unsharded = unsharded_before(traced.history, like.left_out) if traced is not None and like is not None else {}
+        unsharded = _unsharded(traced, like)
         explanation = Explanation(
             sentence=render(short.finding, like, unsharded, cast),
             schedule=tuple(_lines(case.program)),

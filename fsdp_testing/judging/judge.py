@@ -160,7 +160,7 @@ def _diverged(case: Case, numbers: Numbers) -> Finding | None:
     divergences = numbers.tally.divergences
     if not divergences or numbers.problem:
         return None
-    return finding_of(case, agreement.first(divergences), len(divergences) - 1)
+    return finding_of(case, agreement.first(divergences), divergences)
 
 
 def _uncoordinated(case: Case, records: Sequence[CaseRecord], outcome: WorldOutcome | None) -> Finding | None:

@@ -23,7 +23,7 @@ class Cause:
         results: The checks that it breaks, in the order of the run.
         findings: All findings that it explains.
         explanation: The shortest schedule, if it was looked for.
-        expected: Whether all of it was expected.
+        expected: Whether all of it was expected; else some of it is new.
     """
 
     implementation: str
@@ -73,7 +73,7 @@ def _cause(name: str, members: list[tuple[CheckResult, Finding]]) -> Cause:
         results=tuple(results.values()),
         findings=findings,
         explanation=explanation,
-        expected=all(result.verdict is not Verdict.FAIL for result in results.values()),
+        expected=all(result.verdict is not Verdict.FAIL or finding.expected is not None for result, finding in members),
     )
 
 

@@ -18,6 +18,7 @@ from fsdp_testing.records import (
     Batch,
     BufferObservation,
     Case,
+    FailureKind,
     ForwardBackward,
     ModelSpec,
     ObservedPiece,
@@ -312,6 +313,18 @@ def test_explanations_name_operation_quantity_ranks_and_size():
         "after operation 1 step(): parameter w is off by 1 (bound 1e-12), element 3: got 5.0, expected 4.0, on rank 1; "
         "2 more quantities diverge there"
     )
-    finding = finding_of(CASE, tally.divergences[0], 2)
-    assert (finding.quantity, finding.operation, finding.ranks) == ("parameter w", 1, (1,))
+    finding = finding_of(CASE, tally.divergences[0], tally.divergences * 3)
+    assert finding.explanation == sentence
+    assert (finding.quantity, finding.operation, finding.ranks, finding.wrong_on) == ("parameter w", 1, (1,), (1,))
     assert finding.max_error == 1.0
+
+
+def test_every_rank_on_which_something_diverges_is_named_whichever_quantity_leads():
+    norms = [
+        Divergence(
+            FailureKind.DIVERGED, Quantity("result", "total_norm", rank=rank), 1, (rank,), "is off", max_error=1.0
+        )
+        for rank in (2, 0)
+    ]
+    finding = finding_of(CASE, norms[0], norms)
+    assert (finding.quantity, finding.ranks, finding.wrong_on) == ("total norm on rank 2", (2,), (0, 2))
