@@ -98,10 +98,10 @@ def _problems(given: Mapping[str, Part]) -> Iterator[str]:
         elif seen[number] > 1:
             twice = ", ".join(path for path, part in parts.items() if part.shard == (number, of))
             yield f"part {number} of {of} {seen[number]} times ({twice})"
-    yield from _missing(sorted(number for number in seen if 1 <= number <= of), of)
+    yield from _missing_parts(sorted(number for number in seen if 1 <= number <= of), of)
 
 
-def _missing(there: Sequence[int], of: int) -> Iterator[str]:
+def _missing_parts(there: Sequence[int], of: int) -> Iterator[str]:
     for before, after in pairwise([0, *there, of + 1]):
         # A damaged report may say that there are a thousand million.
         if after - before - 1 > _MISSING_BY_NAME:

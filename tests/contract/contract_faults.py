@@ -17,7 +17,7 @@ from torch import nn
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.implementations import single_process
 from fsdp_testing.implementations.protocol import Piece
-from fsdp_testing.implementations.shared import replicated
+from fsdp_testing.implementations.shared import pieces
 
 ONCE = "CONTRACT_HANGS_ONCE"
 """Names a file: as long as it is there, a rank hangs, and removes it first."""
@@ -98,7 +98,7 @@ def _blinds(model: nn.Module) -> None:
 def _pieces(model: nn.Module) -> Mapping[str, list[Piece]]:
     if _BLIND in model.__dict__:
         raise HarnessError("the adapter cannot look into this model any more")
-    return replicated.local_pieces(model)
+    return pieces.of_parameters(model.named_parameters())
 
 
 class Fails(NamedTuple):
@@ -125,6 +125,7 @@ LEAKS = _stepping("LEAKS", KEPT.append)
 UNDECIDED = _stepping("UNDECIDED", _blinds, local_pieces=_pieces)
 KNOWN_AND_NEW = _stepping("KNOWN_AND_NEW", Fails())
 CLAIMS_NOTHING = replace(_SOUND, name="CLAIMS_NOTHING", capabilities=frozenset({"no_shard"}))
+CLAIMS_LESS = replace(_SOUND, name="CLAIMS_LESS", capabilities=_SOUND.capabilities - {"no_shard"})
 
 
 # ------------------------------------------------------------------------------------- loops, items and models of a user
@@ -153,9 +154,6 @@ def train(world: Any, fault: Callable[[Any], object] = lambda _: None) -> dict[s
         losses.append(total / world.size)
     return {"loss": losses, "weight": model.weight.detach()}
 
-
-def _training(fault: Fault) -> Callable[[Any], dict[str, Any]]:
-    return lambda world: train(world, fault)
 
 
 def train_wrong(world: Any) -> dict[str, Any]:
