@@ -102,7 +102,7 @@ def _with(door: Callable[[Given, str], Ended]) -> dict[str, Cell]:
     return {situation: cell(name) for situation, name in OF_FAULT.items()}
 
 
-WRONG_STEP = {"kind": "diverged", "quantity": "value and optimizer state", "operation": "step"}
+WRONG_STEP = {"kind": "diverged", "quantity": "gradient", "operation": "step"}
 CHECKS = ("training.learning_rate_changes", "training.uneven_batches")
 _NO_LIST = "no list of known failures is taken here: what fails is said, and a known failure is named at most"
 
