@@ -24,6 +24,7 @@ from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.judging.signature import Signature
 from fsdp_testing.pool import Pool
 from fsdp_testing.records import Case
+from fsdp_testing.records.document import read_text
 from fsdp_testing.strategies import CaseDrawer, Scope, SeededChoices, needs_of_case
 
 _SAVE_SECONDS = 5.0
@@ -130,8 +131,8 @@ class Campaign:
         for folder in self._state.found():
             file = folder / "finding.json"
             try:
-                earlier = Discovery.from_json(file.read_text(encoding="utf-8"), str(file))
-            except (InvalidRecord, OSError) as error:
+                earlier = Discovery.from_json(read_text(file, "a finding", "Remove the folder."), str(file))
+            except InvalidRecord as error:
                 self.damaged.append(str(error))
                 continue
             if earlier.confirmed:

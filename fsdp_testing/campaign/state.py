@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fsdp_testing.errors import InvalidRecord
-from fsdp_testing.records.document import Format, decode
+from fsdp_testing.records.document import Format, decode, read_text
 from fsdp_testing.report.files import write_atomically
 
 FORMAT = Format("fsdp_testing/fuzz_state", 3)
@@ -58,12 +58,7 @@ def read_progress(path: Path) -> Progress:
         InvalidRecord: The file is not there, damaged, or newer than this version.
     """
     file = path / "state.json"
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRecord(
-            f"{file}: expected the state of a campaign, got {error}. Give what `fuzz --state` wrote."
-        ) from error
+    text = read_text(file, "the state of a campaign", "Give what `fuzz --state` wrote.")
     body = FORMAT.read(text, str(file))
     return decode(Progress, {key: value for key, value in body.items() if key not in _OF_VERSION_1}, str(file))
 

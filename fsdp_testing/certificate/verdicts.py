@@ -15,7 +15,7 @@ from fsdp_testing.certificate.cube import Job, digest, representative
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.judging.signature import Signature
 from fsdp_testing.records import FailureKind
-from fsdp_testing.records.document import Format, decode
+from fsdp_testing.records.document import Format, decode, read_text
 from fsdp_testing.report.files import write_atomically
 
 FORMAT = Format("fsdp_testing/certificate_state", 1)
@@ -85,7 +85,10 @@ class Verdicts:
 
     def _load(self) -> None:
         where = str(self._file)
-        state = decode(_State, FORMAT.read(self._file.read_text(encoding="utf-8"), where), where)
+        text = read_text(
+            self._file, "the state of a certificate", "Remove the file, or give another --state directory."
+        )
+        state = decode(_State, FORMAT.read(text, where), where)
         if state.subject != self._subject:
             raise InvalidRecord(
                 f"{where}.subject: expected {self._subject!r}, got {state.subject!r}. "

@@ -130,14 +130,13 @@ def batches_at_a_time(asked: int | None, largest: int) -> int:
 def _plan(options: argparse.Namespace, adapter: Adapter) -> Plan:
     from fsdp_testing.campaign.campaign import Plan
     from fsdp_testing.findings.known import joined, read_known, shipped_known
+    from fsdp_testing.records.document import read_text
     from fsdp_testing.strategies import Scope
 
     known = [] if options.no_known else [shipped_known(adapter.built_on)]
     for path in options.known:
-        try:
-            known.append(read_known(path.read_text(encoding="utf-8"), str(path)))
-        except OSError as error:
-            raise InvalidArgument(f"--known: expected a readable file, got {error}. Correct the path.") from error
+        text = read_text(path, "a file of known failures for --known", "Give another file.")
+        known.append(read_known(text, str(path)))
     limit = options.seconds if options.seconds or options.examples else 60.0
     folder = "".join(c if c.isalnum() or c in "-_." else "_" for c in options.name)
     folder += "-shard-{}-of-{}".format(*options.shard) if options.shard != (1, 1) else ""

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.records import CheckResult, Request, RunReport, Verdict
 
 _ANOTHER_RUN = "Give the reports of one run, all of one version."
+# So many parts in a row are named one by one.
+_MISSING_BY_NAME = 3
 _ALIKE_ENVIRONMENT = ("fsdp-testing", "torch", "python")
 
 
@@ -25,14 +28,14 @@ def merged(reports: Mapping[str, RunReport]) -> RunReport:
     Raises:
         InvalidArgument: A part is missing or there twice, or parts are not of one run; every offender is listed.
     """
-    nameless = [
-        f"{path} does not say which checks it was asked for" for path, report in reports.items() if not report.request
-    ]
-    _refuse(nameless, "It is of an earlier version: run it again.")
     refuse_parts(
         {path: Part(report.shard, _alike(report)) for path, report in reports.items()},
         "Give the JSON reports of `fsdp-verify run ... --shard 1/N` to `N/N`, all else alike.",
     )
+    nameless = [
+        f"{path} does not say which checks it was asked for" for path, report in reports.items() if not report.request
+    ]
+    _refuse(nameless, "It is of an earlier version: run it again.")
     parts = dict(sorted(reports.items(), key=lambda item: item[1].shard))
     _refuse((text for path, part in parts.items() for text in _strangers(path, part)), _ANOTHER_RUN)
     first = next(iter(parts.values()))
@@ -89,12 +92,19 @@ def _problems(given: Mapping[str, Part]) -> Iterator[str]:
             if known != other:
                 yield f"{path} has {name} {other}, {first} has {known}"
     seen = Counter(part.shard[0] for part in parts.values() if part.shard[1] == of)
-    for number in range(1, of + 1):
-        if seen[number] > 1:
+    for number in sorted(seen):
+        if not 1 <= number <= of:
+            yield f"part {number} of {of}, which cannot be"
+        elif seen[number] > 1:
             twice = ", ".join(path for path, part in parts.items() if part.shard == (number, of))
             yield f"part {number} of {of} {seen[number]} times ({twice})"
-        elif not seen[number]:
-            yield f"part {number} of {of} is missing"
+    there = sorted(number for number in seen if 1 <= number <= of)
+    for before, after in pairwise([0, *there, of + 1]):
+        # A damaged report may say that there are a thousand million.
+        if after - before - 1 > _MISSING_BY_NAME:
+            yield f"parts {before + 1} to {after - 1} of {of} are missing"
+        else:
+            yield from (f"part {number} of {of} is missing" for number in range(before + 1, after))
 
 
 class _Checks(tuple[str, ...]):
@@ -112,7 +122,7 @@ def _alike(report: RunReport) -> dict[str, object]:
     return {
         **whole,
         "tensor parallelism": report.tensor_parallel,
-        "checks": _Checks(request.checks),
+        "checks": _Checks(request.checks) if report.request is not None else "not recorded",
         "extended": request.extended,
         "expected failures": request.expectations or "none",
         **versions_of(report.environment),
