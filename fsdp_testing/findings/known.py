@@ -15,8 +15,8 @@ from typing import Any
 
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.findings.tags import NEW_MODEL, NEW_OPTIMIZER, tags, words, words_of
-from fsdp_testing.judging.signature import Signature
-from fsdp_testing.records import ENDS_RANKS, RAISES, Case, FailureKind, ModelSpec, WorldSpec
+from fsdp_testing.judging.signature import Signature, alike
+from fsdp_testing.records import ENDS_RANKS, Case, FailureKind, ModelSpec, WorldSpec
 from fsdp_testing.records.document import Format, decode, encode, load_json, to_json
 
 FORMAT = Format("fsdp_testing/known_failures", 2)
@@ -117,10 +117,9 @@ def _merged(data: Any, change: Any) -> Any:
 
 def _looks_like(known: Sequence[str], signature: Signature) -> bool:
     kind, quantity, operation = (*known, "", "")[:3]
-    same = signature.quantity == quantity or (signature.kind in RAISES and signature.quantity.startswith(quantity))
     return (
         signature.kind == FailureKind(kind)
-        and (same or not quantity)
+        and (not quantity or alike(quantity, signature))
         and (not operation or signature.operation == operation)
     )
 
