@@ -77,6 +77,13 @@ def after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass in this thread, as while checkpointed activations are computed again."""
+    import torch
+
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 def process_group_named(name: Any) -> Any:
     """Return the process group that a functional collective names; torch resolves names in a private registry."""
     from torch.distributed.distributed_c10d import _resolve_process_group

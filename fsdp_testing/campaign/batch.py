@@ -142,18 +142,25 @@ def _run(
     changed = ((name, was, now) for (name, was), now in zip(before.items(), _fingerprint().values()) if was != now)
     leaks = tuple(f"{name}: {was} before, {now} after" for name, was, now in changed)
     accounts = None if accounted is None else tuple(accounted.accounts)
-    return CaseRecord(index, observation, issued.summary(), leaks, accounts), weakref.ref(program.model)
+    record = CaseRecord(index, observation, issued.summary(), leaks, accounts, issued.groups)
+    return record, weakref.ref(program.model)
 
 
 class _Issued:
-    """Counts the collectives of one case and keeps a digest of what they were, group by group."""
+    """Counts the collectives of one case and keeps a digest of what they were, group by group.
+
+    Attributes:
+        groups: Members of each group that was used, by its key.
+    """
 
     def __init__(self, accounted: AccountedProgram | None = None) -> None:
         self._texts: dict[int, list[str]] = {}
         self._accounted = accounted
+        self.groups: dict[int, tuple[int, ...]] = {}
 
     def __call__(self, group: GroupIdentity, call: Call, _site: str) -> None:
         self._texts.setdefault(group.key, []).append(call.text)
+        self.groups[group.key] = group.members
         if self._accounted is not None:
             self._accounted.collective(group, call)
 

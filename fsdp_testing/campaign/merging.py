@@ -96,7 +96,6 @@ def joined_progress(states: list[Progress]) -> Progress:
         run=sum(state.run for state in states),
         seconds=sum(state.seconds for state in states),
         statuses=_added(state.statuses for state in states),
-        unsupported=_added(state.unsupported for state in states),
         known=_added(state.known for state in states),
         unfinished=tuple(sorted(unfinished)),
         turns={name: turn for state in states for name, turn in state.turns.items()},

@@ -17,6 +17,7 @@ from markupsafe import Markup
 from fsdp_testing.documentation import folder
 from fsdp_testing.judging.expected import entry_line
 from fsdp_testing.records import CheckResult, Finding, Portrait, RunReport, Verdict
+from fsdp_testing.records.printable import printable
 from fsdp_testing.report import answers, summary
 from fsdp_testing.report.causes import Cause, causes, explanation_line
 from fsdp_testing.report.drawings import layout, live_bytes, timeline
@@ -77,7 +78,16 @@ def begun(text: str) -> str:
 
 def new_environment() -> Environment:
     """Templates that escape whatever they are given, and fail on a name that they are not given."""
-    return Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_without_control
+    )
+
+
+def _without_control(value: Any) -> Any:
+    """Write control characters out: HTML cannot hold them, and a page is also read in terminals."""
+    if isinstance(value, Markup):
+        return Markup(printable(value))
+    return printable(value) if isinstance(value, str) else value
 
 
 def resource(name: str) -> str:

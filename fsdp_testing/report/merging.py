@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.records import CheckResult, Request, RunReport, Verdict
 
-_ANOTHER_RUN = "Give the reports of one run, all of one version."
 # So many parts in a row are named one by one.
 _MISSING_BY_NAME = 3
+_ANOTHER_RUN = "Give the reports of one run, all of one version."
 _ALIKE_ENVIRONMENT = ("fsdp-testing", "torch", "python")
 
 
@@ -41,7 +41,7 @@ def merged(reports: Mapping[str, RunReport]) -> RunReport:
     first = next(iter(parts.values()))
     found = {(result.implementation, result.check): result for part in parts.values() for result in part.results}
     results = tuple(
-        found.get(pair) or _missing(pair, list(parts)[number % len(parts)]) for number, pair in enumerate(_pairs(first))
+        found.get(pair) or _without_result(pair, list(parts)[number % len(parts)]) for number, pair in enumerate(_pairs(first))
     )
     portraits = next((part.portraits for part in parts.values() if part.portraits), ())
     seconds = sum(part.seconds for part in parts.values())
@@ -98,7 +98,10 @@ def _problems(given: Mapping[str, Part]) -> Iterator[str]:
         elif seen[number] > 1:
             twice = ", ".join(path for path, part in parts.items() if part.shard == (number, of))
             yield f"part {number} of {of} {seen[number]} times ({twice})"
-    there = sorted(number for number in seen if 1 <= number <= of)
+    yield from _missing_parts(sorted(number for number in seen if 1 <= number <= of), of)
+
+
+def _missing_parts(there: Sequence[int], of: int) -> Iterator[str]:
     for before, after in pairwise([0, *there, of + 1]):
         # A damaged report may say that there are a thousand million.
         if after - before - 1 > _MISSING_BY_NAME:
@@ -147,6 +150,6 @@ def _strangers(path: str, part: RunReport) -> Iterator[str]:
             yield f"{path} has {name} {check}, which is not of part {number} of {of}"
 
 
-def _missing(pair: tuple[str, str], path: str) -> CheckResult:
+def _without_result(pair: tuple[str, str], path: str) -> CheckResult:
     name, check = pair
     return CheckResult(name, check, "", (), Verdict.UNKNOWN, f"{path} has no result of it")

@@ -5,18 +5,19 @@ Complete accounts and every check are for those who ask (`full`).
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.padding import Padding
 from rich.rule import Rule
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from fsdp_testing import env
 from fsdp_testing.judging.expected import entry_line
 from fsdp_testing.records import CheckResult, Finding, RunReport, Verdict
+from fsdp_testing.records.printable import printable
 from fsdp_testing.report import summary
 from fsdp_testing.report.causes import Cause, causes, explanation_line
 
@@ -48,7 +49,6 @@ TITLES = {
 LONGEST_WORD = max(map(len, summary.WORDS.values()))
 HEAD_LINES = 4
 TAIL_LINES = 12
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 ACCOUNTS_AT_LENGTH = 4
 LOG_WIDTH = 120
 # A report that is not full: how many causes are shown at length, and how many checks still make a table of their own.
@@ -57,7 +57,12 @@ ROWS_AT_SIGHT = 10
 
 
 class Output(Console):
-    """A console that shows names and messages as they are."""
+    """A console that shows names and messages as they are, but no control character of theirs."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Draw; whatever a text holds, only what rich itself draws moves the cursor or sets a style."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
     def say(self, *parts: str | tuple[str, str], style: str = "") -> None:
         """Print a line of parts, each a text or a text with its style: no markup, and not broken where the width ends."""
@@ -285,7 +290,7 @@ def _finding_table(finding: Finding, said: str) -> Table:
 
 def plain(text: str, style: str = "") -> Text:
     """Return the text of a run as it is: no markup, and no escape sequence that could move a reader's cursor or hide a line."""
-    return Text(CONTROL.sub("\N{REPLACEMENT CHARACTER}", text), style=style)
+    return Text(printable(text), style=style)
 
 
 def _account(text: str, *, full: bool) -> Text:

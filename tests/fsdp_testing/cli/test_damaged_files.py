@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from fsdp_testing.campaign.state import FORMAT as CAMPAIGN
 from fsdp_testing.campaign.state import Progress
 from fsdp_testing.findings.discovery import Discovery

@@ -226,3 +226,11 @@ def test_many_findings_are_cut_and_counted(make: SimpleNamespace) -> None:
 def test_text_that_is_no_unicode_does_not_lose_the_report(mixed: RunReport, tmp_path: Path) -> None:
     write_atomically(tmp_path / "page.html", html_text(mixed))
     assert "\\ud800" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_no_control_character_of_a_run_is_in_the_page(mixed: RunReport) -> None:
+    hostile = "\x1b[2J\x07\x9b1A\x00"
+    report = replace(mixed, environment={hostile: hostile}, backend=hostile)
+    text = html_text(report)
+    assert "\\x1b[2J" in text
+    assert not set("\x1b\x07\x9b\x00\r") & set(text)
