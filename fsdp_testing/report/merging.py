@@ -28,14 +28,14 @@ def merged(reports: Mapping[str, RunReport]) -> RunReport:
     Raises:
         InvalidArgument: A part is missing or there twice, or parts are not of one run; every offender is listed.
     """
-    nameless = [
-        f"{path} does not say which checks it was asked for" for path, report in reports.items() if not report.request
-    ]
-    _refuse(nameless, "It is of an earlier version: run it again.")
     refuse_parts(
         {path: Part(report.shard, _alike(report)) for path, report in reports.items()},
         "Give the JSON reports of `fsdp-verify run ... --shard 1/N` to `N/N`, all else alike.",
     )
+    nameless = [
+        f"{path} does not say which checks it was asked for" for path, report in reports.items() if not report.request
+    ]
+    _refuse(nameless, "It is of an earlier version: run it again.")
     parts = dict(sorted(reports.items(), key=lambda item: item[1].shard))
     _refuse((text for path, part in parts.items() for text in _strangers(path, part)), _ANOTHER_RUN)
     first = next(iter(parts.values()))
@@ -125,7 +125,7 @@ def _alike(report: RunReport) -> dict[str, object]:
     return {
         **whole,
         "tensor parallelism": report.tensor_parallel,
-        "checks": _Checks(request.checks),
+        "checks": _Checks(request.checks) if report.request is not None else "not recorded",
         "extended": request.extended,
         "expected failures": request.expectations or "none",
         **versions_of(report.environment),
