@@ -300,6 +300,9 @@ class Observer:
         self._start_step()
         self._after_step(len(self.steps))
 
+    def parameters(self) -> Spans:  # as they are now, of the models that were seen
+        return self._kept(self._of_models(held_by), "value")
+
     def _kept(self, held: Held, which: str) -> Spans:
         # The first step decides, so that all steps keep the same sums.
         self.block = self.block or block_in(held.values())
