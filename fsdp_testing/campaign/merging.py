@@ -14,7 +14,12 @@ from pathlib import Path
 from fsdp_testing.campaign.state import Progress, StateDirectory, read_progress
 from fsdp_testing.errors import InvalidArgument, InvalidRecord
 from fsdp_testing.findings.discovery import Discovery
+from fsdp_testing.records.document import read_text
 from fsdp_testing.report.merging import Part, refuse_parts
+
+_WHOLE = "Remove the folder, or copy it whole."
+# Parts draw about as fast as one another. What a slower one has still to draw becomes a list.
+_MOST_BEHIND = 10_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +29,14 @@ class MergedCampaign:
     progress: Progress
     found: tuple[Discovery, ...]
     repeated: int
+
+    @property
+    def exit_code(self) -> int:
+        """Return what `fuzz` would return for all cases of all parts."""
+        if self.progress.not_investigated or any(discovery.confirmed for discovery in self.found):
+            return 1
+        judged = any(self.progress.statuses.get(name) for name in ("passed", "known"))
+        return 3 if self.found or self.progress.statuses.get("unjudged") or not judged else 0
 
 
 def merge_campaigns(parts: Iterable[Path], into: Path) -> MergedCampaign:
@@ -37,6 +50,12 @@ def merge_campaigns(parts: Iterable[Path], into: Path) -> MergedCampaign:
     given = {
         str(path): Part(() if state.shard == (1, 1) else state.shard, _alike(state)) for path, state in states.items()
     }
+    fastest = max(states, key=lambda path: states[path].drawn)
+    if states[fastest].drawn - min(state.drawn for state in states.values()) > _MOST_BEHIND:
+        raise InvalidRecord(
+            f"{fastest / 'state.json'}.drawn: expected at most {_MOST_BEHIND} cases more than another part, got "
+            f"{states[fastest].drawn}. The file is damaged."
+        )
     refuse_parts(given, "Give the --state directories of `fsdp-verify fuzz ... --shard 1/N` to `N/N`, all else alike.")
     if into.exists() and (not into.is_dir() or any(into.iterdir())):
         raise InvalidArgument(
@@ -51,12 +70,7 @@ def merge_campaigns(parts: Iterable[Path], into: Path) -> MergedCampaign:
     for path in in_order:
         for folder in StateDirectory(path, states[path].implementation).found():
             file = folder / "finding.json"
-            try:
-                discovery = Discovery.from_json(file.read_text(encoding="utf-8"), str(file))
-            except OSError as error:
-                raise InvalidRecord(
-                    f"{file}: expected a finding, got {error}. Remove the folder, or copy it whole."
-                ) from error
+            discovery = Discovery.from_json(read_text(file, "a finding", _WHOLE), str(file))
             key = discovery.key if discovery.confirmed else ("unconfirmed", discovery.signature)
             if key in found:
                 repeated += 1
@@ -90,8 +104,8 @@ def joined_progress(states: list[Progress]) -> Progress:
         run=sum(state.run for state in states),
         seconds=sum(state.seconds for state in states),
         statuses=_added(state.statuses for state in states),
-        unsupported=_added(state.unsupported for state in states),
         known=_added(state.known for state in states),
+        not_investigated=sum(state.not_investigated for state in states),
         unfinished=tuple(sorted(unfinished)),
         turns={name: turn for state in states for name, turn in state.turns.items()},
         drawn_by=states[0].drawn_by,
@@ -110,4 +124,5 @@ def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _texts(folder: Path) -> list[tuple[str, str]]:
-    return [(file.name, file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*")) if file.is_file()]
+    files = [file for file in sorted(folder.glob("*")) if file.is_file()]
+    return [(file.name, read_text(file, "a file of a campaign", _WHOLE)) for file in files]

@@ -13,9 +13,11 @@ import enum
 import functools
 import json
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Hashable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 from fsdp_testing.errors import InvalidRecord
@@ -25,6 +27,9 @@ R = TypeVar("R")
 _TAGGED: dict[type[Any], Callable[[str], type[Any] | None]] = {}
 _AS_THEY_ARE = frozenset({str, int, bool, type(None)})
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+# Documents of ours are a tenth as deep, and whoever walks through one may need several frames for each level.
+_DEEPEST = 100
+_STRINGS_AND_SCALARS = re.compile(r'"(?:[^"\\]|\\.)*"?|[^][{}"]+', re.DOTALL)
 
 
 def register_union(base: type[Any], find: Callable[[str], type[Any] | None]) -> None:
@@ -98,12 +103,43 @@ def to_json(value: Any, *, indent: int | None = None) -> str:
     return json.dumps(encode(value), indent=indent, allow_nan=False)
 
 
+def read_text(path: Path, expected: str, advice: str) -> str:
+    """Return the text of a file.
+
+    Args:
+        path: Where it is.
+        expected: What it should be, for the message.
+        advice: What to do where it is not, a sentence.
+
+    Raises:
+        InvalidRecord: It cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        what = f"a file that is not UTF-8 ({error})" if isinstance(error, UnicodeDecodeError) else str(error)
+        raise InvalidRecord(f"{path}: expected {expected}, got {what}. {advice}") from error
+
+
+def _depth(text: str) -> int:
+    """Return how many brackets are open at a time."""
+    depth = deepest = 0
+    for bracket in _STRINGS_AND_SCALARS.sub("", text):
+        depth += 1 if bracket in "[{" else -1
+        deepest = max(deepest, depth)
+    return deepest
+
+
 def load_json(text: str, where: str) -> dict[str, Any]:
     """Parse the JSON object in `text`.
 
     Raises:
-        InvalidRecord: The text is not JSON, or not an object.
+        InvalidRecord: The text is not JSON, not an object, or nested deeper than any document of ours.
     """
+    if (depth := _depth(text)) > _DEEPEST:
+        raise InvalidRecord(
+            f"{where}: expected a JSON document of at most {_DEEPEST} levels, got one of {depth}. Is this the right file?"
+        )
     try:
         data = json.loads(text)
     except ValueError as error:

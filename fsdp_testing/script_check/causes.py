@@ -77,12 +77,11 @@ def _unreduced(run: WholeRun) -> str:
 
 
 def _order(run: WholeRun) -> str:
-    if any(loader.repeats_order for rank in run.ranks for loader in rank.taken.loaders):
-        return (
-            "the second pass over a DataLoader takes the rows in the order of the first. Cause: its DistributedSampler "
-            "shuffles by epoch, and set_epoch is not called. Call sampler.set_epoch(epoch) before each pass."
-        )
-    return ""
+    how = next((loader.repeats_order for rank in run.ranks for loader in rank.taken.loaders if loader.repeats_order), "")
+    return how and (
+        "a pass over a DataLoader takes the rows in the order of the one before. Cause: its DistributedSampler shuffles by "
+        f"epoch, and set_epoch {how}. Call sampler.set_epoch(epoch) with the number of the epoch before each pass."
+    )
 
 
 def _start(run: WholeRun) -> str:

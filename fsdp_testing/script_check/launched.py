@@ -92,9 +92,10 @@ def run_here(run: ScriptRun) -> RankReport:
         InvalidArgument: The script starts processes of its own, ends with an exit code, or does not get what it downloads.
     """
     world = current_world()
-    feeder, witness = Feeder(run.feed), Witness()
+    feeder, witness = Feeder(run.feed, run.keep_data), Witness()
 
     def stop(steps: int) -> None:
+        feeder.end_step()
         if steps >= run.steps:
             raise _EnoughSteps
 
@@ -121,12 +122,11 @@ def run_here(run: ScriptRun) -> RankReport:
         ):
             stack.enter_context(context)
         copies, ended = _run_to_end(run, observer)
+    feeder.finish()
     taken = feeder.taken
     taken.calls = observer.calls
     if not run.keep_data:
         taken.marked.clear()
-        for loader in taken.loaders:
-            loader.passes = [[] for _ in loader.passes]
     return RankReport(
         tuple(observer.steps),
         tuple(witness.steps),

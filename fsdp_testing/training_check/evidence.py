@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fsdp_testing import compat
 from fsdp_testing.ledger import interception
 from fsdp_testing.records import AutogradEvent, CollectiveEvent, Event
 from fsdp_testing.records.tolerance import UNIT_ROUNDOFF
@@ -93,7 +94,8 @@ class Witness:
         original = torch.autograd.backward
 
         def backward(*args: Any, **kwargs: Any) -> None:
-            self._events.autograd("", "pre_backward")
+            if not compat.in_backward():
+                self._events.autograd("", "pre_backward")
             original(*args, **kwargs)
 
         setattr(torch.autograd, "backward", backward)  # noqa: B010 - for the length of the run; every backward calls it
@@ -103,6 +105,8 @@ class Witness:
             setattr(torch.autograd, "backward", original)  # noqa: B010 - as above
 
     def _before_forward(self, module: nn.Module, _args: Any) -> None:
+        if compat.in_backward():
+            return  # activations are computed again
         if not self._generator:
             self._seed, self._generator = torch.initial_seed(), _generator_digest()
         if isinstance(module, DROPOUTS) and module.training and module.p > 0 and not self._dropout:

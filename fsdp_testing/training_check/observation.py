@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from fsdp_testing import compat
 from fsdp_testing.implementations.protocol import Piece
 from fsdp_testing.implementations.shared import pieces
 from fsdp_testing.training_check.evidence import once_gradients_are_there
@@ -175,7 +176,7 @@ class Observer:
 
         def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - takes its place
             outermost = observer._depth == 0 and torch.is_grad_enabled() and module.training
-            if not outermost or next(module.parameters(), None) is None:
+            if not outermost or next(module.parameters(), None) is None or compat.in_backward():
                 return original(module, *args, **kwargs)
             args, kwargs = observer._before_forward(args, kwargs)
             observer._rows.append(row_digests([*args, *kwargs.values()]))
@@ -217,9 +218,11 @@ class Observer:
     def _seeing_losses(self, original: Any) -> Any:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             found = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+            whole = not compat.in_backward()  # reentrant checkpoints run parts of a pass inside it
             original(tensors, *args, **kwargs)
-            self._loss_dtype = found[0].dtype
-            self._losses.append(float(sum(float(tensor.detach().double().sum()) for tensor in found)))
+            if whole:
+                self._loss_dtype = found[0].dtype
+                self._losses.append(float(sum(float(tensor.detach().double().sum()) for tensor in found)))
 
         return backward
 
