@@ -24,6 +24,7 @@ from fsdp_testing.training_check.comparison import (
 )
 from fsdp_testing.training_check.whole import (
     GRADIENT,
+    PARAMETER,
     comparable,
     loss_table,
     nothing_trained,
@@ -44,6 +45,7 @@ class Pair:
         reference: The run of one process.
         run: That of the world.
         feed: What the one process was given.
+        own: What the ranks were given; nothing but where they are judged with batches that are padded together.
         kept: Disturbed runs of both by seed.
     """
 
@@ -51,6 +53,7 @@ class Pair:
     reference: WholeRun
     run: WholeRun
     feed: Feed
+    own: Feed = field(default_factory=Feed)
     kept: dict[int, tuple[WholeRun, WholeRun]] = field(default_factory=dict)
 
     @property
@@ -68,7 +71,7 @@ class Pair:
         if found is None or found.error is None:
             return found
         if not self.kept:
-            repeated = first_difference(run, view(self.runner.run(self.run.size)), 0.0)
+            repeated = first_difference(run, view(self.runner.run(self.run.size, feed=self.own)), 0.0)
             if repeated is not None:
                 raise Undecided(f"does not repeat itself: two runs differ, first in {repeated}.")
 
@@ -88,13 +91,43 @@ class Pair:
         again = self.runner.run
         try:
             if seed not in self.kept:
-                self.kept[seed] = again(1, feed=self.feed, seed=seed), again(self.run.size, seed=seed)
+                self.kept[seed] = again(1, feed=self.feed, seed=seed), again(self.run.size, feed=self.own, seed=seed)
         except (Failed, Undecided) as why:
             raise Undecided(
                 f"differs from one process, {found}. To know whether roundings alone do that, it is run with other ones, and "
                 f"then {why}"
             ) from why
         return self.kept[seed]
+
+
+def agree_at_once(reference: WholeRun, run: WholeRun) -> bool:
+    """Whether gradients and parameters of both are the same at each step but for roundings, and there are any."""
+    if reference.steps != run.steps or first_difference(initial(reference), initial(run), 0.0) is not None:
+        return False
+    due, given = (
+        {name: values for name, values in one.quantities.items() if name.startswith((GRADIENT, PARAMETER))}
+        for one in (reference, run)
+    )
+    gradients = [value for name, values in given.items() for value in values if name.startswith(GRADIENT)]
+    return any(bool(value.any()) for value in gradients) and first_difference(due, given, ROUNDINGS) is None
+
+
+def check_until(pair: Pair, step: int) -> None:
+    """Compare all steps before this one with those of one process.
+
+    Raises:
+        Failed: An earlier step differs.
+    """
+
+    def until(run: WholeRun) -> Quantities:
+        return {
+            name: values[:step] for name, values in run.quantities.items() if name != readings.LOSS and len(values) > 1
+        }
+
+    names = set(comparable(until(pair.reference), until(pair.run), ROUNDINGS)[0]) if step else set()
+    found = pair.difference(lambda run: only(until(run), names), Decided()) if names else None
+    if found is not None:
+        _fail(pair, found, causes.of_difference(pair.reference, pair.run, found))
 
 
 def decide(pair: Pair) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ class WholeRun:
         rows: Of every step, for each rank, the digests of its rows.
         disagreements: The first of each kind.
         ranks: What each rank reported.
+        parts: For each rank which parts of parameters it has of its own; empty where all have the same, or shards of it.
     """
 
     size: int
@@ -37,6 +38,12 @@ class WholeRun:
     rows: tuple[tuple[tuple[str, ...], ...], ...]
     disagreements: tuple[Disagreement, ...]
     ranks: tuple[RankReport, ...]
+    parts: tuple[str, ...] = ()
+
+    def of(self, ranks: Sequence[int]) -> WholeRun:
+        """Return the rows that some of the ranks took, and these ranks, as a run of their own."""
+        rows = tuple(tuple(step[rank] for rank in ranks) for step in self.rows)
+        return replace(self, size=len(ranks), rows=rows, ranks=tuple(self.ranks[rank] for rank in ranks))
 
     @property
     def steps(self) -> int:
@@ -84,8 +91,12 @@ def whole(size: int, ranks: Sequence[RankReport]) -> WholeRun:
 
 def initial(run: WholeRun) -> Quantities:
     """Return the parameters with which a run began."""
-    before: list[Spans] = [rank.steps[0].before for rank in run.ranks]
-    return {PARAMETER + name: [assembled([spans.get(name, ()) for spans in before])[0]] for name in before[0]}
+    found: Quantities = {}
+    for seen in zip(*(rank.steps for rank in run.ranks)):
+        for name in {name: None for one in seen for name in one.before}:
+            if PARAMETER + name not in found:
+                found[PARAMETER + name] = [assembled([one.before.get(name, ()) for one in seen])[0]]
+    return found
 
 
 def is_mean_of_weights(run: WholeRun, name: str) -> bool:
