@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from fsdp_testing.script_check.conventions import BATCH_NORM, LOSS, SCHEDULER, flag
 from fsdp_testing.script_check.whole import COPY, WholeRun, first_steps, initial
 from fsdp_testing.training_check import causes
 from fsdp_testing.training_check.comparison import ROUNDINGS, Difference, first_difference, floor, suggestion
@@ -203,7 +204,7 @@ def of_difference(reference: WholeRun, run: WholeRun, found: Difference) -> str:
         or _counts(run, found)
         or _batch_norm(run, found)
         or _own_counts(reference, run, step)
-        or ("" if run.parts else causes.between_sizes(reference.evidence, run.evidence, run.size))
+        or ("" if run.shares_work else causes.between_sizes(reference.evidence, run.evidence, run.size))
         or _loss(found)
         or suggestion(found, run.size)
     )
@@ -213,7 +214,13 @@ def _rate(reference: WholeRun, run: WholeRun, found: Difference) -> str:
     if found.quantity != RATE:
         return ""
     mine, other = (one.quantities[RATE][found.step] for one in (run, reference))
-    ratio = float(mine[0] / other[0]) if float(other[0]) else 0.0
+    if SCHEDULER in run.ranks[0].conventions:
+        return (
+            "Cause: Accelerate's scheduler steps once for each process by design (AcceleratedScheduler without split_batches), "
+            f"so that the learning rate depends on their number. {flag(SCHEDULER)}"
+        )
+    odd = next((at for at, pair in enumerate(zip(mine.tolist(), other.tolist())) if pair[0] != pair[1]), 0)
+    ratio = float(mine[odd] / other[odd]) if float(other[odd]) else 0.0
     scaled = (
         f" is multiplied by the number of ranks ({ratio:.6g} times)"
         if abs(ratio - run.size) < CLOSE * run.size
@@ -276,7 +283,7 @@ def _batch_norm(run: WholeRun, found: Difference | Disagreement) -> str:
         return ""
     return (
         "Cause: BatchNorm normalises the rows of each rank alone. Use SyncBatchNorm, or another normalisation; without that N "
-        "ranks are not one process."
+        f"ranks are not one process. {flag(BATCH_NORM)}"
     )
 
 
@@ -330,6 +337,13 @@ def _loss(found: Difference) -> str:
         "Weights and rows are those of one process, and the mean of the ranks' losses is not its loss: look for a loss that "
         "is divided by the rank's own count (of tokens, of weights), or scaled by the number of ranks or micro-batches."
     )
+
+
+OWN_LOSS = (
+    "Cause: the loss over the rows of a rank is no mean over rows, so that the mean of the ranks' losses is not that of all "
+    "rows: a router's balance, a contrastive loss, or a count of its own, within forward. One process that is given the rows of "
+    f"each rank apart does the same. Compute that term over the rows of all ranks. {flag(LOSS)}"
+)
 
 
 def _listed(numbers: Sequence[float]) -> str:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.script_check.conventions import AsRanks
 from fsdp_testing.script_check.loaders import LoaderSeen, LoaderWatch, Pass, copied
 from fsdp_testing.training_check.batches import Call, on_cpu
 
@@ -70,6 +71,8 @@ class Feed:
         source: Where the data is put in.
         loaders: For each loader.
         batches: For marked lines, or forwards.
+        ranks: The ranks whose conventions it is to follow, if any are accepted.
+        weights: Parameters with which its models are to begin, by name; as it made them without.
         pads: Whether batches have other shapes than the ranks' own: rows are padded to another length.
     """
 
@@ -77,6 +80,8 @@ class Feed:
     loaders: list[FedLoader] = field(default_factory=list)
     batches: list[Any] = field(default_factory=list)
     pads: bool = False
+    ranks: AsRanks | None = None
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Feeder:
