@@ -206,6 +206,8 @@ def _pair(runner: Runner, alone: WholeRun, run: WholeRun, taken: WholeRun) -> tu
         if not computes_the_same(pair):
             raise
         return pair, "with other arguments of forward: ranks share the work on each row"
+    if feed.source is None and not _same_data(alone, taken):
+        return Pair(runner, alone, run, feed), "with the same rows on each rank, of which forward is given parts"
     if feed.source is not None:
         how = f"given the rows of all ranks ({feed.source})"
     else:
@@ -253,7 +255,7 @@ def _reference(runner: Runner, alone: WholeRun, run: WholeRun) -> tuple[WholeRun
     steps = [[rank.steps[step] for rank in run.ranks] for step in range(run.steps)]
     if any(any(seen.losses for seen in ranks) and not any(any(seen.rows) for seen in ranks) for ranks in steps):
         raise Undecided("the model's forward is given no tensor with rows, so that nobody knows what data it sees.")
-    if _same_data(alone, run):
+    if _same_data(alone, run) or _same_source(alone, run):
         return alone, Feed()
     feeds = feeds_of([rank.taken for rank in run.ranks], alone.forwards(), run.forwards())
     tried = []
@@ -289,6 +291,13 @@ def _same_moments(one: WholeRun, run: WholeRun) -> bool:
         if one.union(step).total() != run.union(step).total():
             return False
     return True
+
+
+def _same_source(alone: WholeRun, run: WholeRun) -> bool:
+    """Whether all ranks take the rows of one process, though forward is given parts of them, as slices of sequences."""
+    sources = [rank.taken.rows for rank in (*alone.ranks, *run.ranks)]
+    known = min(map(len, sources))
+    return known > 0 and all(rows[:known] == sources[0][:known] for rows in sources)
 
 
 def _same_data(one: WholeRun, run: WholeRun) -> bool:
