@@ -59,6 +59,7 @@ def add(commands: Subparsers[Command]) -> Command:
 def execute(options: argparse.Namespace) -> int:
     """Judge the script: 0 all worlds pass, 1 one differs, 3 of one nothing can be said."""
     from fsdp_testing.records import Verdict
+    from fsdp_testing.records.printable import printable
     from fsdp_testing.script_check.check import Launch, examine
 
     if not options.script:
@@ -74,5 +75,5 @@ def execute(options: argparse.Namespace) -> int:
         accept=tuple(options.accept),
     )
     report = examine(launch, options.world_sizes)
-    print(report)
+    print(printable(str(report)))
     return {Verdict.PASS: 0, Verdict.FAIL: 1}.get(report.verdict, 3)
