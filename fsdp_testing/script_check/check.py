@@ -20,7 +20,7 @@ from fsdp_testing.script_check.feeding import Feed, feeds_of
 from fsdp_testing.script_check.report import Judgement, ScriptReport
 from fsdp_testing.script_check.resuming import judge_resumed
 from fsdp_testing.script_check.rows import strange_shares, unknown_shares
-from fsdp_testing.script_check.running import STEPS, Failed, Launch, Runner, Undecided
+from fsdp_testing.script_check.running import STEPS, Failed, Launch, RunListener, Runner, Undecided
 from fsdp_testing.script_check.whole import WholeRun, first_steps, initial
 from fsdp_testing.training_check.comparison import first_difference
 from fsdp_testing.training_check.spans import SUMMED_ROUNDINGS
@@ -67,8 +67,10 @@ def check_script(
     return report
 
 
-def examine(launch: Launch, world_sizes: Sequence[int], pool: Pool | None = None) -> ScriptReport:
-    """Judge a script on each world size above 1.
+def examine(
+    launch: Launch, world_sizes: Sequence[int], pool: Pool | None = None, listener: RunListener | None = None
+) -> ScriptReport:
+    """Judge a script on each world size above 1; a listener is told of each run.
 
     Raises:
         InvalidArgument: There is no such script, or no size above 1.
@@ -86,15 +88,15 @@ def examine(launch: Launch, world_sizes: Sequence[int], pool: Pool | None = None
         raise InvalidArgument(
             f"resume-at: expected a step below {launch.steps}, the steps compared, got {launch.resume_at}. Compare more steps."
         )
-    runner = Runner(launch, pool or default_pool())
+    runner = Runner(launch, pool or default_pool(), *([listener] if listener is not None else []))
     try:
         alone = runner.run(1)
         again = runner.run(1)
         _check_alone(alone, again)
     except Undecided as why:
-        return ScriptReport(launch.script, (Judgement(1, Verdict.UNKNOWN, f"one process {why}"),))
+        return ScriptReport(launch.script, (Judgement(1, Verdict.UNKNOWN, f"one process {why}", output=why.output),))
     runs = {1: alone}
-    remarks = _fixed_files(alone, again) + _downloads(alone)
+    remarks = _fixed_files(alone, again) + _downloads(alone) + _dropout(alone)
     judgements = [judged(runner, runs, size) for size in sizes]
     if launch.resume_at:
         judgements += _resumed(runner, runs, judgements)
@@ -119,8 +121,10 @@ def judged(runner: Runner, runs: dict[int, WholeRun], size: int) -> Judgement:
     try:
         return _judge(runner, runs, size)
     except Failed as why:
-        return Judgement(size, Verdict.FAIL, str(why), why.compared, why.table)
-    except (Undecided, InvalidArgument) as why:
+        return Judgement(size, Verdict.FAIL, str(why), why.compared, why.table, why.output)
+    except Undecided as why:
+        return Judgement(size, Verdict.UNKNOWN, str(why), output=why.output)
+    except InvalidArgument as why:
         return Judgement(size, Verdict.UNKNOWN, str(why))
 
 
@@ -138,6 +142,11 @@ def _downloads(alone: WholeRun) -> tuple[str, ...]:
         f"asks for {host}: every run does so again. Let what it downloads be there before."
         for host in alone.ranks[0].hosts
     )
+
+
+def _dropout(alone: WholeRun) -> tuple[str, ...]:
+    drops = any(rank.dropped for rank in alone.ranks)
+    return ("not compared: dropout, which was off: masks are drawn for a rank's own rows",) if drops else ()
 
 
 def _check_alone(alone: WholeRun, again: WholeRun) -> None:
@@ -178,7 +187,12 @@ def _judge(runner: Runner, runs: dict[int, WholeRun], size: int) -> Judgement:
     for found in run.disagreements:
         if found.decides:
             raise Failed(f"{found}. {causes.of_disagreement(run, found)}", pair.table)
-    return Judgement(size, Verdict.PASS, f"{run.steps} steps are those of one process {how}", decide(pair) + unknown_shares(alone, run))
+    return Judgement(
+        size,
+        Verdict.PASS,
+        f"{run.steps} steps are those of one process {how}",
+        decide(pair) + unknown_shares(alone, run),
+    )
 
 
 def _reference(runner: Runner, alone: WholeRun, run: WholeRun) -> tuple[WholeRun, Feed]:

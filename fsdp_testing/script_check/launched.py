@@ -69,6 +69,7 @@ class RankReport:
         hosts: Other machines that it asked for.
         copies: Other copies of the weights at the end, by the name of their variable.
         ended: Whether the script ended by itself.
+        dropped: Whether it would have drawn masks of dropout, which was off.
     """
 
     steps: tuple[StepSeen, ...]
@@ -79,6 +80,7 @@ class RankReport:
     hosts: tuple[str, ...]
     copies: dict[str, Spans]
     ended: bool
+    dropped: bool = False
 
 
 class _EnoughSteps(BaseException):
@@ -106,12 +108,13 @@ def run_here(run: ScriptRun) -> RankReport:
     observer = Observer(stop, feeder.forward, stop_before)
     observer.keep_calls = run.keep_data
     roundings = disturbed(run.seed * world.size + world.rank) if run.seed else nullcontext()
+    dropped: list[bool] = []
     with ExitStack() as stack:
         numbers = stack.enter_context(watch_numbers())
         for context in (
             in_folder(run.folder),
             as_torchrun_starts(world),
-            _without_dropout(),
+            _without_dropout(dropped),
             _without_own_processes(),
             witness.watch(),
             observer.watch(),
@@ -136,6 +139,7 @@ def run_here(run: ScriptRun) -> RankReport:
         tuple(sorted(hosts)),
         copies,
         ended,
+        bool(dropped),
     )
 
 
@@ -149,9 +153,7 @@ def _run_to_end(run: ScriptRun, observer: Observer) -> tuple[dict[str, Spans], b
     except SystemExit as end:
         if end.code in (None, 0):
             return {}, True
-        raise InvalidArgument(
-            f"ended with exit code {end.code}. Give the script the arguments it needs after its name."
-        ) from end
+        raise InvalidArgument(_exit_sentence(run.script, end)) from end
     except OSError as error:  # as those of sockets, urllib and huggingface_hub are
         if not hosts:
             raise
@@ -159,6 +161,19 @@ def _run_to_end(run: ScriptRun, observer: Observer) -> tuple[dict[str, Spans], b
             f"downloads something: it asked for {', '.join(sorted(hosts))} and got {type(error).__name__}: {error}. Run it "
             "once by itself, so that what it needs is there, and give it the path, or the offline switch, of its framework."
         ) from error
+
+
+def _exit_sentence(script: str, end: SystemExit) -> str:
+    """Return what a script did that ended itself before it came to its steps."""
+    frames = [frame for frame in traceback.extract_tb(end.__traceback__) if frame.filename == script]
+    where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    if isinstance(end.code, str):
+        return f"ended itself{where} with the message {end.code!r}. Give it what it misses, and run it again."
+    if end.code == 2:  # argparse says on standard error what is wrong
+        return (
+            f"ended with exit code 2{where}, as for wrong arguments. Write the script's own arguments after its name."
+        )
+    return f"ended itself{where} with exit code {end.code}. Run it once by torchrun to see why."
 
 
 def run_script(run: ScriptRun) -> dict[str, Any]:
@@ -179,15 +194,24 @@ def run_script(run: ScriptRun) -> dict[str, Any]:
 
 
 @contextmanager
-def _without_dropout() -> Iterator[None]:
-    """Switch dropout off: masks are drawn for the rows of a rank, which are others in each world."""
+def _without_dropout(dropped: list[bool]) -> Iterator[None]:
+    """Switch dropout off: masks are drawn for the rows of a rank, which are others in each world.
+
+    Args:
+        dropped: Gets an entry for each call that would have drawn a mask.
+    """
     functional = torch.nn.functional
     real_attention = functional.scaled_dot_product_attention
 
-    def keep(inputs: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+    def keep(inputs: torch.Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> torch.Tensor:
+        if training and p:
+            dropped.append(True)
         return inputs
 
     def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+        given = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+        if given:
+            dropped.append(True)
         if len(args) > 4:
             args = (*args[:4], 0.0, *args[5:])
         elif "dropout_p" in kwargs:
