@@ -6,6 +6,7 @@ every implementation, strategy and wrapping.
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -128,6 +129,17 @@ class CaseRunner:
         self._lock = threading.Lock()
         self._busy: set[PooledWorld] = set()
         self._interrupted = False
+        self._repeats = True
+
+    def impatient(self, timeout: float) -> CaseRunner:
+        """Return a runner on the same worlds that waits at most so long for a rank, and takes one death or hang for one.
+
+        For runs that decide no verdict: a shorter program that hangs is not the failure that is looked for.
+        """
+        other = copy.copy(self)
+        other._timeout = min(timeout, self._timeout)
+        other._repeats = False
+        return other
 
     @property
     def pool(self) -> Pool:
@@ -158,7 +170,7 @@ class CaseRunner:
             found, ranks = self._attempt(asked, observe_all=closely)
             if found.finding is not None and found.finding.kind in LOCATABLE and not closely:
                 found, ranks = self._closer(asked, found.finding, (found, ranks))
-            elif found.finding is not None and found.finding.kind in LOSES_RANKS:
+            elif found.finding is not None and found.finding.kind in LOSES_RANKS and self._repeats:
                 self._repeat(asked, found.finding)
         except _Unjudged as reason:
             found, ranks = Judgement(Verdict.UNKNOWN, reason=str(reason)), ()
