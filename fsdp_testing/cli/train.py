@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,55 +30,61 @@ _ARGUMENTS = "--resume-args"
 def add(commands: Subparsers[Command]) -> Command:
     """Declare the command."""
     command = declare(commands, "train", "compare a training script on N ranks with one process", DESCRIPTION)
-    command.add_argument(
-        "--world-sizes",
-        type=sizes,
-        default=(1, 2, 3),
-        metavar="N,N...",
-        help="numbers of ranks (default 1,2,3; one always runs)",
-    )
-    command.add_argument("--steps", type=count, default=10, metavar="K", help="optimizer steps compared (default 10)")
-    command.add_argument(
-        "--resume-at",
-        type=count,
-        default=0,
-        metavar="K",
-        help="also stop before step K (counted from 0), run again where it wrote to, compare with going on",
-    )
-    command.add_argument(
-        _ARGUMENTS,
-        default="",
-        metavar="ARGS",
-        help="further arguments of the script that is run again, in one word",
-    )
-    add_timeout(command, 300.0)
-    command.add_argument(
-        "--show-output", action="store_true", help="print what the script writes, after each run of it"
-    )
-    command.add_argument("--html", type=Path, metavar="DIR", help="write DIR/index.html, or a file that ends in .html")
-    command.add_argument("--json", type=Path, metavar="FILE", help="write the report as one JSON document")
-    command.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
-    command.add_argument("script", metavar="SCRIPT")
-    command.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
+    option = command.add_argument
+    valued = [
+        option(
+            "--world-sizes",
+            type=sizes,
+            default=(1, 2, 3),
+            metavar="N,N...",
+            help="numbers of ranks (default 1,2,3; one always runs)",
+        ),
+        option("--steps", type=count, default=10, metavar="K", help="optimizer steps compared (default 10)"),
+        option(
+            "--resume-at",
+            type=count,
+            default=0,
+            metavar="K",
+            help="also stop before step K (counted from 0), run again where it wrote to, compare with going on",
+        ),
+        option(
+            _ARGUMENTS,
+            default="",
+            metavar="ARGS",
+            help="further arguments of the script that is run again, in one word",
+        ),
+        add_timeout(command, 300.0),
+        option("--html", type=Path, metavar="DIR", help="write DIR/index.html, or a file that ends in .html"),
+        option("--json", type=Path, metavar="FILE", help="write the report as one JSON document"),
+    ]
+    option("--show-output", action="store_true", help="print what the script writes, after each run of it")
+    option("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
+    option("script", metavar="SCRIPT")
+    option("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
+    names = {name for action in valued for name in action.option_strings}
     parse = command.parse_known_args
 
     def parse_attached(args: Any = None, namespace: Any = None) -> Any:
-        return parse(_attached(command, args), namespace)
+        return parse(_attached(args, names), namespace)
 
-    command.parse_known_args = parse_attached  # type: ignore[method-assign]
+    command.parse_known_args = parse_attached  # type: ignore[method-assign]  # the one place before words are sorted
     return command
 
 
-def _attached(command: Command, words: Sequence[str]) -> list[str]:
-    """Return the words with the value of --resume-args attached by `=`: argparse takes `--x=y` for an option otherwise."""
+def _attached(words: Sequence[str], valued: Container[str]) -> list[str]:
+    """Return the words with the value of --resume-args attached by `=`: argparse takes `--x=y` for an option otherwise.
+
+    Args:
+        words: Options, script and its arguments.
+        valued: Options that take a value.
+    """
     found = list(words)
     place = 0
     while place + 1 < len(found) and found[place].startswith("-"):
         word = found[place]
         if word == _ARGUMENTS:
             found[place : place + 2] = [f"{word}={found[place + 1]}"]
-        known = command._option_string_actions.get(word)
-        place += 2 if word != _ARGUMENTS and known is not None and known.nargs is None else 1
+        place += 2 if word in valued and word != _ARGUMENTS else 1
     return found
 
 
@@ -119,9 +125,11 @@ class _Listener:
 
     def __init__(self, progress: StageProgress, console: Output, *, shows: bool) -> None:
         self._progress, self._console, self._shows = progress, console, shows
+        self._begun: set[str] = set()
 
     def started(self, what: str) -> None:
-        self._progress.stage(what)
+        self._progress.stage(f"{what}, again" if what in self._begun else what)
+        self._begun.add(what)
 
     def ended(self, what: str, seconds: float, outcome: WorldOutcome) -> None:
         if not self._shows:

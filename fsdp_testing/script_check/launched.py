@@ -170,9 +170,7 @@ def _exit_sentence(script: str, end: SystemExit) -> str:
     if isinstance(end.code, str):
         return f"ended itself{where} with the message {end.code!r}. Give it what it misses, and run it again."
     if end.code == 2:  # argparse says on standard error what is wrong
-        return (
-            f"ended with exit code 2{where}, as for wrong arguments. Write the script's own arguments after its name."
-        )
+        return f"ended itself{where} with exit code 2, as for wrong arguments. Write the script's own after its name."
     return f"ended itself{where} with exit code {end.code}. Run it once by torchrun to see why."
 
 

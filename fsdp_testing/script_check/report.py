@@ -46,7 +46,7 @@ class Judgement:
     @property
     def title(self) -> str:
         """Whose verdict it is, and which."""
-        return f"{'1 rank' if self.size == 1 else f'{self.size} ranks'}: {WORDS[self.verdict]}"
+        return f"{rank_count([self.size])}: {WORDS[self.verdict]}"
 
     def lines(self) -> list[str]:
         """Return the lines of a terminal."""
@@ -80,14 +80,13 @@ class ScriptReport:
 
     @property
     def conclusion(self) -> str:
-        """The verdict in one line, with the exit code."""
-        sizes = {
-            verdict: ", ".join(str(one.size) for one in self.judgements if one.verdict is verdict) for verdict in WORDS
-        }
-        ranks = "; ".join(f"{WORDS[verdict]} on {said}" for verdict, said in sizes.items() if said)
-        return (
-            f"{WORDS[self.verdict]}: {self.script} ({ranks or 'nothing was judged'} ranks), exit code {self.exit_code}"
-        )
+        """The verdicts in one line, after the exit code."""
+        said = [
+            f"{WORDS[verdict]} on {rank_count(sizes)}"
+            for verdict in WORDS
+            if (sizes := [one.size for one in self.judgements if one.verdict is verdict])
+        ]
+        return f"exit code {self.exit_code}: {self.script}: {'; '.join(said) or 'nothing was judged'}"
 
     def to_json(self, **facts: Any) -> str:
         """Return the report as a JSON document, with further `facts` of plain data."""
@@ -96,6 +95,11 @@ class ScriptReport:
 
     def __str__(self) -> str:
         return "\n".join([self.script, *(line for judgement in self.judgements for line in judgement.lines())])
+
+
+def rank_count(sizes: Sequence[int]) -> str:
+    """Return numbers of ranks as words: "1 rank", "2, 3 ranks"."""
+    return f"{', '.join(map(str, sizes))} rank{'' if sizes == [1] else 's'}"
 
 
 def compared_lines(
