@@ -6,10 +6,11 @@ arguments of the outermost forward where these determine the loss.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.script_check.loaders import LoaderSeen, LoaderWatch, Pass, copied
-from fsdp_testing.training_check.observation import Call, on_cpu
+from fsdp_testing.training_check.batches import Call, on_cpu
 
 
 class Source(StrEnum):
@@ -38,7 +39,7 @@ class Taken:
         loaders: Its `DataLoader`s.
         marked: What marked lines were given.
         calls: The outermost forwards.
-        items: How many items of `DataLoader`s had been taken when each step ended.
+        items: How many items of `DataLoader`s had been taken when each step began.
     """
 
     loaders: list[LoaderSeen] = field(default_factory=list)
@@ -49,9 +50,15 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Uncollated:
-    """Rows of which the fed process makes an item by its own `collate_fn`."""
+    """Rows of which a fed process makes an item by its own `collate_fn`.
+
+    Attributes:
+        samples: Of all ranks.
+        counts: How many are each rank's, which takes these of the item that is made of all.
+    """
 
     samples: list[Any]
+    counts: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -71,12 +78,17 @@ class Feed:
         loaders: For each loader.
         batches: For marked lines, or forwards.
         pads: Whether batches have other shapes than the ranks' own: rows are padded to another length.
+        rank: Whose rows are taken of items that are made of all ranks' rows; -1 takes all.
     """
 
     source: Source | None = None
     loaders: list[FedLoader] = field(default_factory=list)
     batches: list[Any] = field(default_factory=list)
     pads: bool = False
+    rank: int = -1
+
+    def __str__(self) -> str:
+        return f"{self.source}{', padded together by its collate_fn' if self.pads else ''}"
 
 
 class Feeder:
@@ -128,7 +140,7 @@ class Feeder:
         return values if given is None else tuple(given)
 
     def end_step(self) -> None:
-        """Take note of how much has been taken until a step ends."""
+        """Take note of how much has been taken until a step begins."""
         self.taken.items.append(self._items_taken)
 
     def finish(self) -> None:
@@ -166,7 +178,9 @@ class Feeder:
     def _given(self, loader: Any, items: Sequence[Any], own: Iterator[Any]) -> Iterator[Any]:
         for item in items:
             next(own, None)  # so that its own sampler draws what it draws
-            yield loader.collate_fn(copied(item.samples)) if isinstance(item, Uncollated) else item
+            if isinstance(item, Uncollated):
+                item = _share(loader.collate_fn(copied(item.samples)), item.counts, self._feed.rank)
+            yield item
 
     def _counted(self, one: Pass, items: Iterator[Any]) -> Iterator[Any]:
         for item in items:
@@ -188,6 +202,19 @@ def batch(*values: Any) -> Any:
     """
     found = values if _current is None else _current.mark(values)
     return found[0] if len(values) == 1 else found
+
+
+def _share(item: Any, counts: Sequence[int], rank: int) -> Any:
+    """Return the rows of one rank of an item that is made of all ranks' rows; -1: of all."""
+    if rank < 0:
+        return item
+    if isinstance(item, torch.Tensor):
+        return item[sum(counts[:rank]) : sum(counts[: rank + 1])] if item.ndim and len(item) == sum(counts) else item
+    if isinstance(item, Mapping):
+        return {key: _share(part, counts, rank) for key, part in item.items()}
+    if isinstance(item, tuple) and hasattr(item, "_fields"):
+        return type(item)(*(_share(part, counts, rank) for part in item))
+    return type(item)(_share(part, counts, rank) for part in item) if isinstance(item, (list, tuple)) else item
 
 
 def _fits(parts: Sequence[Any], *, alike: bool) -> bool:
@@ -303,5 +330,5 @@ def _loader(ranks: Sequence[Taken], number: int, together: Any) -> FedLoader:
             passes.append(together([one.items for one in all_ranks]))
         else:
             moments = zip(*(one.samples for one in all_ranks))
-            passes.append([Uncollated([row for samples in moment for row in samples]) for moment in moments])
+            passes.append([Uncollated([*chain(*moment)], tuple(map(len, moment))) for moment in moments])
     return FedLoader(first.length, passes)

@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -69,7 +69,7 @@ class RankReport:
         hosts: Other machines that it asked for.
         copies: Other copies of the weights at the end, by the name of their variable.
         ended: Whether the script ended by itself.
-        dropped: Whether it would have drawn masks of dropout, which was off.
+        dropout: Whether dropout would have been active, which is switched off.
     """
 
     steps: tuple[StepSeen, ...]
@@ -80,7 +80,7 @@ class RankReport:
     hosts: tuple[str, ...]
     copies: dict[str, Spans]
     ended: bool
-    dropped: bool = False
+    dropout: bool = False
 
 
 class _EnoughSteps(BaseException):
@@ -94,27 +94,27 @@ def run_here(run: ScriptRun) -> RankReport:
         InvalidArgument: The script starts processes of its own, ends with an exit code, or does not get what it downloads.
     """
     world = current_world()
-    feeder, witness = Feeder(run.feed, run.keep_data), Witness()
+    feeder, witness = Feeder(replace(run.feed, rank=world.rank if world.size > 1 else -1), run.keep_data), Witness()
 
     def stop(steps: int) -> None:
-        feeder.end_step()
         if steps >= run.steps:
             raise _EnoughSteps
 
     def stop_before(steps: int) -> None:
+        feeder.end_step()
         if run.stop_before and steps >= run.stop_before:
             raise _EnoughSteps
 
     observer = Observer(stop, feeder.forward, stop_before)
     observer.keep_calls = run.keep_data
     roundings = disturbed(run.seed * world.size + world.rank) if run.seed else nullcontext()
-    dropped: list[bool] = []
+    dropout: list[bool] = []
     with ExitStack() as stack:
         numbers = stack.enter_context(watch_numbers())
         for context in (
             in_folder(run.folder),
             as_torchrun_starts(world),
-            _without_dropout(dropped),
+            _without_dropout(dropout),
             _without_own_processes(),
             witness.watch(),
             observer.watch(),
@@ -125,6 +125,7 @@ def run_here(run: ScriptRun) -> RankReport:
         ):
             stack.enter_context(context)
         copies, ended = _run_to_end(run, observer)
+        observer.finish()
     feeder.finish()
     taken = feeder.taken
     taken.calls = observer.calls
@@ -132,28 +133,28 @@ def run_here(run: ScriptRun) -> RankReport:
         taken.marked.clear()
     return RankReport(
         tuple(observer.steps),
-        tuple(witness.steps),
+        observer.of_steps(witness.steps),
         taken,
         numbers,
         tuple(sorted(outside)),
         tuple(sorted(hosts)),
         copies,
         ended,
-        bool(dropped),
+        bool(dropout),
     )
 
 
 def _run_to_end(run: ScriptRun, observer: Observer) -> tuple[dict[str, Spans], bool]:
     """Run the script; return the copies of the weights that it has at its end, and whether it ended by itself."""
     try:
-        return copies_in([run_script(run)], observer.models, observer.block), True
+        return copies_in([run_script(run)], observer.reader.models, observer.reader.block), True
     except _EnoughSteps as end:
         scopes = [frame.f_locals for frame, _ in traceback.walk_tb(end.__traceback__)]
-        return copies_in(scopes, observer.models, observer.block), False
+        return copies_in(scopes, observer.reader.models, observer.reader.block), False
     except SystemExit as end:
         if end.code in (None, 0):
             return {}, True
-        raise InvalidArgument(_exit_sentence(run.script, end)) from end
+        raise InvalidArgument(_of_exit(run.script, end)) from end
     except OSError as error:  # as those of sockets, urllib and huggingface_hub are
         if not hosts:
             raise
@@ -163,15 +164,16 @@ def _run_to_end(run: ScriptRun, observer: Observer) -> tuple[dict[str, Spans], b
         ) from error
 
 
-def _exit_sentence(script: str, end: SystemExit) -> str:
-    """Return what a script did that ended itself before it came to its steps."""
+def _of_exit(script: str, end: SystemExit) -> str:
+    """Return what an exit of the script says and where: a text that it gave, or the number that argparse has for bad arguments."""
     frames = [frame for frame in traceback.extract_tb(end.__traceback__) if frame.filename == script]
-    where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-    if isinstance(end.code, str):
-        return f"ended itself{where} with the message {end.code!r}. Give it what it misses, and run it again."
-    if end.code == 2:  # argparse says on standard error what is wrong
-        return f"ended itself{where} with exit code 2, as for wrong arguments. Write the script's own after its name."
-    return f"ended itself{where} with exit code {end.code}. Run it once by torchrun to see why."
+    where = f" at {Path(script).name}:{frames[-1].lineno}" if frames else ""
+    if not isinstance(end.code, int):
+        return f'ended itself by sys.exit("{str(end.code)[:300]}"){where}. Mend what it says there.'
+    advice = (
+        "Give the script the arguments it needs after its name." if end.code == 2 else "See why the script ends itself."
+    )
+    return f"ended with exit code {end.code}{where}. {advice}"
 
 
 def run_script(run: ScriptRun) -> dict[str, Any]:
@@ -192,24 +194,23 @@ def run_script(run: ScriptRun) -> dict[str, Any]:
 
 
 @contextmanager
-def _without_dropout(dropped: list[bool]) -> Iterator[None]:
+def _without_dropout(active: list[bool]) -> Iterator[None]:
     """Switch dropout off: masks are drawn for the rows of a rank, which are others in each world.
 
     Args:
-        dropped: Gets an entry for each call that would have drawn a mask.
+        active: Filled if any would have been active.
     """
     functional = torch.nn.functional
     real_attention = functional.scaled_dot_product_attention
 
-    def keep(inputs: torch.Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> torch.Tensor:
-        if training and p:
-            dropped.append(True)
+    def keep(inputs: torch.Tensor, p: float = 0.5, training: bool = True, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+        if p and training and not active:
+            active.append(True)
         return inputs
 
     def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-        given = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
-        if given:
-            dropped.append(True)
+        if (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)) and not active:
+            active.append(True)
         if len(args) > 4:
             args = (*args[:4], 0.0, *args[5:])
         elif "dropout_p" in kwargs:

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from fsdp_testing.records import Verdict
 from fsdp_testing.records.document import Format
 from fsdp_testing.records.verdict import exit_code, merge
 from fsdp_testing.script_check.whole import COPY, WholeRun
-from fsdp_testing.training_check.whole import BUFFER, GRADIENT, MOMENT, PARAMETER, SETTING, UNCLIPPED
+from fsdp_testing.training_check.whole import BUFFER, COPIED, GRADIENT, MOMENT, PARAMETER, SETTING, UNCLIPPED
 
 FORMAT = Format("fsdp_testing/script", 1)
 WORDS = {Verdict.PASS: "pass", Verdict.FAIL: "FAIL", Verdict.UNKNOWN: "unknown"}
@@ -18,6 +20,7 @@ KINDS = {
     UNCLIPPED: "gradients as the first clip is given them",
     GRADIENT: "gradients as the optimizer is given them",
     PARAMETER: "parameters after the step",
+    COPIED: "the model's own parameters, which the optimizer steps as copies, before the next forward",
     MOMENT: "the optimizer's state",
     BUFFER: "buffers",
 }
@@ -118,7 +121,11 @@ def compared_lines(
     settings = [name.removeprefix(SETTING) for name in names if name.startswith(SETTING)]
     found += [f"other settings ({', '.join(settings)})"] if settings else []
     for start, words in KINDS.items():
-        tensors = [values[0] for name, values in run.quantities.items() if name.startswith(start) and name in names]
+        tensors = [
+            max(values, key=torch.Tensor.numel)
+            for name, values in run.quantities.items()
+            if name.startswith(start) and name in names
+        ]
         if tensors:
             found.append(f"{words} ({len(tensors)} tensors, {sum(t.numel() for t in tensors):,} numbers)")
     rows = sum(sum(run.union(step).values()) for step in range(run.steps))

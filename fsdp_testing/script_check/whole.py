@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from fsdp_testing.script_check.launched import RankReport
-from fsdp_testing.training_check.comparison import ROUNDINGS, Quantities, floor
+from fsdp_testing.training_check.comparison import CLEAR_ROUNDINGS, Quantities, floor
 from fsdp_testing.training_check.evidence import StepEvidence
 from fsdp_testing.training_check.held import Spans
 from fsdp_testing.training_check.observation import StepSeen
 from fsdp_testing.training_check.spans import assembled
-from fsdp_testing.training_check.whole import MOMENT, PARAMETER, Disagreement, together
+from fsdp_testing.training_check.whole import MOMENT, PARAMETER, Disagreement, together, with_agreement
 
 COPY = "weights kept as "
 
@@ -30,6 +30,7 @@ class WholeRun:
         rows: Of every step, for each rank, the digests of its rows.
         disagreements: The first of each kind.
         ranks: What each rank reported.
+        parts: For each rank which parts of parameters it has of its own; empty where all have the same, or shards of it.
     """
 
     size: int
@@ -37,6 +38,12 @@ class WholeRun:
     rows: tuple[tuple[tuple[str, ...], ...], ...]
     disagreements: tuple[Disagreement, ...]
     ranks: tuple[RankReport, ...]
+    parts: tuple[str, ...] = ()
+
+    def of(self, ranks: Sequence[int]) -> WholeRun:
+        """Return the rows that some of the ranks took, and these ranks, as a run of their own."""
+        rows = tuple(tuple(step[rank] for rank in ranks) for step in self.rows)
+        return replace(self, size=len(ranks), rows=rows, ranks=tuple(self.ranks[rank] for rank in ranks))
 
     @property
     def steps(self) -> int:
@@ -48,13 +55,14 @@ class WholeRun:
 
         Gradients are as they were before the first clip, which may hide by what factor they differ.
         """
-        return tuple(
-            tuple(
+        evidence = [
+            [
                 replace(one, dropout="", drew=seen.drew, gradient_norm=_unclipped_norm(seen) or one.gradient_norm)
                 for one, seen in zip(rank.evidence, rank.steps)
-            )
+            ]
             for rank in self.ranks
-        )
+        ]
+        return with_agreement(evidence, [rank.steps for rank in self.ranks], self.disagreements)
 
     def union(self, step: int) -> Counter[str]:
         """Return how often each row was seen by any rank until `step` ended."""
@@ -83,15 +91,19 @@ def whole(size: int, ranks: Sequence[RankReport]) -> WholeRun:
 
 def initial(run: WholeRun) -> Quantities:
     """Return the parameters with which a run began."""
-    before: list[Spans] = [rank.steps[0].before for rank in run.ranks]
-    return {PARAMETER + name: [assembled([spans.get(name, ()) for spans in before])[0]] for name in before[0]}
+    found: Quantities = {}
+    for seen in zip(*(rank.steps for rank in run.ranks)):
+        for name in {name: None for one in seen for name in one.before}:
+            if PARAMETER + name not in found:
+                found[PARAMETER + name] = [assembled([one.before.get(name, ()) for one in seen])[0]]
+    return found
 
 
 def is_mean_of_weights(run: WholeRun, name: str) -> bool:
     """Whether a copy of a parameter lies, number by number, between values that the parameter had: a mean of weights does."""
     copy, parameter = run.quantities[name][0], PARAMETER + name.split(", ", 1)[1]
     had = torch.stack([*initial(run).get(parameter, []), *run.quantities[parameter]])
-    room = floor(copy.dtype, ROUNDINGS) * had.abs().max()
+    room = floor(copy.dtype, CLEAR_ROUNDINGS) * had.abs().max()
     return bool(((copy >= had.amin(0) - room) & (copy <= had.amax(0) + room)).all())
 
 

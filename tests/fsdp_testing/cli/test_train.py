@@ -92,7 +92,7 @@ def test_output_of_the_script_is_shown_when_asked_for(train):
 def test_a_pass_says_that_dropout_was_off(train):
     ended = train("train", "drop")
     assert ended.code == 0
-    assert "not compared: dropout, which was off" in ended.out
+    assert "not compared: dropout, which was switched off" in ended.out
 
 
 @pytest.mark.parametrize(
@@ -104,11 +104,11 @@ def test_a_pass_says_that_dropout_was_off(train):
             r"asks for a CUDA device, and there is none here .*raised at {}\. Let it take the CPU",
             ".cuda()",
         ),
-        ("stop with a message", r"ended itself at {} with the message 'set DATA first'\.", "set DATA first"),
-        ("stop with 3", r"ended itself at {} with exit code 3\.", "sys.exit(3)"),
+        ("stop with a message", r'ended itself by sys.exit\("set DATA first"\) at {}\.', "set DATA first"),
+        ("stop with 3", r"ended with exit code 3 at {}\.", "sys.exit(3)"),
         (
             "want arguments",
-            r"ended itself at {} with exit code 2, as for wrong arguments\. .*--data is required",
+            r"ended with exit code 2 at {}\. Give the script the arguments it needs.*--data is required",
             "sys.exit(2)",
         ),
         ("hang", r"rank 0 hung after 4 s.* rank 0 is at {}\.", "time.sleep"),
