@@ -77,8 +77,8 @@ def run_conformance(
         expected_failures: By check name, for all implementations, how it fails: the fields of `ExpectedFailure` as a mapping, or
             a list of such; or per implementation such a mapping. What fails otherwise is new.
         extended: Run the extended profile too.
-        explain: Seconds that may be spent on the failures of one implementation, to find the shortest schedule that
-            shows each root cause; 0 leaves them as they were found.
+        explain: Seconds of an idle machine that may be spent on the failures of one implementation, to find the shortest
+            schedule that shows each root cause; 0 leaves them as they were found.
         portraits: Trace one short program under each flat strategy, on implementations that claim `unit_trace`, for
             drawings of the report.
         listener: Hears of progress.

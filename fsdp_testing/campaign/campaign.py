@@ -19,8 +19,9 @@ from fsdp_testing.campaign.state import Progress, StateDirectory
 from fsdp_testing.campaign.tally import CampaignTally
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.findings.discovery import Discovery
-from fsdp_testing.findings.known import KnownFailures, joined
+from fsdp_testing.findings.known import KnownFailures, Rule, joined
 from fsdp_testing.implementations.adapter import Adapter
+from fsdp_testing.judging.batch_judge import CaseNote
 from fsdp_testing.judging.signature import Signature
 from fsdp_testing.pool import Pool
 from fsdp_testing.records import Case
@@ -114,6 +115,7 @@ class Campaign:
             plan.implementation.reference, self._drawer.shape, self._fair, plan.shrink_seconds
         )
         self._groups: Counter[Signature] = Counter()
+        self._looked_like: Counter[str] = Counter()
         self._also: dict[Signature, set[str]] = {}
         self._keys: dict[object, str] = {}
         self._watch_models = True
@@ -232,7 +234,13 @@ class Campaign:
         note, tally = result.note, self.tally
         self._queue.finish(asked)
         tally.count(operations=len(result.case.program), variant=asked.depth > 0)
-        if note.signature is not None and self._is_known(asked, note.signature):
+        rule = self._known_as(asked, note)
+        if rule is not None and note.signature is not None:
+            self._queue_variants(asked, note, rule)
+            if rule.asks_cause(note.signature) and self._is_sampled(rule):
+                tally.statuses["suspect"] += 1
+                return True
+            tally.known[rule.name] += 1
             tally.statuses["known"] += 1
             self._watch_models &= note.status != "leaked"
             return False
@@ -251,17 +259,29 @@ class Campaign:
             return self._is_worth_investigating(note.signature)
         return False
 
-    def _is_known(self, asked: Asked, signature: Signature) -> bool:
-        """Whether a failure is known; if so it is counted, and the case without its cause is run as well."""
-        rule = self._known.recognize(signature, asked.case)
+    def _known_as(self, asked: Asked, note: CaseNote) -> Rule | None:
+        """The rule that knows a failure, as far as its looks say."""
+        if note.signature is None:
+            return None
+        rule = self._known.recognize(note.signature, asked.case, note.at)
         if rule is None:
-            rule = self._known.fitting(self._also.get(signature, ()), asked.case)
+            rule = self._known.fitting(self._also.get(note.signature, ()), asked.case, note.at)
             if rule is None or (self.tally.known[rule.name] + 1) % _INVESTIGATED_LATER_ONE_IN == 0:
-                return False
-        self.tally.known[rule.name] += 1
-        self.tally.found_before.update(self._earlier & {rule.name})
-        self._queue.add_variant(asked, rule, self._drawer.shape, self._fair)
-        return True
+                return None
+        return rule
+
+    def _queue_variants(self, asked: Asked, note: CaseNote, rule: Rule) -> None:
+        """Run the case without what brings about each known failure that it may be, for what that may have hidden."""
+        assert note.signature is not None
+        others = self._known.recognizing(note.signature, asked.case, note.at)
+        for one in {one.name: one for one in (rule, *others)}.values():
+            self._queue.add_variant(asked, one, self._drawer.shape, self._fair)
+
+    def _is_sampled(self, rule: Rule) -> bool:
+        """Whether the next failure that looks like a known one runs alone and is asked its cause."""
+        self._looked_like[rule.name] += 1
+        met = self._looked_like[rule.name]
+        return met <= _INVESTIGATED_AT_FIRST or met % _INVESTIGATED_LATER_ONE_IN == 0
 
     def _is_worth_investigating(self, signature: Signature) -> bool:
         self._groups[signature] += 1
@@ -320,6 +340,7 @@ class Campaign:
                 seconds=before.seconds + tally.seconds,
                 statuses=dict(Counter(before.statuses) + tally.statuses),
                 known=dict(Counter(before.known) + tally.known),
+                not_investigated=before.not_investigated + tally.not_investigated,
                 unfinished=queue.unfinished,
                 turns=self._turns,
                 shard=self._plan.shard,

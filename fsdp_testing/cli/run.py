@@ -77,7 +77,7 @@ def add(commands: Subparsers[Command]) -> Command:
         type=allowance,
         default=10.0,
         metavar="SECONDS",
-        help="spent on the failures of each implementation, to find the shortest schedules (default 10; 0: none)",
+        help="of an idle machine, for the shortest schedules and causes of each implementation (default 10; 0: none)",
     )
     add_outputs(command)
     return command

@@ -23,7 +23,7 @@ from fsdp_testing.programs import oracle
 from fsdp_testing.programs.fitting import fitted, lockstep_view, oracle_view
 from fsdp_testing.programs.replay import Replay
 from fsdp_testing.programs.setup import division_of
-from fsdp_testing.records import RAISES, Case, CaseRecord, FailureKind, Overrun, RankObservation, Verdict
+from fsdp_testing.records import LOSES_RANKS, RAISES, Case, CaseRecord, FailureKind, Overrun, RankObservation, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ class CaseNote:
         fast: The fast path alone found it right.
         signature: What the failure looks like.
         overrun: The facts of a failure of kind `kept` or `excess`.
+        at: Operation in or after which it fails; None if that is not known.
     """
 
     index: int
@@ -49,6 +50,7 @@ class CaseNote:
     fast: bool = False
     signature: Signature | None = None
     overrun: Overrun | None = None
+    at: int | None = None
 
 
 def judge_batch(
@@ -87,6 +89,7 @@ def note_of(judgement: Judgement) -> CaseNote:
         judgement.tally.comparisons,
         signature=signature_of(found),
         overrun=found.overrun,
+        at=found.operation if found.kind not in LOSES_RANKS else None,
     )
 
 

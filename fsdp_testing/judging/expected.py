@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.judging.signature import signature_of
+from fsdp_testing.judging.signature import alike, signature_of
 from fsdp_testing.records import (
     LOSES_RANKS,
     RAISES,
@@ -181,10 +181,9 @@ def _recognised(finding: Finding, entries: Iterable[ExpectedFailure], cause_of: 
 
 def _looks_like(entry: ExpectedFailure, finding: Finding) -> bool:
     look = signature_of(finding)
-    begins = entry.kind in RAISES and look.quantity.startswith(entry.quantity)
     return (
         entry.kind == look.kind
-        and (begins or entry.quantity == look.quantity)
+        and alike(entry.quantity, look)
         and entry.operation in ("", look.operation)
         and fnmatchcase(finding.fqn, entry.parameter or "*")
     )

@@ -25,6 +25,7 @@ class Explanation:
         seconds: Time that took.
         complete: Whether every single operation that remains is needed; else time or runs were used up.
         place: The first module whose numbers are wrong, in a sentence; empty if none was seen.
+        unexplained: Why nobody looked for its cause, where others were looked for.
         wrong_on: Ranks on which anything diverges there, where numbers were compared: those that are left out are right.
         happened: What was done wrong, as a clause of the sentence; empty where nothing that was tried gives these numbers.
         portrait: The shortest schedule as it ran, if the implementation can be traced.
@@ -67,6 +68,7 @@ class Finding:
         mismatch: In what it differs.
         message: An exception's text, or how a process ended.
         overrun: The facts of a broken rule of memory or communication.
+        unexplained: Why nobody looked for its cause, where others were looked for.
         wrong_on: Ranks on which anything diverges there, where numbers were compared: those that are left out are right.
         happened: What was done wrong, as a clause, where that was asked for to know the failure again.
         expected: The entry of the user's list that it is; None for a new failure.
@@ -94,3 +96,4 @@ class Finding:
     wrong_on: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
     happened: str = field(default="", metadata=ADDED_LATER)
     expected: ExpectedFailure | None = field(default=None, metadata=ADDED_LATER)
+    unexplained: str = field(default="", metadata=ADDED_LATER)

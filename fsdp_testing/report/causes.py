@@ -34,6 +34,11 @@ class Cause:
     expected: bool
 
     @property
+    def unexplained(self) -> str:
+        """Why nobody looked for it; empty where somebody did, or where that was not asked for."""
+        return "" if self.explanation else next((f.unexplained for f in self.findings if f.unexplained), "")
+
+    @property
     def scope(self) -> str:
         """Where it shows: models and strategies."""
         models = ", ".join(dict.fromkeys(finding.case.model.name for finding in self.findings))
@@ -84,7 +89,7 @@ def explanation_line(explanation: Explanation) -> str:
         return f"{operations} operations, as the check ran them"
     noun = "operation remains" if operations == 1 else "operations remain"
     left = f"{operations} {noun}, {explanation.left_out} left out"
-    certain = "each that remains is needed" if explanation.complete else "time was up before each was tried"
+    certain = "each that remains is needed" if explanation.complete else "not all were tried (time)"
     return (
         f"{left}; {certain} ({explanation.runs} run{'s' if explanation.runs > 1 else ''}, {explanation.seconds:.1f} s)"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -28,20 +28,21 @@ def merged(reports: Mapping[str, RunReport]) -> RunReport:
     Raises:
         InvalidArgument: A part is missing or there twice, or parts are not of one run; every offender is listed.
     """
-    nameless = [
-        f"{path} does not say which checks it was asked for" for path, report in reports.items() if not report.request
-    ]
-    _refuse(nameless, "It is of an earlier version: run it again.")
     refuse_parts(
         {path: Part(report.shard, _alike(report)) for path, report in reports.items()},
         "Give the JSON reports of `fsdp-verify run ... --shard 1/N` to `N/N`, all else alike.",
     )
+    nameless = [
+        f"{path} does not say which checks it was asked for" for path, report in reports.items() if not report.request
+    ]
+    _refuse(nameless, "It is of an earlier version: run it again.")
     parts = dict(sorted(reports.items(), key=lambda item: item[1].shard))
     _refuse((text for path, part in parts.items() for text in _strangers(path, part)), _ANOTHER_RUN)
     first = next(iter(parts.values()))
     found = {(result.implementation, result.check): result for part in parts.values() for result in part.results}
     results = tuple(
-        found.get(pair) or _missing(pair, list(parts)[number % len(parts)]) for number, pair in enumerate(_pairs(first))
+        found.get(pair) or _without_result(pair, list(parts)[number % len(parts)])
+        for number, pair in enumerate(_pairs(first))
     )
     portraits = next((part.portraits for part in parts.values() if part.portraits), ())
     seconds = sum(part.seconds for part in parts.values())
@@ -98,10 +99,10 @@ def _problems(given: Mapping[str, Part]) -> Iterator[str]:
         elif seen[number] > 1:
             twice = ", ".join(path for path, part in parts.items() if part.shard == (number, of))
             yield f"part {number} of {of} {seen[number]} times ({twice})"
-    yield from _missing(sorted(number for number in seen if 1 <= number <= of), of)
+    yield from _missing_parts(sorted(number for number in seen if 1 <= number <= of), of)
 
 
-def _missing(there: Sequence[int], of: int) -> Iterator[str]:
+def _missing_parts(there: Sequence[int], of: int) -> Iterator[str]:
     for before, after in pairwise([0, *there, of + 1]):
         # A damaged report may say that there are a thousand million.
         if after - before - 1 > _MISSING_BY_NAME:
@@ -125,7 +126,7 @@ def _alike(report: RunReport) -> dict[str, object]:
     return {
         **whole,
         "tensor parallelism": report.tensor_parallel,
-        "checks": _Checks(request.checks),
+        "checks": _Checks(request.checks) if report.request is not None else "not recorded",
         "extended": request.extended,
         "expected failures": request.expectations or "none",
         **versions_of(report.environment),
@@ -150,6 +151,6 @@ def _strangers(path: str, part: RunReport) -> Iterator[str]:
             yield f"{path} has {name} {check}, which is not of part {number} of {of}"
 
 
-def _missing(pair: tuple[str, str], path: str) -> CheckResult:
+def _without_result(pair: tuple[str, str], path: str) -> CheckResult:
     name, check = pair
     return CheckResult(name, check, "", (), Verdict.UNKNOWN, f"{path} has no result of it")

@@ -177,6 +177,8 @@ def _cause_account(cause: Cause, report: RunReport) -> Iterator[RenderableType]:
         yield plain("\n".join(f"    {line}" for line in cause.explanation.schedule), style="cyan")
     elif finding.detail:
         yield _account(finding.detail, full=False)
+    if cause.unexplained:
+        yield plain(f"  cause: {cause.unexplained}; --explain SECONDS looks at more", style="dim")
     if len(cause.results) > 1:
         yield plain(f"  breaks: {', '.join(result.check for result in cause.results)}")
     yield Text.assemble("  replay: ", (summary.replay_line(result, report), "bold"))
@@ -263,6 +265,8 @@ def cause_lines(report: RunReport) -> Iterator[RenderableType]:
             for line in cause.explanation.schedule:
                 yield plain(f"    {line}", style="cyan")
             yield Text(f"  {explanation_line(cause.explanation)}", style="dim")
+        if cause.unexplained:
+            yield plain(f"  cause: {cause.unexplained}", style="dim")
         yield plain(f"  {cause.scope}")
         expected = ", all expected" if cause.expected else ""
         yield plain(f"  breaks{expected}: {', '.join(result.check for result in cause.results)}")

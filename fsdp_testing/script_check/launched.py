@@ -18,13 +18,14 @@ from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.ledger.late_delivery import deliver_late
 from fsdp_testing.pool.world import current_world
 from fsdp_testing.programs.fresh_memory import filled_with_garbage
+from fsdp_testing.script_check.conventions import Follower
 from fsdp_testing.script_check.copies import copies_in
 from fsdp_testing.script_check.feeding import Feed, Feeder, Taken
 from fsdp_testing.script_check.numbers import Log, watch_numbers
 from fsdp_testing.script_check.surroundings import hosts, in_folder, outside
 from fsdp_testing.training_check.disturbance import disturbed
 from fsdp_testing.training_check.evidence import StepEvidence, Witness
-from fsdp_testing.training_check.held import Spans
+from fsdp_testing.training_check.held import Spans, begin_with
 from fsdp_testing.training_check.launch import as_torchrun_starts
 from fsdp_testing.training_check.observation import Observer, StepSeen
 
@@ -70,6 +71,7 @@ class RankReport:
         copies: Other copies of the weights at the end, by the name of their variable.
         ended: Whether the script ended by itself.
         dropout: Whether dropout would have been active, which is switched off.
+        conventions: Names of conventions that it was seen to follow.
     """
 
     steps: tuple[StepSeen, ...]
@@ -81,6 +83,7 @@ class RankReport:
     copies: dict[str, Spans]
     ended: bool
     dropout: bool = False
+    conventions: tuple[str, ...] = ()
 
 
 class _EnoughSteps(BaseException):
@@ -94,7 +97,8 @@ def run_here(run: ScriptRun) -> RankReport:
         InvalidArgument: The script starts processes of its own, ends with an exit code, or does not get what it downloads.
     """
     world = current_world()
-    feeder, witness = Feeder(replace(run.feed, rank=world.rank if world.size > 1 else -1), run.keep_data), Witness()
+    feed = replace(run.feed, rank=world.rank if world.size > 1 else -1)
+    feeder, witness, follower = Feeder(feed, run.keep_data), Witness(), Follower(run.feed.ranks)
 
     def stop(steps: int) -> None:
         if steps >= run.steps:
@@ -102,10 +106,16 @@ def run_here(run: ScriptRun) -> RankReport:
 
     def stop_before(steps: int) -> None:
         feeder.end_step()
+        follower.look()
         if run.stop_before and steps >= run.stop_before:
             raise _EnoughSteps
 
-    observer = Observer(stop, feeder.forward, stop_before)
+    def forward(model: torch.nn.Module, call: Any, given: Any, place: Any) -> Any:
+        if run.feed.weights and not any(model is known for known in observer.reader.models):
+            begin_with(run.feed.weights, model, len(observer.reader.models))
+        return follower.forward(model, call, given, place)
+
+    observer = Observer(stop, feeder.forward, stop_before, forward)
     observer.keep_calls = run.keep_data
     roundings = disturbed(run.seed * world.size + world.rank) if run.seed else nullcontext()
     dropout: list[bool] = []
@@ -119,6 +129,7 @@ def run_here(run: ScriptRun) -> RankReport:
             witness.watch(),
             observer.watch(),
             feeder.watch(),
+            follower.watch(),
             deliver_late(),
             filled_with_garbage(),
             roundings,
@@ -141,6 +152,7 @@ def run_here(run: ScriptRun) -> RankReport:
         copies,
         ended,
         bool(dropout),
+        tuple(sorted(follower.seen)),
     )
 
 
@@ -154,7 +166,7 @@ def _run_to_end(run: ScriptRun, observer: Observer) -> tuple[dict[str, Spans], b
     except SystemExit as end:
         if end.code in (None, 0):
             return {}, True
-        raise InvalidArgument(_of_exit(end.code)) from end
+        raise InvalidArgument(_of_exit(run.script, end)) from end
     except OSError as error:  # as those of sockets, urllib and huggingface_hub are
         if not hosts:
             raise
@@ -164,14 +176,16 @@ def _run_to_end(run: ScriptRun, observer: Observer) -> tuple[dict[str, Spans], b
         ) from error
 
 
-def _of_exit(code: object) -> str:
-    """Return what an exit of the script says: a text that it gave, or the number that argparse has for bad arguments."""
-    if not isinstance(code, int):
-        return f'ended itself by sys.exit("{str(code)[:300]}"). Mend what it says there.'
+def _of_exit(script: str, end: SystemExit) -> str:
+    """Return what an exit of the script says and where: a text that it gave, or the number that argparse has for bad arguments."""
+    frames = [frame for frame in traceback.extract_tb(end.__traceback__) if frame.filename == script]
+    where = f" at {Path(script).name}:{frames[-1].lineno}" if frames else ""
+    if not isinstance(end.code, int):
+        return f'ended itself by sys.exit("{str(end.code)[:300]}"){where}. Mend what it says there.'
     advice = (
-        "Give the script the arguments it needs after its name." if code == 2 else "See why the script ends itself."
+        "Give the script the arguments it needs after its name." if end.code == 2 else "See why the script ends itself."
     )
-    return f"ended with exit code {code}. {advice}"
+    return f"ended with exit code {end.code}{where}. {advice}"
 
 
 def run_script(run: ScriptRun) -> dict[str, Any]:

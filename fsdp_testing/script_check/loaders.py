@@ -243,7 +243,8 @@ def of_training(loaders: Sequence[LoaderSeen]) -> list[bool]:
 
 def _samplers(loader: Any) -> Iterator[Any]:
     """Yield the samplers of a loader, and those that these are made of."""
-    waiting, known = [loader], []
+    waiting: list[Any] = [loader]
+    known: list[Any] = []
     while waiting and len(known) < 16:
         one = waiting.pop(0)
         found = [getattr(one, name, None) for name in ("batch_sampler", "sampler")]

@@ -103,6 +103,13 @@ def test_a_parameter_and_a_cause_count_where_they_are_given(
         assert cause in result.remark, "the message says what the cause is"
 
 
+def test_an_exception_without_a_message_is_not_any_of_its_type() -> None:
+    entry = {**ENTRY, "kind": "raised", "quantity": "AssertionError: "}
+    bare = replace(NEW, quantity="AssertionError", message="")
+    assert judged(entry, failed(bare)).verdict is Verdict.EXPECTED_FAILURE
+    assert judged(entry, failed(replace(bare, message="no shard"))).verdict is Verdict.FAIL
+
+
 def test_a_cause_that_could_not_be_found_once_is_looked_for_again() -> None:
     expectation = read_expectation({**ENTRY, "cause": "twice"}, "", [])
     answers = iter(["", "the gradient is counted twice"])

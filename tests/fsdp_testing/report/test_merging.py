@@ -71,7 +71,11 @@ OTHER = {
             PARTS | {"3.json": replace(PARTS["3.json"], request=Request(CHECKS, True, "abc"))},
             ["3.json has extended True, 1.json has False", "3.json has expected failures abc, 1.json has none"],
         ),
-        (PARTS | {"3.json": replace(PARTS["3.json"], request=None)}, ["3.json does not say which checks"]),
+        (PARTS | {"3.json": replace(PARTS["3.json"], request=None)}, ["3.json has checks not recorded, 1.json has 5"]),
+        (
+            {path: replace(part, request=None) for path, part in PARTS.items()},
+            ["1.json does not say which checks it was asked for"],
+        ),
         (
             PARTS | {"3.json": replace(PARTS["3.json"], results=PARTS["2.json"].results)},
             ["3.json has one s.b, which is not of part 3 of 3"],
