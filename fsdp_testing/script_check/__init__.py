@@ -3,7 +3,7 @@
 - `check`: runs the script on worlds of several sizes and compares each with one process.
 - `running`, `launched`: how a world, and a rank in it, runs the script, as torchrun would.
 - `surroundings`: what it may touch beside them, files and other machines.
-- `feeding`, `rows`: what data the ranks took, how they share it, and how one process is given the same.
+- `loaders`, `feeding`, `rows`: what data the ranks took, how they share it, and how one process is given the same.
 - `numbers`, `copies`: what the script logs, and which copies of its weights it keeps.
 - `whole`: what a world computed, put together from its ranks. Pure.
 - `deciding`, `readings`: whether both are the same; in which way losses and logged numbers are.
