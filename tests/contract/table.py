@@ -207,15 +207,17 @@ CHECK_TRAINING = Door(
     },
 )
 _OF_MODEL = (
-    "right", "wrong number", "ranks disagree", "refused though claimed", "raised on one rank", "raised on all",
-    "a rank died early", "hung always",
+    "wrong number", "ranks disagree", "refused though claimed", "raised on one rank", "raised on all", "a rank died early",
+    "hung always",
 )  # fmt: skip
 MODEL = Door(
     "check_model",
     {
         **{
-            name: (lambda given, name=name: doors.model(given, doors.SOUND_MODEL, OF_FAULT[name])) for name in _OF_MODEL
+            name: (lambda given, name=name: doors.model(given, doors.SOUND_MODEL, f"MODEL_{OF_FAULT[name]}"))
+            for name in _OF_MODEL
         },
+        "right": lambda given: doors.model(given, doors.SOUND_MODEL, "RIGHT"),
         "undecidable": lambda given: doors.model(given, doors.NOISY_MODEL, "RIGHT"),
         "nothing was asked": lambda given: doors.model(given, doors.FLAT_MODEL, "RIGHT"),
     },
