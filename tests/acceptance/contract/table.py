@@ -1,6 +1,6 @@
 """One rule for every door: the situations, what each door must say of each, and why some cannot be expressed at some.
 
-`python tests/contract/table.py` runs every cell and prints the table, expected and actual.
+`python tests/acceptance/contract/table.py` runs every cell and prints the table, expected and actual.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
-for folder in (str(HERE), str(HERE.parents[1])):
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+if str(HERE) not in sys.path:
+    sys.path.insert(0, str(HERE))  # ranks take it over
 
 import contract_faults as faults  # noqa: E402 - the folder is on the path now
 import doors  # noqa: E402 - as above
@@ -88,18 +87,19 @@ class Door(NamedTuple):
 
 
 def _with(door: Callable[[Given, str], Ended]) -> dict[str, Cell]:
-    def cell(name: str) -> Cell:
-        def opened(given: Given) -> Ended:
-            once = given.folder / "once"
-            once.touch()
-            given.monkeypatch.setenv(faults.ONCE, str(once))
-            ended = door(given, name)
-            assert name != "HANGS_ONCE" or not once.exists(), "nothing hung"
-            return ended
+    return {situation: _once_there(lambda given, name=name: door(given, name)) for situation, name in OF_FAULT.items()}
 
-        return opened
 
-    return {situation: cell(name) for situation, name in OF_FAULT.items()}
+def _once_there(cell: Cell) -> Cell:
+    """Return the cell with the file there that makes a rank hang once."""
+
+    def opened(given: Given) -> Ended:
+        once = given.folder / "once"
+        once.touch()
+        given.monkeypatch.setenv(faults.ONCE, str(once))
+        return cell(given)
+
+    return opened
 
 
 WRONG_STEP = {"kind": "diverged", "quantity": "gradient", "operation": "step"}
@@ -109,7 +109,11 @@ _NO_LIST = "no list of known failures is taken here: what fails is said, and a k
 RUN = Door(
     "run",
     {
-        **{name: cell for name, cell in _with(doors.run).items() if name not in ("died after its last report", "leaked")},
+        **{
+            name: cell
+            for name, cell in _with(doors.run).items()
+            if name not in ("died after its last report", "leaked")
+        },
         "not claimed": lambda given: doors.run(given, "CLAIMS_NOTHING", "clipping.norm_1"),
         "known failure": lambda given: doors.run_expecting(given, "WRONG", CHECKS[:1], WRONG_STEP),
         "known failure beside a new one": lambda given: doors.run_expecting(given, "WRONG", CHECKS, WRONG_STEP),
@@ -117,8 +121,8 @@ RUN = Door(
     },
     {"nothing was asked": (NOT_CLAIMED, "what is not claimed is all that was asked, and is named; the exit code is 3")},
     {
-        "died after its last report": "a case is a job of its own, and its report is what the job returns: nothing of it comes after",
-        "leaked": "ranks are new for each world and nothing collects garbage in them; `fuzz`, `certify` and `replay` watch models",
+        "died after its last report": "a case is a job of its own, whose report is what the job returns: nothing comes after",
+        "leaked": "nothing collects garbage in these ranks; `fuzz`, `certify`, `checkpoints`, `replay` watch",
     },
 )
 FUZZ = Door(
@@ -145,7 +149,12 @@ CERTIFY = Door(
 CHECKPOINTS = Door(
     "checkpoints",
     {**_with(doors.checkpoints), "nothing was asked": lambda given: doors.checkpoints(given, "CLAIMS_NOTHING")},
-    {"nothing was asked": (Ended("refused", 2), "an implementation that claims nothing of it is bad usage, told at once")},
+    {
+        "nothing was asked": (
+            Ended("refused", 2),
+            "an implementation that claims nothing of it is bad usage, told at once",
+        )
+    },
     {
         "not claimed": "what is not claimed is no row and no column",
         "known failure": _NO_LIST,
@@ -155,7 +164,12 @@ CHECKPOINTS = Door(
 REPLAY = Door(
     "replay",
     {**_with(doors.replay), "not claimed": lambda given: doors.replay(given, "CLAIMS_LESS")},
-    {"not claimed": (Ended("refused", 2), "a case that asks for what is not claimed is bad usage; it is named and not judged")},
+    {
+        "not claimed": (
+            Ended("refused", 2),
+            "a case that asks for what is not claimed is bad usage; it is named and not judged",
+        )
+    },
     {
         "known failure": _NO_LIST,
         "known failure beside a new one": _NO_LIST,
@@ -188,19 +202,19 @@ _OF_LOOP = {
     "raised on one rank": faults.train_raising_on_one,
     "raised on all": faults.train_raising,
     "a rank died early": faults.train_dying,
+    "died after its last report": faults.train_dying_late,
+    "hung once, passes alone": faults.train_hanging_once,
     "hung always": faults.train_hanging,
     "undecidable": faults.train_chaotically,
     "nothing was asked": faults.train_nothing,
 }
 CHECK_TRAINING = Door(
     "check_training",
-    {name: (lambda given, loop=loop: doors.training(given, loop)) for name, loop in _OF_LOOP.items()},
+    {name: _once_there(lambda given, loop=loop: doors.training(given, loop)) for name, loop in _OF_LOOP.items()},
     {},
     {
         "refused though claimed": _NO_CLAIMS,
         "not claimed": _NO_CLAIMS,
-        "died after its last report": "the report is what the loop returns: nothing of it comes after",
-        "hung once, passes alone": _ONCE,
         "leaked": "what a loop leaves in its rank is told with the test, and the world is replaced",
         "known failure": "pytest's own xfail, as for any test: the column of a pytest item",
         "known failure beside a new one": "likewise",
@@ -244,11 +258,7 @@ MERGE = Door(
         "nothing was asked": lambda given: doors.merge(given, Verdict.PASS, Verdict.PASS, lost=1),
     },
     {"nothing was asked": (Ended("refused", 2), "a part that is missing is bad usage, told by its number")},
-    {
-        situation.name: _OF_PARTS
-        for situation in SITUATIONS[2:12]
-        if situation.name != "not claimed"
-    },
+    {situation.name: _OF_PARTS for situation in SITUATIONS[2:12] if situation.name != "not claimed"},
 )
 _ITEMS = {
     "right": "test_right",
@@ -339,7 +349,10 @@ def main() -> None:
     for door in DOORS:
         for situation in SITUATIONS:
             if situation.name in door.cells:
-                with tempfile.TemporaryDirectory(prefix="fsdp-contract-") as folder, pytest.MonkeyPatch.context() as patch:
+                with (
+                    tempfile.TemporaryDirectory(prefix="fsdp-contract-") as folder,
+                    pytest.MonkeyPatch.context() as patch,
+                ):
                     patch.chdir(folder)
                     found[situation.name, door.name] = door.cells[situation.name](Given(Path(folder), patch))
     print(shown(found))

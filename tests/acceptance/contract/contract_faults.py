@@ -182,7 +182,6 @@ def train(world: Any, fault: Callable[[Any], object] = lambda _: None) -> dict[s
     return {"loss": losses, "weight": model.weight.detach()}
 
 
-
 def train_wrong(world: Any) -> dict[str, Any]:
     return train(world, _doubles)
 
@@ -203,17 +202,26 @@ def train_dying(world: Any) -> dict[str, Any]:
     return train(world, _dies)
 
 
+def train_dying_late(world: Any) -> dict[str, Any]:
+    return train(world, _dies_late)
+
+
+def train_hanging_once(world: Any) -> dict[str, Any]:
+    return train(world, _hangs_once)
+
+
 def train_hanging(world: Any) -> dict[str, Any]:
     return train(world, _hangs)
 
 
 def train_chaotically(world: Any) -> dict[str, Any]:
     """Roundings grow until they decide every number."""
-    torch.manual_seed(0)
-    x = torch.full((4,), 0.3, dtype=torch.float64) / world.size * world.size + 1e-16 * world.size
-    for _ in range(200):
-        x = 3.99 * x * (1 - x)
-    return {"x": x * (1 + 0 * world.rank)}
+    numbers = torch.linspace(0.01, 0.03, 12)[world.rank :: world.size].sum()
+    dist.all_reduce(numbers)
+    chaos = numbers.repeat(4)
+    for _ in range(60):
+        chaos = 3.99 * chaos * (1 - chaos)
+    return {"chaos": chaos}
 
 
 def train_nothing(_world: Any) -> dict[str, Any]:
