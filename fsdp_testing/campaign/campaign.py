@@ -344,6 +344,6 @@ class Campaign:
                 turns=self._turns,
                 shard=self._plan.shard,
                 drawn_by=self._plan.drawn_by,
-                rules=self._plan.known.digest,
+                known_by=self._plan.known.digest,
             )
         )

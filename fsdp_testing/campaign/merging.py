@@ -100,12 +100,12 @@ def joined_progress(states: list[Progress]) -> Progress:
         unfinished=tuple(sorted(unfinished)),
         turns={name: turn for state in states for name, turn in state.turns.items()},
         drawn_by=states[0].drawn_by,
-        rules=states[0].rules,
+        known_by=states[0].known_by,
     )
 
 
 def _alike(state: Progress) -> dict[str, object]:
-    rules = state.rules or "not recorded"
+    rules = state.known_by or "not recorded"
     return {"implementation": state.implementation, "cases by": state.drawn_by, "known failures": rules}
 
 

@@ -34,7 +34,7 @@ class Progress:
         turns: In which run the example of each known failure ran last, the first run being 0.
         shard: `(i, n)`: it draws every n-th case, the i-th first; its own cases are numbered from 0.
         drawn_by: What cases follow from, besides the implementation: seed and options. Empty before version 3.
-        rules: Digest of the known failures that were given; empty in states of earlier versions.
+        known_by: Digest of the known failures that were given; empty in states of earlier versions.
     """
 
     implementation: str
@@ -48,7 +48,7 @@ class Progress:
     turns: Mapping[str, int] = field(default_factory=dict)
     shard: tuple[int, int] = (1, 1)
     drawn_by: str = ""
-    rules: str = field(default="", metadata=ADDED_LATER)
+    known_by: str = field(default="", metadata=ADDED_LATER)
 
 
 def read_progress(path: Path) -> Progress:

@@ -101,7 +101,7 @@ def test_parts_that_do_not_belong_together_are_refused_before_anything_is_writte
         ("d", 2, {"shard": (2, 3)}),
         ("e", 1, {"shard": (1, 1)}),
         ("f", 2, {"implementation": "other"}),
-        ("g", 2, {"rules": "of another list"}),
+        ("g", 2, {"known_by": "of another list"}),
     ):
         part(tmp_path / name, number, **more)
     for names, said in (
