@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import _thread
+import ctypes
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -139,3 +141,41 @@ def each_operation(see: Callable[[str, list[Any], list[Any]], None]) -> Any:
             return result
 
     return Seeing()  # type: ignore[no-untyped-call]  # torch annotates the method, not the constructor
+
+
+class Unversioned:
+    """Stands for the state of a dictionary that does not say whether it was changed: it may have been, each time."""
+
+    @property
+    def value(self) -> object:
+        return object()
+
+
+# Behind reference count, type and number of entries. PEP 509: unique for each state of each dictionary.
+_VERSION_OFFSET = 3 * ctypes.sizeof(ctypes.c_void_p)
+
+
+def state_of_dictionary(names: dict[str, Any]) -> Any:
+    """Return an object whose `value` is another one after each change of `names`, which must live as long.
+
+    Python keeps such a number up to version 3.13 and shows it nowhere. To read thousands of names around each test instead
+    would take a tenth of the test's time, and copy the memory page of each in every new rank.
+    """
+    return ctypes.c_uint64.from_address(id(names) + _VERSION_OFFSET) if _dictionaries_have_versions() else Unversioned()
+
+
+@functools.cache
+def _dictionaries_have_versions() -> bool:
+    if sys.implementation.name != "cpython" or sys.version_info >= (3, 14):
+        return False
+    names: dict[str, object] = {"a": 1, "b": 2}
+    version = ctypes.c_uint64.from_address(id(names) + _VERSION_OFFSET)
+    seen = [version.value]
+    names["a"] = 3
+    seen.append(version.value)
+    del names["b"]
+    seen.append(version.value)
+    names["c"] = None
+    seen += [version.value, version.value]
+    list(names.values())
+    return len(set(seen)) == len(seen) - 1 and version.value == seen[-1]

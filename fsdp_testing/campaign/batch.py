@@ -88,8 +88,8 @@ def run_batch(adapter: Adapter, cases: Sequence[Case], directory: str, watch: Wa
             error = record.observation.error
             if record.leaks or (error is not None and not everyone_raised(directory, world, index, error)):
                 return Failed(index + 1)
-        survivors = _survivors(models)
-        for index in survivors if watch.models else ():
+        left = survivors(models)
+        for index in left if watch.models else ():
             record_stream.append(file, CaseRecord(index, RankObservation(world.rank), leaks=(OUTLIVES,)))
     return len(cases)
 
@@ -170,7 +170,7 @@ class _Issued:
         return {key: (len(texts), int.from_bytes(hashes[key].digest(), "little")) for key, texts in self._texts.items()}
 
 
-def _survivors(models: list[tuple[int, weakref.ref[nn.Module]]]) -> list[int]:
+def survivors(models: list[tuple[int, weakref.ref[nn.Module]]]) -> list[int]:
     """Collect garbage, and return the cases whose model is still there although the case is over."""
     for _ in range(_ROUNDS):
         # What a finalizer of one round let go of, only the next one sees.

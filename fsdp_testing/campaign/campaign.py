@@ -340,6 +340,7 @@ class Campaign:
                 seconds=before.seconds + tally.seconds,
                 statuses=dict(Counter(before.statuses) + tally.statuses),
                 known=dict(Counter(before.known) + tally.known),
+                not_investigated=before.not_investigated + tally.not_investigated,
                 unfinished=queue.unfinished,
                 turns=self._turns,
                 shard=self._plan.shard,

@@ -30,6 +30,7 @@ class Progress:
         seconds: Time spent.
         statuses: Cases by what became of them.
         known: How many cases failed by each known failure.
+        not_investigated: Cases that failed like others, and were not looked at themselves.
         unfinished: Numbers of cases that were drawn and did not run; they come first next time.
         turns: In which run the example of each known failure ran last, the first run being 0.
         shard: `(i, n)`: it draws every n-th case, the i-th first; its own cases are numbered from 0.
@@ -44,6 +45,7 @@ class Progress:
     seconds: float = 0.0
     statuses: Mapping[str, int] = field(default_factory=dict)
     known: Mapping[str, int] = field(default_factory=dict)
+    not_investigated: int = 0
     unfinished: tuple[int, ...] = ()
     turns: Mapping[str, int] = field(default_factory=dict)
     shard: tuple[int, int] = (1, 1)

@@ -144,7 +144,7 @@ def test_what_a_finalizer_lets_go_of_is_no_model_that_stays():
     kept, seen = [model], weakref.ref(model)
     Keeper(kept)
     del model
-    assert batch._survivors([(0, seen)]) == []
+    assert batch.survivors([(0, seen)]) == []
 
 
 def test_an_engine_is_asked_in_its_own_terms():
