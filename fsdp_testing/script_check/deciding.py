@@ -6,11 +6,13 @@ Losses and logged numbers come last: they are judged by what they mean where eve
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from fsdp_testing.script_check import causes, readings
+from fsdp_testing.script_check.conventions import LOSS, AsRanks
 from fsdp_testing.script_check.feeding import Feed
+from fsdp_testing.script_check.parts import in_place
 from fsdp_testing.script_check.report import compared_lines
 from fsdp_testing.script_check.running import Failed, Runner, Undecided
 from fsdp_testing.script_check.whole import COPY, WholeRun, initial, is_mean_of_weights
@@ -24,6 +26,7 @@ from fsdp_testing.training_check.comparison import (
 )
 from fsdp_testing.training_check.whole import (
     GRADIENT,
+    PARAMETER,
     comparable,
     loss_table,
     nothing_trained,
@@ -32,6 +35,8 @@ from fsdp_testing.training_check.whole import (
     vanishing,
 )
 
+NEAR = 1e-3
+"""Gradients that are farther apart, as parts of the largest one, need no closer look."""
 View = Callable[[WholeRun], Quantities]
 
 
@@ -44,6 +49,7 @@ class Pair:
         reference: The run of one process.
         run: That of the world.
         feed: What the one process was given.
+        own: What the ranks were given; nothing but where they are judged with batches that are padded together.
         kept: Disturbed runs of both by seed.
     """
 
@@ -51,6 +57,7 @@ class Pair:
     reference: WholeRun
     run: WholeRun
     feed: Feed
+    own: Feed = field(default_factory=Feed)
     kept: dict[int, tuple[WholeRun, WholeRun]] = field(default_factory=dict)
 
     @property
@@ -68,7 +75,7 @@ class Pair:
         if found is None or found.error is None:
             return found
         if not self.kept:
-            repeated = first_difference(run, view(self.runner.run(self.run.size)), 0.0)
+            repeated = first_difference(run, view(self._again(0)), 0.0)
             if repeated is not None:
                 raise Undecided(f"does not repeat itself: two runs differ, first in {repeated}.")
 
@@ -85,16 +92,82 @@ class Pair:
         )
 
     def _disturbed(self, seed: int, found: Difference) -> tuple[WholeRun, WholeRun]:
-        again = self.runner.run
         try:
             if seed not in self.kept:
-                self.kept[seed] = again(1, feed=self.feed, seed=seed), again(self.run.size, seed=seed)
+                self.kept[seed] = self.runner.run(1, feed=self.feed, seed=seed), self._again(seed)
         except (Failed, Undecided) as why:
             raise Undecided(
                 f"differs from one process, {found}. To know whether roundings alone do that, it is run with other ones, and "
                 f"then {why}"
             ) from why
         return self.kept[seed]
+
+    def _again(self, seed: int) -> WholeRun:
+        return in_place(self.runner.run(self.run.size, feed=self.own, seed=seed), self.run.parts)
+
+    def as_ranks(self, accept: tuple[str, ...]) -> Pair:
+        """Return the world beside one process that follows conventions as it does."""
+        rows = tuple(tuple(seen.rows for seen in rank.steps) for rank in self.run.ranks)
+        feed = replace(self.feed, ranks=AsRanks(accept, self.run.size, rows))
+        return Pair(self.runner, self.runner.run(1, feed=feed), self.run, feed, self.own)
+
+    def with_weights(self) -> Pair:
+        """Return the world beside one process that begins with its weights."""
+        weights = {name.removeprefix(PARAMETER): values[0] for name, values in initial(self.run).items()}
+        feed = replace(self.feed, weights=weights)
+        return Pair(self.runner, self.runner.run(1, feed=feed), self.run, feed, self.own)
+
+    def as_ranks_agrees(self, accept: tuple[str, ...], view: View) -> bool:
+        """Whether one process that follows these conventions computes the same."""
+        try:
+            return self.as_ranks(accept).difference(view, Decided()) is None
+        except (Failed, Undecided):
+            return False
+
+
+def may_be_given_weights(run: WholeRun) -> bool:
+    """Whether one process may begin with a world's weights: these are known number by number, and nothing was copied of them."""
+    begun = [span for rank in run.ranks for step in rank.steps for spans in step.before.values() for span in spans]
+    copied = any(rank.copies or any(step.strange or step.copied for step in rank.steps) for rank in run.ranks)
+    return all(span.block == 1 for span in begun) and not copied
+
+
+def computes_the_same(pair: Pair) -> bool:
+    """Whether gradients and parameters of both are the same at each step but for roundings, and there are any."""
+    reference, run = pair.reference, pair.run
+    if reference.steps != run.steps or first_difference(initial(reference), initial(run), 0.0) is not None:
+        return False
+
+    def first_gradients(one: WholeRun) -> Quantities:
+        return {name: values[:1] for name, values in one.quantities.items() if name.startswith(GRADIENT)}
+
+    due, given = first_gradients(reference), first_gradients(run)
+    largest = max((float(values[0].abs().max()) for values in due.values() if values[0].numel()), default=0.0)
+    pairs = [(due[name][0], given[name][0]) for name in due if name in given]
+    near = all(a.shape == b.shape and bool(((a - b).abs() <= NEAR * largest).all()) for a, b in pairs)
+    if not largest or not near:
+        return False
+    kinds = (GRADIENT, PARAMETER)
+    names = [name for name in run.quantities if name.startswith(kinds) and name in reference.quantities]
+    return pair.difference(lambda one: only(one.quantities, names), Decided()) is None
+
+
+def check_until(pair: Pair, step: int) -> None:
+    """Compare all steps before this one with those of one process.
+
+    Raises:
+        Failed: An earlier step differs.
+    """
+
+    def until(run: WholeRun) -> Quantities:
+        return {
+            name: values[:step] for name, values in run.quantities.items() if name != readings.LOSS and len(values) > 1
+        }
+
+    names = set(comparable(until(pair.reference), until(pair.run), ROUNDINGS)[0]) if step else set()
+    found = pair.difference(lambda run: only(until(run), names), Decided()) if names else None
+    if found is not None:
+        _fail(pair, found, causes.of_difference(pair.reference, pair.run, found))
 
 
 def decide(pair: Pair) -> tuple[str, ...]:
@@ -119,7 +192,11 @@ def decide(pair: Pair) -> tuple[str, ...]:
     difference = pair.difference(lambda one: only(one.quantities, trained), decided)
     if difference is not None:
         first = pair.difference(lambda one: only(one.quantities, names), Decided()) or difference
-        _fail(pair, first, causes.of_difference(reference, run, first))
+        cause = causes.of_difference(reference, run, first)
+        named = cause.startswith("Cause: ") or LOSS in pair.runner.launch.accept
+        if not named and pair.as_ranks_agrees((LOSS,), lambda one: only(one.quantities, trained)):
+            cause = causes.OWN_LOSS
+        _fail(pair, first, cause)
     if readings.LOSS in run.quantities:
         remarks += _judge_losses(pair, decided)
     if not decided.enough:

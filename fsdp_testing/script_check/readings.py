@@ -26,9 +26,11 @@ def losses(run: WholeRun, reading: str) -> Quantities:
     """Return the loss of every step, read in one of `READINGS` from the ranks' own."""
     found = []
     for step in range(run.steps):
-        seen = [rank.steps[step] for rank in run.ranks]
+        # Of a pipeline the last stage alone has a loss.
+        ranks = [rank for rank, report in enumerate(run.ranks) if report.steps[step].losses] or range(run.size)
+        seen = [run.ranks[rank].steps[step] for rank in ranks]
         own = torch.tensor([sum(one.losses) for one in seen], dtype=torch.float64)
-        rows = torch.tensor([len(rank) for rank in run.rows[step]], dtype=torch.float64)
+        rows = torch.tensor([len(run.rows[step][rank]) for rank in ranks], dtype=torch.float64)
         passes = max(len(seen[0].losses), 1)
         value = dict(zip(READINGS, (own.mean(), own.sum(), (own * rows).sum() / rows.sum(), own.mean() / passes)))
         found.append(value[reading].to(seen[0].loss_dtype))

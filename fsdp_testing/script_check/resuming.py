@@ -140,7 +140,11 @@ def _place(whole: WholeRun, resumed: WholeRun) -> int | None:
 def _check_begin(whole: WholeRun, resumed: WholeRun, at: int, where: str) -> None:
     """Compare optimizer's state and settings of the first step with those of the run that was not stopped."""
     begun, _ = together([[rank.steps[0]] for rank in resumed.ranks])
-    kept = {name: [values[at - 1]] for name, values in whole.quantities.items() if name.startswith(MOMENT)}
+    kept = {
+        name: [values[at - 1]]
+        for name, values in whole.quantities.items()
+        if name.startswith(MOMENT) and values[at - 1].numel()
+    }
     found = initial_state(resumed)
     missing = [name for name in kept if name not in found]
     if missing:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +20,30 @@ COPY = "weights kept as "
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Where a parameter of a rank lies in one process.
+
+    Attributes:
+        name: Of the parameter of one process.
+        shape: Of that.
+        dim: Along which the rank has a part of it; None where it has all.
+        index: Which slices, along that.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None = None
+    index: tuple[int, ...] = ()
+
+    def positions(self) -> torch.Tensor | None:
+        """Return the place of each element in the whole parameter; None where that is all of it."""
+        if self.dim is None:
+            return None
+        numbers = torch.arange(torch.Size(self.shape).numel()).view(self.shape)
+        return numbers.index_select(self.dim, torch.tensor(self.index, dtype=torch.long)).reshape(-1)
+
+
+@dataclass(frozen=True, slots=True)
 class WholeRun:
     """One run of a world.
 
@@ -30,6 +54,8 @@ class WholeRun:
         rows: Of every step, for each rank, the digests of its rows.
         disagreements: The first of each kind.
         ranks: What each rank reported.
+        parts: For each rank the place in one process of each parameter that it has of its own; empty where all have the same, or
+            shards of it.
     """
 
     size: int
@@ -37,6 +63,17 @@ class WholeRun:
     rows: tuple[tuple[tuple[str, ...], ...], ...]
     disagreements: tuple[Disagreement, ...]
     ranks: tuple[RankReport, ...]
+    parts: tuple[Mapping[str, Place], ...] = ()
+
+    @property
+    def shares_work(self) -> bool:
+        """Whether ranks have parts of the model that nobody gathers, so that they work on the same rows together."""
+        return bool(self.parts) or any(rank.steps[0].share for rank in self.ranks)
+
+    def of(self, ranks: Sequence[int]) -> WholeRun:
+        """Return the rows that some of the ranks took, and these ranks, as a run of their own."""
+        rows = tuple(tuple(step[rank] for rank in ranks) for step in self.rows)
+        return replace(self, size=len(ranks), rows=rows, ranks=tuple(self.ranks[rank] for rank in ranks))
 
     @property
     def steps(self) -> int:
@@ -84,8 +121,12 @@ def whole(size: int, ranks: Sequence[RankReport]) -> WholeRun:
 
 def initial(run: WholeRun) -> Quantities:
     """Return the parameters with which a run began."""
-    before: list[Spans] = [rank.steps[0].before for rank in run.ranks]
-    return {PARAMETER + name: [assembled([spans.get(name, ()) for spans in before])[0]] for name in before[0]}
+    found: Quantities = {}
+    for seen in zip(*(rank.steps for rank in run.ranks)):
+        for name in {name: None for one in seen for name in one.before}:
+            if PARAMETER + name not in found:
+                found[PARAMETER + name] = [assembled([one.before.get(name, ()) for one in seen])[0]]
+    return found
 
 
 def is_mean_of_weights(run: WholeRun, name: str) -> bool:

@@ -97,7 +97,8 @@ def train_here(target: Target, seed: int) -> tuple[Quantities, tuple[StepEvidenc
                 f"{wrong or type(value).__name__}. Return what the loop computes, detached."
             )
         result[name] = [torch.as_tensor(step).detach().cpu().clone() for step in steps]
-    evidence = _with_kept_gradients(witness.steps, observer.steps)
+    observer.finish()
+    evidence = _with_kept_gradients(observer.of_steps(witness.steps), observer.steps)
     return result, evidence, tuple(observer.steps), observer.parameters()
 
 

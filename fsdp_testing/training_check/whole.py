@@ -22,12 +22,13 @@ from fsdp_testing.training_check.held import Spans
 from fsdp_testing.training_check.observation import StepSeen
 from fsdp_testing.training_check.spans import assembled
 
-GRADIENT, UNCLIPPED, PARAMETER, MOMENT, BUFFER = (
+GRADIENT, UNCLIPPED, PARAMETER, MOMENT, BUFFER, COPIED = (
     "gradient of ",
     "gradient before clipping of ",
     "parameter ",
     "optimizer state ",
     "buffer ",
+    "the model's own ",
 )
 RATE, SETTING = "learning rate", "setting "
 NORM = "norm that clip_grad_norm_ gave"
@@ -68,35 +69,49 @@ def together(
         own: Parameters that each rank has of its own: these are left out.
 
     Returns:
-        The quantities by name, and of each kind where ranks first disagree, parameters first.
+        The quantities by name, and of each kind where ranks first disagree, parameters first. What is not there at a step, as
+        the state of an optimizer that another step belongs to, is an empty tensor.
     """
     quantities: Quantities = {}
     found: dict[str, Disagreement] = {}
+    steps = min(map(len, ranks), default=0)
+    absent = [torch.empty(0)] * steps
+
+    def put(step: int, name: str, value: torch.Tensor) -> None:
+        quantities.setdefault(name, list(absent))[step] = value
+
     for step, seen in enumerate(zip(*ranks)):
         one = seen[0]
-        loss = torch.tensor([sum(rank.losses) for rank in seen], dtype=torch.float64).mean()
-        quantities.setdefault("loss", []).append(loss.to(one.loss_dtype))
+        ending = [rank for rank in seen if rank.losses]  # of a pipeline the last stage alone has a loss
+        if ending:
+            loss = torch.tensor([sum(rank.losses) for rank in ending], dtype=torch.float64).mean()
+            put(step, "loss", loss.to(ending[0].loss_dtype))
         if one.norms:
-            norms = torch.tensor(one.norms, dtype=one.norm_dtype)
-            quantities.setdefault(NORM, []).append(norms)
+            put(step, NORM, torch.tensor(one.norms, dtype=one.norm_dtype))
         for kind, spans in (
             (UNCLIPPED, [rank.unclipped for rank in seen]),
             (GRADIENT, [rank.gradients for rank in seen]),
             (PARAMETER, [rank.parameters for rank in seen]),
+            (COPIED, [rank.copied for rank in seen]),
             (MOMENT, [rank.moments for rank in seen]),
             (BUFFER, [rank.buffers for rank in seen]),
         ):
             if kind == PARAMETER:
                 for name, values in one.settings.items():
                     name = RATE if name == "lr" else SETTING + name
-                    quantities.setdefault(name, []).append(torch.tensor(values, dtype=torch.float64))
+                    put(step, name, torch.tensor(values, dtype=torch.float64))
             for name, tensor, odd in _assembled(spans, own):
                 if odd is not None:
                     found.setdefault(kind, Disagreement(step, kind + name, odd, kind))
                 if kind == MOMENT and bool(tensor.isnan().any()):
                     continue  # of a part that no rank has stepped yet the optimizer keeps nothing
-                quantities.setdefault(kind + name, []).append(tensor)
-    return quantities, tuple(found[kind] for kind in (PARAMETER, MOMENT, BUFFER, UNCLIPPED, GRADIENT) if kind in found)
+                put(step, kind + name, tensor)
+    order = (PARAMETER, COPIED, MOMENT, BUFFER, UNCLIPPED, GRADIENT)
+    return quantities, tuple(found[kind] for kind in order if kind in found)
+
+
+def _steps_of(values: Sequence[torch.Tensor]) -> list[bool]:
+    return [bool(value.numel()) for value in values]
 
 
 def _assembled(ranks: Sequence[Spans], own: Collection[str]) -> Iterator[tuple[str, torch.Tensor, int | None]]:
@@ -199,9 +214,9 @@ def comparable(
         roundings: Admitted, in units of roundoff.
         compare: Compares quantities of both; within these roundings by default.
     """
-    counts = {name: len(values) for name, values in reference.items()}
-    names = [name for name, values in other.items() if counts.get(name) == len(values)]
-    left = [f"{name}, which only one of them gives at each step" for name in sorted({*counts, *other} - {*names})]
+    given = {name: _steps_of(values) for name, values in reference.items()}
+    names = [name for name, values in other.items() if given.get(name) == _steps_of(values)]
+    left = [f"{name}, which only one of them gives at each step" for name in sorted({*given, *other} - {*names})]
 
     def at_once(chosen: Sequence[str], factors: Sequence[float]) -> Difference | None:
         return first_difference(only(reference, chosen), only(rescaled(other, factors), chosen), roundings)
@@ -266,7 +281,7 @@ def vanishing(runs: Sequence[Quantities], roundoff: float) -> list[str]:
     for name in runs[0]:
         parameter = name.removeprefix(GRADIENT)
         if name.startswith(GRADIENT) and all(_vanishes(name, run, roundoff) for run in runs if name in run):
-            found += [parameter, *(kind + parameter for kind in (UNCLIPPED, GRADIENT, PARAMETER, END))]
+            found += [parameter, *(kind + parameter for kind in (UNCLIPPED, GRADIENT, PARAMETER, COPIED, END))]
             found += [one for one in runs[0] if one.startswith(MOMENT) and one.endswith(f" of {parameter}")]
     return found
 
@@ -308,7 +323,10 @@ def nothing_trained(start: Quantities, run: Quantities, *, gradients_seen: bool 
 def loss_table(reference: Quantities, other: Quantities, size: int, other_size: int) -> tuple[str, ...]:
     """Return loss and norm of the gradient of both worlds, step by step; empty where no step was seen."""
     steps = min(len(reference.get("loss", [])), len(other.get("loss", [])))
-    columns = [[(float(one["loss"][step]), _norm(one, step)) for step in range(steps)] for one in (reference, other)]
+    columns = [
+        [(float(one["loss"][step].double().sum()), _norm(one, step)) for step in range(steps)]
+        for one in (reference, other)
+    ]
     return side_by_side(columns[0], columns[1], size, other_size) if steps else ()
 
 
