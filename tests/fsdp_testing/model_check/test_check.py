@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -16,6 +17,8 @@ from torch import nn
 import fsdp_testing
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.model_check import MODELS, ModelDiffers, ModelUndecided, check_model
+from fsdp_testing.pool import Fate, RankOutcome, WorldOutcome, default_pool
+from fsdp_testing.pool.cause import Hung
 from fsdp_testing.pytest_plugin import model_checks
 from fsdp_testing.pytest_plugin.model_checks import ModelDiffersAsExpected
 
@@ -76,6 +79,18 @@ def ranked():
     return RankedModel()
 
 
+class NearlyRight(TiedModel):
+    """Scales its loss a little where there are several ranks."""
+
+    def forward(self, input_ids, labels):
+        loss = super().forward(input_ids, labels).loss
+        return Output(loss * (1.0001 if len(input_ids) < 4 else 1.0))
+
+
+def nearly():
+    return NearlyRight()
+
+
 @fsdp_testing.parametrize_with_models(tied, implementations=PLAIN)
 def test_a_right_model_passes_and_says_what_was_compared(check):
     report = str(check())
@@ -97,6 +112,36 @@ def test_what_an_implementation_computes_wrongly_is_named(monkeypatch):
 def test_a_model_that_fails_on_ranks_alone_differs():
     with pytest.raises(ModelDiffers, match="does not train as it does in one process: .*too few rows"):
         check_model(ranked)
+
+
+def test_a_gradient_that_is_off_by_a_ten_thousandth_differs():
+    with pytest.raises(ModelDiffers, match=r"(loss|gradient of .*) at step 0 is off by"):
+        check_model(nearly)
+
+
+class SlowOnce:
+    """A pool whose first world of two ranks is said to have hung."""
+
+    def __init__(self):
+        self.hung = False
+
+    def expect(self, *modules):
+        default_pool().expect(*modules)
+
+    def world(self, size):
+        world = default_pool().world(size)
+        return world if self.hung or size == 1 else self.slow(world)
+
+    def slow(self, world):
+        self.hung = True
+        ranks = tuple(RankOutcome(rank, Fate.HUNG) for rank in range(2))
+        outcome = WorldOutcome("model", 2, "gloo", ranks, Hung((0, 1), 1.0, (), ()))
+        return SimpleNamespace(execute=lambda *_, **__: outcome, release=world.release)
+
+
+def test_of_a_model_that_hung_once_nothing_is_known():
+    with pytest.raises(ModelUndecided, match="run again, it came to its end"):
+        check_model(tied, pool=SlowOnce())
 
 
 @pytest.mark.parametrize(
