@@ -26,7 +26,7 @@ _KEPT_BYTES = 1 << 20
 class RankProcess:
     """One rank's process: its channel, output files and exit status."""
 
-    def __init__(self, server: ForkServer, rank: int, ledger: tuple[int, AreaView], listen: int | None) -> None:
+    def __init__(self, server: ForkServer, rank: int, ledger: tuple[int, AreaView], more: dict[str, int]) -> None:
         self.rank = rank
         self.lost = False
         descriptor, self.ledger = ledger
@@ -42,11 +42,9 @@ class RankProcess:
             os.set_blocking(self._status, False)
             self._files: dict[str, int] = {}
             for name in _OUTPUTS:
-                self._files[name] = _memory_file(name)
+                self._files[name] = memory_file(name)
                 undo.callback(os.close, self._files[name])
-            fds = {"conn": theirs.fileno(), "ledger": descriptor, "status": status_write, **self._files}
-            if listen is not None:
-                fds["listen"] = listen
+            fds = {"conn": theirs.fileno(), "ledger": descriptor, "status": status_write, **self._files, **more}
             try:
                 self.pid = server.fork(fds)
             finally:
@@ -126,7 +124,8 @@ class RankProcess:
             os.close(fd)
 
 
-def _memory_file(name: str) -> int:
+def memory_file(name: str) -> int:
+    """Return a descriptor of a file in memory, to which what is written is appended."""
     import fcntl
 
     fd = os.memfd_create(f"fsdp_testing-{name}", os.MFD_CLOEXEC)
@@ -157,15 +156,28 @@ def listening_socket(address: str = LOOPBACK) -> socket.socket:
 
 
 def start_rank(
-    server: ForkServer, boot: Bootstrap, ledger: tuple[int, AreaView], *, serves_store: bool
+    server: ForkServer,
+    boot: Bootstrap,
+    ledger: tuple[int, AreaView],
+    *,
+    serves_store: bool = False,
+    store: int | None = None,
 ) -> tuple[RankProcess, int]:
-    """Fork a rank and tell it where it belongs; returns it with the port of its world's store."""
+    """Fork a rank and tell it where it belongs; returns it with the port of its world's store, if that has one.
+
+    Args:
+        server: Who forks.
+        boot: What the rank is told.
+        ledger: Descriptor of its world's ledger, and the rank's own area.
+        serves_store: It is to serve a store that others reach by network.
+        store: The file of a store that nobody else reaches.
+    """
     with contextlib.ExitStack() as undo:
-        listen, port = None, boot.store_port
+        more, port = {} if store is None else {"store": store}, boot.store_port
         if serves_store:
             listener = undo.enter_context(listening_socket(boot.store_host))
-            listen, port = listener.fileno(), listener.getsockname()[1]
-        process = RankProcess(server, boot.rank, ledger, listen)
+            more["listen"], port = listener.fileno(), listener.getsockname()[1]
+        process = RankProcess(server, boot.rank, ledger, more)
     try:
         process.channel.send(replace(boot, store_port=port))
     except BaseException:
