@@ -120,7 +120,7 @@ def listening_ports(pid: int) -> list[int]:
     """Ports on which a process waits for connections."""
     sockets = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
-        sockets.add(os.readlink(entry))  # noqa: PTH115 - a socket is no path
+        sockets.add(os.readlink(entry))
     ports = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
