@@ -131,7 +131,7 @@ class PrivateStore(dist.Store):
         Raises:
             DistStoreError: They are not in time; by default that is the timeout of the store.
         """
-        allowed = self.timeout if timeout is None else timeout
+        allowed = self.timeout if timeout is None else timeout  # type: ignore[attr-defined]  # of the base class
         limit = time.monotonic() + allowed.total_seconds()
         while True:
             writes = self._writes.value

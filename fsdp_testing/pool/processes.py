@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_testing import env
+from fsdp_testing.errors import PoolBroken
 from fsdp_testing.ledger.reading import AreaView
 from fsdp_testing.pool.channel import Channel
 from fsdp_testing.pool.jobs import LOOPBACK, Bootstrap, Exit
@@ -153,6 +154,27 @@ def listening_socket(address: str = LOOPBACK) -> socket.socket:
     sock.bind((address, 0))
     sock.listen(1024)
     return sock
+
+
+def loopback() -> str:
+    """Return the address at which processes of this machine reach one another: of version 4, or where that is not there, 6.
+
+    Raises:
+        PoolBroken: There is none.
+    """
+    problem: OSError | None = None
+    for address in (LOOPBACK, "::1"):
+        try:
+            with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as sock:
+                sock.connect((address, 9))  # nothing is sent
+        except OSError as error:
+            problem = error
+        else:
+            return address
+    raise PoolBroken(
+        f"world: expected a loopback address (127.0.0.1 or ::1), over which ranks talk, got none ({problem}). Bring the "
+        "interface up (`ip link set lo up`, as root), or run outside the sandbox that took it away."
+    )
 
 
 def start_rank(

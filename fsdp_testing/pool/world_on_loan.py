@@ -20,7 +20,7 @@ from fsdp_testing.pool.channel import dumps, readable
 from fsdp_testing.pool.device_slots import Lease
 from fsdp_testing.pool.jobs import Bootstrap, Job, Place
 from fsdp_testing.pool.outcome import Fate, WorldOutcome
-from fsdp_testing.pool.processes import RankProcess, environment_for_ranks, memory_file, start_rank
+from fsdp_testing.pool.processes import RankProcess, environment_for_ranks, loopback, memory_file, start_rank
 from fsdp_testing.pool.remote_rank import RemoteRank, StartRank
 from fsdp_testing.pool.server import directory
 from fsdp_testing.pool.supervision import Supervision
@@ -279,6 +279,8 @@ class PooledWorld:
                 store = memory_file("store")
                 opened.callback(os.close, store)
             self._ledger = memory.LedgerMemory(ledger_fd, count)
+            if self._pool.hosts is None and not self._single:
+                settings["store_host"] = loopback()
             self._processes = self._start(count, ledger_fd, store, settings)
 
     def _job(self, target: Target, name: str, arguments: bytes, lasting: frozenset[str] | None) -> Job:
