@@ -40,6 +40,15 @@ def add(commands: Subparsers[Command]) -> Command:
         metavar="ARGS",
         help="further arguments of the script that is run again, in one word",
     )
+    command.add_argument(
+        "--accept",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a convention by which N ranks are not one process, and that one process is to follow too, so that the rest is "
+        "judged; may be repeated: scheduler-per-process (Accelerate's scheduler steps once for each process), "
+        "batch-norm-per-rank, loss-per-rank (a router's balance, a contrastive loss)",
+    )
     add_timeout(command, 300.0)
     command.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
     command.add_argument("script", metavar="SCRIPT")
@@ -63,6 +72,7 @@ def execute(options: argparse.Namespace) -> int:
         options.timeout,
         resume_at=options.resume_at,
         resume_arguments=tuple(shlex.split(options.resume_args)),
+        accept=tuple(options.accept),
     )
     report = examine(launch, options.world_sizes)
     print(printable(str(report)))

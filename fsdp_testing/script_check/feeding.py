@@ -6,10 +6,11 @@ arguments of the outermost forward where these determine the loss.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 from typing import Any
 from unittest import mock
 
@@ -18,8 +19,9 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.script_check.conventions import AsRanks
 from fsdp_testing.script_check.loaders import LoaderSeen, LoaderWatch, Pass, copied
-from fsdp_testing.training_check.observation import Call, on_cpu
+from fsdp_testing.training_check.batches import Call, on_cpu, row_digests
 
 
 class Source(StrEnum):
@@ -37,21 +39,36 @@ class Taken:
     Attributes:
         loaders: Its `DataLoader`s.
         marked: What marked lines were given.
+        marks: Digests of its rows, for each time.
         calls: The outermost forwards.
-        items: How many items of `DataLoader`s had been taken when each step ended.
+        items: How many items of `DataLoader`s had been taken when each step began.
     """
 
     loaders: list[LoaderSeen] = field(default_factory=list)
     marked: list[Any] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     items: list[int] = field(default_factory=list)
+    marks: list[tuple[str, ...]] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[str]:
+        """Digests of all rows where the script takes them: at marked lines, or else from `DataLoader`s."""
+        if self.marks:
+            return [row for rows in self.marks for row in rows]
+        return [row for loader in self.loaders for one in loader.passes for row in one.rows]
 
 
 @dataclass(frozen=True, slots=True)
 class Uncollated:
-    """Rows of which the fed process makes an item by its own `collate_fn`."""
+    """Rows of which a fed process makes an item by its own `collate_fn`.
+
+    Attributes:
+        samples: Of all ranks.
+        counts: How many are each rank's, which takes these of the item that is made of all.
+    """
 
     samples: list[Any]
+    counts: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -70,13 +87,22 @@ class Feed:
         source: Where the data is put in.
         loaders: For each loader.
         batches: For marked lines, or forwards.
+        ranks: The ranks whose conventions it is to follow, if any are accepted.
+        weights: Parameters with which its models are to begin, by name; as it made them without.
         pads: Whether batches have other shapes than the ranks' own: rows are padded to another length.
+        rank: Whose rows are taken of items that are made of all ranks' rows; -1 takes all.
     """
 
     source: Source | None = None
     loaders: list[FedLoader] = field(default_factory=list)
     batches: list[Any] = field(default_factory=list)
     pads: bool = False
+    ranks: AsRanks | None = None
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    rank: int = -1
+
+    def __str__(self) -> str:
+        return f"{self.source}{', padded together by its collate_fn' if self.pads else ''}"
 
 
 class Feeder:
@@ -124,11 +150,12 @@ class Feeder:
     def mark(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return what a marked line is to give."""
         self.taken.marked.append(on_cpu(values))
+        self.taken.marks.append(row_digests(values))
         given = next(self._waiting, None) if self._feed.source is Source.MARK else None
         return values if given is None else tuple(given)
 
     def end_step(self) -> None:
-        """Take note of how much has been taken until a step ends."""
+        """Take note of how much has been taken until a step begins."""
         self.taken.items.append(self._items_taken)
 
     def finish(self) -> None:
@@ -166,7 +193,9 @@ class Feeder:
     def _given(self, loader: Any, items: Sequence[Any], own: Iterator[Any]) -> Iterator[Any]:
         for item in items:
             next(own, None)  # so that its own sampler draws what it draws
-            yield loader.collate_fn(copied(item.samples)) if isinstance(item, Uncollated) else item
+            if isinstance(item, Uncollated):
+                item = _share(loader.collate_fn(copied(item.samples)), item.counts, self._feed.rank)
+            yield item
 
     def _counted(self, one: Pass, items: Iterator[Any]) -> Iterator[Any]:
         for item in items:
@@ -188,6 +217,19 @@ def batch(*values: Any) -> Any:
     """
     found = values if _current is None else _current.mark(values)
     return found[0] if len(values) == 1 else found
+
+
+def _share(item: Any, counts: Sequence[int], rank: int) -> Any:
+    """Return the rows of one rank of an item that is made of all ranks' rows; -1: of all."""
+    if rank < 0:
+        return item
+    if isinstance(item, torch.Tensor):
+        return item[sum(counts[:rank]) : sum(counts[: rank + 1])] if item.ndim and len(item) == sum(counts) else item
+    if isinstance(item, Mapping):
+        return {key: _share(part, counts, rank) for key, part in item.items()}
+    if isinstance(item, tuple) and hasattr(item, "_fields"):
+        return type(item)(*(_share(part, counts, rank) for part in item))
+    return type(item)(_share(part, counts, rank) for part in item) if isinstance(item, (list, tuple)) else item
 
 
 def _fits(parts: Sequence[Any], *, alike: bool) -> bool:
@@ -303,5 +345,5 @@ def _loader(ranks: Sequence[Taken], number: int, together: Any) -> FedLoader:
             passes.append(together([one.items for one in all_ranks]))
         else:
             moments = zip(*(one.samples for one in all_ranks))
-            passes.append([Uncollated([row for samples in moment for row in samples]) for moment in moments])
+            passes.append([Uncollated([*chain(*moment)], tuple(map(len, moment))) for moment in moments])
     return FedLoader(first.length, passes)

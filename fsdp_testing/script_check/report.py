@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from fsdp_testing.records import Verdict
 from fsdp_testing.script_check.whole import COPY, WholeRun
-from fsdp_testing.training_check.whole import BUFFER, GRADIENT, MOMENT, PARAMETER, SETTING, UNCLIPPED
+from fsdp_testing.training_check.whole import BUFFER, COPIED, GRADIENT, MOMENT, PARAMETER, SETTING, UNCLIPPED
 
 KINDS = {
     UNCLIPPED: "gradients as the first clip is given them",
     GRADIENT: "gradients as the optimizer is given them",
     PARAMETER: "parameters after the step",
+    COPIED: "the model's own parameters, which the optimizer steps as copies, before the next forward",
     MOMENT: "the optimizer's state",
     BUFFER: "buffers",
 }
@@ -84,7 +87,11 @@ def compared_lines(
     settings = [name.removeprefix(SETTING) for name in names if name.startswith(SETTING)]
     found += [f"other settings ({', '.join(settings)})"] if settings else []
     for start, words in KINDS.items():
-        tensors = [values[0] for name, values in run.quantities.items() if name.startswith(start) and name in names]
+        tensors = [
+            max(values, key=torch.Tensor.numel)
+            for name, values in run.quantities.items()
+            if name.startswith(start) and name in names
+        ]
         if tensors:
             found.append(f"{words} ({len(tensors)} tensors, {sum(t.numel() for t in tensors):,} numbers)")
     rows = sum(sum(run.union(step).values()) for step in range(run.steps))

@@ -46,6 +46,7 @@ class StepEvidence:
         gradient_norm: Norm of the gradients that the optimizer is given on this rank.
         gathered: Whether parameters were gathered: then weights and gradients here are shards.
         roundoff: Unit roundoff of the narrowest dtype that gradients or parameters have, or autocast computes in.
+        agreed: Whether all ranks are given the same gradients of what they share, so that none of them lacks a reduction.
     """
 
     backwards: int
@@ -58,6 +59,7 @@ class StepEvidence:
     gradient_norm: float
     gathered: bool
     roundoff: float = 0.0
+    agreed: bool = False
 
 
 class Witness:
@@ -160,8 +162,8 @@ def once_gradients_are_there(read: Callable[[], None], args: tuple[Any, ...], kw
     Returns:
         Arguments for the step in place of these; None to leave them.
     """
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if not callable(closure):
+    closure = closure_in(args, kwargs)
+    if closure is None:
         read()
         return None
     waiting = [read]
@@ -173,6 +175,12 @@ def once_gradients_are_there(read: Callable[[], None], args: tuple[Any, ...], kw
         return value
 
     return (args, {**kwargs, "closure": evaluate}) if "closure" in kwargs else ((args[0], evaluate, *args[2:]), kwargs)
+
+
+def closure_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """Return the closure that an optimizer's step was given, if any."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    return closure if callable(closure) else None
 
 
 def _reduced_after_each_backward(events: tuple[Event, ...], due: int) -> Iterator[bool]:

@@ -39,4 +39,4 @@ def test_activations_that_backward_computes_again_are_no_batch(reentrant):
     [seen], [evidence] = observer.steps, witness.steps
     assert [len(forward) for forward in seen.rows] == [4, 5]
     assert len(seen.losses) == evidence.backwards == 2
-    assert observer.models == [model]
+    assert observer.reader.models == [model]
