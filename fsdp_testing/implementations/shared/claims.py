@@ -41,6 +41,8 @@ REPLICATED = EVERYWHERE | {
     "mixed_dtype_units",
     "loss_bypasses_output",
     "inplace_on_output",
+    "outdated_backward",
+    "forward_edits",
     "error_if_nonfinite",
     "tensor_hooks",
     "summon_writeback",
