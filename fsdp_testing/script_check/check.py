@@ -192,7 +192,7 @@ def _judge(runner: Runner, runs: dict[int, WholeRun], size: int) -> Judgement:
     pair = pair.as_ranks(accept) if accept else pair
     pair, start = _with_same_start(pair)
     _check_ranks(pair)
-    compared = decide(pair) + unknown_shares(alone, taken) + _not_compared(run, accept)
+    compared = decide(pair) + unknown_shares(alone, taken) + _not_stepped(run) + _not_compared(run, accept)
     return Judgement(size, Verdict.PASS, f"{run.steps} steps are those of one process {how}{start}", compared)
 
 
@@ -239,6 +239,27 @@ def _check_ranks(pair: Pair) -> None:
         return
     check_until(pair, apart.step)
     raise Failed(f"{apart}. {causes.of_disagreement(run, apart)}", pair.table)
+
+
+def _not_stepped(run: WholeRun) -> tuple[str, ...]:
+    """Say what an optimizer steps that nobody can read; weights agree.
+
+    Raises:
+        Undecided: The gradients of the model were not there to be read either.
+    """
+    steps = [seen for rank in run.ranks for seen in rank.steps]
+    strange = max(seen.strange for seen in steps)
+    if not strange:
+        return ()
+    if not any(seen.given for seen in steps):
+        raise Undecided(
+            f"the optimizer steps {strange} tensors that are neither parameters of the model nor copies of some, one for one. "
+            "The model's weights are those of one process at each step, and of gradients nothing was seen. Leave the model's "
+            "gradients there until the step, or give the optimizer one copy of each parameter."
+        )
+    return (
+        f"not compared: the {strange} tensors that the optimizer steps, and its state: they are no parameters of the model",
+    )
 
 
 def _not_compared(run: WholeRun, accept: Sequence[str]) -> tuple[str, ...]:

@@ -91,7 +91,9 @@ def test_indices_into_other_data_say_nothing(dataset):
     alone = run("abcdefgh", indices=["01234567"], **AUGMENTED)
     split = run("klmn", "opqr", indices=["0123", "0123"], dataset=dataset)
     assert strange_shares(alone, split) == ""
-    assert [sentence.startswith("not compared: how the ranks share") for sentence in unknown_shares(alone, split)] == [True]
+    assert [sentence.startswith("not compared: how the ranks share") for sentence in unknown_shares(alone, split)] == [
+        True
+    ]
     # Rows that one process takes too are known by their digests, augmented or not.
     assert "4 of the rows that one process" in strange_shares(alone, run("abcd", "abcd", indices=["0123"] * 2))
     assert unknown_shares(alone, run("aceg", "bdfh", indices=["0123"] * 2)) == ()
