@@ -68,7 +68,9 @@ def check_examples(
 def _sort_in(checked: Checked, rule: Rule, result: CaseResult) -> None:
     checked.ran.append(rule.name)
     signature = result.note.signature
-    still = signature is not None and KnownFailures((rule,)).recognize(signature, result.case, result.note.at) is not None
+    still = (
+        signature is not None and KnownFailures((rule,)).recognize(signature, result.case, result.note.at) is not None
+    )
     if still:
         checked.still.append(rule.name)
         return

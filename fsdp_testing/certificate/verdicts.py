@@ -99,7 +99,9 @@ class Verdicts:
 
     def _load(self) -> None:
         where = str(self._file)
-        text = read_text(self._file, "the state of a certificate", "Remove the file, or give another --state directory.")
+        text = read_text(
+            self._file, "the state of a certificate", "Remove the file, or give another --state directory."
+        )
         body = FORMAT.read(text, where)
         if "source" not in body:
             raise InvalidRecord(

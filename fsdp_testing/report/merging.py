@@ -41,7 +41,8 @@ def merged(reports: Mapping[str, RunReport]) -> RunReport:
     first = next(iter(parts.values()))
     found = {(result.implementation, result.check): result for part in parts.values() for result in part.results}
     results = tuple(
-        found.get(pair) or _without_result(pair, list(parts)[number % len(parts)]) for number, pair in enumerate(_pairs(first))
+        found.get(pair) or _without_result(pair, list(parts)[number % len(parts)])
+        for number, pair in enumerate(_pairs(first))
     )
     portraits = next((part.portraits for part in parts.values() if part.portraits), ())
     seconds = sum(part.seconds for part in parts.values())

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from fsdp_testing.checkers.divergence import DECISIVE
 from fsdp_testing.script_check.conventions import BATCH_NORM, LOSS, SCHEDULER, flag
 from fsdp_testing.script_check.whole import COPY, WholeRun, first_steps, initial
 from fsdp_testing.training_check import causes
-from fsdp_testing.training_check.comparison import ROUNDINGS, Difference, first_difference, floor, suggestion
+from fsdp_testing.training_check.comparison import CLEAR_ROUNDINGS, Difference, floor, suggestion
 from fsdp_testing.training_check.spans import assembled
 from fsdp_testing.training_check.whole import (
     BUFFER,
@@ -23,7 +24,6 @@ from fsdp_testing.training_check.whole import (
     Disagreement,
 )
 
-CLOSE = 1e-6
 UNEVEN = 1e-3
 """Weights of ranks that differ by less, or gradients of ranks that are so nearly multiples of one another, say nothing."""
 
@@ -197,7 +197,8 @@ def of_difference(reference: WholeRun, run: WholeRun, found: Difference) -> str:
     """Return why a world differs from one process with the same data."""
     step = found.step
     return (
-        _rate(reference, run, found)
+        _by_design(run, found)
+        or causes.of_rate(found, run.size)
         or _kept(found)
         or _moved(reference, run, step)
         or _local_norm(run, step)
@@ -210,23 +211,13 @@ def of_difference(reference: WholeRun, run: WholeRun, found: Difference) -> str:
     )
 
 
-def _rate(reference: WholeRun, run: WholeRun, found: Difference) -> str:
-    if found.quantity != RATE:
+def _by_design(run: WholeRun, found: Difference) -> str:
+    if found.quantity != RATE or SCHEDULER not in run.ranks[0].conventions:
         return ""
-    mine, other = (one.quantities[RATE][found.step] for one in (run, reference))
-    if SCHEDULER in run.ranks[0].conventions:
-        return (
-            "Cause: Accelerate's scheduler steps once for each process by design (AcceleratedScheduler without split_batches), "
-            f"so that the learning rate depends on their number. {flag(SCHEDULER)}"
-        )
-    odd = next((at for at, pair in enumerate(zip(mine.tolist(), other.tolist())) if pair[0] != pair[1]), 0)
-    ratio = float(mine[odd] / other[odd]) if float(other[odd]) else 0.0
-    scaled = (
-        f" is multiplied by the number of ranks ({ratio:.6g} times)"
-        if abs(ratio - run.size) < CLOSE * run.size
-        else (f" depends on the number of ranks ({ratio:.6g} times that of one process)")
+    return (
+        "Cause: Accelerate's scheduler steps once for each process by design (AcceleratedScheduler without split_batches), "
+        f"so that the learning rate depends on their number. {flag(SCHEDULER)}"
     )
-    return f"Cause: the learning rate{scaled}. One process with the rows of all ranks takes the mean of the same gradients."
 
 
 def _kept(found: Difference) -> str:
@@ -253,19 +244,22 @@ def _moved(reference: WholeRun, run: WholeRun, step: int) -> str:
     for name in {name: None for rank in ranks for name in rank.steps[step].before}:
         if any(name not in rank.steps[step - 1].parameters for rank in ranks):
             continue  # of a model that was not there before
-        here, there = (
-            assembled([rank.steps[step].before.get(name, rank.steps[step - 1].parameters[name]) for rank in one.ranks])[
-                0
-            ]
-            for one in (run, reference)
-        )
-        if first_difference({name: [there]}, {name: [here]}, ROUNDINGS) is not None:
+        here, there = (_move(one, step, name) for one in (run, reference))
+        largest = max(float(move.abs().max()) if move.numel() else 0.0 for move in (here, there))
+        if here.shape != there.shape or bool(((here - there).abs() > DECISIVE * largest).any()):
             return (
                 f"Cause: after step {step - 1} weights agree, and before step {step} they are changed outside of the optimizer's "
                 f"step, first {name}, otherwise than in one process: weights that are decayed twice, clamped or averaged by "
                 "numbers that depend on the number of ranks."
             )
     return ""
+
+
+def _move(run: WholeRun, step: int, name: str) -> torch.Tensor:
+    """Return by how much a parameter was changed between the step before and a step; its rounding is small beside that."""
+    after = [rank.steps[step - 1].parameters[name] for rank in run.ranks]
+    before = [rank.steps[step].before.get(name, spans) for rank, spans in zip(run.ranks, after)]
+    return assembled(before)[0].double() - assembled(after)[0].double()
 
 
 def _counts(run: WholeRun, found: Difference) -> str:
@@ -297,7 +291,7 @@ def _own_counts(reference: WholeRun, run: WholeRun, step: int) -> str:
     terms = torch.stack([torch.cat([rank[name].double().reshape(-1) for name in names]) for rank in ranks], 1)
     if not len(terms) == len(wanted) == len(given) or not bool(terms.isfinite().all()):
         return ""
-    bound = floor(ranks[0][names[0]].dtype, ROUNDINGS) * float(terms.abs().max())
+    bound = floor(ranks[0][names[0]].dtype, CLEAR_ROUNDINGS) * float(terms.abs().max())
     weights = torch.linalg.lstsq(terms, wanted[:, None]).solution[:, 0]
     fits = (terms @ weights - wanted).abs().max() <= bound and (terms.mean(1) - given).abs().max() <= bound
     uneven = float((weights - 1 / run.size).abs().max()) > UNEVEN and abs(float(weights.sum()) - 1) < UNEVEN

@@ -6,10 +6,11 @@ arguments of the outermost forward where these determine the loss.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 from typing import Any
 from unittest import mock
 
@@ -59,9 +60,15 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Uncollated:
-    """Rows of which the fed process makes an item by its own `collate_fn`."""
+    """Rows of which a fed process makes an item by its own `collate_fn`.
+
+    Attributes:
+        samples: Of all ranks.
+        counts: How many are each rank's, which takes these of the item that is made of all.
+    """
 
     samples: list[Any]
+    counts: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -83,6 +90,7 @@ class Feed:
         ranks: The ranks whose conventions it is to follow, if any are accepted.
         weights: Parameters with which its models are to begin, by name; as it made them without.
         pads: Whether batches have other shapes than the ranks' own: rows are padded to another length.
+        rank: Whose rows are taken of items that are made of all ranks' rows; -1 takes all.
     """
 
     source: Source | None = None
@@ -91,6 +99,10 @@ class Feed:
     pads: bool = False
     ranks: AsRanks | None = None
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    rank: int = -1
+
+    def __str__(self) -> str:
+        return f"{self.source}{', padded together by its collate_fn' if self.pads else ''}"
 
 
 class Feeder:
@@ -181,7 +193,9 @@ class Feeder:
     def _given(self, loader: Any, items: Sequence[Any], own: Iterator[Any]) -> Iterator[Any]:
         for item in items:
             next(own, None)  # so that its own sampler draws what it draws
-            yield loader.collate_fn(copied(item.samples)) if isinstance(item, Uncollated) else item
+            if isinstance(item, Uncollated):
+                item = _share(loader.collate_fn(copied(item.samples)), item.counts, self._feed.rank)
+            yield item
 
     def _counted(self, one: Pass, items: Iterator[Any]) -> Iterator[Any]:
         for item in items:
@@ -203,6 +217,19 @@ def batch(*values: Any) -> Any:
     """
     found = values if _current is None else _current.mark(values)
     return found[0] if len(values) == 1 else found
+
+
+def _share(item: Any, counts: Sequence[int], rank: int) -> Any:
+    """Return the rows of one rank of an item that is made of all ranks' rows; -1: of all."""
+    if rank < 0:
+        return item
+    if isinstance(item, torch.Tensor):
+        return item[sum(counts[:rank]) : sum(counts[: rank + 1])] if item.ndim and len(item) == sum(counts) else item
+    if isinstance(item, Mapping):
+        return {key: _share(part, counts, rank) for key, part in item.items()}
+    if isinstance(item, tuple) and hasattr(item, "_fields"):
+        return type(item)(*(_share(part, counts, rank) for part in item))
+    return type(item)(_share(part, counts, rank) for part in item) if isinstance(item, (list, tuple)) else item
 
 
 def _fits(parts: Sequence[Any], *, alike: bool) -> bool:
@@ -318,5 +345,5 @@ def _loader(ranks: Sequence[Taken], number: int, together: Any) -> FedLoader:
             passes.append(together([one.items for one in all_ranks]))
         else:
             moments = zip(*(one.samples for one in all_ranks))
-            passes.append([Uncollated([row for samples in moment for row in samples]) for moment in moments])
+            passes.append([Uncollated([*chain(*moment)], tuple(map(len, moment))) for moment in moments])
     return FedLoader(first.length, passes)

@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -97,7 +97,8 @@ def run_here(run: ScriptRun) -> RankReport:
         InvalidArgument: The script starts processes of its own, ends with an exit code, or does not get what it downloads.
     """
     world = current_world()
-    feeder, witness, follower = Feeder(run.feed, run.keep_data), Witness(), Follower(run.feed.ranks)
+    feeder = Feeder(replace(run.feed, rank=world.rank if world.size > 1 else -1), run.keep_data)
+    witness, follower = Witness(), Follower(run.feed.ranks)
 
     def stop(steps: int) -> None:
         if steps >= run.steps:

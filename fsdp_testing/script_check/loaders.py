@@ -1,4 +1,4 @@
-"""Which rows does a `DataLoader` give, pass by pass? Indices say it of a dataset with a length, digests of what was given otherwise.
+"""Which rows does a `DataLoader` give, pass by pass? By index where a dataset has a length, otherwise by digest.
 
 An augmentation draws a row anew each time: what a sampler gives is compared between runs, not what was drawn. Indices mean
 the same rows only where both runs index the same dataset, which a few rows, fetched with the same random numbers, show.
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
@@ -89,7 +89,7 @@ class LoaderSeen:
     def repeats_order(self) -> str:
         """How a sampler that shuffles by epoch came to take two passes in one order; empty if it did not."""
         passes = [one for one in self.passes if one.counts and one.epoch is not None]
-        for first, second in zip(passes, passes[1:]):
+        for first, second in pairwise(passes):
             if first.epoch == second.epoch and first.has_order_of(second):
                 return "is not called" if first.told == second.told else f"is called with {second.epoch} again"
         return ""
@@ -232,7 +232,8 @@ class LoaderWatch:
 
 def _samplers(loader: Any) -> Iterator[Any]:
     """Yield the samplers of a loader, and those that these are made of."""
-    waiting, known = [loader], []
+    waiting: list[Any] = [loader]
+    known: list[Any] = []
     while waiting and len(known) < 16:
         one = waiting.pop(0)
         found = [getattr(one, name, None) for name in ("batch_sampler", "sampler")]

@@ -14,7 +14,7 @@ import torch
 
 from fsdp_testing.script_check.numbers import NumbersTaken
 from fsdp_testing.script_check.whole import WholeRun
-from fsdp_testing.training_check.comparison import ROUNDINGS, Quantities, first_difference, floor
+from fsdp_testing.training_check.comparison import CLEAR_ROUNDINGS, Quantities, first_difference, floor
 
 LOSS = "loss"
 LOGGED = "number taken at "
@@ -41,7 +41,7 @@ def reading_of(reference: WholeRun, run: WholeRun) -> str:
     """Return in which way the ranks' losses come nearest to those of one process; the mean where that is as near."""
     apart = {reading: _apart(losses(reference, reading), losses(run, reading)) for reading in READINGS}
     nearest = min(READINGS, key=lambda reading: apart[reading])
-    close = first_difference(losses(reference, MEAN), losses(run, MEAN), ROUNDINGS) is None
+    close = first_difference(losses(reference, MEAN), losses(run, MEAN), CLEAR_ROUNDINGS) is None
     return MEAN if close else nearest
 
 
@@ -116,7 +116,7 @@ def is_loss(run: WholeRun, rank: int, numbers: torch.Tensor) -> bool:
 
 
 def _near(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return bool(((one - other.double()).abs() <= floor(other.dtype, ROUNDINGS) * one.abs()).all())
+    return bool(((one - other.double()).abs() <= floor(other.dtype, CLEAR_ROUNDINGS) * one.abs()).all())
 
 
 def factor(one: torch.Tensor, other: torch.Tensor) -> float | None:
@@ -124,7 +124,7 @@ def factor(one: torch.Tensor, other: torch.Tensor) -> float | None:
     if not bool((one != 0).all()):
         return None
     ratios = other.double() / one.double()
-    same = float(ratios.max() - ratios.min()) <= floor(one.dtype, ROUNDINGS) * float(ratios.abs().max())
+    same = float(ratios.max() - ratios.min()) <= floor(one.dtype, CLEAR_ROUNDINGS) * float(ratios.abs().max())
     return float(ratios.mean()) if same else None
 
 

@@ -14,6 +14,11 @@ from itertools import zip_longest
 from fsdp_testing.script_check.loaders import LoaderSeen, Pass
 from fsdp_testing.script_check.whole import WholeRun
 
+_UNKNOWN = (
+    "not compared: how the ranks share the rows of a DataLoader. They are drawn anew each time, or made for each rank, and no "
+    "index that means the same row on all ranks tells them apart"
+)
+
 
 def strange_shares(alone: WholeRun, run: WholeRun) -> str:
     """Return how the ranks share the rows of a step or of a pass otherwise than one process takes them; empty if right."""
@@ -27,10 +32,7 @@ def unknown_shares(alone: WholeRun, run: WholeRun) -> tuple[str, ...]:
             continue
         for expected, *shares in zip(own.passes, *(rank.passes for rank in ranks)):
             if not {row for share in shares for row in share.rows} <= {*expected.rows} and expected.complete:
-                return (
-                    "not compared: how the ranks share the rows of a DataLoader. They are drawn anew each time, or made for each "
-                    "rank, and no index that means the same row on all ranks tells them apart",
-                )
+                return (_UNKNOWN,)
     return ()
 
 

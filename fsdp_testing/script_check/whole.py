@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from fsdp_testing.script_check.launched import RankReport
-from fsdp_testing.training_check.comparison import ROUNDINGS, Quantities, floor
+from fsdp_testing.training_check.comparison import CLEAR_ROUNDINGS, Quantities, floor
 from fsdp_testing.training_check.evidence import StepEvidence
 from fsdp_testing.training_check.held import Spans
 from fsdp_testing.training_check.observation import StepSeen
 from fsdp_testing.training_check.spans import assembled
-from fsdp_testing.training_check.whole import MOMENT, PARAMETER, Disagreement, together
+from fsdp_testing.training_check.whole import MOMENT, PARAMETER, Disagreement, together, with_agreement
 
 COPY = "weights kept as "
 
@@ -85,13 +85,14 @@ class WholeRun:
 
         Gradients are as they were before the first clip, which may hide by what factor they differ.
         """
-        return tuple(
-            tuple(
+        evidence = [
+            [
                 replace(one, dropout="", drew=seen.drew, gradient_norm=_unclipped_norm(seen) or one.gradient_norm)
                 for one, seen in zip(rank.evidence, rank.steps)
-            )
+            ]
             for rank in self.ranks
-        )
+        ]
+        return with_agreement(evidence, [rank.steps for rank in self.ranks], self.disagreements)
 
     def union(self, step: int) -> Counter[str]:
         """Return how often each row was seen by any rank until `step` ended."""
@@ -132,7 +133,7 @@ def is_mean_of_weights(run: WholeRun, name: str) -> bool:
     """Whether a copy of a parameter lies, number by number, between values that the parameter had: a mean of weights does."""
     copy, parameter = run.quantities[name][0], PARAMETER + name.split(", ", 1)[1]
     had = torch.stack([*initial(run).get(parameter, []), *run.quantities[parameter]])
-    room = floor(copy.dtype, ROUNDINGS) * had.abs().max()
+    room = floor(copy.dtype, CLEAR_ROUNDINGS) * had.abs().max()
     return bool(((copy >= had.amin(0) - room) & (copy <= had.amax(0) + room)).all())
 
 

@@ -21,6 +21,29 @@ class Call:
     determines_loss: bool
 
 
+class Computed:
+    """What forwards of this step and the one before gave: given to another forward, as by one player to the other, it is no data."""
+
+    def __init__(self) -> None:
+        self._now: list[torch.Tensor] = []
+        self._before: list[torch.Tensor] = []
+
+    def add(self, output: Any) -> None:
+        """Take note of what a forward gave; its memory is kept, so that nothing else comes to lie there."""
+        self._now += [tensor.detach() for tensor in tensors_in(output) if tensor.layout is torch.strided]
+
+    def end_step(self) -> None:
+        """Forget what was given in the step before."""
+        self._before, self._now = self._now, []
+
+    def others_in(self, tree: Any) -> list[torch.Tensor]:
+        """Return the tensors that no forward gave."""
+        known = {tensor.untyped_storage().data_ptr() for tensor in (*self._before, *self._now)}
+        return [
+            t for t in tensors_in(tree) if t.layout is not torch.strided or t.untyped_storage().data_ptr() not in known
+        ]
+
+
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Return the tensors of nested lists, tuples and mappings."""
     if isinstance(tree, torch.Tensor):

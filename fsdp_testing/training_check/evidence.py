@@ -46,6 +46,7 @@ class StepEvidence:
         gradient_norm: Norm of the gradients that the optimizer is given on this rank.
         gathered: Whether parameters were gathered: then weights and gradients here are shards.
         roundoff: Unit roundoff of the narrowest dtype that gradients or parameters have, or autocast computes in.
+        agreed: Whether all ranks are given the same gradients of what they share, so that none of them lacks a reduction.
     """
 
     backwards: int
@@ -58,6 +59,7 @@ class StepEvidence:
     gradient_norm: float
     gathered: bool
     roundoff: float = 0.0
+    agreed: bool = False
 
 
 class Witness:

@@ -155,7 +155,6 @@ def train(world: Any, fault: Callable[[Any], object] = lambda _: None) -> dict[s
     return {"loss": losses, "weight": model.weight.detach()}
 
 
-
 def train_wrong(world: Any) -> dict[str, Any]:
     return train(world, _doubles)
 

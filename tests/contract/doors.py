@@ -67,9 +67,7 @@ def _timeout(name: str) -> str:
     return str(HANGS_AFTER if "HANGS" in name else PATIENT)
 
 
-def run(
-    given: Given, name: str, check: str = "training.learning_rate_changes", more: Sequence[str] = ()
-) -> Ended:
+def run(given: Given, name: str, check: str = "training.learning_rate_changes", more: Sequence[str] = ()) -> Ended:
     """`fsdp-verify run`."""
     report = given.folder / "run.json"
     asked = ["run", f"contract_faults:{name}", "--check", check, "--explain", "0", "--timeout", _timeout(name)]
@@ -82,7 +80,9 @@ def run_expecting(given: Given, name: str, checks: Sequence[str], expected: Mapp
     """`fsdp-verify run --expected-failures`, with one entry for the first check."""
     entry = ", ".join(f"{key} = {json.dumps(text)}" for key, text in expected.items())
     file = given.folder / "expected.toml"
-    file.write_text(f'["contract_faults:{name}"]\n"{checks[0]}" = {{ reason = "planted", {entry} }}\n', encoding="utf-8")
+    file.write_text(
+        f'["contract_faults:{name}"]\n"{checks[0]}" = {{ reason = "planted", {entry} }}\n', encoding="utf-8"
+    )
     more = [word for check in checks[1:] for word in ("--check", check)]
     return run(given, name, checks[0], [*more, "--expected-failures", str(file)])
 
@@ -92,7 +92,17 @@ def fuzz(given: Given, name: str, known: Sequence[Sequence[str]] = (), more: Seq
     plan = fuzz_command._plan
     given.monkeypatch.setattr(fuzz_command, "_plan", lambda *args: replace(plan(*args), shrink_seconds=0.1))
     state = given.folder / "campaign"
-    asked = ["fuzz", f"contract_faults:{name}", "--state", str(state), "--jobs", "1", "--no-scripts", "--max-operations", "3"]
+    asked = [
+        "fuzz",
+        f"contract_faults:{name}",
+        "--state",
+        str(state),
+        "--jobs",
+        "1",
+        "--no-scripts",
+        "--max-operations",
+        "3",
+    ]
     if known:
         rule = {"name": "planted", "reason": "planted", "signatures": known}
         document = {"format": "fsdp_testing/known_failures", "version": 2, "rules": [rule]}

@@ -109,7 +109,11 @@ _NO_LIST = "no list of known failures is taken here: what fails is said, and a k
 RUN = Door(
     "run",
     {
-        **{name: cell for name, cell in _with(doors.run).items() if name not in ("died after its last report", "leaked")},
+        **{
+            name: cell
+            for name, cell in _with(doors.run).items()
+            if name not in ("died after its last report", "leaked")
+        },
         "not claimed": lambda given: doors.run(given, "CLAIMS_NOTHING", "clipping.norm_1"),
         "known failure": lambda given: doors.run_expecting(given, "WRONG", CHECKS[:1], WRONG_STEP),
         "known failure beside a new one": lambda given: doors.run_expecting(given, "WRONG", CHECKS, WRONG_STEP),
@@ -145,7 +149,12 @@ CERTIFY = Door(
 CHECKPOINTS = Door(
     "checkpoints",
     {**_with(doors.checkpoints), "nothing was asked": lambda given: doors.checkpoints(given, "CLAIMS_NOTHING")},
-    {"nothing was asked": (Ended("refused", 2), "an implementation that claims nothing of it is bad usage, told at once")},
+    {
+        "nothing was asked": (
+            Ended("refused", 2),
+            "an implementation that claims nothing of it is bad usage, told at once",
+        )
+    },
     {
         "not claimed": "what is not claimed is no row and no column",
         "known failure": _NO_LIST,
@@ -155,7 +164,12 @@ CHECKPOINTS = Door(
 REPLAY = Door(
     "replay",
     {**_with(doors.replay), "not claimed": lambda given: doors.replay(given, "CLAIMS_LESS")},
-    {"not claimed": (Ended("refused", 2), "a case that asks for what is not claimed is bad usage; it is named and not judged")},
+    {
+        "not claimed": (
+            Ended("refused", 2),
+            "a case that asks for what is not claimed is bad usage; it is named and not judged",
+        )
+    },
     {
         "known failure": _NO_LIST,
         "known failure beside a new one": _NO_LIST,
@@ -242,11 +256,7 @@ MERGE = Door(
         "nothing was asked": lambda given: doors.merge(given, Verdict.PASS, Verdict.PASS, lost=1),
     },
     {"nothing was asked": (Ended("refused", 2), "a part that is missing is bad usage, told by its number")},
-    {
-        situation.name: _OF_PARTS
-        for situation in SITUATIONS[2:12]
-        if situation.name != "not claimed"
-    },
+    {situation.name: _OF_PARTS for situation in SITUATIONS[2:12] if situation.name != "not claimed"},
 )
 _ITEMS = {
     "right": "test_right",
@@ -337,7 +347,10 @@ def main() -> None:
     for door in DOORS:
         for situation in SITUATIONS:
             if situation.name in door.cells:
-                with tempfile.TemporaryDirectory(prefix="fsdp-contract-") as folder, pytest.MonkeyPatch.context() as patch:
+                with (
+                    tempfile.TemporaryDirectory(prefix="fsdp-contract-") as folder,
+                    pytest.MonkeyPatch.context() as patch,
+                ):
                     patch.chdir(folder)
                     found[situation.name, door.name] = door.cells[situation.name](Given(Path(folder), patch))
     print(shown(found))

@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from table import DOORS, SITUATIONS, Door, Given, Situation, due, shown  # noqa: E402 - ranks take over sys.path
+from table import DOORS, SITUATIONS, Door, Given, Situation, due, shown
 
 CELLS = [(door, situation) for door in DOORS for situation in SITUATIONS if situation.name in door.cells]
 

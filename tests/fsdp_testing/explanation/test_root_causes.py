@@ -52,6 +52,12 @@ def the_explanation(findings: list[Finding]) -> Explanation:
     return shortest[0]
 
 
+def test_a_failure_of_a_trace_is_shortened():
+    """Programs that are observed after every operation are traced, too: else each of them seems to pass."""
+    explanation = the_explanation(explained("faults_trace:ReducesTwice", "trace.reductions_needed"))
+    assert [operation.kind for operation in explanation.case.program] == ["forward_backward"]
+
+
 @pytest.mark.parametrize(
     ("name", "check", "expected"),
     [
