@@ -22,7 +22,7 @@ class Call:
 
 
 class Computed:
-    """What forwards of this step and the one before gave: given to another forward, as by one player to the other, it is no data."""
+    """What forwards of this step and the one before gave. Given to another forward, as by one player to another, it is no data."""
 
     def __init__(self) -> None:
         self._now: list[torch.Tensor] = []
@@ -30,7 +30,7 @@ class Computed:
 
     def add(self, output: Any) -> None:
         """Take note of what a forward gave; its memory is kept, so that nothing else comes to lie there."""
-        self._now += [tensor.detach() for tensor in tensors_in(output) if tensor.layout is torch.strided]
+        self._now += [tensor.detach() for tensor in tensors_in(output) if _memory(tensor)]
 
     def end_step(self) -> None:
         """Forget what was given in the step before."""
@@ -38,10 +38,16 @@ class Computed:
 
     def others_in(self, tree: Any) -> list[torch.Tensor]:
         """Return the tensors that no forward gave."""
-        known = {tensor.untyped_storage().data_ptr() for tensor in (*self._before, *self._now)}
-        return [
-            t for t in tensors_in(tree) if t.layout is not torch.strided or t.untyped_storage().data_ptr() not in known
-        ]
+        known = {_memory(tensor) for tensor in (*self._before, *self._now)}
+        return [tensor for tensor in tensors_in(tree) if not known or _memory(tensor) not in known]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Return where a tensor lies; 0 where it has no memory of its own, as a DTensor."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
