@@ -169,7 +169,7 @@ def _rows_of(tree: Any, group: Sequence[int], count: int) -> Any:
         rows = torch.tensor(group, device=tree.device)
         return tree.index_select(0, rows) if tree.ndim and len(tree) == count else tree
     if isinstance(tree, Mapping):
-        return type(tree)({key: _rows_of(value, group, count) for key, value in tree.items()})  # type: ignore[call-arg]
+        return type(tree)({key: _rows_of(value, group, count) for key, value in tree.items()})  # type: ignore[call-arg]  # mypy knows no constructor of a mapping
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(_rows_of(part, group, count) for part in tree))
     return type(tree)(_rows_of(part, group, count) for part in tree) if isinstance(tree, (list, tuple)) else tree
@@ -197,7 +197,9 @@ def _joined(outputs: Sequence[Any], groups: Sequence[Sequence[int]]) -> Any:
 
 
 def _statistics_of(model: nn.Module) -> list[torch.Tensor]:
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
+    norms = [
+        m for m in model.modules() if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)) and m.training
+    ]
     return [buffer for norm in norms for buffer in norm.buffers()]
 
 

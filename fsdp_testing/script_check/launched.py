@@ -100,23 +100,7 @@ def run_here(run: ScriptRun) -> RankReport:
     feeder = Feeder(replace(run.feed, rank=world.rank if world.size > 1 else -1), run.keep_data)
     witness, follower = Witness(), Follower(run.feed.ranks)
 
-    def stop(steps: int) -> None:
-        if steps >= run.steps:
-            raise _EnoughSteps
-
-    def stop_before(steps: int) -> None:
-        feeder.end_step()
-        follower.look()
-        if run.stop_before and steps >= run.stop_before:
-            raise _EnoughSteps
-
-    def forward(model: torch.nn.Module, call: Any, given: Any, place: Any) -> Any:
-        if run.feed.weights and not any(model is known for known in observer.reader.models):
-            begin_with(run.feed.weights, model, len(observer.reader.models))
-        return follower.forward(model, call, given, place)
-
-    observer = Observer(stop, feeder.forward, stop_before, forward)
-    observer.keep_calls = run.keep_data
+    observer = _observer(run, feeder, follower)
     roundings = disturbed(run.seed * world.size + world.rank) if run.seed else nullcontext()
     dropout: list[bool] = []
     with ExitStack() as stack:
@@ -154,6 +138,29 @@ def run_here(run: ScriptRun) -> RankReport:
         bool(dropout),
         tuple(sorted(follower.seen)),
     )
+
+
+def _observer(run: ScriptRun, feeder: Feeder, follower: Follower) -> Observer:
+    """Return what sees the training, ends it in time, and has its data and forwards replaced."""
+
+    def stop(steps: int) -> None:
+        if steps >= run.steps:
+            raise _EnoughSteps
+
+    def stop_before(steps: int) -> None:
+        feeder.end_step()
+        follower.look()
+        if run.stop_before and steps >= run.stop_before:
+            raise _EnoughSteps
+
+    def forward(model: torch.nn.Module, call: Any, given: Any, place: Any) -> Any:
+        if run.feed.weights and not any(model is known for known in observer.reader.models):
+            begin_with(run.feed.weights, model, len(observer.reader.models))
+        return follower.forward(model, call, given, place)
+
+    observer = Observer(stop, feeder.forward, stop_before, forward)
+    observer.keep_calls = run.keep_data
+    return observer
 
 
 def _run_to_end(run: ScriptRun, observer: Observer) -> tuple[dict[str, Spans], bool]:

@@ -22,7 +22,7 @@ class Call:
 
 
 class Computed:
-    """What forwards of this step and the one before gave. Given to another forward, as by one player to another, it is no data."""
+    """What forwards of this step and the one before gave: given to another forward, as by a player to another, it is no data."""
 
     def __init__(self) -> None:
         self._now: list[torch.Tensor] = []
