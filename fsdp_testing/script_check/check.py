@@ -23,7 +23,7 @@ from fsdp_testing.script_check.parts import doubled, shares_rows, takers, with_p
 from fsdp_testing.script_check.report import Judgement, ScriptReport
 from fsdp_testing.script_check.resuming import judge_resumed
 from fsdp_testing.script_check.rows import strange_shares, unknown_shares
-from fsdp_testing.script_check.running import STEPS, Failed, Launch, Runner, Undecided
+from fsdp_testing.script_check.running import STEPS, Failed, Launch, RunListener, Runner, Undecided
 from fsdp_testing.script_check.whole import WholeRun, first_steps, initial
 from fsdp_testing.training_check.comparison import Difference, first_difference
 from fsdp_testing.training_check.spans import SUMMED_ROUNDINGS
@@ -75,8 +75,10 @@ def check_script(
     return report
 
 
-def examine(launch: Launch, world_sizes: Sequence[int], pool: Pool | None = None) -> ScriptReport:
-    """Judge a script on each world size above 1.
+def examine(
+    launch: Launch, world_sizes: Sequence[int], pool: Pool | None = None, listener: RunListener | None = None
+) -> ScriptReport:
+    """Judge a script on each world size above 1; a listener is told of each run.
 
     Raises:
         InvalidArgument: There is no such script, or no size above 1.
@@ -95,13 +97,13 @@ def examine(launch: Launch, world_sizes: Sequence[int], pool: Pool | None = None
         raise InvalidArgument(
             f"resume-at: expected a step below {launch.steps}, the steps compared, got {launch.resume_at}. Compare more steps."
         )
-    runner = Runner(launch, pool or default_pool())
+    runner = Runner(launch, pool or default_pool(), *([listener] if listener is not None else []))
     try:
         alone = runner.run(1)
         again = runner.run(1)
         _check_alone(alone, again)
     except Undecided as why:
-        return ScriptReport(launch.script, (Judgement(1, Verdict.UNKNOWN, f"one process {why}"),))
+        return ScriptReport(launch.script, (Judgement(1, Verdict.UNKNOWN, f"one process {why}", output=why.output),))
     runs = {1: alone}
     remarks = _fixed_files(alone, again) + _downloads(alone)
     judgements = [judged(runner, runs, size) for size in sizes]
@@ -128,8 +130,10 @@ def judged(runner: Runner, runs: dict[int, WholeRun], size: int) -> Judgement:
     try:
         return _judge(runner, runs, size)
     except Failed as why:
-        return Judgement(size, Verdict.FAIL, str(why), why.compared, why.table)
-    except (Undecided, InvalidArgument) as why:
+        return Judgement(size, Verdict.FAIL, str(why), why.compared, why.table, why.output)
+    except Undecided as why:
+        return Judgement(size, Verdict.UNKNOWN, str(why), output=why.output)
+    except InvalidArgument as why:
         return Judgement(size, Verdict.UNKNOWN, str(why))
 
 

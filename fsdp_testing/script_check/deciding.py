@@ -92,10 +92,9 @@ class Pair:
         )
 
     def _disturbed(self, seed: int, found: Difference) -> tuple[WholeRun, WholeRun]:
-        again = self.runner.run
         try:
             if seed not in self.kept:
-                self.kept[seed] = again(1, feed=self.feed, seed=seed), self._again(seed)
+                self.kept[seed] = self.runner.run(1, feed=self.feed, seed=seed), self._again(seed)
         except (Failed, Undecided) as why:
             raise Undecided(
                 f"differs from one process, {found}. To know whether roundings alone do that, it is run with other ones, and "

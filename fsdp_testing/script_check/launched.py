@@ -173,7 +173,7 @@ def _run_to_end(run: ScriptRun, observer: Observer) -> tuple[dict[str, Spans], b
     except SystemExit as end:
         if end.code in (None, 0):
             return {}, True
-        raise InvalidArgument(_of_exit(end.code)) from end
+        raise InvalidArgument(_of_exit(run.script, end)) from end
     except OSError as error:  # as those of sockets, urllib and huggingface_hub are
         if not hosts:
             raise
@@ -183,14 +183,16 @@ def _run_to_end(run: ScriptRun, observer: Observer) -> tuple[dict[str, Spans], b
         ) from error
 
 
-def _of_exit(code: object) -> str:
-    """Return what an exit of the script says: a text that it gave, or the number that argparse has for bad arguments."""
-    if not isinstance(code, int):
-        return f'ended itself by sys.exit("{str(code)[:300]}"). Mend what it says there.'
+def _of_exit(script: str, end: SystemExit) -> str:
+    """Return what an exit of the script says and where: a text that it gave, or a number, as argparse does."""
+    frames = [frame for frame in traceback.extract_tb(end.__traceback__) if frame.filename == script]
+    where = f" at {Path(script).name}:{frames[-1].lineno}" if frames else ""
+    if not isinstance(end.code, int):
+        return f'ended itself by sys.exit("{str(end.code)[:300]}"){where}. Mend what it says there.'
     advice = (
-        "Give the script the arguments it needs after its name." if code == 2 else "See why the script ends itself."
+        "Give the script the arguments it needs after its name." if end.code == 2 else "See why the script ends itself."
     )
-    return f"ended with exit code {code}. {advice}"
+    return f"ended with exit code {end.code}{where}. {advice}"
 
 
 def run_script(run: ScriptRun) -> dict[str, Any]:
