@@ -165,7 +165,7 @@ def _run_to_end(run: ScriptRun, observer: Observer) -> tuple[dict[str, Spans], b
 
 
 def _of_exit(script: str, end: SystemExit) -> str:
-    """Return what an exit of the script says and where: a text that it gave, or the number that argparse has for bad arguments."""
+    """Return what an exit of the script says and where: its text, or the number that argparse has for bad arguments."""
     frames = [frame for frame in traceback.extract_tb(end.__traceback__) if frame.filename == script]
     where = f" at {Path(script).name}:{frames[-1].lineno}" if frames else ""
     if not isinstance(end.code, int):
