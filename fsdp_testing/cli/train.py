@@ -53,6 +53,15 @@ def add(commands: Subparsers[Command]) -> Command:
             metavar="ARGS",
             help="further arguments of the script that is run again, in one word",
         ),
+        option(
+            "--accept",
+            action="append",
+            default=[],
+            metavar="NAME",
+            help="a convention by which N ranks are not one process, and that one process is to follow too, so that the rest is "
+            "judged; may be repeated: scheduler-per-process (Accelerate's scheduler steps once for each process), "
+            "batch-norm-per-rank, loss-per-rank (a router's balance, a contrastive loss)",
+        ),
         add_timeout(command, 300.0),
         option("--html", type=Path, metavar="DIR", help="write DIR/index.html, or a file that ends in .html"),
         option("--json", type=Path, metavar="FILE", help="write the report as one JSON document"),
@@ -110,6 +119,7 @@ def execute(options: argparse.Namespace) -> int:
         options.timeout,
         resume_at=options.resume_at,
         resume_arguments=tuple(shlex.split(options.resume_args)),
+        accept=tuple(options.accept),
     )
     console, began = open_console(), time.monotonic()
     with StageProgress(console) as progress:

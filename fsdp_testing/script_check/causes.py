@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from fsdp_testing.checkers.divergence import DECISIVE
+from fsdp_testing.script_check.conventions import BATCH_NORM, LOSS, SCHEDULER, flag
 from fsdp_testing.script_check.whole import COPY, WholeRun, first_steps, initial
 from fsdp_testing.training_check import causes
 from fsdp_testing.training_check.comparison import CLEAR_ROUNDINGS, Difference, floor, suggestion
@@ -17,6 +18,7 @@ from fsdp_testing.training_check.whole import (
     GRADIENT,
     MOMENT,
     PARAMETER,
+    RATE,
     SETTING,
     UNCLIPPED,
     Disagreement,
@@ -195,16 +197,26 @@ def of_difference(reference: WholeRun, run: WholeRun, found: Difference) -> str:
     """Return why a world differs from one process with the same data."""
     step = found.step
     return (
-        causes.of_rate(found, run.size)
+        _scheduler(run, found)
+        or causes.of_rate(found, run.size)
         or _kept(found)
         or _moved(reference, run, step)
         or _local_norm(run, step)
         or _counts(run, found)
         or _batch_norm(run, found)
         or _own_counts(reference, run, step)
-        or ("" if run.parts else causes.between_sizes(reference.evidence, run.evidence, run.size))
+        or ("" if run.shares_work else causes.between_sizes(reference.evidence, run.evidence, run.size))
         or _loss(found)
         or suggestion(found, run.size)
+    )
+
+
+def _scheduler(run: WholeRun, found: Difference) -> str:
+    if found.quantity != RATE or SCHEDULER not in run.ranks[0].conventions:
+        return ""
+    return (
+        "Cause: Accelerate's scheduler steps once for each process by design (AcceleratedScheduler without split_batches), "
+        f"so that the learning rate depends on their number. {flag(SCHEDULER)}"
     )
 
 
@@ -265,7 +277,7 @@ def _batch_norm(run: WholeRun, found: Difference | Disagreement) -> str:
         return ""
     return (
         "Cause: BatchNorm normalises the rows of each rank alone. Use SyncBatchNorm, or another normalisation; without that N "
-        "ranks are not one process."
+        f"ranks are not one process. {flag(BATCH_NORM)}"
     )
 
 
@@ -319,6 +331,13 @@ def _loss(found: Difference) -> str:
         "Weights and rows are those of one process, and the mean of the ranks' losses is not its loss: look for a loss that "
         "is divided by the rank's own count (of tokens, of weights), or scaled by the number of ranks or micro-batches."
     )
+
+
+OWN_LOSS = (
+    "Cause: the loss over the rows of a rank is no mean over rows, so that the mean of the ranks' losses is not that of all "
+    "rows: a router's balance, a contrastive loss, or a count of its own, within forward. One process that is given the rows of "
+    f"each rank apart does the same. Compute that term over the rows of all ranks. {flag(LOSS)}"
+)
 
 
 def _listed(numbers: Sequence[float]) -> str:

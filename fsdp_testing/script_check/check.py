@@ -16,7 +16,8 @@ from fsdp_testing.errors import HarnessError, InvalidArgument
 from fsdp_testing.pool import Pool, default_pool
 from fsdp_testing.records import Verdict
 from fsdp_testing.script_check import causes
-from fsdp_testing.script_check.deciding import Pair, agree_at_once, check_until, decide
+from fsdp_testing.script_check.conventions import BATCH_NORM, CONVENTIONS, SCHEDULER, check_names
+from fsdp_testing.script_check.deciding import Pair, check_until, computes_the_same, decide, may_be_given_weights
 from fsdp_testing.script_check.feeding import Feed, feeds_of
 from fsdp_testing.script_check.parts import doubled, shares_rows, takers, with_parts_in_place
 from fsdp_testing.script_check.report import Judgement, ScriptReport
@@ -24,8 +25,9 @@ from fsdp_testing.script_check.resuming import judge_resumed
 from fsdp_testing.script_check.rows import strange_shares, unknown_shares
 from fsdp_testing.script_check.running import STEPS, Failed, Launch, RunListener, Runner, Undecided
 from fsdp_testing.script_check.whole import WholeRun, first_steps, initial
-from fsdp_testing.training_check.comparison import first_difference
+from fsdp_testing.training_check.comparison import Difference, first_difference
 from fsdp_testing.training_check.spans import SUMMED_ROUNDINGS
+from fsdp_testing.training_check.whole import BUFFER
 
 
 class ScriptDiffers(AssertionError):
@@ -43,6 +45,7 @@ def check_script(
     world_sizes: Sequence[int] = (2, 3),
     steps: int = STEPS,
     timeout: float = 300.0,
+    accept: Sequence[str] = (),
 ) -> ScriptReport:
     """Run an unmodified training script on worlds of several sizes and compare each with one process.
 
@@ -52,6 +55,8 @@ def check_script(
         world_sizes: Numbers of ranks; one process is always run.
         steps: Optimizer steps that are compared; then the script is ended.
         timeout: Seconds until a rank counts as hung.
+        accept: Conventions by which N ranks are not one process, and that the one process is to follow too:
+            "scheduler-per-process", "batch-norm-per-rank", "loss-per-rank".
 
     Returns:
         What was compared, for each size.
@@ -61,7 +66,8 @@ def check_script(
         ScriptUndecided: Nothing can be said of a world, or of the script.
         InvalidArgument: There is no such script, or no size above 1.
     """
-    report = examine(Launch(str(script), tuple(map(str, arguments)), steps=steps, timeout=timeout), world_sizes)
+    launch = Launch(str(script), tuple(map(str, arguments)), steps=steps, timeout=timeout, accept=tuple(accept))
+    report = examine(launch, world_sizes)
     if report.verdict is Verdict.FAIL:
         raise ScriptDiffers(str(report))
     if report.verdict is Verdict.UNKNOWN:
@@ -77,6 +83,7 @@ def examine(
     Raises:
         InvalidArgument: There is no such script, or no size above 1.
     """
+    check_names(launch.accept)
     sizes = [size for size in world_sizes if size > 1]
     if not sizes:
         raise InvalidArgument(
@@ -186,10 +193,12 @@ def _judge(runner: Runner, runs: dict[int, WholeRun], size: int) -> Judgement:
     if wrong:
         raise Failed(wrong)
     pair, how = _pair(runner, alone, run, taken)
-    _check_start(pair.reference, run)
+    accept = runner.launch.accept
+    pair = pair.as_ranks(accept) if accept else pair
+    pair, start = _with_same_start(pair)
     _check_ranks(pair)
-    compared = _decided(pair) + unknown_shares(alone, taken) + _not_compared(run)
-    return Judgement(size, Verdict.PASS, f"{run.steps} steps are those of one process {how}", compared)
+    compared = _decided(pair) + unknown_shares(alone, taken) + _not_compared(run, accept)
+    return Judgement(size, Verdict.PASS, f"{run.steps} steps are those of one process {how}{start}", compared)
 
 
 def _decided(pair: Pair) -> tuple[str, ...]:
@@ -220,9 +229,12 @@ def _pair(runner: Runner, alone: WholeRun, run: WholeRun, taken: WholeRun) -> tu
         reference, feed = _reference(runner, alone, taken)
     except Undecided:
         # Whatever forward is given: who computes the same gradients at each step has seen the same data.
-        if not agree_at_once(alone, run):
+        pair = Pair(runner, alone, run, Feed())
+        if not computes_the_same(pair):
             raise
-        return Pair(runner, alone, run, Feed()), "with other arguments of forward: ranks share the work on each row"
+        return pair, "with other arguments of forward: ranks share the work on each row"
+    if feed.source is None and not _same_data(alone, taken):
+        return Pair(runner, alone, run, feed), "with the same rows on each rank, of which forward is given parts"
     if feed.source is not None:
         how = f"given the rows of all ranks ({feed})"
     else:
@@ -247,17 +259,22 @@ def _check_replicas(run: WholeRun) -> None:
 def _check_ranks(pair: Pair) -> None:
     """Compare what the ranks have of the same parameters; what differs from one process before that comes first."""
     run = pair.run
-    apart = min((found for found in run.disagreements if found.decides), key=lambda found: found.step, default=None)
+    own = BUFFER if BATCH_NORM in pair.runner.launch.accept else None
+    deciding = [found for found in run.disagreements if found.decides and found.kind != own]
+    apart = min(deciding, key=lambda found: found.step, default=None)
     if apart is None:
         return
     check_until(pair, apart.step)
     raise Failed(f"{apart}. {causes.of_disagreement(run, apart)}", pair.table)
 
 
-def _not_compared(run: WholeRun) -> tuple[str, ...]:
-    if not any(rank.dropout for rank in run.ranks):
-        return ()
-    return ("not compared: dropout, which was switched off, since masks are drawn for a rank's own rows",)
+def _not_compared(run: WholeRun, accept: Sequence[str]) -> tuple[str, ...]:
+    off = any(rank.dropout for rank in run.ranks)
+    said = ["not compared: dropout, which was switched off, since masks are drawn for a rank's own rows"] if off else []
+    for name in accept:
+        there = {SCHEDULER: name in run.ranks[0].conventions, BATCH_NORM: run.ranks[0].steps[0].batch_norm}
+        said.append(f"accepted: {name}: " + (CONVENTIONS[name] if there.get(name, True) else "not there"))
+    return tuple(said)
 
 
 def _reference(runner: Runner, alone: WholeRun, run: WholeRun) -> tuple[WholeRun, Feed]:
@@ -265,7 +282,7 @@ def _reference(runner: Runner, alone: WholeRun, run: WholeRun) -> tuple[WholeRun
     steps = [[rank.steps[step] for rank in run.ranks] for step in range(run.steps)]
     if any(any(seen.losses for seen in ranks) and not any(any(seen.rows) for seen in ranks) for ranks in steps):
         raise Undecided("the model's forward is given no tensor with rows, so that nobody knows what data it sees.")
-    if _same_data(alone, run):
+    if _same_data(alone, run) or _same_source(alone, run):
         return alone, Feed()
     feeds = feeds_of([rank.taken for rank in run.ranks], alone.forwards(), run.forwards())
     tried = []
@@ -309,6 +326,13 @@ def _same_count(one: WholeRun, run: WholeRun, step: int) -> bool:
     return one.union(step).total() == run.union(step).total()
 
 
+def _same_source(alone: WholeRun, run: WholeRun) -> bool:
+    """Whether all ranks take the rows of one process, though forward is given parts of them, as slices of sequences."""
+    sources = [rank.taken.rows for rank in (*alone.ranks, *run.ranks)]
+    known = min(map(len, sources))
+    return known > 0 and all(rows[:known] == sources[0][:known] for rows in sources)
+
+
 def _same_data(one: WholeRun, run: WholeRun) -> bool:
     """Whether both see the same rows at each step; one that ends sooner is a difference of its own."""
     steps = min(one.steps, run.steps)
@@ -326,16 +350,26 @@ def _check_shapes(alone: WholeRun, run: WholeRun) -> None:
         )
 
 
-def _check_start(reference: WholeRun, run: WholeRun) -> None:
-    before, here = initial(reference), initial(run)
-    sums = any(span.block > 1 for spans in first_steps(run)[0].before.values() for span in spans)
-    difference = first_difference(before, here, SUMMED_ROUNDINGS if sums else 0.0)
-    if difference is not None:
-        raise Undecided(
-            f"starts from other weights than one process: {difference}. {causes.of_other_start(reference, run)}"
-        )
+def _with_same_start(pair: Pair) -> tuple[Pair, str]:
+    """Return the world beside one process that begins with its weights, and words on that where it had to be given them."""
+    reference, run = pair.reference, pair.run
     if reference.steps != run.steps:
         raise Failed(
             f"makes {run.steps} steps of the optimizer where one process makes {reference.steps}. Cause: the number of steps "
             "depends on the number of ranks (an early stop, or the length of a rank's data)."
         )
+    difference = _other_start(reference, run)
+    if difference is None:
+        return pair, ""
+    other = f"starts from other weights than one process: {difference}. {causes.of_other_start(reference, run)}"
+    if not may_be_given_weights(run):
+        raise Undecided(other)
+    given = pair.with_weights()
+    if given.reference.steps != run.steps or _other_start(given.reference, run) is not None:
+        raise Undecided(other)
+    return given, ". It was given the weights with which the ranks begin, which are not those that it draws"
+
+
+def _other_start(reference: WholeRun, run: WholeRun) -> Difference | None:
+    sums = any(span.block > 1 for spans in first_steps(run)[0].before.values() for span in spans)
+    return first_difference(initial(reference), initial(run), SUMMED_ROUNDINGS if sums else 0.0)

@@ -6,11 +6,13 @@ Losses and logged numbers come last: they are judged by what they mean where eve
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from fsdp_testing.script_check import causes, readings
+from fsdp_testing.script_check.conventions import LOSS, AsRanks
 from fsdp_testing.script_check.feeding import Feed
+from fsdp_testing.script_check.parts import in_place
 from fsdp_testing.script_check.report import compared_lines
 from fsdp_testing.script_check.running import Failed, Runner, Undecided
 from fsdp_testing.script_check.whole import COPY, WholeRun, initial, is_mean_of_weights
@@ -33,6 +35,8 @@ from fsdp_testing.training_check.whole import (
     vanishing,
 )
 
+NEAR = 1e-3
+"""Gradients that are farther apart, as parts of the largest one, need no closer look."""
 View = Callable[[WholeRun], Quantities]
 
 
@@ -71,7 +75,7 @@ class Pair:
         if found is None or found.error is None:
             return found
         if not self.kept:
-            repeated = first_difference(run, view(self.runner.run(self.run.size, feed=self.own)), 0.0)
+            repeated = first_difference(run, view(self._again(0)), 0.0)
             if repeated is not None:
                 raise Undecided(f"does not repeat itself: two runs differ, first in {repeated}.")
 
@@ -88,10 +92,9 @@ class Pair:
         )
 
     def _disturbed(self, seed: int, found: Difference) -> tuple[WholeRun, WholeRun]:
-        again = self.runner.run
         try:
             if seed not in self.kept:
-                self.kept[seed] = again(1, feed=self.feed, seed=seed), again(self.run.size, feed=self.own, seed=seed)
+                self.kept[seed] = self.runner.run(1, feed=self.feed, seed=seed), self._again(seed)
         except (Failed, Undecided) as why:
             raise Undecided(
                 f"differs from one process, {found}. To know whether roundings alone do that, it is run with other ones, and "
@@ -99,17 +102,54 @@ class Pair:
             ) from why
         return self.kept[seed]
 
+    def _again(self, seed: int) -> WholeRun:
+        return in_place(self.runner.run(self.run.size, feed=self.own, seed=seed), self.run.parts)
 
-def agree_at_once(reference: WholeRun, run: WholeRun) -> bool:
+    def as_ranks(self, accept: tuple[str, ...]) -> Pair:
+        """Return the world beside one process that follows conventions as it does."""
+        rows = tuple(tuple(seen.rows for seen in rank.steps) for rank in self.run.ranks)
+        feed = replace(self.feed, ranks=AsRanks(accept, self.run.size, rows))
+        return Pair(self.runner, self.runner.run(1, feed=feed), self.run, feed, self.own)
+
+    def with_weights(self) -> Pair:
+        """Return the world beside one process that begins with its weights."""
+        weights = {name.removeprefix(PARAMETER): values[0] for name, values in initial(self.run).items()}
+        feed = replace(self.feed, weights=weights)
+        return Pair(self.runner, self.runner.run(1, feed=feed), self.run, feed, self.own)
+
+    def as_ranks_agrees(self, accept: tuple[str, ...], view: View) -> bool:
+        """Whether one process that follows these conventions computes the same."""
+        try:
+            return self.as_ranks(accept).difference(view, Decided()) is None
+        except (Failed, Undecided):
+            return False
+
+
+def may_be_given_weights(run: WholeRun) -> bool:
+    """Whether one process may begin with a world's weights: these are known number by number, and nothing was copied of them."""
+    begun = [span for rank in run.ranks for step in rank.steps for spans in step.before.values() for span in spans]
+    copied = any(rank.copies or any(step.strange or step.copied for step in rank.steps) for rank in run.ranks)
+    return all(span.block == 1 for span in begun) and not copied
+
+
+def computes_the_same(pair: Pair) -> bool:
     """Whether gradients and parameters of both are the same at each step but for roundings, and there are any."""
+    reference, run = pair.reference, pair.run
     if reference.steps != run.steps or first_difference(initial(reference), initial(run), 0.0) is not None:
         return False
-    due, given = (
-        {name: values for name, values in one.quantities.items() if name.startswith((GRADIENT, PARAMETER))}
-        for one in (reference, run)
-    )
-    gradients = [value for name, values in given.items() for value in values if name.startswith(GRADIENT)]
-    return any(bool(value.any()) for value in gradients) and first_difference(due, given, ROUNDINGS) is None
+
+    def first_gradients(one: WholeRun) -> Quantities:
+        return {name: values[:1] for name, values in one.quantities.items() if name.startswith(GRADIENT)}
+
+    due, given = first_gradients(reference), first_gradients(run)
+    largest = max((float(values[0].abs().max()) for values in due.values() if values[0].numel()), default=0.0)
+    pairs = [(due[name][0], given[name][0]) for name in due if name in given]
+    near = all(a.shape == b.shape and bool(((a - b).abs() <= NEAR * largest).all()) for a, b in pairs)
+    if not largest or not near:
+        return False
+    kinds = (GRADIENT, PARAMETER)
+    names = [name for name in run.quantities if name.startswith(kinds) and name in reference.quantities]
+    return pair.difference(lambda one: only(one.quantities, names), Decided()) is None
 
 
 def check_until(pair: Pair, step: int) -> None:
@@ -152,7 +192,11 @@ def decide(pair: Pair) -> tuple[str, ...]:
     difference = pair.difference(lambda one: only(one.quantities, trained), decided)
     if difference is not None:
         first = pair.difference(lambda one: only(one.quantities, names), Decided()) or difference
-        _fail(pair, first, causes.of_difference(reference, run, first))
+        cause = causes.of_difference(reference, run, first)
+        named = cause.startswith("Cause: ") or LOSS in pair.runner.launch.accept
+        if not named and pair.as_ranks_agrees((LOSS,), lambda one: only(one.quantities, trained)):
+            cause = causes.OWN_LOSS
+        _fail(pair, first, cause)
     if readings.LOSS in run.quantities:
         remarks += _judge_losses(pair, decided)
     if not decided.enough:

@@ -19,8 +19,9 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.script_check.conventions import AsRanks
 from fsdp_testing.script_check.loaders import LoaderSeen, LoaderWatch, Pass, copied
-from fsdp_testing.training_check.batches import Call, on_cpu
+from fsdp_testing.training_check.batches import Call, on_cpu, row_digests
 
 
 class Source(StrEnum):
@@ -38,6 +39,7 @@ class Taken:
     Attributes:
         loaders: Its `DataLoader`s.
         marked: What marked lines were given.
+        marks: Digests of its rows, for each time.
         calls: The outermost forwards.
         items: How many items of `DataLoader`s had been taken when each step began.
     """
@@ -46,6 +48,14 @@ class Taken:
     marked: list[Any] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     items: list[int] = field(default_factory=list)
+    marks: list[tuple[str, ...]] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[str]:
+        """Digests of all rows where the script takes them: at marked lines, or else from `DataLoader`s."""
+        if self.marks:
+            return [row for rows in self.marks for row in rows]
+        return [row for loader in self.loaders for one in loader.passes for row in one.rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +87,8 @@ class Feed:
         source: Where the data is put in.
         loaders: For each loader.
         batches: For marked lines, or forwards.
+        ranks: The ranks whose conventions it is to follow, if any are accepted.
+        weights: Parameters with which its models are to begin, by name; as it made them without.
         pads: Whether batches have other shapes than the ranks' own: rows are padded to another length.
         rank: Whose rows are taken of items that are made of all ranks' rows; -1 takes all.
     """
@@ -85,6 +97,8 @@ class Feed:
     loaders: list[FedLoader] = field(default_factory=list)
     batches: list[Any] = field(default_factory=list)
     pads: bool = False
+    ranks: AsRanks | None = None
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
     rank: int = -1
 
     def __str__(self) -> str:
@@ -136,6 +150,7 @@ class Feeder:
     def mark(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return what a marked line is to give."""
         self.taken.marked.append(on_cpu(values))
+        self.taken.marks.append(row_digests(values))
         given = next(self._waiting, None) if self._feed.source is Source.MARK else None
         return values if given is None else tuple(given)
 

@@ -18,13 +18,14 @@ from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.ledger.late_delivery import deliver_late
 from fsdp_testing.pool.world import current_world
 from fsdp_testing.programs.fresh_memory import filled_with_garbage
+from fsdp_testing.script_check.conventions import Follower
 from fsdp_testing.script_check.copies import copies_in
 from fsdp_testing.script_check.feeding import Feed, Feeder, Taken
 from fsdp_testing.script_check.numbers import Log, watch_numbers
 from fsdp_testing.script_check.surroundings import hosts, in_folder, outside
 from fsdp_testing.training_check.disturbance import disturbed
 from fsdp_testing.training_check.evidence import StepEvidence, Witness
-from fsdp_testing.training_check.held import Spans
+from fsdp_testing.training_check.held import Spans, begin_with
 from fsdp_testing.training_check.launch import as_torchrun_starts
 from fsdp_testing.training_check.observation import Observer, StepSeen
 
@@ -70,6 +71,7 @@ class RankReport:
         copies: Other copies of the weights at the end, by the name of their variable.
         ended: Whether the script ended by itself.
         dropout: Whether dropout would have been active, which is switched off.
+        conventions: Names of conventions that it was seen to follow.
     """
 
     steps: tuple[StepSeen, ...]
@@ -81,6 +83,7 @@ class RankReport:
     copies: dict[str, Spans]
     ended: bool
     dropout: bool = False
+    conventions: tuple[str, ...] = ()
 
 
 class _EnoughSteps(BaseException):
@@ -94,7 +97,8 @@ def run_here(run: ScriptRun) -> RankReport:
         InvalidArgument: The script starts processes of its own, ends with an exit code, or does not get what it downloads.
     """
     world = current_world()
-    feeder, witness = Feeder(replace(run.feed, rank=world.rank if world.size > 1 else -1), run.keep_data), Witness()
+    feed = replace(run.feed, rank=world.rank if world.size > 1 else -1)
+    feeder, witness, follower = Feeder(feed, run.keep_data), Witness(), Follower(run.feed.ranks)
 
     def stop(steps: int) -> None:
         if steps >= run.steps:
@@ -102,10 +106,16 @@ def run_here(run: ScriptRun) -> RankReport:
 
     def stop_before(steps: int) -> None:
         feeder.end_step()
+        follower.look()
         if run.stop_before and steps >= run.stop_before:
             raise _EnoughSteps
 
-    observer = Observer(stop, feeder.forward, stop_before)
+    def forward(model: torch.nn.Module, call: Any, given: Any, place: Any) -> Any:
+        if run.feed.weights and not any(model is known for known in observer.reader.models):
+            begin_with(run.feed.weights, model, len(observer.reader.models))
+        return follower.forward(model, call, given, place)
+
+    observer = Observer(stop, feeder.forward, stop_before, forward)
     observer.keep_calls = run.keep_data
     roundings = disturbed(run.seed * world.size + world.rank) if run.seed else nullcontext()
     dropout: list[bool] = []
@@ -119,6 +129,7 @@ def run_here(run: ScriptRun) -> RankReport:
             witness.watch(),
             observer.watch(),
             feeder.watch(),
+            follower.watch(),
             deliver_late(),
             filled_with_garbage(),
             roundings,
@@ -141,6 +152,7 @@ def run_here(run: ScriptRun) -> RankReport:
         copies,
         ended,
         bool(dropout),
+        tuple(sorted(follower.seen)),
     )
 
 

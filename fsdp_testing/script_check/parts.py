@@ -7,42 +7,17 @@ name. A parameter that is the same everywhere (ones, zeros) goes with the others
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 
 from fsdp_testing.script_check.launched import RankReport
-from fsdp_testing.script_check.whole import WholeRun, initial, whole
+from fsdp_testing.script_check.whole import Place, WholeRun, initial, whole
 from fsdp_testing.training_check.held import Spans
 from fsdp_testing.training_check.observation import StepSeen
 from fsdp_testing.training_check.spans import Span
 from fsdp_testing.training_check.whole import PARAMETER
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a parameter of a rank lies in one process.
-
-    Attributes:
-        name: Of the parameter of one process.
-        shape: Of that.
-        dim: Along which the rank has a part of it; None where it has all.
-        index: Which slices, along that.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dim: int | None = None
-    index: tuple[int, ...] = ()
-
-    def positions(self) -> torch.Tensor | None:
-        """Return the place of each element in the whole parameter; None where that is all of it."""
-        if self.dim is None:
-            return None
-        numbers = torch.arange(torch.Size(self.shape).numel()).view(self.shape)
-        return numbers.index_select(self.dim, torch.tensor(self.index, dtype=torch.long)).reshape(-1)
-
 
 Places = Mapping[str, Place]
 """By the name that a rank has for its parameter."""
@@ -57,8 +32,15 @@ def with_parts_in_place(alone: WholeRun, run: WholeRun) -> WholeRun:
     places = [_places(held or {}, due, rank, run.size) for rank, held in enumerate(ranks)]
     if any(found is None for found in places):
         return run
-    moved = [_moved(report, found or {}) for report, found in zip(run.ranks, places)]
-    return replace(whole(run.size, moved), parts=tuple(str(sorted((found or {}).items())) for found in places))
+    return in_place(run, tuple(found or {} for found in places))
+
+
+def in_place(run: WholeRun, parts: tuple[Places, ...]) -> WholeRun:
+    """Return a run with the parameters of each rank where they lie in one process; as it is without places."""
+    if not parts:
+        return run
+    moved = [_moved(report, places) for report, places in zip(run.ranks, parts, strict=True)]
+    return replace(whole(run.size, moved), parts=parts)
 
 
 def _is_replica(held: Mapping[str, torch.Tensor], due: Mapping[str, torch.Tensor]) -> bool:
@@ -247,7 +229,7 @@ def doubled(run: WholeRun) -> int:
     shares = [
         (
             tuple(step[rank] for step in run.rows),
-            run.parts[rank] if run.parts else "",
+            str(sorted(run.parts[rank].items())) if run.parts else "",
             report.steps[0].share,
             tuple(tuple(f"{loss:.6g}" for loss in seen.losses) for seen in report.steps),
         )
@@ -258,5 +240,4 @@ def doubled(run: WholeRun) -> int:
 
 def shares_rows(run: WholeRun) -> bool:
     """Whether ranks have their parts of the model, or take the same rows."""
-    rows: Sequence[object] = [tuple(step[rank] for step in run.rows) for rank in range(run.size)]
-    return bool(run.parts) or any(rank.steps[0].share for rank in run.ranks) or len({*map(str, rows)}) == 1
+    return run.shares_work or len({tuple(step[rank] for step in run.rows) for rank in range(run.size)}) == 1

@@ -88,6 +88,7 @@ class Launch:
         backend: Backend of the worlds.
         resume_at: Step before which it is stopped to be resumed; never with 0.
         resume_arguments: Further arguments of the script that is resumed.
+        accept: Names of conventions that one process is to follow as the ranks do (`conventions`).
         isolation: "fresh" runs each time in new processes; "warm" in kept ones, where modules of the script stay imported.
     """
 
@@ -100,6 +101,7 @@ class Launch:
     isolation: str = "fresh"
     resume_at: int = 0
     resume_arguments: tuple[str, ...] = ()
+    accept: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

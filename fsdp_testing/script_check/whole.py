@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +20,30 @@ COPY = "weights kept as "
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Where a parameter of a rank lies in one process.
+
+    Attributes:
+        name: Of the parameter of one process.
+        shape: Of that.
+        dim: Along which the rank has a part of it; None where it has all.
+        index: Which slices, along that.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None = None
+    index: tuple[int, ...] = ()
+
+    def positions(self) -> torch.Tensor | None:
+        """Return the place of each element in the whole parameter; None where that is all of it."""
+        if self.dim is None:
+            return None
+        numbers = torch.arange(torch.Size(self.shape).numel()).view(self.shape)
+        return numbers.index_select(self.dim, torch.tensor(self.index, dtype=torch.long)).reshape(-1)
+
+
+@dataclass(frozen=True, slots=True)
 class WholeRun:
     """One run of a world.
 
@@ -30,7 +54,8 @@ class WholeRun:
         rows: Of every step, for each rank, the digests of its rows.
         disagreements: The first of each kind.
         ranks: What each rank reported.
-        parts: For each rank which parts of parameters it has of its own; empty where all have the same, or shards of it.
+        parts: For each rank the place in one process of each parameter that it has of its own; empty where all have the same, or
+            shards of it.
     """
 
     size: int
@@ -38,7 +63,12 @@ class WholeRun:
     rows: tuple[tuple[tuple[str, ...], ...], ...]
     disagreements: tuple[Disagreement, ...]
     ranks: tuple[RankReport, ...]
-    parts: tuple[str, ...] = ()
+    parts: tuple[Mapping[str, Place], ...] = ()
+
+    @property
+    def shares_work(self) -> bool:
+        """Whether ranks have parts of the model that nobody gathers, so that they work on the same rows together."""
+        return bool(self.parts) or any(rank.steps[0].share for rank in self.ranks)
 
     def of(self, ranks: Sequence[int]) -> WholeRun:
         """Return the rows that some of the ranks took, and these ranks, as a run of their own."""

@@ -43,6 +43,19 @@ def held_by(model: nn.Module, *, gradients: bool = True) -> Held:
     return {_without(wrappers, name): held for name, held in found.items()}
 
 
+def begin_with(weights: Mapping[str, torch.Tensor], model: nn.Module, number: int) -> None:
+    """Give a model other weights, in place.
+
+    Args:
+        weights: By name; those of a second model have its number before them.
+        model: Whose parameters are replaced.
+        number: Of the model.
+    """
+    prefix = f"model {number}: " if number else ""
+    held = {prefix + name: found for name, found in held_by(model, gradients=False).items()}
+    pieces.scatter_back(weights, {name: found for name, found in held.items() if name in weights})
+
+
 def whole_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters of a model that shards nothing, by original name; none of one that does."""
     shards = ("fsdp_ref", "torch.distributed.fsdp", "torch.distributed._composable")

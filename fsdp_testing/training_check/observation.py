@@ -121,6 +121,8 @@ class Observer:
             step; may raise to end the training. Steps of several optimizers without a forward or backward between them are one.
         before_forward: Is given the arguments of each outermost forward and returns those to use.
         before_step: Called before each step with the number of steps so far; may raise to end the training.
+        forward: Makes an outermost forward: is given the model, its `__call__`, arguments, and step, number of the forward in it
+            and digests of its rows.
 
     Attributes:
         first_calls: Of each step how many steps of optimizers, parts of others included, were begun before it.
@@ -131,6 +133,7 @@ class Observer:
         after_step: Callable[[int], None] = lambda _: None,
         before_forward: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any]] = lambda a, k: (a, k),
         before_step: Callable[[int], None] = lambda _: None,
+        forward: Callable[..., Any] = lambda _model, call, given, _place: call(*given[0], **given[1]),
     ) -> None:
         self.steps: list[StepSeen] = []
         self.reader = Reader()
@@ -138,6 +141,7 @@ class Observer:
         self.calls: list[Call] = []
         self.keep_calls = False
         self._after_step, self._before_forward, self._about_to_step = after_step, before_forward, before_step
+        self._forward = forward
         self._depth = 0
         self._stepping = 0  # an optimizer may be made of others, whose steps are parts of its own
         self._in_closure = False
@@ -204,7 +208,8 @@ class Observer:
             if not observer._in_closure:
                 observer._stepping, observer._ignoring = 0, False  # a step that raised has not ended
             try:
-                output = original(module, *args, **kwargs)
+                place = len(observer.steps), len(observer._rows) - 1, observer._rows[-1]
+                output = observer._forward(module, partial(original, module), (args, kwargs), place)
             finally:
                 observer._depth -= 1
             observer._drew |= not torch.equal(state, torch.get_rng_state())

@@ -96,7 +96,7 @@ class Reader:
         ids = {id(p) for p in _stepped(optimizer)}
         known = self._of_models(named_ids) | {name: id(copy) for name, copy in self._copies.items()}
         own = {name for name, number in known.items() if number in ids}
-        if ids - {*known.values()} or not own <= {*names}:
+        if any(map(is_engine, self.models)) or ids - {*known.values()} or not own <= {*names}:
             return names
         return {name: value for name, value in names.items() if name in own}
 
