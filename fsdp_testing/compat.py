@@ -132,3 +132,15 @@ def each_operation(see: Callable[[str, list[Any], list[Any]], None]) -> Any:
             return result
 
     return Seeing()  # type: ignore[no-untyped-call]  # torch annotates the method, not the constructor
+
+
+def storage_key(storage: Any) -> int:
+    """Return what identifies the memory of a storage while somebody refers to it; its address is 0 for an empty one."""
+    return int(storage._cdata)
+
+
+def storage_reference(storage: Any) -> Any:
+    """Return a weak reference with `expired()`; Python's own follow the wrapper, of which each tensor makes a new one."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    return StorageWeakRef(storage)
