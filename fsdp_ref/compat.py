@@ -15,11 +15,14 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase  # no public name covers every batch norm
+from torch.optim.optimizer import _global_optimizer_post_hooks as optimizer_hooks  # nothing public lists them
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "BatchNormBase",
     "RunningCall",
+    "after_optimizer_steps",
     "all_gather_flat",
     "apply_function",
     "calls_of",
@@ -34,6 +37,7 @@ __all__ = [
     "saved_tensor_hooks_active",
     "saved_tensor_hooks_allowed",
     "storage_key",
+    "version_of",
     "waited",
 ]
 
@@ -92,6 +96,17 @@ def saved_tensor_hooks_allowed() -> bool:
 def storage_key(tensor: torch.Tensor) -> int:
     """Return what identifies the storage of ``tensor`` while the storage lives, whatever memory it has."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often ``tensor`` was changed in place; 0 for one made for inference, which nobody counts."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def after_optimizer_steps(callback: Callable[..., None]) -> None:
+    """Run ``callback(optimizer, args, kwargs)`` after each step of any optimizer of this process; once, however often asked."""
+    if callback not in optimizer_hooks.values():
+        register_optimizer_step_post_hook(callback)
 
 
 def waited(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import _thread
+import ctypes
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -77,6 +79,13 @@ def after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass in this thread, as while checkpointed activations are computed again."""
+    import torch
+
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 def process_group_named(name: Any) -> Any:
     """Return the process group that a functional collective names; torch resolves names in a private registry."""
     from torch.distributed.distributed_c10d import _resolve_process_group
@@ -144,3 +153,41 @@ def storage_reference(storage: Any) -> Any:
     from torch.multiprocessing.reductions import StorageWeakRef
 
     return StorageWeakRef(storage)
+
+
+class Unversioned:
+    """Stands for the state of a dictionary that does not say whether it was changed: it may have been, each time."""
+
+    @property
+    def value(self) -> object:
+        return object()
+
+
+# Behind reference count, type and number of entries. PEP 509: unique for each state of each dictionary.
+_VERSION_OFFSET = 3 * ctypes.sizeof(ctypes.c_void_p)
+
+
+def state_of_dictionary(names: dict[str, Any]) -> Any:
+    """Return an object whose `value` is another one after each change of `names`, which must live as long.
+
+    Python keeps such a number up to version 3.13 and shows it nowhere. To read thousands of names around each test instead
+    would take a tenth of the test's time, and copy the memory page of each in every new rank.
+    """
+    return ctypes.c_uint64.from_address(id(names) + _VERSION_OFFSET) if _dictionaries_have_versions() else Unversioned()
+
+
+@functools.cache
+def _dictionaries_have_versions() -> bool:
+    if sys.implementation.name != "cpython" or sys.version_info >= (3, 14):
+        return False
+    names: dict[str, object] = {"a": 1, "b": 2}
+    version = ctypes.c_uint64.from_address(id(names) + _VERSION_OFFSET)
+    seen = [version.value]
+    names["a"] = 3
+    seen.append(version.value)
+    del names["b"]
+    seen.append(version.value)
+    names["c"] = None
+    seen += [version.value, version.value]
+    list(names.values())
+    return len(set(seen)) == len(seen) - 1 and version.value == seen[-1]

@@ -22,6 +22,33 @@ from torch import Tensor
 _HERE = nullcontext()
 
 
+class Later:
+    """Values of a tensor of booleans that the host reads some time after they were computed."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def values(self) -> list[bool]:
+        """Return them; the host waits if the device has not come so far."""
+        values: list[bool] = self._tensor.tolist()
+        return values
+
+
+class _OnItsWay(Later):
+    """Values that are copied to memory which the device writes by itself."""
+
+    def __init__(self, tensor: Tensor, device: torch.device) -> None:
+        super().__init__(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True))
+        self._tensor.copy_(tensor, non_blocking=True)
+        self._copied = torch.cuda.Event()
+        self._copied.record(torch.cuda.current_stream(device))
+
+    def values(self) -> list[bool]:
+        """Return them; the host waits if the device has not come so far."""
+        self._copied.synchronize()
+        return super().values()
+
+
 class Streams:
     """What the runtime asks of streams, where there are none (CPU): everything runs where it is called."""
 
@@ -63,6 +90,10 @@ class Streams:
 
     def used_by_reduce(self, tensor: Tensor) -> None:
         """Record that the post-backward stream reads ``tensor``, which was made on the current one."""
+
+    def read_later(self, tensor: Tensor) -> Later:
+        """Begin to copy a small tensor of booleans to the host, which reads it later."""
+        return Later(tensor)
 
     def limit_gathers(self) -> None:
         """Block the host until at most two freed full parameters are still in use by the device."""
@@ -130,6 +161,9 @@ class DeviceStreams(Streams):
 
     def used_by_reduce(self, tensor: Tensor) -> None:
         tensor.record_stream(self._post_backward)
+
+    def read_later(self, tensor: Tensor) -> Later:
+        return _OnItsWay(tensor, self._device)
 
     def limit_gathers(self) -> None:
         # The oldest first: its readers are the first to end.

@@ -27,6 +27,7 @@ from fsdp_ref.handle.flatten import build_layout, cut_shard, flatten
 from fsdp_ref.handle.gradients import GradientStore
 from fsdp_ref.handle.marked_parameter import FlatParameter, describe, like_flat
 from fsdp_ref.handle.originals import Originals, Shown
+from fsdp_ref.handle.versions import ParameterVersions
 from fsdp_ref.layout import FlatLayout, ShardMap
 from fsdp_ref.states import READABLE, LifeCycle, UnitState
 from fsdp_ref.storage import offload
@@ -57,6 +58,7 @@ class FlatHandle:
         needs_buffer: full parameters are a copy; otherwise the shard is the full parameter and nothing is freed.
         grads: its gradient.
         originals: how users see the parameters.
+        versions: whether the parameters were changed since they were gathered.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class FlatHandle:
         describe(self.flat_param, self.shard_map, self.shard_rank, self.full_F())
         self.originals = Originals(self, params)
         self.grads = GradientStore(self, self.originals)
+        self.versions = ParameterVersions(self)
         self.originals.take_over()
 
     # ------------------------------------------------------------------ facts
@@ -171,6 +174,7 @@ class FlatHandle:
         if self.life.state is not UnitState.SHARDED:
             return False
         self.life.move(UnitState.GATHERING, self.name)
+        self.versions.note_gather()
         if not self.needs_buffer:
             return True
         try:
@@ -307,6 +311,7 @@ class FlatHandle:
         vars(copied)["flat_param"] = flat
         originals = self.originals.copied(copied, memo)
         vars(copied).update(originals=originals, grads=GradientStore(copied, originals))
+        vars(copied)["versions"] = ParameterVersions(copied)
         describe(flat, copied.shard_map, copied.shard_rank, copied.full_F())
         return copied
 

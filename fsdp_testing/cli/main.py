@@ -32,6 +32,7 @@ from fsdp_testing.cli import (
     train,
 )
 from fsdp_testing.errors import HarnessError, InvalidArgument, PoolBroken
+from fsdp_testing.records.printable import printable
 
 PROGRAM = "fsdp-verify"
 COMMANDS: tuple[ModuleType, ...] = (
@@ -121,7 +122,7 @@ def _execute(options: argparse.Namespace) -> int:
         serve(launch, default_pool())
         return 0
     with gathered(launch, default_pool()) as hosts:
-        print(hosts.describe(), flush=True)
+        print(printable(hosts.describe()), flush=True)
         code = options.execute(options)
     return code
 
@@ -158,5 +159,5 @@ def _version() -> str:
 
 def _say(error: object, code: int) -> int:
     sys.stdout.flush()
-    print(f"{PROGRAM}: {error}", file=sys.stderr)
+    print(f"{PROGRAM}: {printable(str(error))}", file=sys.stderr)
     return code

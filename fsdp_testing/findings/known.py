@@ -9,26 +9,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.findings.tags import NEW_MODEL, NEW_OPTIMIZER, tags, words, words_of
-from fsdp_testing.judging.signature import Signature
-from fsdp_testing.records import ENDS_RANKS, RAISES, Case, FailureKind, ModelSpec, WorldSpec
+from fsdp_testing.judging.signature import Signature, alike
+from fsdp_testing.records import ENDS_RANKS, Case, FailureKind, ModelSpec, WorldSpec
 from fsdp_testing.records.document import Format, decode, encode, load_json, to_json
 
 FORMAT = Format("fsdp_testing/known_failures", 2)
+WRONG_NUMBERS = frozenset({FailureKind.DIVERGED, FailureKind.DISAGREED})
 SHIPPED = Path(__file__).parent / "known_failures"
 
 
 class CaseFeatures:
-    """A case in words, found out once for however many rules ask: that takes longer than drawing the case."""
+    """A case in words, found out once for however many rules ask: that takes longer than drawing the case.
 
-    def __init__(self, case: Case) -> None:
+    Args:
+        case: The case.
+        at: Operation in or after which it fails: what comes later did not bring the failure about. None if that is not known.
+    """
+
+    def __init__(self, case: Case, at: int | None = None) -> None:
         self._case = case
-        self.places = (frozenset({"begin", NEW_MODEL, NEW_OPTIMIZER}), *words_of(case.program))
+        places = (frozenset({"begin", NEW_MODEL, NEW_OPTIMIZER}), *words_of(case.program))
+        self.places = places if at is None else places[: at + 2]
 
     @cached_property
     def tags(self) -> frozenset[str]:
@@ -56,6 +64,8 @@ class Rule:
             without them, for what it may have hidden. Empty where no such operation is known.
         instead: What of the case is other in that run, by field, where no operation brings the failure about:
             `{"world": {"mesh": [1, 2]}}` leaves the size of the world as it is.
+        cause: What one process would have to do to give its wrong numbers, or a part of that, as a pattern (fnmatch): a campaign
+            asks the first failures that it knows by this rule, and every so many later ones. Empty where no cause is found.
         example: A case that fails because of it, to notice when it no longer does.
         unlike: The case nearest to it that was seen to pass: the rule may not ask for less than what it lacks.
     """
@@ -69,6 +79,7 @@ class Rule:
     tags: tuple[str, ...] = ()
     without: str = ""
     instead: Mapping[str, Any] = field(default_factory=dict)
+    cause: str = ""
     example: Any = None
     unlike: Any = None
 
@@ -85,6 +96,14 @@ class Rule:
     def knows(self, signature: Signature, features: CaseFeatures) -> bool:
         """Return whether a failure with this signature, met in such a case, is this one."""
         return any(_looks_like(known, signature) for known in self.signatures) and self.fits(features)
+
+    def asks_cause(self, signature: Signature) -> bool:
+        """Return whether a failure that looks so is this one only by its cause."""
+        return bool(self.cause) and signature.kind in WRONG_NUMBERS and " has another " not in signature.quantity
+
+    def is_by_cause(self, signature: Signature, cause: str | None) -> bool:
+        """Return whether the cause of a failure, where it was looked for, is that of this one."""
+        return cause is None or not self.asks_cause(signature) or fnmatchcase(cause, f"*{self.cause}*")
 
     def variant(self, case: Case) -> Case | None:
         """Return the case without what brings the failure about; None where nothing is left, or nobody knows how."""
@@ -117,10 +136,9 @@ def _merged(data: Any, change: Any) -> Any:
 
 def _looks_like(known: Sequence[str], signature: Signature) -> bool:
     kind, quantity, operation = (*known, "", "")[:3]
-    same = signature.quantity == quantity or (signature.kind in RAISES and signature.quantity.startswith(quantity))
     return (
         signature.kind == FailureKind(kind)
-        and (same or not quantity)
+        and (not quantity or alike(quantity, signature))
         and (not operation or signature.operation == operation)
     )
 
@@ -159,19 +177,35 @@ class KnownFailures:
 
     rules: tuple[Rule, ...] = ()
 
-    def recognize(self, signature: Signature, case: Case) -> Rule | None:
-        """Return the rule that knows a failure with this signature, met in this case; the first one of several."""
-        features = CaseFeatures(case)
-        return next((rule for rule in self.rules if rule.knows(signature, features)), None)
+    def recognize(
+        self, signature: Signature, case: Case, at: int | None = None, cause: str | None = None
+    ) -> Rule | None:
+        """Return the first rule that knows a failure.
+
+        Args:
+            signature: What it looks like.
+            case: In which it was met.
+            at: In or after which operation; None if that is not known.
+            cause: Its cause as it was found; None if nobody looked for it.
+        """
+        return next(iter(self.recognizing(signature, case, at, cause)), None)
+
+    def recognizing(
+        self, signature: Signature, case: Case, at: int | None = None, cause: str | None = None
+    ) -> list[Rule]:
+        """Return every rule that knows a failure, as `recognize`."""
+        features = CaseFeatures(case, at)
+        knowing = [rule for rule in self.rules if rule.knows(signature, features)]
+        return [rule for rule in knowing if rule.is_by_cause(signature, cause)]
 
     def may_end_ranks(self, case: Case) -> Rule | None:
         """Return a rule of a failure that costs the ranks and was seen in such cases."""
         return self.fitting([rule.name for rule in self.rules if rule.ends_ranks], case)
 
-    def fitting(self, names: Iterable[str], case: Case) -> Rule | None:
+    def fitting(self, names: Iterable[str], case: Case, at: int | None = None) -> Rule | None:
         """Return the first of the named rules whose failure was seen in such cases."""
         wanted = frozenset(names)
-        features = CaseFeatures(case)
+        features = CaseFeatures(case, at)
         return next((rule for rule in self.rules if rule.name in wanted and rule.fits(features)), None)
 
     def with_rule(self, rule: Rule) -> KnownFailures:

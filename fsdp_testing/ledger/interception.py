@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from fsdp_testing.compat import backend_select_key
 from fsdp_testing.errors import HarnessError
-from fsdp_testing.ledger import late_delivery
+from fsdp_testing.ledger import late_delivery, messages
 from fsdp_testing.ledger.readers import (
     FUNCTIONAL,
     METHODS,
@@ -108,6 +108,7 @@ def install() -> None:
     for name, reader in METHODS.items():
         if name in dist.ProcessGroup.__dict__:
             setattr(dist.ProcessGroup, name, _recording(name, getattr(dist.ProcessGroup, name), reader))
+    messages.watch()
     _stand_in_front_of("_c10d_functional", FUNCTIONAL)
     for name in _CPP_CALLERS:
         if hasattr(dist, name):

@@ -132,8 +132,10 @@ class _ForkServer:
         # A page that this writes to is written once here, not once in every rank. A rank does it itself when it failed here.
         with contextlib.suppress(Exception):
             from fsdp_testing.ledger import interception
+            from fsdp_testing.pool import hygiene_names
 
             interception.install()
+            hygiene_names.remember()
         self._modules = frozenset(sys.modules)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)

@@ -16,11 +16,17 @@ from typing import Any
 import torch
 
 from fsdp_testing import compat
-from fsdp_testing.pool import hygiene_process, hygiene_python, hygiene_torch
+from fsdp_testing.pool import hygiene_names, hygiene_process, hygiene_python, hygiene_torch
 from fsdp_testing.pool.hygiene_probe import Probe
 from fsdp_testing.records.dirt import Dirt
 
-PROBES: tuple[Probe, ...] = (*hygiene_python.PROBES, *hygiene_torch.PROBES, *hygiene_process.PROBES)
+PROBES: tuple[Probe, ...] = (
+    hygiene_process.LIMITS,  # first: with a limit put back, more can be read
+    *hygiene_python.PROBES,
+    *hygiene_torch.PROBES,
+    *hygiene_names.PROBES,  # after settings that hold a name too: `torch.Storage` follows the default dtype
+    *hygiene_process.PROBES,
+)
 # What is nobody's concern after a call whose process ends with it: all but what ends badly, or not at all, with the process.
 ENDS_WITH_PROCESS = frozenset(probe.kind for probe in PROBES) - {
     "process group",

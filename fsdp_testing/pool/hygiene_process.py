@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import stat
 import tempfile
 import threading
 import time
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
-from fsdp_testing.pool.hygiene_probe import Probe, leftovers_probe
+from fsdp_testing.pool.hygiene_probe import Probe, Setting, leftovers_probe, settings_probe
 
 # A thread that was asked to stop gets this long to do so before it counts as left behind.
 _THREAD_GRACE_SECONDS = 0.2
@@ -23,6 +26,10 @@ _EXEC_SECONDS = 0.1
 _LASTING_CHILDREN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 # Caches that torch.compile keeps between processes on purpose.
 _LASTING_FILES = ("torchinductor_",)
+_LIMITS = ("AS", "CORE", "CPU", "DATA", "FSIZE", "MEMLOCK", "NOFILE", "NPROC", "STACK")
+# So many descriptors are named one by one; and libraries may keep so many of devices, events and memory for good.
+_NAMED = 10
+_KEPT_DESCRIPTORS = 64
 
 
 class PrivateTemporaryDirectory:
@@ -106,12 +113,33 @@ def _end(pid: int) -> None:
 
 
 def _descriptors() -> list[str]:
-    numbers = os.listdir("/proc/self/fd")
+    try:
+        numbers = os.listdir("/proc/self/fd")
+    except OSError:  # none is left to read the folder with
+        return [str(number) for number in range(resource.getrlimit(resource.RLIMIT_NOFILE)[0]) if _is_open(number)]
     # The listing itself held the lowest free number, which the next file opened will get.
     lowest_free = os.dup(2)
     os.close(lowest_free)
     own = str(lowest_free)
     return [number for number in numbers if number != own]
+
+
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
+
+
+def _tell_descriptors(before: Sequence[str], now: Sequence[str]) -> Iterator[str]:
+    new = sorted(set(now) - set(before), key=int)
+    named = list(filter(None, map(_descriptor, new)))
+    yield from named[:_NAMED]
+    if len(named) > _NAMED:
+        yield f"{len(named) - _NAMED} more descriptors are open"
+    if len(new) - len(named) > _KEPT_DESCRIPTORS:
+        yield f"{len(new) - len(named)} descriptors of devices, events or memory are open"
 
 
 def _descriptor(number: str) -> str:
@@ -145,10 +173,28 @@ def _remove_file(name: str) -> None:
         path.unlink(missing_ok=True)
 
 
+def _limit(name: str) -> Setting:
+    number = getattr(resource, f"RLIMIT_{name}")
+    return Setting(f"RLIMIT_{name}", partial(resource.getrlimit, number), partial(resource.setrlimit, number))
+
+
+LIMITS = settings_probe(
+    "process limits",
+    [
+        *(_limit(name) for name in _LIMITS if hasattr(resource, f"RLIMIT_{name}")),
+        Setting("niceness", lambda: os.getpriority(os.PRIO_PROCESS, 0), partial(os.setpriority, os.PRIO_PROCESS, 0)),
+        Setting(
+            "scheduling policy",
+            lambda: os.sched_getscheduler(0),
+            lambda policy: os.sched_setscheduler(0, policy, os.sched_param(0)),
+        ),
+    ],
+)
+
 PROBES: tuple[Probe, ...] = (
     leftovers_probe("thread", threading.enumerate, _running, collect_first=True),
     leftovers_probe("child process", children, _child, _end),
-    leftovers_probe("open file", _descriptors, _descriptor, collect_first=True),
+    Probe("open file", _descriptors, None, _tell_descriptors, collect_first=True),
     leftovers_probe(
         "temporary file",
         _temporary_files,

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import builtins
+import decimal
 import faulthandler
 import gc
 import logging
+import multiprocessing
 import os
 import signal
+import socket
 import sys
+import sysconfig
 import threading
 import warnings
 from collections.abc import Iterator
@@ -16,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from fsdp_testing import env
-from fsdp_testing.pool.hygiene_probe import Probe, Setting, attribute, list_attribute, settings_probe
+from fsdp_testing.pool.hygiene_probe import Probe, Setting, attribute, leftovers_probe, list_attribute, settings_probe
 
 _SIGNALS = (
     signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE,
@@ -25,6 +30,8 @@ _SIGNALS = (
 )  # fmt: skip
 # Without the enum that Python's own function makes of what C keeps: these were a fifth of what a clean comparison cost.
 _handler_of = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
+# Parts of the paths of files that are no code under test.
+INSTALLED = ("/site-packages/", "/dist-packages/", f"{sysconfig.get_path('stdlib')}/", "<")
 # pytest names the running test and its phase here, and changes it itself.
 _CURRENT_TEST = b"PYTEST_CURRENT_TEST"
 # torch.compile sets these once, when it is imported: taking them away would break it, naming them would blame the test.
@@ -119,6 +126,40 @@ def _hook(owner: Any, name: str) -> Setting:
     return Setting(label, lambda: _Hook(getattr(owner, name)), lambda hook: setattr(owner, name, hook.value))
 
 
+class _ExitHandlers:
+    """What this rank was asked to call when it ends, which it never does: a rank leaves without ceremony."""
+
+    def __init__(self) -> None:
+        self._functions: list[Any] = []
+
+    def watch(self) -> None:
+        """Note every function that is registered from now on; once per process."""
+        register = atexit.register
+
+        def noted(function: Any, /, *args: Any, **kwargs: Any) -> Any:
+            self._functions.append(function)
+            return register(function, *args, **kwargs)
+
+        atexit.register = noted
+
+    def registered(self) -> list[Any]:
+        return list(self._functions)
+
+    def remove(self, function: Any) -> None:
+        atexit.unregister(function)
+        self._functions.remove(function)
+
+    def name(self, function: Any) -> str:
+        """Return what a function is; empty for one of a library, which registers one for good when it is first used."""
+        inner = getattr(function, "func", function)  # of a partial
+        code = getattr(getattr(inner, "__func__", inner), "__code__", None)
+        if code is None or any(part in code.co_filename for part in INSTALLED):
+            return ""
+        return f"{inner.__module__}.{inner.__qualname__} is to be called at exit, which no rank does"
+
+
+EXIT_HANDLERS = _ExitHandlers()
+
 INTERPRETER = settings_probe(
     "interpreter",
     [
@@ -154,6 +195,48 @@ INTERPRETER = settings_probe(
     ],
 )
 
+
+def _decimal() -> tuple[Any, Any]:
+    # Without the flags, which any division sets.
+    facts: Any = decimal.getcontext().__reduce__()[1]  # precision to clamp, flags, traps
+    return facts[:6], facts[7]
+
+
+def _set_decimal(facts: tuple[Any, Any]) -> None:
+    decimal.setcontext(decimal.Context(*(*facts[0], [], facts[1])))
+
+
+def _numpy_errors() -> Any:
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else (numpy.geterr(), numpy.geterrcall())
+
+
+def _set_numpy_errors(handling: Any) -> None:
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and handling is not None:
+        numpy.seterr(**handling[0])
+        numpy.seterrcall(handling[1])
+
+
+def _start_method() -> str:
+    # One that nobody has set, and one that was only looked at, are the same.
+    return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+
+
+LIBRARY = settings_probe(
+    "library default",
+    [
+        Setting("decimal context", _decimal, _set_decimal),
+        Setting("numpy.seterr", _numpy_errors, _set_numpy_errors),
+        Setting("socket default timeout", socket.getdefaulttimeout, socket.setdefaulttimeout),
+        Setting(
+            "multiprocessing start method",
+            _start_method,
+            lambda method: multiprocessing.set_start_method(method, force=True),
+        ),
+    ],
+)
+
 LOGGING = settings_probe(
     "logging",
     [
@@ -168,7 +251,9 @@ LOGGING = settings_probe(
 PROBES: tuple[Probe, ...] = (
     Probe("environment", _environment, _put_environment, _tell_environment),
     INTERPRETER,
+    LIBRARY,
     LOGGING,
+    leftovers_probe("atexit handler", EXIT_HANDLERS.registered, EXIT_HANDLERS.name, EXIT_HANDLERS.remove),
     settings_probe(
         "signal handler",
         [Setting(number.name, partial(_handler_of, number), partial(_install, number)) for number in _SIGNALS],

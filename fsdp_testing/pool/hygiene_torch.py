@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_testing import compat
+from fsdp_testing.ledger import messages
 from fsdp_testing.pool.hygiene_probe import Probe, Setting, attribute, leftovers_probe, settings_probe
 
 _DEVICES = ("cpu", "cuda")
@@ -94,47 +94,6 @@ def _tell_groups(before: tuple[Any, list[Any], int], now: tuple[Any, list[Any], 
             yield "a process group that the job did not make was destroyed"
 
 
-# Namespaces in which tests replace functions and forget them.
-_PLACES = (
-    torch.nn.functional, dist, torch.nn.Module, torch.Tensor, torch.autograd, torch, torch.nn, torch.optim,
-    torch.nn.init, torch.nn.Linear, torch.optim.Optimizer, dist.ProcessGroup,
-)  # fmt: skip
-_CALLABLE = (types.FunctionType, types.BuiltinFunctionType, type, property, staticmethod, classmethod)
-# torch.compile wraps functions of these namespaces on first use, for good.
-_COMPILER = ("/torch/_dynamo/", "/torch/_compile.py", "/torch/_inductor/", "/torch/_functorch/")
-
-
-def _replaced(before: list[tuple[Any, ...]], now: list[tuple[Any, ...]]) -> Iterator[tuple[Any, str, Any]]:
-    """Yield (namespace, name, earlier value) of each callable that another object has taken the place of."""
-    for place, old, new in zip(_PLACES, before, now, strict=True):
-        if old == new:
-            continue
-        kept = set(map(id, new))
-        lost = [value for value in old if id(value) not in kept and isinstance(value, _CALLABLE)]
-        for value in lost:
-            owner = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-            name = str(getattr(owner, "__name__", ""))
-            current = vars(place).get(name)
-            if current is not value and not _made_by_compiler(current):
-                yield place, name, value
-
-
-def _made_by_compiler(value: Any) -> bool:
-    code = getattr(getattr(value, "__func__", value), "__code__", None)
-    return code is not None and any(part in code.co_filename for part in _COMPILER)
-
-
-def _tell_contents(before: list[tuple[Any, ...]], now: list[tuple[Any, ...]]) -> Iterator[str]:
-    for place, name, value in _replaced(before, now):
-        owner = f"{place.__module__}.{place.__qualname__}" if isinstance(place, type) else place.__name__
-        yield f"{owner}.{name}: {value!r} -> {vars(place).get(name)!r}"
-
-
-def _put_contents(before: list[tuple[Any, ...]], now: list[tuple[Any, ...]]) -> None:
-    for place, name, value in list(_replaced(before, now)):
-        setattr(place, name, value)
-
-
 def _cuda_memory() -> int:
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return 0
@@ -152,8 +111,10 @@ PROBES: tuple[Probe, ...] = (
         lost="a hook on every module was removed",
     ),
     Probe("process group", _groups, None, _tell_groups),
-    Probe(
-        "patched function", lambda: [tuple(vars(place).values()) for place in _PLACES], _put_contents, _tell_contents
+    leftovers_probe(
+        "message",
+        messages.pending,
+        lambda message: f"nobody waited for {message[1]}: it may take, or be taken for, a message of a later call",
     ),
     Probe(
         "CUDA memory",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_testing.ledger.reading import CollectiveRecord
 from fsdp_testing.records.dirt import Dirt
+from fsdp_testing.records.printable import printable
 
 if TYPE_CHECKING:
     from fsdp_testing.pool.cause import Cause
@@ -129,7 +130,7 @@ def left_behind(dirt: Iterable[tuple[int, Iterable[Dirt]]]) -> list[str]:
     for rank, entries in dirt:
         for entry in dict.fromkeys(map(str, entries)):
             found.setdefault(entry, []).append(rank)
-    return [f"{rank_names(ranks)} left {entry}" for entry, ranks in found.items()]
+    return [printable(f"{rank_names(ranks)} left {entry}") for entry, ranks in found.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +179,7 @@ class WorldOutcome:
                     # All of it is in the record.
                     lines += [f"[the first {left_out} characters are left out]"] if left_out else []
                     lines.append(text[left_out:])
-        return "\n".join(lines)
+        return printable("\n".join(lines))
 
 
 def account_lines(rank: RankOutcome) -> list[str]:

@@ -22,6 +22,9 @@ from fsdp_testing.errors import UnsendableFunction
 MAIN_COPY = "__rank_main__"
 _MOST_DECORATORS = 50
 
+replaced_modules: set[str] = set()
+"""Names under which `resolve` put one module in place of another: files of one name in different folders."""
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -160,6 +163,7 @@ def _load(name: str, path: str | None, *names: str) -> types.ModuleType:
     module = importlib.util.module_from_spec(spec)
     _add_parents(name)
     before = {known: sys.modules.get(known) for known in names}
+    replaced_modules.update(known for known, old in before.items() if old is not None)
     sys.modules.update(dict.fromkeys(names, module))
     try:
         spec.loader.exec_module(module)

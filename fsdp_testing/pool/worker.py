@@ -127,6 +127,7 @@ class _Rank:
         from fsdp_testing.backends import RankPlace, backend_named
         from fsdp_testing.ledger import interception
         from fsdp_testing.ledger.recorder import Recorder
+        from fsdp_testing.pool.hygiene_python import EXIT_HANDLERS
 
         boot = self._bootstrap
         torch.set_num_threads(1)
@@ -144,6 +145,7 @@ class _Rank:
         memory = LedgerMemory(self._ledger_fd, 1 if backend.single_process else boot.size)
         self._recorder = Recorder(memory, boot.rank, compare=backend.makes_group and not backend.single_process)
         interception.activate(self._recorder)
+        EXIT_HANDLERS.watch()
         device = backend.device_type if backend.device_type == "cpu" else f"{backend.device_type}:{index}"
         self._device = device
         world_place.enter(world_place.World(boot.rank, boot.size, boot.backend, device, pooled=True))

@@ -13,6 +13,7 @@ from fsdp_testing.pool.outcome import left_behind, rank_names
 from fsdp_testing.pytest_plugin.longrepr import build, text_element
 from fsdp_testing.pytest_plugin.records import Phase, RankResult, WarningRecord
 from fsdp_testing.pytest_plugin.selection import location_of
+from fsdp_testing.records.printable import printable
 
 
 class WorldHygieneWarning(pytest.PytestWarning):
@@ -76,7 +77,7 @@ class HygieneReport:
             where = "" if len(ranks) == outcome.size else f" [{rank_names(ranks)}]"
             category = _category(record)
             message = warnings.WarningMessage(
-                UserWarning(record.message + where), category, record.filename, record.lineno
+                UserWarning(printable(record.message) + where), category, record.filename, record.lineno
             )
             item.ihook.pytest_warning_recorded.call_historic(
                 kwargs={"warning_message": message, "when": record.when, "nodeid": item.nodeid, "location": None}
@@ -89,7 +90,7 @@ class HygieneReport:
             return
         for rank in outcome.ranks:
             for line in (rank.stdout + rank.stderr).splitlines():
-                reporter.write_line(f"[rank {rank.rank}] {line}")
+                reporter.write_line(f"[rank {rank.rank}] {printable(line, colours=True)}")
 
     def _hint_at_rank_pdb(self, outcome: WorldOutcome, merged: list[Phase]) -> None:
         ranks = [r.rank for r in outcome.ranks if not (isinstance(r.value, RankResult) and not r.value.failed)] or [0]

@@ -22,6 +22,7 @@ from fsdp_testing.pytest_plugin.other_plugins import attempts, deadline_of, wait
 from fsdp_testing.pytest_plugin.rank_debugger import debugged_rank
 from fsdp_testing.pytest_plugin.records import Debugging, ItemTask, Phase, RankResult
 from fsdp_testing.pytest_plugin.selection import collected_id, location_of, shared_length
+from fsdp_testing.records.printable import printable
 
 _REQUEST = pytest.StashKey[WorldRequest]()
 
@@ -171,16 +172,16 @@ class Protocol:
             "location": item.location,
             "keywords": dict.fromkeys(item.keywords, 1),
             "outcome": part.outcome,
-            "longrepr": part.longrepr,
+            "longrepr": _shown(part.longrepr),
             "when": part.when,
-            "sections": part.sections,
+            "sections": _shown(part.sections),
             "duration": part.duration,
             "start": began,
             "stop": began + part.duration,
             "user_properties": [*item.user_properties, *properties],
         }
         if part.wasxfail is not None:
-            facts["wasxfail"] = part.wasxfail
+            facts["wasxfail"] = _shown(part.wasxfail)
         if not isinstance(part.longrepr, dict):
             return pytest.TestReport(**facts)
         data = {"$report_type": "TestReport", **facts}
@@ -192,7 +193,7 @@ class Protocol:
         terminal: Any = self.config.pluginmanager.get_plugin("terminalreporter")
         for note in getattr(excinfo.value, "__notes__", ()) if terminal is not None else ():
             terminal.ensure_newline()
-            terminal.write_line(note)
+            terminal.write_line(printable(note))
 
     def pytest_sessionfinish(self) -> None:
         """Report what went wrong after the last test: it belongs to no test any more."""
@@ -220,6 +221,15 @@ class Sweep:
         if problems:
             report_teardown_failure(item, "teardown of fixtures in ranks failed: " + "; ".join(problems))
         return result
+
+
+def _shown(value: Any) -> Any:
+    """Return plain data without anything that could steer the terminal; colours stay, as in any test's output."""
+    if isinstance(value, str):
+        return printable(value, colours=True)
+    if isinstance(value, dict):
+        return {key: _shown(entry) for key, entry in value.items()}
+    return type(value)(map(_shown, value)) if type(value) in (list, tuple) else value
 
 
 def _failed_setup(item: pytest.Item, text: str) -> list[Phase]:

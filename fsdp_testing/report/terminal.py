@@ -5,17 +5,19 @@ Complete accounts and every check are for those who ask (`full`).
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.padding import Padding
 from rich.rule import Rule
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from fsdp_testing import env
+from fsdp_testing.judging.expected import entry_line
 from fsdp_testing.records import CheckResult, Finding, RunReport, Verdict
+from fsdp_testing.records.printable import printable
 from fsdp_testing.report import summary
 from fsdp_testing.report.causes import Cause, causes, explanation_line
 
@@ -47,7 +49,6 @@ TITLES = {
 LONGEST_WORD = max(map(len, summary.WORDS.values()))
 HEAD_LINES = 4
 TAIL_LINES = 12
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 ACCOUNTS_AT_LENGTH = 4
 LOG_WIDTH = 120
 # A report that is not full: how many causes are shown at length, and how many checks still make a table of their own.
@@ -56,7 +57,12 @@ ROWS_AT_SIGHT = 10
 
 
 class Output(Console):
-    """A console that shows names and messages as they are."""
+    """A console that shows names and messages as they are, but no control character of theirs."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Draw; whatever a text holds, only what rich itself draws moves the cursor or sets a style."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
     def say(self, *parts: str | tuple[str, str], style: str = "") -> None:
         """Print a line of parts, each a text or a text with its style: no markup, and not broken where the width ends."""
@@ -111,7 +117,10 @@ def in_short(report: RunReport, width: int) -> Iterator[RenderableType]:
     known = summary.known_failures(report)
     if known:
         yield _title(report, Verdict.EXPECTED_FAILURE, f", {len(known)} reason{'s' if len(known) > 1 else ''}")
-        yield from (plain(f"  {len(group.results):>3}  {group.sentence}") for group in known)
+        for group in known:
+            yield plain(f"  {len(group.results):>3}  {group.sentence}")
+            if len(group.looks) > 1:
+                yield from (plain(f"       {_cases(count)}: {look}") for look, count in group.looks)
         yield Text()
 
 
@@ -120,7 +129,7 @@ def _new_failures(report: RunReport) -> Iterator[RenderableType]:
     failed = summary.attention(report, Verdict.FAIL)
     if not failed:
         return
-    new = [cause for cause in causes(report) if any(result.verdict is Verdict.FAIL for result in cause.results)]
+    new = [cause for cause in causes(report) if not cause.expected]
     yield _title(report, Verdict.FAIL, f", {len(new)} cause{'s' if len(new) > 1 else ''}" if new else "")
     for cause in new[:CAUSES_AT_LENGTH]:
         yield from _cause_account(cause, report)
@@ -130,7 +139,21 @@ def _new_failures(report: RunReport) -> Iterator[RenderableType]:
     for result in failed:
         if not result.findings:
             yield from result_account(result, report, full=False)
+        elif result.remark:
+            yield plain(f"  {result.implementation} {result.check}: {result.remark}")
+    if len(failed) <= CAUSES_AT_LENGTH:
+        yield from (_entry(result) for result in failed if result.findings and not result.remark)
     yield Text()
+
+
+def _entry(result: CheckResult) -> Text:
+    """What a person pastes into the list of expected failures, if the failure is known."""
+    line = entry_line(result.check, result.findings)
+    return plain(f"  if it is known, for --expected-failures, under [{result.implementation}]:\n{line}", style="dim")
+
+
+def _cases(count: int) -> str:
+    return f"{count} case{'s' if count > 1 else ''}"
 
 
 def _title(report: RunReport, verdict: Verdict, more: str = "") -> Rule:
@@ -140,8 +163,12 @@ def _title(report: RunReport, verdict: Verdict, more: str = "") -> Rule:
 
 def _cause_account(cause: Cause, report: RunReport) -> Iterator[RenderableType]:
     """Return one cause: what happens, the facts of its first finding, the schedule that shows it, and what it breaks."""
-    result = next(result for result in cause.results if result.verdict is Verdict.FAIL)
-    finding = next(finding for finding in result.findings if finding in cause.findings)
+    result, finding = next(
+        (result, finding)
+        for result in cause.results
+        for finding in result.findings
+        if result.verdict is Verdict.FAIL and finding.expected is None and finding in cause.findings
+    )
     yield Text.assemble((cause.implementation, "bold"), "  ", plain(cause.sentence))
     if len(cause.results) == 1:
         yield plain(f"  {result.check}: {result.meaning}")
@@ -150,6 +177,8 @@ def _cause_account(cause: Cause, report: RunReport) -> Iterator[RenderableType]:
         yield plain("\n".join(f"    {line}" for line in cause.explanation.schedule), style="cyan")
     elif finding.detail:
         yield _account(finding.detail, full=False)
+    if cause.unexplained:
+        yield plain(f"  cause: {cause.unexplained}; --explain SECONDS looks at more", style="dim")
     if len(cause.results) > 1:
         yield plain(f"  breaks: {', '.join(result.check for result in cause.results)}")
     yield Text.assemble("  replay: ", (summary.replay_line(result, report), "bold"))
@@ -210,7 +239,12 @@ def result_account(result: CheckResult, report: RunReport, *, full: bool) -> Ite
     for account in summary.accounts(result)[: None if full else ACCOUNTS_AT_LENGTH]:
         yield _account(account, full=full)
     if result.expected:
-        yield plain(f"  expected because: {result.expected}")
+        because = "expected because" if result.verdict is Verdict.EXPECTED_FAILURE else "listed as known"
+        yield plain(f"  {because}: {result.expected}")
+    if result.remark:
+        yield plain(f"  {result.remark}")
+    elif result.verdict is Verdict.FAIL and result.findings:
+        yield _entry(result)
     yield Text.assemble("  replay: ", (summary.replay_line(result, report), "bold"))
 
 
@@ -231,6 +265,8 @@ def cause_lines(report: RunReport) -> Iterator[RenderableType]:
             for line in cause.explanation.schedule:
                 yield plain(f"    {line}", style="cyan")
             yield Text(f"  {explanation_line(cause.explanation)}", style="dim")
+        if cause.unexplained:
+            yield plain(f"  cause: {cause.unexplained}", style="dim")
         yield plain(f"  {cause.scope}")
         expected = ", all expected" if cause.expected else ""
         yield plain(f"  breaks{expected}: {', '.join(result.check for result in cause.results)}")
@@ -254,7 +290,7 @@ def _finding_table(finding: Finding, said: str) -> Table:
 
 def plain(text: str, style: str = "") -> Text:
     """Return the text of a run as it is: no markup, and no escape sequence that could move a reader's cursor or hide a line."""
-    return Text(CONTROL.sub("\N{REPLACEMENT CHARACTER}", text), style=style)
+    return Text(printable(text), style=style)
 
 
 def _account(text: str, *, full: bool) -> Text:

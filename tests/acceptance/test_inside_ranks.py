@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 Runner = Callable[..., Any]
 
 ORDINARY = """
@@ -376,3 +378,25 @@ def test_each_directory_named_on_the_command_line_has_its_own_conftest_in_ranks(
     )
     seen = run("", "one/test_one.py", "two/test_two.py")
     assert seen.counts() == (2, 0, 0), seen.text
+
+
+STEERS = r"""
+HOSTILE = "\x1b[2J\x1b[1A\x1b]0;title\x07\x1b[31mred\x1b[0m"
+
+@pytest.mark.world(2)
+def test_it(world):
+    import warnings
+    warnings.warn("warned " + HOSTILE)
+    print("printed " + HOSTILE)
+    raise ValueError("raised " + HOSTILE)
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("-s",)], ids=["captured", "-s"])
+def test_what_a_rank_says_cannot_steer_the_terminal(run: Runner, options: tuple[str, ...]) -> None:
+    verdict = run(STEERS, *options)
+    assert verdict.failed == 1
+    for said in ("printed", "raised", "warned"):
+        assert f"{said} \\x1b[2J\\x1b[1A\\x1b]0;title\\x07" in verdict.text, verdict.text
+    assert not {"\x1b[2J", "\x1b[1A", "\x07"} & set(re.findall("\x1b\\[[0-9]*[A-Z]|\x07", verdict.text))
+    assert "printed \\x1b[2J\\x1b[1A\\x1b]0;title\\x07\x1b[31mred" in verdict.text, "colours stay"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from fsdp_testing.campaign.state import FORMAT as CAMPAIGN
 from fsdp_testing.campaign.state import Progress
 from fsdp_testing.findings.discovery import Discovery
@@ -72,7 +73,14 @@ def damaged(folder: Path, data: bytes) -> dict[str, list[str]]:
         "fuzz --known": ["fuzz", "fsdp_ref-composable", "--known", str(file), "--state", str(folder / "new"), *one],
         "fuzz --state": ["fuzz", "fsdp_ref-composable", "--state", str(state), *one],
         "certify --state": ["certify", "fsdp_ref-composable", "--sample", "3", "--state", str(certificate)],
-        "run --expected-failures": ["run", "fsdp_ref-composable", "--expected-failures", str(file), "--world-size", "2"],
+        "run --expected-failures": [
+            "run",
+            "fsdp_ref-composable",
+            "--expected-failures",
+            str(file),
+            "--world-size",
+            "2",
+        ],
     }
 
 
@@ -112,7 +120,9 @@ def test_nested_tables_of_expected_failures(tmp_path: Path, verify: Verify) -> N
 
 def test_a_finding_whose_other_files_are_no_text(tmp_path: Path, verify: Verify) -> None:
     case = Case(ModelSpec("mlp"), WorldSpec(2), (Step(),), seed=1)
-    sound = Discovery("fsdp_ref-composable", Signature(FailureKind.DIVERGED, "parameter", "step"), case, case, "r").to_json()
+    sound = Discovery(
+        "fsdp_ref-composable", Signature(FailureKind.DIVERGED, "parameter", "step"), case, case, "r"
+    ).to_json()
     first = with_finding(tmp_path / "a", sound.encode(), beside=b"\xff\xfe\x00")
     ended = verify("merge", str(first), str(second_part(tmp_path / "b")), "--state", str(tmp_path / "all"))
     assert ended.code == 2, ended
@@ -155,7 +165,9 @@ def test_a_campaign_that_says_it_drew_without_end_is_refused_at_once(tmp_path: P
     for number, drawn in ((1, 10**15), (2, 5)):
         folder = tmp_path / str(number)
         folder.mkdir()
-        (folder / "state.json").write_text(CAMPAIGN.write(Progress("fsdp_ref-composable", drawn=drawn, shard=(number, 2))))
+        (folder / "state.json").write_text(
+            CAMPAIGN.write(Progress("fsdp_ref-composable", drawn=drawn, shard=(number, 2)))
+        )
     ended = verify("merge", str(tmp_path / "1"), str(tmp_path / "2"), "--state", str(tmp_path / "all"))
     assert ended.code == 2
     assert str(tmp_path / "1") in ended.err

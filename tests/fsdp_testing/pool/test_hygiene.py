@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -29,7 +30,8 @@ import torch._inductor.config  # imported here, as importing it sets a variable 
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from fsdp_testing.pool import hygiene, hygiene_process
+from fsdp_testing import compat
+from fsdp_testing.pool import hygiene, hygiene_names, hygiene_process
 from fsdp_testing.pool.hygiene import PROBES, Snapshot, seed_generators, take_snapshot
 
 
@@ -340,3 +342,27 @@ def test_a_clean_job_costs_one_reading_of_each_probe(monkeypatch: pytest.MonkeyP
 def _counted(kind: str, read: Callable[[], Any], readings: list[str]) -> Any:
     readings.append(kind)
     return read()
+
+
+@pytest.mark.parametrize("versions", [True, False], ids=["dictionaries have versions", "they have none"])
+def test_a_namespace_is_read_again_only_when_it_was_changed(versions: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "_dictionaries_have_versions", lambda: versions)
+    module = types.ModuleType("made")
+    module.first, module.tensor = print, torch.ones(2)  # type: ignore[attr-defined]  # made here
+    namespace = hygiene_names._Namespace(module, vars(module))
+    read = namespace.read()
+    assert read["first"] is print
+    assert read["tensor"] is None, "no tensor is kept alive"
+    assert namespace.read() is read
+    module.first = len  # type: ignore[attr-defined]  # as above
+    again = namespace.read()
+    assert again["first"] is len
+    assert read["first"] is print
+    assert namespace.read() is again
+    del module.first  # type: ignore[attr-defined]  # as above
+    assert "first" not in namespace.read()
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="dictionaries have no versions from Python 3.14 on")
+def test_dictionaries_have_versions_here() -> None:
+    assert compat._dictionaries_have_versions()

@@ -244,6 +244,18 @@ def test_long_output_is_kept_and_shown_in_part(pool: Pool) -> None:
     assert len(outcome.describe()) < 60_000
 
 
+def raises_hostile_text() -> None:
+    print("out \x1b[2J\x1b]0;title\x07")
+    raise ValueError("\x1b[1A\x1b[31mall passed\x9b\u202e")
+
+
+def test_what_a_rank_says_cannot_steer_the_terminal(pool: Pool) -> None:
+    text = run(pool, raises_hostile_text).describe()
+    assert "\\x1b[31mall passed\\x9b\\u202e" in text
+    assert "out \\x1b[2J" in text
+    assert not set("\x1b\x07\x9b\u202e") & set(text)
+
+
 def test_output_belongs_to_its_call(pool: Pool) -> None:
     world = pool.world(1)
     for lines in (20_000, 1, 3):

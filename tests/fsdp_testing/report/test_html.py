@@ -159,6 +159,7 @@ def test_the_picture_of_a_cause_marks_where_it_goes_wrong(make: SimpleNamespace)
         operation=9,
         operation_text="operation 9 forward_backward(batch 1)",
         ranks=(1,),
+        wrong_on=(1,),
         statement="w is off",
         shortest=shortest,
     )
@@ -168,6 +169,10 @@ def test_the_picture_of_a_cause_marks_where_it_goes_wrong(make: SimpleNamespace)
     assert "rank 0 ✓" in marked
     assert "rank 1 ✗" in marked
     assert "w is off" in marked
+    for other in (replace(finding, wrong_on=(0, 1)), replace(finding, wrong_on=()), replace(finding, kind="disagreed")):
+        text = html_text(RunReport((make.result("a", "s.c", Verdict.FAIL, findings=(other,)),)))
+        assert "rank 0 ✓" not in text, "no rank is right that is wrong too, or of which nobody knows"
+        assert ("rank 0 ✗" in text) == (other.wrong_on == (0, 1))
     elsewhere = replace(finding, operation_text="somewhere in the program")
     text = html_text(RunReport((make.result("a", "s.c", Verdict.FAIL, findings=(elsewhere,)),)))
     assert '<li class="wrong">' not in text, "nothing is marked where nobody knows"
@@ -176,7 +181,13 @@ def test_the_picture_of_a_cause_marks_where_it_goes_wrong(make: SimpleNamespace)
 def test_known_failures_are_one_entry_for_each_page_with_its_threads(make: SimpleNamespace) -> None:
     thread = "https://github.com/pytorch/pytorch/issues/1"
     results = tuple(
-        make.result("a", f"s.c{number}", Verdict.EXPECTED_FAILURE, expected=f"so it is: page.md, {thread}. <b>")
+        make.result(
+            "a",
+            f"s.c{number}",
+            Verdict.EXPECTED_FAILURE,
+            expected=f"so it is: page.md, {thread}. <b>",
+            findings=(make.diverged(),),
+        )
         for number in range(3)
     )
     page = Page(html_text(RunReport(results)))
@@ -215,3 +226,11 @@ def test_many_findings_are_cut_and_counted(make: SimpleNamespace) -> None:
 def test_text_that_is_no_unicode_does_not_lose_the_report(mixed: RunReport, tmp_path: Path) -> None:
     write_atomically(tmp_path / "page.html", html_text(mixed))
     assert "\\ud800" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_no_control_character_of_a_run_is_in_the_page(mixed: RunReport) -> None:
+    hostile = "\x1b[2J\x07\x9b1A\x00"
+    report = replace(mixed, environment={hostile: hostile}, backend=hostile)
+    text = html_text(report)
+    assert "\\x1b[2J" in text
+    assert not set("\x1b\x07\x9b\x00\r") & set(text)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from fsdp_testing.records import CheckResult, RunReport, Verdict
 from fsdp_testing.report.progress import ProgressListener
-from fsdp_testing.report.terminal import open_console, print_report
+from fsdp_testing.report.terminal import Output, open_console, print_report
 
 
 def drawn(report: RunReport, width: int = 120, *, full: bool = False) -> str:
@@ -93,6 +93,9 @@ def test_a_failure_without_findings_and_an_unknown_verdict_are_shown(make: Simpl
     assert "the same: a.c1, a.c2" in text
 
 
+HOSTILE = "\x1b[2J\x1b]0;title\x07\x9b1A\r\x00\u202e"
+
+
 @pytest.mark.parametrize("width", [20, 40, 80, 200])
 def test_nothing_is_lost_at_any_width(mixed: RunReport, width: int) -> None:
     letters = "".join(drawn(mixed, width, full=True).split())
@@ -136,6 +139,22 @@ def test_a_log_without_a_width_gets_a_usual_one(monkeypatch: pytest.MonkeyPatch)
 def test_text_of_a_run_cannot_steer_the_terminal(mixed: RunReport) -> None:
     assert "[31m" in drawn(mixed)
     assert not set("\x1b\x00\r") & set(drawn(mixed))
+
+
+def test_no_name_and_no_line_can_steer_the_terminal(make: SimpleNamespace) -> None:
+    """A check, an implementation, a reason, a key of the environment: whatever a report holds, and whatever is said."""
+    results = [
+        make.result(HOSTILE, f"s.{HOSTILE}", verdict, meaning=HOSTILE, explanation=HOSTILE) for verdict in Verdict
+    ]
+    report = RunReport(tuple(results), implementations=(HOSTILE,), environment={HOSTILE: HOSTILE}, backend=HOSTILE)
+    for full in (False, True):
+        console = Output(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
+        print_report(report, console, full=full)
+        console.say(HOSTILE, (HOSTILE, "bold"))
+        console.print(HOSTILE, markup=False)
+        text = console.file.getvalue()
+        assert HOSTILE not in text
+        assert not set("\x1b\x00\x07\x9b\r\u202e") & set(text)
 
 
 def test_text_of_a_run_is_no_markup(make: SimpleNamespace) -> None:

@@ -139,12 +139,21 @@ def amplifies(world):
 
 
 def amplifies_a_part(world):
+    return {"weight": torch.cat([amplifies(world)["chaos"], torch.linspace(0, 1, 5)])}
+
+
+def amplifies_one_of_two(world):
     return {**amplifies(world), "weight": torch.linspace(0, 1, 5)}
 
 
 def test_numbers_that_roundings_alone_move_are_named_and_the_rest_is_judged():
-    with pytest.warns(TrainingPartlyUndecided, match=r"4 of 4 numbers of chaos, .* nothing is known; the rest agrees"):
+    with pytest.warns(TrainingPartlyUndecided, match=r"4 of 9 numbers of weight, .* nothing is known; the rest agrees"):
         check_training(amplifies_a_part, world_sizes=(1, 2))
+
+
+def test_a_quantity_of_which_nothing_is_decided_is_no_pass_whatever_stands_beside_it():
+    with pytest.raises(TrainingUndecided, match=r"4 of 4 numbers of chaos, .* Roundings decide most of chaos"):
+        check_training(amplifies_one_of_two, world_sizes=(1, 2))
 
 
 def test_where_roundings_decide_everything_there_is_no_verdict():

@@ -1,0 +1,31 @@
+"""What of a text that comes from elsewhere may reach a terminal? All but what steers it, which is written out.
+
+A report, a file name or what a rank wrote may hold escape sequences that move the cursor, hide a line or set the title of
+the window; and characters that turn the direction of writing round, so that a line reads as what it is not.
+"""
+
+from __future__ import annotations
+
+import re
+
+_STEERING = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
+_STEERS = re.compile(_STEERING)
+_STEERS_OR_COLOURS = re.compile(f"(\x1b\\[[0-9;]*m)|{_STEERING}")
+
+
+def printable(text: str, *, colours: bool = False) -> str:
+    """Return `text` with control characters, other than tab and end of line, as Python would write them in a string.
+
+    Args:
+        text: From elsewhere.
+        colours: Leave sequences alone that only set colours: what a test itself prints, as pytest leaves them.
+    """
+    text = text.replace("\r\n", "\n")
+    if colours:
+        return _STEERS_OR_COLOURS.sub(lambda found: found[1] or _written_out(found), text)
+    return _STEERS.sub(_written_out, text)
+
+
+def _written_out(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
