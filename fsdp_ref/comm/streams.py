@@ -38,10 +38,11 @@ class _OnItsWay(Later):
     """Values that are copied to memory which the device writes by itself."""
 
     def __init__(self, tensor: Tensor, device: torch.device) -> None:
-        super().__init__(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True))
+        module = torch.get_device_module(device)
+        super().__init__(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=device.type != "cpu"))
         self._tensor.copy_(tensor, non_blocking=True)
-        self._copied = torch.cuda.Event()
-        self._copied.record(torch.cuda.current_stream(device))
+        self._copied = module.Event()
+        self._copied.record(module.current_stream(device))
 
     def values(self) -> list[bool]:
         """Return them; the host waits if the device has not come so far."""

@@ -34,7 +34,8 @@ class Region:
 
     def runs(self) -> Iterator[tuple[int, int]]:
         """Yield half-open spans of bytes, which may come in any order and overlap."""
-        length, outer = self.itemsize_bytes, []
+        length = self.itemsize_bytes
+        outer: list[tuple[int, int]] = []
         for stride, size in sorted(zip(self.strides_bytes, self.shape, strict=True)):
             if size == 1 or stride == 0:
                 continue

@@ -48,14 +48,26 @@ def test_operators_are_seen_with_what_they_read_and_write(world: World) -> None:
 
 @pytest.mark.world(2)
 def test_numbers_and_torchs_own_streams_come_back(world: World) -> None:
-    before = torch.cpu.Stream, torch.cpu.current_stream, torch.UntypedStorage.resize_, dist.Work.wait, Tensor.record_stream
+    before = (
+        torch.cpu.Stream,
+        torch.cpu.current_stream,
+        torch.UntypedStorage.resize_,
+        dist.Work.wait,
+        Tensor.record_stream,
+    )
     model = torch.nn.Linear(3, 3, dtype=torch.float64)
     inputs = torch.arange(6, dtype=torch.float64).reshape(2, 3)
     plain = torch.autograd.grad(model(inputs).sum(), model.parameters())
     with observe():
         watched = torch.autograd.grad(model(inputs).sum(), model.parameters())
     assert all(map(torch.equal, plain, watched))
-    after = torch.cpu.Stream, torch.cpu.current_stream, torch.UntypedStorage.resize_, dist.Work.wait, Tensor.record_stream
+    after = (
+        torch.cpu.Stream,
+        torch.cpu.current_stream,
+        torch.UntypedStorage.resize_,
+        dist.Work.wait,
+        Tensor.record_stream,
+    )
     assert before == after
 
 
@@ -167,10 +179,10 @@ def test_the_host_waits_for_what_it_reads(world: World) -> None:
 def test_a_world_checks_streams(world: World) -> None:
     with world.check_streams():
         torch.ones(3).add_(1)
-    with pytest.raises(AssertionError, match=rf"rank {world.rank} has 1 races on its streams:\n  1. Nothing orders sum"):
-        with world.check_streams():
-            with torch.cpu.stream(torch.cpu.Stream()):
-                value = torch.ones(4)
-            value.sum()
+    expected = rf"rank {world.rank} has 1 races on its streams:\n  1. Nothing orders sum"
+    with pytest.raises(AssertionError, match=expected), world.check_streams():
+        with torch.cpu.stream(torch.cpu.Stream()):
+            value = torch.ones(4)
+        value.sum()
     with pytest.raises(ZeroDivisionError), world.check_streams():
         1 / 0  # noqa: B018 - what the test raises is told, not its races

@@ -32,16 +32,15 @@ PARTS = {"": WHOLE, "l": LEFT, "r": RIGHT}
 
 
 def entry(word: str) -> Entry:
-    stream = lambda name: HOST if name == "h" else int(name)  # noqa: E731 - a word of the language
     if found := re.fullmatch(r"([rw])(\d):(\w)([lr]?)", word):
         kind, number, block, part = found.groups()
         return Work(int(number), word, (Access(ord(block), PARTS[part], kind == "w"),), (f"code.py:{word}",))
     if found := re.fullmatch(r"s(\d|h)<(\d)", word):
-        return StreamWaited(stream(found[1]), int(found[2]))
+        return StreamWaited(HOST if found[1] == "h" else int(found[1]), int(found[2]))
     if found := re.fullmatch(r"e(\d)@(\d)", word):
         return EventRecorded(int(found[1]), int(found[2]))
     if found := re.fullmatch(r"(\d|h)<e(\d)", word):
-        return EventWaited(int(found[2]), stream(found[1]))
+        return EventWaited(int(found[2]), HOST if found[1] == "h" else int(found[1]))
     if found := re.fullmatch(r"new:(\w)@(\d)", word):
         return Allocated(ord(found[1]), int(found[2]), f"tensor {found[1]}")
     if found := re.fullmatch(r"free:(\w)", word):
@@ -52,7 +51,9 @@ def entry(word: str) -> Entry:
 
 
 def judged(words: str) -> list[Race]:
-    return races(History([entry(word) for word in words.split()], {0: "the default stream", 1: "stream 1", 2: "stream 2"}))
+    return races(
+        History([entry(word) for word in words.split()], {0: "the default stream", 1: "stream 1", 2: "stream 2"})
+    )
 
 
 ORDERED = {

@@ -22,7 +22,9 @@ def drawn_regions(draw: st.DrawFn) -> Region:
 
 def bytes_of(region: Region) -> set[int]:
     steps = product(*(range(size) for size in region.shape))
-    starts = (region.offset_bytes + sum(i * s for i, s in zip(step, region.strides_bytes, strict=True)) for step in steps)
+    starts = (
+        region.offset_bytes + sum(i * s for i, s in zip(step, region.strides_bytes, strict=True)) for step in steps
+    )
     return {start + byte for start in starts for byte in range(region.itemsize_bytes)}
 
 
