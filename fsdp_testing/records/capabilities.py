@@ -108,6 +108,7 @@ CAPABILITIES: dict[str, str] = {
     "sync_module_states": "rank 0's parameters and buffers are broadcast while wrapping",
     "explicit_unshard": "units can be gathered and released by hand",
     "unit_trace": "unshard, reshard and free of every unit can be recorded",
+    "streams": "work runs on several streams of the device's module, `torch.cpu` under observation",
     "prefetch": "units are gathered before they are needed",
     "exception_recovery": "an exception in forward or backward leaves the model usable",
     # options that change no number

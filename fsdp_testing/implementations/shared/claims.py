@@ -61,5 +61,6 @@ SHARDED = EVERYWHERE | {
     "dtype_cast",
     "prefetch",
     "unit_trace",
+    "streams",
 }
 """Of FSDP1 and FSDP2 both."""
