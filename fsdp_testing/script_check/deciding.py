@@ -109,13 +109,13 @@ class Pair:
         """Return the world beside one process that follows conventions as it does."""
         rows = tuple(tuple(seen.rows for seen in rank.steps) for rank in self.run.ranks)
         feed = replace(self.feed, ranks=AsRanks(accept, self.run.size, rows))
-        return Pair(self.runner, self.runner.run(1, feed=feed), self.run, feed, self.own)
+        return replace(self, reference=self.runner.run(1, feed=feed), feed=feed, kept={})
 
     def with_weights(self) -> Pair:
         """Return the world beside one process that begins with its weights."""
         weights = {name.removeprefix(PARAMETER): values[0] for name, values in initial(self.run).items()}
         feed = replace(self.feed, weights=weights)
-        return Pair(self.runner, self.runner.run(1, feed=feed), self.run, feed, self.own)
+        return replace(self, reference=self.runner.run(1, feed=feed), feed=feed, kept={})
 
     def as_ranks_agrees(self, accept: tuple[str, ...], view: View) -> bool:
         """Whether one process that follows these conventions computes the same."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +19,8 @@ from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.model_check import MODELS, ModelDiffers, ModelUndecided, check_model
 from fsdp_testing.pool import Fate, RankOutcome, WorldOutcome, default_pool
 from fsdp_testing.pool.cause import Hung
+from fsdp_testing.pytest_plugin import model_checks
+from fsdp_testing.pytest_plugin.model_checks import ModelDiffersAsExpected
 
 PLAIN = ("torch-ddp", "torch-fsdp2", "fsdp_ref-wrapper")
 
@@ -154,14 +158,50 @@ def test_what_says_nothing_is_undecided(model, message):
 
 
 def test_expected_failures_are_strict_and_have_to_exist():
+    entry = {"reason": "known", "says": "differs from one process: loss"}
     mark = fsdp_testing.parametrize_with_models(
-        tied, implementations=PLAIN, expected_failures={"tied-torch-ddp": "known"}
+        tied, implementations=PLAIN, expected_failures={"tied-torch-ddp": entry}
     )
     expected = {parameter.id: [mark.kwargs for mark in parameter.marks] for parameter in mark.args[1]}
     assert expected["tied-torch-fsdp2"] == []
-    assert expected["tied-torch-ddp"] == [{"reason": "known", "raises": ModelDiffers, "strict": True}]
+    assert expected["tied-torch-ddp"] == [{"reason": "known", "raises": ModelDiffersAsExpected, "strict": True}]
     with pytest.raises(InvalidArgument, match="expected names as 'tied-torch-ddp', got \\['other'\\]"):
         fsdp_testing.parametrize_with_models(tied, implementations=PLAIN, expected_failures={"other": "known"})
+    with pytest.raises(InvalidArgument, match="entries with reason and says, got others for \\['tied-torch-ddp'\\]"):
+        fsdp_testing.parametrize_with_models(
+            tied, implementations=PLAIN, expected_failures={"tied-torch-ddp": {"reason": "known"}}
+        )
+
+
+@pytest.mark.parametrize(
+    ("entry", "raised"),
+    [
+        ({"reason": "known", "says": "differs from one process: loss*off"}, ModelDiffersAsExpected),
+        ({"reason": "known", "says": "ranks hold different numbers"}, ModelDiffers),
+        ("known", ModelDiffers),
+    ],
+)
+def test_a_model_is_known_to_differ_by_what_the_message_says(monkeypatch, entry, raised):
+    def differs(*_, **__):
+        raise ModelDiffers("tied under torch-ddp on 2 ranks differs from one process: loss 0.3 is 0.1 off.")
+
+    monkeypatch.setattr(model_checks, "check_model", differs)
+    mark = fsdp_testing.parametrize_with_models(
+        tied, implementations=PLAIN, expected_failures={"tied-torch-ddp": entry}
+    )
+    (bound,) = [parameter.values[0] for parameter in mark.args[1] if parameter.id == "tied-torch-ddp"]
+    with pytest.raises(ModelDiffers) as caught:
+        bound()
+    assert type(caught.value) is raised
+    if raised is ModelDiffers:
+        said = re.search(r"If this is it: (\{.*\})$", str(caught.value))
+        assert said is not None
+        again = fsdp_testing.parametrize_with_models(
+            tied, implementations=PLAIN, expected_failures={"tied-torch-ddp": ast.literal_eval(said[1])}
+        )
+        (bound,) = [parameter.values[0] for parameter in again.args[1] if parameter.id == "tied-torch-ddp"]
+        with pytest.raises(ModelDiffersAsExpected):
+            bound()
 
 
 def test_packages_that_are_not_installed_are_named(monkeypatch):
