@@ -99,6 +99,20 @@ def test_indices_into_other_data_say_nothing(dataset):
     assert unknown_shares(alone, run("aceg", "bdfh", indices=["0123"] * 2)) == ()
 
 
+def test_rows_of_a_validation_may_be_taken_by_every_rank():
+    def with_validation(*shares, held_out="xyzuvw"):
+        one = run(*shares)
+        for rank in one.ranks:
+            rank.taken.loaders[0].passes[0].trained = 2
+            rank.taken.loaders.append(LoaderSeen(passes=[Pass(rows=list(held_out), complete=True)], batch=2, due=3))
+        return one
+
+    assert strange_shares(with_validation("abcdefgh"), with_validation("aceg", "bdfh")) == ""
+    assert "4 of the rows that one process" in strange_shares(
+        with_validation("abcdefgh"), with_validation("abcd", "abcd")
+    )
+
+
 def passes(*orders, **options):
     defaults = {"complete": True, "epoch": 0}
     return LoaderSeen(passes=[Pass(indices=list(order), **defaults | options) for order in orders])

@@ -209,6 +209,13 @@ def test_a_number_that_stays_where_it_is_by_chance_beside_others_is_no_bound():
         return [(reference, {"a": [moved]})]
 
     assert beyond_roundings(reference, other, 4096, pairs, Decided()) is None
+
+    def squares(
+        seed,
+    ):  # the first two runs move the number to its negative, whose square is the same but for its own rounding
+        return [(reference, {"a": [torch.tensor([1.01 if seed == 3 else 1.0000001, 1.001])]})]
+
+    assert beyond_roundings(reference, other, 4096, squares, Decided()) is None
     never = beyond_roundings(
         reference, other, 4096, lambda _: [(reference, {"a": [torch.tensor([1.0, 1.001])]})], Decided()
     )
