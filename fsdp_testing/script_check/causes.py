@@ -197,7 +197,7 @@ def of_difference(reference: WholeRun, run: WholeRun, found: Difference) -> str:
     """Return why a world differs from one process with the same data."""
     step = found.step
     return (
-        _scheduler(run, found)
+        _by_design(run, found)
         or causes.of_rate(found, run.size)
         or _kept(found)
         or _moved(reference, run, step)
@@ -211,7 +211,7 @@ def of_difference(reference: WholeRun, run: WholeRun, found: Difference) -> str:
     )
 
 
-def _scheduler(run: WholeRun, found: Difference) -> str:
+def _by_design(run: WholeRun, found: Difference) -> str:
     if found.quantity != RATE or SCHEDULER not in run.ranks[0].conventions:
         return ""
     return (

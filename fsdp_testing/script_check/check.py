@@ -196,7 +196,7 @@ def _judge(runner: Runner, runs: dict[int, WholeRun], size: int) -> Judgement:
     pair = pair.as_ranks(accept) if accept else pair
     pair, start = _with_same_start(pair)
     _check_ranks(pair)
-    compared = _decided(pair) + unknown_shares(alone, taken) + _not_compared(run, accept)
+    compared = _decided(pair) + unknown_shares(alone, taken) + _not_stepped(run) + _not_compared(run, accept)
     return Judgement(size, Verdict.PASS, f"{run.steps} steps are those of one process {how}{start}", compared)
 
 
@@ -266,6 +266,27 @@ def _check_ranks(pair: Pair) -> None:
     raise Failed(f"{apart}. {causes.of_disagreement(run, apart)}", pair.table)
 
 
+def _not_stepped(run: WholeRun) -> tuple[str, ...]:
+    """Say what an optimizer steps that nobody can read; weights agree.
+
+    Raises:
+        Undecided: The gradients of the model were not there to be read either.
+    """
+    steps = [seen for rank in run.ranks for seen in rank.steps]
+    strange = max(seen.strange for seen in steps)
+    if not strange:
+        return ()
+    if not any(seen.given for seen in steps):
+        raise Undecided(
+            f"the optimizer steps {strange} tensors that are neither parameters of the model nor copies of some, one for one. "
+            "The model's weights are those of one process at each step, and of gradients nothing was seen. Leave the model's "
+            "gradients there until the step, or give the optimizer one copy of each parameter."
+        )
+    return (
+        f"not compared: the {strange} tensors that the optimizer steps, and its state: they are no parameters of the model",
+    )
+
+
 def _not_compared(run: WholeRun, accept: Sequence[str]) -> tuple[str, ...]:
     off = any(rank.dropout for rank in run.ranks)
     said = ["not compared: dropout, which was switched off, since masks are drawn for a rank's own rows"] if off else []
@@ -277,8 +298,7 @@ def _not_compared(run: WholeRun, accept: Sequence[str]) -> tuple[str, ...]:
 
 def _reference(runner: Runner, alone: WholeRun, run: WholeRun) -> tuple[WholeRun, Feed]:
     """Return one process that sees the rows of all ranks, step by step, and what it had to be given for that."""
-    steps = [[rank.steps[step] for rank in run.ranks] for step in range(run.steps)]
-    if any(any(seen.losses for seen in ranks) and not any(any(seen.rows) for seen in ranks) for ranks in steps):
+    if not any(any(ranks) for ranks in run.rows):
         raise Undecided("the model's forward is given no tensor with rows, so that nobody knows what data it sees.")
     if _same_data(alone, run) or _same_source(alone, run):
         return alone, Feed()
@@ -320,15 +340,15 @@ def _same_moments(one: WholeRun, run: WholeRun) -> bool:
     return True
 
 
-def _same_count(one: WholeRun, run: WholeRun, step: int) -> bool:
-    return one.union(step).total() == run.union(step).total()
-
-
 def _same_source(alone: WholeRun, run: WholeRun) -> bool:
     """Whether all ranks take the rows of one process, though forward is given parts of them, as slices of sequences."""
     sources = [rank.taken.rows for rank in (*alone.ranks, *run.ranks)]
     known = min(map(len, sources))
     return known > 0 and all(rows[:known] == sources[0][:known] for rows in sources)
+
+
+def _same_count(one: WholeRun, run: WholeRun, step: int) -> bool:
+    return one.union(step).total() == run.union(step).total()
 
 
 def _same_data(one: WholeRun, run: WholeRun) -> bool:

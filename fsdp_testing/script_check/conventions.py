@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_testing.errors import InvalidArgument
 
@@ -119,16 +120,30 @@ class Follower:
         statistics: list[torch.Tensor] = []
         terms: list[dict[tuple[nn.Module, str], torch.Tensor]] = []
         outputs = []
-        for group in groups:
-            here = _rows_of((args, kwargs), group, len(place[2]))
-            outputs.append(call(*here[0], **here[1]))
-            terms.append(_terms_of(model))
-            statistics = statistics or [buffer.clone() for buffer in _statistics_of(model)]
+        with _buffers_left_alone(model):
+            for group in groups:
+                here = _rows_of((args, kwargs), group, len(place[2]))
+                outputs.append(call(*here[0], **here[1]))
+                terms.append(_terms_of(model))
+                statistics = statistics or [buffer.clone() for buffer in _statistics_of(model)]
         for buffer, kept in zip(_statistics_of(model), statistics, strict=True):
-            buffer.copy_(kept)
+            buffer.data.copy_(kept)  # autograd has saved it, and does not read it
         for module, name in terms[0]:
             setattr(module, name, torch.stack([found[module, name] for found in terms]).mean())
         return _joined(outputs, groups)
+
+
+@contextmanager
+def _buffers_left_alone(model: nn.Module) -> Iterator[None]:
+    """Have DDP broadcast no buffers, of one process: it writes to what backward has saved."""
+    wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel) and m.require_forward_param_sync]
+    for wrapper in wrappers:
+        wrapper.require_forward_param_sync = False
+    try:
+        yield
+    finally:
+        for wrapper in wrappers:
+            wrapper.require_forward_param_sync = True
 
 
 _Place = tuple[int, int, tuple[str, ...]]
@@ -154,7 +169,7 @@ def _rows_of(tree: Any, group: Sequence[int], count: int) -> Any:
         rows = torch.tensor(group, device=tree.device)
         return tree.index_select(0, rows) if tree.ndim and len(tree) == count else tree
     if isinstance(tree, Mapping):
-        return type(tree)({key: _rows_of(value, group, count) for key, value in tree.items()})  # type: ignore[call-arg]
+        return type(tree)({key: _rows_of(value, group, count) for key, value in tree.items()})  # type: ignore[call-arg]  # mypy knows no constructor of a mapping
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(_rows_of(part, group, count) for part in tree))
     return type(tree)(_rows_of(part, group, count) for part in tree) if isinstance(tree, (list, tuple)) else tree
@@ -182,7 +197,9 @@ def _joined(outputs: Sequence[Any], groups: Sequence[Sequence[int]]) -> Any:
 
 
 def _statistics_of(model: nn.Module) -> list[torch.Tensor]:
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
+    norms = [
+        m for m in model.modules() if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)) and m.training
+    ]
     return [buffer for norm in norms for buffer in norm.buffers()]
 
 

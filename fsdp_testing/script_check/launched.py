@@ -97,26 +97,10 @@ def run_here(run: ScriptRun) -> RankReport:
         InvalidArgument: The script starts processes of its own, ends with an exit code, or does not get what it downloads.
     """
     world = current_world()
-    feed = replace(run.feed, rank=world.rank if world.size > 1 else -1)
-    feeder, witness, follower = Feeder(feed, run.keep_data), Witness(), Follower(run.feed.ranks)
+    feeder = Feeder(replace(run.feed, rank=world.rank if world.size > 1 else -1), run.keep_data)
+    witness, follower = Witness(), Follower(run.feed.ranks)
 
-    def stop(steps: int) -> None:
-        if steps >= run.steps:
-            raise _EnoughSteps
-
-    def stop_before(steps: int) -> None:
-        feeder.end_step()
-        follower.look()
-        if run.stop_before and steps >= run.stop_before:
-            raise _EnoughSteps
-
-    def forward(model: torch.nn.Module, call: Any, given: Any, place: Any) -> Any:
-        if run.feed.weights and not any(model is known for known in observer.reader.models):
-            begin_with(run.feed.weights, model, len(observer.reader.models))
-        return follower.forward(model, call, given, place)
-
-    observer = Observer(stop, feeder.forward, stop_before, forward)
-    observer.keep_calls = run.keep_data
+    observer = _observer(run, feeder, follower)
     roundings = disturbed(run.seed * world.size + world.rank) if run.seed else nullcontext()
     dropout: list[bool] = []
     with ExitStack() as stack:
@@ -156,6 +140,29 @@ def run_here(run: ScriptRun) -> RankReport:
     )
 
 
+def _observer(run: ScriptRun, feeder: Feeder, follower: Follower) -> Observer:
+    """Return what sees the training, ends it in time, and has its data and forwards replaced."""
+
+    def stop(steps: int) -> None:
+        if steps >= run.steps:
+            raise _EnoughSteps
+
+    def stop_before(steps: int) -> None:
+        feeder.end_step()
+        follower.look()
+        if run.stop_before and steps >= run.stop_before:
+            raise _EnoughSteps
+
+    def forward(model: torch.nn.Module, call: Any, given: Any, place: Any) -> Any:
+        if run.feed.weights and not any(model is known for known in observer.reader.models):
+            begin_with(run.feed.weights, model, len(observer.reader.models))
+        return follower.forward(model, call, given, place)
+
+    observer = Observer(stop, feeder.forward, stop_before, forward)
+    observer.keep_calls = run.keep_data
+    return observer
+
+
 def _run_to_end(run: ScriptRun, observer: Observer) -> tuple[dict[str, Spans], bool]:
     """Run the script; return the copies of the weights that it has at its end, and whether it ended by itself."""
     try:
@@ -177,7 +184,7 @@ def _run_to_end(run: ScriptRun, observer: Observer) -> tuple[dict[str, Spans], b
 
 
 def _of_exit(script: str, end: SystemExit) -> str:
-    """Return what an exit of the script says and where: a text that it gave, or the number of argparse for bad arguments."""
+    """Return what an exit of the script says and where: a text that it gave, or a number, as argparse does."""
     frames = [frame for frame in traceback.extract_tb(end.__traceback__) if frame.filename == script]
     where = f" at {Path(script).name}:{frames[-1].lineno}" if frames else ""
     if not isinstance(end.code, int):

@@ -21,6 +21,35 @@ class Call:
     determines_loss: bool
 
 
+class Computed:
+    """What forwards of this step and the one before gave: given to another forward, as by a player to another, it is no data."""
+
+    def __init__(self) -> None:
+        self._now: list[torch.Tensor] = []
+        self._before: list[torch.Tensor] = []
+
+    def add(self, output: Any) -> None:
+        """Take note of what a forward gave; its memory is kept, so that nothing else comes to lie there."""
+        self._now += [tensor.detach() for tensor in tensors_in(output) if _memory(tensor)]
+
+    def end_step(self) -> None:
+        """Forget what was given in the step before."""
+        self._before, self._now = self._now, []
+
+    def others_in(self, tree: Any) -> list[torch.Tensor]:
+        """Return the tensors that no forward gave."""
+        known = {_memory(tensor) for tensor in (*self._before, *self._now)}
+        return [tensor for tensor in tensors_in(tree) if not known or _memory(tensor) not in known]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Return where a tensor lies; 0 where it has no memory of its own, as a DTensor."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Return the tensors of nested lists, tuples and mappings."""
     if isinstance(tree, torch.Tensor):

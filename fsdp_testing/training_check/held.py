@@ -176,7 +176,7 @@ def shares_in(model: nn.Module) -> dict[str, None]:
             continue
         for axis, placement in enumerate(placements):
             if axis >= first and not placement.is_replicate():
-                mesh = parameter.device_mesh  # type: ignore[attr-defined]
+                mesh = parameter.device_mesh  # type: ignore[attr-defined]  # of a DTensor
                 found[f"{(mesh.mesh_dim_names or range(mesh.ndim))[axis]} {mesh.get_local_rank(axis)}"] = None
     return found
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdp_testing import compat
-from fsdp_testing.training_check.batches import Call, holds_a_loss, on_cpu, row_digests
+from fsdp_testing.training_check.batches import Call, Computed, holds_a_loss, on_cpu, row_digests
 from fsdp_testing.training_check.deepspeed_engine import is_engine, see_steps
 from fsdp_testing.training_check.evidence import StepEvidence, closure_in, once_gradients_are_there
 from fsdp_testing.training_check.held import Spans, spans_of, whole_parameters
@@ -146,11 +146,13 @@ class Observer:
         self._stepping = 0  # an optimizer may be made of others, whose steps are parts of its own
         self._in_closure = False
         self._begun = 0
+        self._computed = Computed()
         self._open = self._follows = False  # the last step may be followed by that of another optimizer
         self._ignoring = False
         self._start_step()
 
     def _start_step(self) -> None:
+        self._computed.end_step()
         self._losses: list[float] = []
         self._loss_dtype = self._norm_dtype = torch.float64
         self._rows: list[tuple[str, ...]] = []
@@ -185,11 +187,8 @@ class Observer:
                 replacement = self._seeing_messages(getattr(dist, name))
                 for place in (dist, dist.distributed_c10d):
                     stack.enter_context(mock.patch.object(place, name, replacement))
-            for register, hook in (
-                (register_optimizer_step_pre_hook, self._before_step),
-                (register_optimizer_step_post_hook, self._end_step),
-            ):
-                stack.callback(register(hook).remove)
+            stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+            stack.callback(register_optimizer_step_post_hook(self._end_step).remove)
             yield
 
     def _seeing_calls(self, original: Any) -> Any:
@@ -202,7 +201,7 @@ class Observer:
             if not outermost or next(module.parameters(), None) is None or compat.in_backward():
                 return original(module, *args, **kwargs)
             args, kwargs = observer._before_forward(args, kwargs)
-            observer._rows.append(row_digests([*args, *kwargs.values()]))
+            observer._rows.append(row_digests(observer._computed.others_in([*args, *kwargs.values()])))
             state = torch.get_rng_state()
             observer._depth += 1
             if not observer._in_closure:
@@ -213,6 +212,7 @@ class Observer:
             finally:
                 observer._depth -= 1
             observer._drew |= not torch.equal(state, torch.get_rng_state())
+            observer._computed.add(output)
             if observer.reader.add(module):
                 observer._hook(module)
             if observer.keep_calls:

@@ -200,7 +200,7 @@ def makes_state_only() -> bool:
     while frame is not None and left:
         if frame.f_globals.get("__name__") == _INITIALISES:
             return True
-        frame, left = frame.f_back, left - 1  # type: ignore[assignment]
+        frame, left = frame.f_back, left - 1  # type: ignore[assignment]  # until there is none
     return False
 
 

@@ -180,7 +180,7 @@ def _by_code(code: int) -> Ended:
 
 def training(_given: Given, loop: Callable[[Any], Any]) -> Ended:
     """`check_training`, on one rank and on two: a function, so that a test which calls it passes or fails."""
-    timeout = HANGS_AFTER if "hanging" in loop.__name__ else PATIENT
+    timeout = HANGS_AFTER if "hanging" in str(loop.__name__) else PATIENT
     try:
         check_training(loop, world_sizes=(1, 2), timeout=timeout)
     except (TrainingDiffers, WorldFailed):
