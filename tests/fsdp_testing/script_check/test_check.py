@@ -85,7 +85,7 @@ def test_a_right_script_passes_as_it_is(script, arguments, sizes, how):
         ("indices", ("--mistake", "unreduced"), r"differs between ranks 0 and 1 .* gradients are not reduced"),
         ("indices", ("--mistake", "step skipped"), r"ranks make different numbers of optimizer steps: 3, 2"),
         ("indices", ("--mistake", "hang"), r"ranks disagree: .*barrier.*do not run the same collectives"),
-        ("indices", ("--mistake", "exit"), r"2 ranks: fail: did not end well: .*died with exit code 0"),
+        ("indices", ("--mistake", "exit"), r"2 ranks: FAIL: did not end well: .*died with exit code 0"),
     ],
 )
 def test_each_mistake_is_found_and_its_cause_named(script, arguments, message):
