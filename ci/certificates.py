@@ -20,7 +20,7 @@ from typing import Any
 from fsdp_testing.certificate.axes import WORLDS
 from fsdp_testing.certificate.causes import schedule_of
 from fsdp_testing.certificate.summary import FACES, STATUSES
-from fsdp_testing.certificate.verdicts import FAILS, HOLDS, REFUSED, UNKNOWN
+from fsdp_testing.certificate.verdicts import FAILS, HOLDS, UNKNOWN
 from fsdp_testing.records import Case
 from fsdp_testing.report.drawings.cube import cube_picture
 
@@ -72,7 +72,6 @@ text { font: 11px system-ui, sans-serif; fill: var(--text); }
 .holds { fill: var(--pass); }
 .fails { fill: var(--fail); }
 .unknown { fill: var(--unknown); }
-.refused { fill: var(--line); }
 .some { fill-opacity: 0.55; stroke: var(--text); }
 </style>"""
 
@@ -86,11 +85,12 @@ def kept_of(found: dict[str, Any], day: str) -> Kept:
         world: {face: [faces[face].get(status, 0) for status in STATUSES] for face in FACES if face in faces}
         for world, faces in found["faces"].items()
     }
-    same = ("implementation", "cube", "members", "asked", "statuses", "pairs", "unequal", "reasons", "unexplained")
+    same = ("implementation", "cube", "asked", "statuses", "reasons", "unexplained")
     return {
         **{name: found[name] for name in same},
         "day": day,
         "torch": found["environment"]["torch"].partition("+")[0],
+        "models_watched": True,
         "claimed": found["cube"] - sum(found["not_claimed"].values()),
         "not_claimed": found["not_claimed"],
         "causes": [_cause(one) for one in found["causes"]],
@@ -158,14 +158,12 @@ def index(table: dict[str, Kept]) -> str:
         "Made by `python ci/certificates.py` of what [`fsdp-verify certify`](../certificate.md) found. A sample is spread over",
         "all faces of the cube; it refutes where a cell fails, and does not certify where none does.",
         "",
-        "| implementation | cells that ran | hold | fail | refused | unknown | causes | torch | day |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| implementation | cells that ran | hold | fail | unknown | causes | torch | day |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, kept in table.items():
-        counts = [f"{kept['statuses'][status]:,}" for status in (HOLDS, FAILS, REFUSED, UNKNOWN)]
-        ran = f"{_ran(kept) - kept['pairs']:,} of {kept['claimed']:,} that it claims" + (
-            " (a sample)" if _is_sample(kept) else f", and {kept['pairs']:,} beside the cell that stands for them"
-        )
+        counts = [f"{kept['statuses'][status]:,}" for status in (HOLDS, FAILS, UNKNOWN)]
+        ran = f"{_ran(kept):,} of {kept['claimed']:,} that it claims" + (" (a sample)" if _is_sample(kept) else "")
         causes = f"{len(kept['causes'])}" + (
             f" ({kept['unexplained']:,} cells not followed)" if kept["unexplained"] else ""
         )
@@ -177,7 +175,7 @@ def index(table: dict[str, Kept]) -> str:
 def page(kept: Kept) -> str:
     """Return the page of one implementation."""
     name, statuses, sample = kept["implementation"], kept["statuses"], _is_sample(kept)
-    said = {FAILS: "fail", REFUSED: "are refused by the implementation itself", UNKNOWN: "are unknown"}
+    said = {FAILS: "fail", UNKNOWN: "are unknown"}
     others = "".join(f"; {statuses[status]:,} {verb}" for status, verb in said.items() if statuses[status])
     lines = [
         f"# {name} in small cases",
@@ -186,12 +184,14 @@ def page(kept: Kept) -> str:
         + (
             f"A sample: the cube has {kept['claimed']:,} cells that {name} claims." if sample else "All that it claims."
         ),
-        f"Seen on torch {kept['torch']}, CPU, gloo, {kept['day']}. What the axes are: [the cube](../certificate.md#the-cube).",
+        f"Seen on torch {kept['torch']}, CPU, gloo, {kept['day']}"
+        + ("" if kept.get("models_watched") else "; whether models stay in memory was not watched then")
+        + ". What the axes are: [the cube](../certificate.md#the-cube).",
         "",
         f"![Which cells hold and which fail]({name}.svg)",
         "",
-        "Green: all cells of a square hold; red: all fail; pale with an edge: some do; grey: refused; violet: unknown; blank:",
-        "none ran. Letters of a first step: S synchronises, N stays local, a small letter leaves a part unused; patterns without",
+        "Green: all cells of a square hold; red: all fail; pale with an edge: some do; violet: unknown; blank: none ran.",
+        "Letters of a first step: S synchronises, N stays local, a small letter leaves a part unused; patterns without",
         "a row hold everywhere.",
     ]
     if kept["causes"]:
@@ -203,7 +203,7 @@ def page(kept: Kept) -> str:
     lines += ["", "## By axis", "", "| | cells that ran | hold | fail |", "|---|---|---|---|"]
     lines += [f"| {where} | {sum(c):,} | {c[0]:,} | {c[1]:,} |" for where, c in _by_axis(kept)]
     if kept["reasons"]:
-        lines += ["", "## Refused or unknown", "", *(f"- {n:,} x {why}" for why, n in kept["reasons"].items())]
+        lines += ["", "## Unknown", "", *(f"- {n:,} x {why}" for why, n in kept["reasons"].items())]
     if kept["not_claimed"]:
         missing = kept["not_claimed"].items()
         lines += ["", "## Not claimed", "", *(f"- {n:,} cells of the cube need {tags}" for tags, n in missing)]
@@ -251,7 +251,7 @@ def _ran(kept: Kept) -> int:
 
 
 def _is_sample(kept: Kept) -> bool:
-    return _ran(kept) - kept["pairs"] < kept["claimed"]
+    return _ran(kept) < kept["claimed"]
 
 
 def main(results: list[str]) -> None:

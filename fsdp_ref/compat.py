@@ -15,11 +15,14 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase  # no public name covers every batch norm
+from torch.optim.optimizer import _global_optimizer_post_hooks as optimizer_hooks  # nothing public lists them
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "BatchNormBase",
     "RunningCall",
+    "after_optimizer_steps",
     "all_gather_flat",
     "apply_function",
     "calls_of",
@@ -31,9 +34,11 @@ __all__ = [
     "method_called_on",
     "queue_backward_callback",
     "reduce_scatter_flat",
+    "saved_tensor_hooks",
     "saved_tensor_hooks_active",
     "saved_tensor_hooks_allowed",
     "storage_key",
+    "version_of",
     "waited",
 ]
 
@@ -80,7 +85,13 @@ def hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Re
 
 def saved_tensor_hooks_active() -> bool:
     """Return whether somebody's saved-tensor hooks (checkpointing, offloading of activations) are in force."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return saved_tensor_hooks() is not None
+
+
+def saved_tensor_hooks() -> tuple[Any, Any] | None:
+    """Return the pair of saved-tensor hooks that is in force; None for no hooks."""
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
 
 
 def saved_tensor_hooks_allowed() -> bool:
@@ -92,6 +103,17 @@ def saved_tensor_hooks_allowed() -> bool:
 def storage_key(tensor: torch.Tensor) -> int:
     """Return what identifies the storage of ``tensor`` while the storage lives, whatever memory it has."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often ``tensor`` was changed in place; 0 for one made for inference, which nobody counts."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def after_optimizer_steps(callback: Callable[..., None]) -> None:
+    """Run ``callback(optimizer, args, kwargs)`` after each step of any optimizer of this process; once, however often asked."""
+    if callback not in optimizer_hooks.values():
+        register_optimizer_step_post_hook(callback)
 
 
 def waited(tensor: torch.Tensor) -> torch.Tensor:

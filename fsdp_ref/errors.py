@@ -77,8 +77,8 @@ class WritebackError(FsdpRuntimeError):
     """A parameter or gradient that the user replaced cannot be copied into the flat parameter."""
 
 
-class ParametersChangedError(FsdpAssertionError):
-    """Parameters were replaced between forward and backward of a strategy that does not reshard in between."""
+class ParametersChangedError(FsdpAssertionError, RuntimeError):
+    """Parameters changed where they must not: between a forward and its backward, or in forward in a way that is lost."""
 
 
 class SharedParameterError(UnsupportedError):

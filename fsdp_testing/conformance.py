@@ -17,14 +17,15 @@ from weakref import WeakKeyDictionary
 from fsdp_testing.backends import backend_named
 from fsdp_testing.errors import BackendUnavailable, InvalidArgument, PoolBroken
 from fsdp_testing.explanation import shortest
-from fsdp_testing.explanation.inquiry import How
-from fsdp_testing.explanation.root_causes import explain_results
+from fsdp_testing.explanation.inquiry import How, Inquiry
+from fsdp_testing.explanation.root_causes import explain_results, happened
 from fsdp_testing.implementations import registry, validation
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.judging.concurrency import Shared
+from fsdp_testing.judging.expected import as_expected, digest, expectations
 from fsdp_testing.pool import Pool, default_pool
-from fsdp_testing.records import Case, CheckResult, Portrait, RunReport, check_case
+from fsdp_testing.records import Case, CheckResult, Expectation, Portrait, Request, RunReport, check_case
 from fsdp_testing.suites import CHECKS, Check
 from fsdp_testing.suites.check import needs_of
 from fsdp_testing.suites.run import Where, judge_check
@@ -54,7 +55,7 @@ def run_conformance(
     backend: str = "gloo",
     checks: Sequence[str] = (),
     shard: tuple[int, int] | tuple[()] = (),
-    expected_failures: Mapping[str, str] | Mapping[str, Mapping[str, str]] | None = None,
+    expected_failures: Mapping[str, Any] | None = None,
     extended: bool = False,
     explain: float = shortest.SECONDS,
     portraits: bool = False,
@@ -73,10 +74,11 @@ def run_conformance(
         checks: Patterns (fnmatch) of check names, or names of suites; all of the profile by default. A check named
             without wildcards runs whatever its profile.
         shard: `(i, n)`: judge only the i-th of n parts, counted from 1, of the pairs of implementation and check.
-        expected_failures: Reason by check name, for all implementations; or per implementation such a mapping.
+        expected_failures: By check name, for all implementations, how it fails: the fields of `ExpectedFailure` as a mapping, or
+            a list of such; or per implementation such a mapping. What fails otherwise is new.
         extended: Run the extended profile too.
-        explain: Seconds that may be spent on the failures of one implementation, to find the shortest schedule that
-            shows each root cause; 0 leaves them as they were found.
+        explain: Seconds of an idle machine that may be spent on the failures of one implementation, to find the shortest
+            schedule that shows each root cause; 0 leaves them as they were found.
         portraits: Trace one short program under each flat strategy, on implementations that claim `unit_trace`, for
             drawings of the report.
         listener: Hears of progress.
@@ -95,7 +97,7 @@ def run_conformance(
     start = time.perf_counter()
     adapters = load_all(names)
     selected = select_checks(checks, extended=extended)
-    expected = _expectations(expected_failures, names)
+    expected = expectations(expected_failures, names, CHECKS)
     where = _place(world_sizes, backend, tensor_parallel)
     if not isinstance(jobs, int) or isinstance(jobs, bool) or jobs < 1:
         raise InvalidArgument(f"jobs: expected a number of at least 1, got {jobs!r}. Give 1 or more.")
@@ -107,10 +109,10 @@ def run_conformance(
     if listener is not None:
         listener.planned(len(pairs))
     with closing(runner.side_by_side(tasks, jobs)) as answers:
-        results = list(_heard(pairs, answers, expected, listener))
+        results = list(_heard(pairs, answers, expected, listener, runner))
     explained = tuple(results)
     if explain > 0:
-        explained = explain_results(results, _how_of, runner, explain, draw=portraits)
+        explained = explain_results(results, how_of, runner, explain, draw=portraits)
     return RunReport(
         results=explained,
         implementations=tuple(adapters),
@@ -122,14 +124,16 @@ def run_conformance(
         portraits=tuple(_portraits(adapters, where, runner)) if portraits else (),
         seconds=time.perf_counter() - start,
         shard=shard,
+        request=Request(tuple(check.name for check in selected), extended, digest(expected)),
     )
 
 
 def _heard(
     pairs: Sequence[tuple[str, Check]],
     answers: Iterator[CheckResult],
-    expected: Mapping[str, Mapping[str, str]],
+    expected: Mapping[str, Mapping[str, Expectation]],
     listener: RunListener | None,
+    runner: CaseRunner,
 ) -> Iterator[CheckResult]:
     """Yield the result of each pair as the user expects it, and let the listener hear when it is its turn."""
     for name, check in pairs:
@@ -137,13 +141,19 @@ def _heard(
             listener.started(name, check.name)
         result = next(answers)
         if check.name in expected[name]:
-            result = result.expecting(expected[name][check.name])
+            result = expecting(result, expected[name][check.name], runner)
         if listener is not None:
             listener.finished(result)
         yield result
 
 
-def _how_of(check: str) -> How | None:
+def expecting(result: CheckResult, expectation: Expectation, runner: CaseRunner) -> CheckResult:
+    """Return a result as a user sees it who expects these failures; causes are looked for only where an entry names one."""
+    how, inquiry = how_of(result.check), Inquiry(runner, result.implementation)
+    return as_expected(result, expectation, lambda finding: happened(inquiry, finding, how) if how is not None else "")
+
+
+def how_of(check: str) -> How | None:
     """How a check judges single programs; None for one that judges in a way of its own."""
     found = CHECKS.get(check)
     return How(found.comparison, found.mode) if found is not None and found.judge is None else None
@@ -173,8 +183,9 @@ def run_check(
     backend: str = "gloo",
     runner: CaseRunner | None = None,
     stop_at_first: bool = False,
+    expected: Expectation | None = None,
 ) -> CheckResult:
-    """Judge one check on one implementation, without looking for causes.
+    """Judge one check on one implementation, without looking for causes but those that an expected failure names.
 
     Args:
         name: Implementation.
@@ -184,6 +195,7 @@ def run_check(
         backend: Backend of the worlds.
         runner: Where cases run; by default `shared_runner()`.
         stop_at_first: Run no further case of the check once one has refuted it.
+        expected: How it is known to fail.
 
     Raises:
         InvalidArgument: As `run_conformance`, and so the others.
@@ -193,7 +205,8 @@ def run_check(
     where = _place(world_sizes, backend, tensor_parallel)
     runner = runner or shared_runner()
     _examine(adapters.values(), runner, where)
-    return judge_check(runner, adapters[name], selected[0], where, stop_at_first=stop_at_first)
+    result = judge_check(runner, adapters[name], selected[0], where, stop_at_first=stop_at_first)
+    return result if expected is None else expecting(result, expected, runner)
 
 
 def run_case(name: str, case: Case, *, runner: CaseRunner | None = None, **comparison: Any) -> JudgedCase:
@@ -294,34 +307,6 @@ def select_checks(patterns: Sequence[str], *, extended: bool = False) -> list[Ch
         hint = f"Did you mean {', '.join(near)}?" if near else "`fsdp-verify list checks` shows every name."
         raise InvalidArgument(f"checks: expected names or patterns of checks, got {unknown}. {hint}")
     return [check for check in CHECKS.values() if check.matches(patterns)]
-
-
-def _expectations(given: Mapping[str, Any] | None, names: Sequence[str]) -> dict[str, Mapping[str, str]]:
-    """Return expected failures per implementation; both forms of the argument are taken."""
-    per_name: dict[str, dict[str, str]] = {name: {} for name in names}
-    problems: list[str] = []
-    for key, entry in (given or {}).items():
-        if isinstance(entry, Mapping):
-            if key not in per_name:
-                problems.append(f"{key!r} is not one of the implementations")
-                continue
-            per_name[key].update(entry)
-        else:
-            for name in names:
-                per_name[name][key] = entry
-    for name, entries in per_name.items():
-        for check, reason in entries.items():
-            if check not in CHECKS:
-                problems.append(f"{check!r} is no check ({name})")
-            if not isinstance(reason, str) or not reason.strip():
-                problems.append(f"{check!r} has no reason ({name})")
-    if problems:
-        listed = "; ".join(dict.fromkeys(problems))
-        raise InvalidArgument(
-            f"expected_failures: expected {{check: reason}} or {{implementation: {{check: reason}}}}, got: {listed}. "
-            "Correct the names and say why each failure is expected."
-        )
-    return dict(per_name)
 
 
 def _sizes(world_sizes: Iterable[int]) -> tuple[int, ...]:

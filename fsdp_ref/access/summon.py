@@ -32,6 +32,7 @@ from fsdp_ref.errors import (
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.originals import Shown
 from fsdp_ref.handle.writeback import absorb_params
+from fsdp_ref.runtime.backward import check_ranks
 from fsdp_ref.runtime.root import close_ended, lazy_init
 from fsdp_ref.runtime.unit import Unit
 from fsdp_ref.states import READABLE, ReshardReason, UnitState
@@ -71,7 +72,9 @@ def summon(module: nn.Module, options: SummonOptions) -> Iterator[None]:
     _check(units, options)
     for unit in units:
         # Before the first is summoned: cleaning up after a failed pass gives up what every unit of the tree has.
-        lazy_init(unit).recover()
+        root = lazy_init(unit)
+        root.recover()
+        check_ranks(root)
     with ExitStack() as stack:
         for unit in units:
             stack.enter_context(_summoned(unit, options))
@@ -166,6 +169,9 @@ class _Summoned:
         self._shown: list[nn.Parameter] = []
         self._grads: FullGradients | None = None
         self._was_full = False
+        # Versions before, and the counters of what is shown: which parameters were edited?
+        self._before: list[int] = []
+        self._counted: list[int] = []
 
     @property
     def _visible(self) -> bool:
@@ -186,6 +192,7 @@ class _Summoned:
         self._was_full = handle.originals.shown is Shown.FULL
         handle.originals.show_sharded()
         self._full_F = self._gather()
+        self._before = handle.versions.now()
         if self._options.with_grads:
             self._grads = FullGradients(handle)
             self._grads.gather()
@@ -196,6 +203,7 @@ class _Summoned:
             return
         self._views = flat_views(self._full_F, handle.layout)
         self._shown = handle.originals.show_summoned(self._views)
+        self._counted = [compat.version_of(param) for param in self._shown]
         if self._grads is not None:
             self._grads.show(self._shown)
 
@@ -214,14 +222,18 @@ class _Summoned:
         """Write what the user made of the parameters to the shard, and to the unit's own buffer if that is filled."""
         handle = self._handle
         problem: Exception | None = None
+        edited: list[int] = []
         if self._visible:
             try:
-                self._collect()
+                edited = self._collect()
             except (WritebackError, SharedParameterError) as error:
                 problem = error
-        if self._options.writeback and problem is None:
-            if self._options.rank0_only:
-                self._broadcast()
+        keeps = self._options.writeback and problem is None
+        if keeps and self._options.rank0_only:
+            edited = self._broadcast(edited)
+        # Before the early end: edits that are discarded count for nothing.
+        handle.versions.settle(self._before, edited if keeps or self._full_F is handle.shard_S else ())
+        if keeps:
             with torch.no_grad():
                 if handle.sharded:
                     span = handle.shard_map.shard_span(handle.shard_rank)
@@ -230,13 +242,15 @@ class _Summoned:
                     handle.shard_S.copy_(self._full_F)
                 if resumes in READABLE and handle.needs_buffer:
                     handle.full_F().copy_(self._full_F)
+                    handle.versions.note_gather()
+            handle.streams.gather_after_compute()  # the shard was written to on the current stream just now
             if self._grads is not None:
                 self._grads.keep_edits(self._shown)
         if problem is not None:
             raise problem
 
-    def _collect(self) -> None:
-        """Copy into the buffer what the user replaced instead of editing in place."""
+    def _collect(self) -> list[int]:
+        """Copy into the buffer what the user replaced instead of editing in place; return which originals he changed."""
         handle = self._handle
         replaced: dict[int, tuple[str, Tensor]] = {}
         bad: list[str] = []
@@ -269,15 +283,24 @@ class _Summoned:
             for index, (_, value) in replaced.items():
                 if value.numel():
                     self._views[index].copy_(handle.originals.plain(index, value).detach())
+        in_place = [i for i, param in enumerate(self._shown) if compat.version_of(param) != self._counted[i]]
+        return sorted({*replaced, *in_place})
 
-    def _broadcast(self) -> None:
-        """Give every rank what rank 0 made of the parameters: first to the replicas, then within the shard group."""
+    def _broadcast(self, edited: list[int]) -> list[int]:
+        """Give every rank what rank 0 made of the parameters, and return which ones it edited.
+
+        First to the replicas, then within the shard group.
+        """
         handle = self._handle
+        flags = torch.zeros(len(handle.fqns), dtype=torch.uint8, device=handle.config.device)
+        flags[edited] = 1
         for group in (handle.groups.replicate, handle.groups.shard):
             if group is not None and group.size() > 1:
                 flat = self._full_F.to(handle.config.device)
                 handle.collectives.broadcast(flat, 0, group, handle.name).wait()
+                handle.collectives.broadcast(flags, 0, group, handle.name).wait()
                 self._full_F = flat
+        return [index for index, flag in enumerate(flags.tolist()) if flag]
 
     def close(self) -> None:
         """Show and free as before."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from fsdp_ref.compat import version_of
 from fsdp_ref.errors import FsdpRuntimeError
 
 if TYPE_CHECKING:
@@ -63,16 +64,32 @@ class PassRecord:
         views: the views of the full parameters that the pass computed with.
         round: the forward pass of the whole tree.
         tracked: whether autograd tracks the views.
+        aliases: what the views consist of: plain tensors over the full buffer.
         watch: reports when the gradients of the inputs are there, for units that train nothing.
     """
 
-    __slots__ = ("__weakref__", "round", "tracked", "views", "watch")
+    __slots__ = ("__weakref__", "_nodes", "_versions", "aliases", "round", "tracked", "views", "watch")
 
-    def __init__(self, views: list[Tensor], of_round: int, *, tracked: bool) -> None:
+    def __init__(self, views: list[Tensor], aliases: list[Tensor], of_round: int, *, tracked: bool) -> None:
         self.views = views
+        self.aliases = aliases
+        self._versions = [version_of(alias) for alias in aliases]
+        self._nodes = [alias.grad_fn for alias in aliases]
         self.round = of_round
         self.tracked = tracked
         self.watch: InputsWatch | None = None
+
+    def edited(self) -> list[int]:
+        """Return which originals forward changed in place since the pass began, or since :meth:`accept_edits`."""
+        return [i for i, (alias, was) in enumerate(zip(self.aliases, self._versions)) if version_of(alias) != was]
+
+    def tracked_anew(self, index: int) -> bool:
+        """Return whether autograd tracked a change of this original, which was trained."""
+        return self._nodes[index] is not None and self.aliases[index].grad_fn is not self._nodes[index]
+
+    def accept_edits(self) -> None:
+        """Changes so far were taken over."""
+        self._versions = [version_of(alias) for alias in self.aliases]
 
 
 class GraphSide:

@@ -10,7 +10,7 @@ root runs forward, saved tensors are therefore packed: a view of a unit's buffer
 (:class:`SavedView`) and is made anew when backward asks for it, gathering the parameters if they are gone. Backward may
 so start anywhere: at a cached intermediate, at an in-place changed view of an output, twice, or in another order than
 forward ran (pytorch issues 136861, 173709, 181832). Other saved tensors pass through; their version is checked as
-autograd itself would (it does not, once hooks are in force).
+autograd itself would (it does not, once hooks are in force). Those of parameters are checked by [Note: versions].
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdp_ref import compat
 from fsdp_ref.comm.tensor_parallel import is_dtensor, local_of, rebuilder
 from fsdp_ref.errors import FsdpRuntimeError
+from fsdp_ref.handle.versions import refuse_changed
 from fsdp_ref.storage.views import alias
 
 if TYPE_CHECKING:
+    from fsdp_ref.handle.flat_handle import FlatHandle
     from fsdp_ref.runtime.unit import Unit
 
 OnGradients: TypeAlias = "Callable[[Unit, tuple[Tensor | None, ...]], None]"
@@ -63,14 +65,57 @@ class TrackedParams(torch.autograd.Function):
         return None, None, None
 
 
+class _Values:
+    """Which values of a parameter autograd saved: it refuses others in one process, and so do we."""
+
+    __slots__ = ("_handle", "_position", "_saved", "_version", "_versions")
+
+    def __init__(self, handle: FlatHandle, view: Tensor) -> None:
+        # Weakly: a graph that is stored in a module must not keep it alive. And without the view's node, for the same reason.
+        self._handle = weakref.ref(handle)
+        self._saved = view.detach()
+        self._version = compat.version_of(view)
+        self._versions = handle.versions.of_buffer
+        self._position = int(view.storage_offset() - handle.full_F().storage_offset())
+
+    def check(self) -> None:
+        """Check that the parameter still has them.
+
+        Raises:
+            ParametersChangedError: it was changed in place, by the forward that saved it or by anybody since.
+        """
+        handle = self._handle()
+        if handle is None:
+            return
+        handle.versions.check(self._versions, self._position)
+        if self._version != compat.version_of(self._saved):
+            refuse_changed(handle, handle.versions.owner(self._position))
+
+
+class SavedPiece:
+    """A view of a unit's full parameter that autograd saved, where nothing is gathered and its memory stays."""
+
+    __slots__ = ("_values", "view")
+
+    def __init__(self, handle: FlatHandle, local: Tensor, view: Tensor) -> None:
+        self._values = _Values(handle, local)
+        self.view = view
+
+    def restore(self) -> Tensor:
+        """Return the view."""
+        self._values.check()
+        return self.view
+
+
 class SavedView:
     """A view of a unit's full parameter that autograd saved, without its memory."""
 
-    __slots__ = ("dtype", "full_precision", "offset", "rebuild", "size", "stride", "tie")
+    __slots__ = ("dtype", "full_precision", "offset", "rebuild", "size", "stride", "tie", "values")
 
     def __init__(self, unit: Unit, view: Tensor, rebuild: Callable[[Tensor], Tensor] | None) -> None:
         assert unit.handle is not None  # its storage was found among the units' buffers
         self.tie = unit.graph.tie()
+        self.values = _Values(unit.handle, view)
         self.dtype = view.dtype
         self.size = view.size()
         self.stride = view.stride()
@@ -83,6 +128,7 @@ class SavedView:
         unit = self.tie.unit()
         handle = unit.handle
         assert handle is not None  # see __init__
+        self.values.check()
         there = handle.unsharded and self.full_precision == handle.full_precision
         if not compat.in_backward() and not there:
             # Somebody inspects the graph: what they read is theirs, and the unit stays as it is.
@@ -118,14 +164,18 @@ def pack_with(units_by_storage: UnitsByStorage) -> Callable[[Tensor], Any]:
         spread = is_dtensor(tensor)
         local = local_of(tensor) if spread else tensor
         if type(local) is not Tensor or local.layout is not torch.strided:
-            return tensor, -1
+            # A parameter that no unit manages; what counts the changes of other kinds of tensors is theirs to know.
+            return tensor, compat.version_of(tensor) if type(tensor) is nn.Parameter else -1
+        # Without its node: an operation that saves its own output would otherwise hold itself, and never be freed.
+        kept = tensor if tensor.is_leaf else tensor.detach()
         key = compat.storage_key(local)
         units = known()
         unit = None if units is None else units.get(key)
         if unit is not None and unit.handle is not None and compat.storage_key(unit.handle.full_F()) == key:
-            return SavedView(unit, local, rebuilder(tensor) if spread else None)
-        # Without its node: an operation that saves its own output would otherwise hold itself, and never be freed.
-        return tensor if tensor.is_leaf else tensor.detach(), -1 if spread else tensor._version
+            if unit.handle.needs_buffer:
+                return SavedView(unit, local, rebuilder(tensor) if spread else None)
+            return SavedPiece(unit.handle, local, kept)
+        return kept, compat.version_of(kept)
 
     return pack
 
@@ -136,8 +186,10 @@ def unpack_with(demand: Callable[[Unit], None]) -> Callable[[Any], Tensor]:
     def unpack(packed: Any) -> Tensor:
         if type(packed) is SavedView:
             return packed.restore(demand)
+        if type(packed) is SavedPiece:
+            return packed.restore()
         tensor, version = packed
-        if version not in {-1, tensor._version}:
+        if version not in {-1, compat.version_of(tensor)}:
             raise FsdpRuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"expected a {tensor.dtype} tensor of shape {tuple(tensor.shape)} at version {version}, got version "

@@ -27,6 +27,7 @@ from fsdp_ref.handle.flatten import build_layout, cut_shard, flatten
 from fsdp_ref.handle.gradients import GradientStore
 from fsdp_ref.handle.marked_parameter import FlatParameter, describe, like_flat
 from fsdp_ref.handle.originals import Originals, Shown
+from fsdp_ref.handle.versions import ParameterVersions
 from fsdp_ref.layout import FlatLayout, ShardMap
 from fsdp_ref.states import READABLE, LifeCycle, UnitState
 from fsdp_ref.storage import offload
@@ -57,6 +58,7 @@ class FlatHandle:
         needs_buffer: full parameters are a copy; otherwise the shard is the full parameter and nothing is freed.
         grads: its gradient.
         originals: how users see the parameters.
+        versions: whether the parameters were changed since they were gathered.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class FlatHandle:
         describe(self.flat_param, self.shard_map, self.shard_rank, self.full_F())
         self.originals = Originals(self, params)
         self.grads = GradientStore(self, self.originals)
+        self.versions = ParameterVersions(self)
         self.originals.take_over()
 
     # ------------------------------------------------------------------ facts
@@ -140,7 +143,7 @@ class FlatHandle:
         """Make ``dtype`` the original dtype: the user cast the whole model. The shard is converted, buffers dropped."""
         self.reshard()
         self.precision = Precision.of(dtype, self.config.mixed_precision)
-        self.replace_shard(self.shard_S.to(dtype))
+        self.replace_shard(offload.another_home(self.shard_S, dtype))
         for buffer in self._buffers.values():
             buffer.free()
         self._buffers.clear()
@@ -171,6 +174,7 @@ class FlatHandle:
         if self.life.state is not UnitState.SHARDED:
             return False
         self.life.move(UnitState.GATHERING, self.name)
+        self.versions.note_gather()
         if not self.needs_buffer:
             return True
         try:
@@ -300,13 +304,15 @@ class FlatHandle:
             "_views": {},
             "_cast_S": None,
         }
-        vars(copied).update({**vars(self), **fresh, "streams": Streams(), "shard_S": self.shard_S.detach().clone()})
+        vars(copied).update({**vars(self), **fresh, "streams": Streams()})
+        vars(copied)["shard_S"] = offload.another_home(self.shard_S, self.shard_S.dtype)
         vars(copied).update(module=copy.deepcopy(self.module, memo))
         flat = like_flat(copy.deepcopy(self.flat_param, memo), self.flat_param)
         set_data(flat, copied.shard_S)
         vars(copied)["flat_param"] = flat
         originals = self.originals.copied(copied, memo)
         vars(copied).update(originals=originals, grads=GradientStore(copied, originals))
+        vars(copied)["versions"] = ParameterVersions(copied)
         describe(flat, copied.shard_map, copied.shard_rank, copied.full_F())
         return copied
 

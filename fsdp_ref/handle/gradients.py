@@ -150,6 +150,12 @@ class GradientStore:
             self.reduced_S = None
             self.arriving = False
 
+    def spoil(self, problem: Tensor) -> None:
+        """Make the reduced part NaN where ``problem``, one boolean on its device, says so; the host does not read it."""
+        if self.reduced_S is not None and problem.device == self.reduced_S.device:
+            self.reduced_S.masked_fill_(problem, float("nan"))
+            self._remember()
+
     def replace_reduced(self, values: Tensor, used: list[bool]) -> None:
         """Set the reduced part to ``values`` (without right padding); the caller publishes it."""
         self.used, self._lost_S = used, None

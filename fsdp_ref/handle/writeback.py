@@ -44,6 +44,7 @@ def absorb_params(handle: FlatHandle) -> bool:
 
 def _absorb(handle: FlatHandle) -> bool:
     originals = handle.originals
+    keep_full_edits(handle)
     if not originals.use_orig_params:
         changed = _absorb_flat(handle)
     else:
@@ -54,6 +55,19 @@ def _absorb(handle: FlatHandle) -> bool:
     if changed:
         handle.streams.gather_after_compute()  # the shard was written to on the current stream just now
     return changed
+
+
+def keep_full_edits(handle: FlatHandle) -> None:
+    """Copy what users changed in place, while originals were shown in full, into the shard: the full buffer is freed."""
+    if handle.originals.shown is not Shown.FULL or handle.config.switches.skip_writeback:
+        return
+    then, now = handle.versions.of_buffer, handle.versions.now()
+    values = {index: handle.originals.params[index].data for index in range(len(now)) if then[index] != now[index]}
+    values = {index: value for index, value in values.items() if _same_memory(value, handle.compute_views()[index])}
+    if values:
+        with torch.inference_mode(False), torch.no_grad():
+            _copy_full(handle, values)
+        handle.streams.gather_after_compute()
 
 
 def check_unchanged(handle: FlatHandle) -> None:
@@ -115,6 +129,7 @@ def _absorb_flat(handle: FlatHandle) -> bool:
     with torch.no_grad():
         handle.shard_S.copy_(new)
     handle.replace_shard(handle.shard_S)
+    handle.versions.count([0])
     return True
 
 
@@ -141,6 +156,7 @@ def _adopt_replaced(handle: FlatHandle) -> None:
         if isinstance(value, nn.Parameter) and value is not originals.params[index]:
             mark_flattened(value)
             OutsideGradient.guard(value, handle.fqns[index])
+            handle.versions.adopted(index, originals.params[index], value)
             originals.params[index] = value
 
 
@@ -179,6 +195,7 @@ def _absorb_data(handle: FlatHandle) -> bool:
         else:
             for index, value in values.items():
                 originals.shard_views()[index].copy_(value)
+    handle.versions.count(changed)
     originals.show_sharded(anew=True)
     return True
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from fsdp_ref.autograd.graph_hooks import InputsWatch, OutputHook, TakenInputs
 from fsdp_ref.compat import labelled, waited
 from fsdp_ref.config import BackwardPrefetch
-from fsdp_ref.errors import ExecutionOrderError, UnshardConflictError, explain
+from fsdp_ref.errors import UnshardConflictError, explain
 from fsdp_ref.handle.gradients import dense
 from fsdp_ref.handle.param_hooks import run_after_accumulation, run_tensor_hooks
 from fsdp_ref.handle.writeback import absorb_params, check_unchanged
@@ -97,6 +97,7 @@ def _enter(root: Root, unit: Unit, task: int) -> None:
                 check_unchanged(handle)
             elif unit.ahead is not Ahead.PREFETCH:
                 absorb_params(handle)
+            unit.drop_out_of_date()
         unit.unshard()
         if handle is not None:
             root.owned(unit)
@@ -204,8 +205,7 @@ def end_backward(root: Root) -> None:
             root.partial.pop(unit)
             _complete(root, unit, _nothing_new(unit))
         _reduce_leftovers(root)
-        device = root.unit.config.device
-        root.wire_order.start(device)
+        root.wire_order.start(root.unit.config.device)
         root.sync.finish()
         # From here on the current stream, on which the optimizer runs, sees reduced gradients.
         root.streams.compute_after_reduce()
@@ -218,22 +218,49 @@ def end_backward(root: Root) -> None:
                 unit.end_pass()
             else:
                 unit.reshard(ReshardReason.AFTER_BACKWARD)
-        if device.type == "cpu":
-            # Elsewhere the next forward asks: the host would stop here for what the device has yet to do.
-            _check_wire_order(root)
+        _compare_ranks(root)
         publish(root.in_pass)
         root.in_pass.clear()
 
 
-def _check_wire_order(root: Root) -> None:
-    try:
-        root.wire_order.finish()
-    except ExecutionOrderError:
-        root.order = ExecutionOrder()  # ranks recorded different ones, and would gather ahead what others do not
+def _compare_ranks(root: Root) -> None:
+    """Refuse gradients of ranks that did different things.
+
+    An accelerator has yet to compute whether they did, and the host would stop for it. There gradients of such a pass
+    become NaN on the device, and the next forward or summon tells: no step with them goes unnoticed. It waits for the
+    copy that begins here, hence for this backward, and not for the optimizer's step that follows.
+    """
+    problem = root.wire_order.settle(root.streams)
+    if not root.reads_late:
+        check_ranks(root)
+    elif problem is not None:
         for unit in root.in_pass:
             if unit.handle is not None:
-                unit.handle.grads.forget()
-        raise
+                unit.handle.grads.spoil(problem)
+
+
+def check_ranks(root: Root) -> None:
+    """Read what was compared at the end of backward passes.
+
+    Raises:
+        ExecutionOrderError: ranks communicated for different units; on every rank of the groups concerned.
+        ParametersChangedError: forward changed parameters in a way that cannot be kept.
+
+    Collectives:
+        One object gather over each group in which ranks differ, which all of its ranks know by then.
+    """
+    mismatch = root.wire_order.finish()
+    if mismatch is None:
+        return
+    root.order = ExecutionOrder()  # ranks recorded different ones, and would gather ahead what others do not
+    # Not only those of this rank's pass: a parameter must not have a gradient on some of its ranks only.
+    for unit in mismatch.units:
+        if unit.handle is not None:
+            unit.handle.grads.forget()
+    for unit in {**root.in_pass, **dict.fromkeys(mismatch.units)}:
+        if unit.handle is not None:
+            unit.handle.grads.publish()
+    raise mismatch.error
 
 
 def _reduce_leftovers(root: Root) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from fsdp_ref.autograd.graph_hooks import TakenInputs
 from fsdp_ref.autograd.graph_ties import PassRecord
+from fsdp_ref.runtime import forward_edits
 from fsdp_ref.states import ReshardReason, UnitState
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ def close(frame: Frame) -> None:
     """The call has ended: the unit is in the state around it, and what was entered for the call is left."""
     unit = frame.unit
     if unit.life.state is UnitState.FORWARD:
+        if frame.record is not None:
+            forward_edits.keep(unit, frame.root, frame.record)
         unit.move(frame.resumes)
     if frame in frame.root.calls:
         frame.root.calls.remove(frame)

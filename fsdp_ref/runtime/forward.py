@@ -23,7 +23,7 @@ from fsdp_ref.autograd.tracked import TrackedParams
 from fsdp_ref.compat import RunningCall, labelled
 from fsdp_ref.errors import UnshardConflictError, explain
 from fsdp_ref.handle.writeback import absorb_params
-from fsdp_ref.runtime import backward, calls, prefetch
+from fsdp_ref.runtime import backward, calls, forward_edits, prefetch
 from fsdp_ref.runtime.calls import Frame
 from fsdp_ref.runtime.events import UnitEventKind
 from fsdp_ref.runtime.order_check import check_order
@@ -89,6 +89,7 @@ def _gather(unit: Unit, root: Root, frame: Frame) -> None:
             handle.grads.absorb()
         if absorb_params(handle) and unit.life.state is UnitState.ACCUMULATING:
             unit.reshard(ReshardReason.OUT_OF_DATE)
+        unit.drop_out_of_date()
     unit.unshard()
     if handle is not None:
         root.owned(unit)
@@ -123,11 +124,12 @@ def tracked_views(unit: Unit, root: Root) -> PassRecord:
     known = unit.graph.record
     if known is not None and known.round == root.round and known.tracked == tracked:
         return known
+    handle.versions.new_pass()
     if tracked:
         views = list(compat.apply_function(TrackedParams, root.anchor, unit, backward.on_gradients))
     else:
         views = [alias(view) for view in handle.compute_views()]
-    record = PassRecord(handle.originals.unflattened(views), root.round, tracked=tracked)
+    record = PassRecord(handle.originals.unflattened(views), views, root.round, tracked=tracked)
     unit.graph.remember(record)
     return record
 
@@ -172,9 +174,12 @@ def exit_forward(frame: Frame, output: Any) -> Any:
                 output = cast_floating(output, frame.cast_back)
             # Before parameters go: whether an output awaits backward decides whether they go for good.
             output = backward.hook_outputs(unit, output, frame.inputs)
+            if frame.record is not None:
+                forward_edits.refuse_tracked(unit, frame.record)
         except BaseException:
             calls.abort(frame)
             raise
+        unit.unguarded = frame.record is not None and frame.record.tracked and not root.saves_views()
         calls.close(frame)
         if not frame.replay:
             root.order.post_forward(root.index[unit])

@@ -86,6 +86,7 @@ class Root:
         partial: units whose gradients came from passes inside the present one, which may bring more.
         watch: notices modules that are changed after sharding.
         offloads: whether gradients of some unit are copied to the host.
+        reads_late: whether the host learns at the next forward only whether ranks did the same.
         tensor_group: ranks with other parts of the same parameters (tensor parallelism); None without.
     """
 
@@ -134,6 +135,7 @@ class Root:
         self.units = units
         self.watch = TreeWatch(self)
         self.offloads = any(unit.config.cpu_offload.offload_params for unit in units)
+        self.reads_late = root_unit.config.device.type != "cpu" and not self.offloads
         self.tensor_group = next((axis for axis in _tensor_groups(units) if axis is not None), None)
         self.wire_order = WireOrder(units)
         for position, unit in enumerate(units):
@@ -148,8 +150,9 @@ class Root:
     def owned(self, unit: Unit) -> None:
         """Let saved views of the unit's present buffer be recognised (see [Note: saved parameters])."""
         handle = unit.handle
-        if handle is not None and handle.needs_buffer:
-            self._storages[handle.buffer(handle.compute_dtype).key] = unit
+        if handle is not None:
+            key = handle.buffer(handle.compute_dtype).key if handle.needs_buffer else compat.storage_key(handle.shard_S)
+            self._storages[key] = unit
 
     # ------------------------------------------------------------------ forward passes
 
@@ -158,7 +161,7 @@ class Root:
         self.recover()
         if torch.is_grad_enabled():
             self.watch.refuse_changes()
-        self.wire_order.finish()  # on a device: the host does not wait at the end of backward
+        backward.check_ranks(self)  # on an accelerator: the host does not wait at the end of backward
         for unit in self.units:
             if unit.handle is not None:
                 unit.handle.grads.release()
@@ -183,6 +186,11 @@ class Root:
         if compat.saved_tensor_hooks_active() or not compat.saved_tensor_hooks_allowed():
             return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def saves_views(self) -> bool:
+        """Return whether what autograd saves now is packed by :meth:`watch_saved_tensors`, and not by somebody else's hooks."""
+        hooks = compat.saved_tensor_hooks()
+        return hooks is not None and hooks[0] is self._pack
 
     def end_forward(self) -> None:
         """The outermost forward call ended: free gathers that nobody used. What the graph needs it keeps by now."""

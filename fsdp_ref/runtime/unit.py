@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from fsdp_ref.config import (
 )
 from fsdp_ref.errors import FsdpRuntimeError, FsdpTypeError
 from fsdp_ref.handle.flat_handle import FlatHandle
-from fsdp_ref.handle.writeback import absorb_params
+from fsdp_ref.handle.writeback import absorb_params, keep_full_edits
 from fsdp_ref.runtime.events import OBSERVERS, UnitEvent, UnitEventKind, emit
 from fsdp_ref.runtime.wire_order import GATHER
 from fsdp_ref.states import READABLE, LifeCycle, ReshardReason, TrainingState, UnitState, training_state_of
@@ -34,6 +34,10 @@ from fsdp_ref.storage.precision import BufferCaster
 if TYPE_CHECKING:
     from fsdp_ref.checkpoint.model_state import OpenState
     from fsdp_ref.runtime.root import Root
+
+
+_AT_REST: Final = frozenset({UnitState.GATHERING, UnitState.UNSHARDED, UnitState.ACCUMULATING})
+"""States in which full parameters wait for whoever computes next."""
 
 
 class Ahead(Enum):
@@ -61,6 +65,7 @@ class Unit:
         ahead: who asked for full parameters ahead of need; None for nobody.
         state_dict_settings: in which form its state is saved and loaded.
         awaits_backward: an output of the latest forward may be differentiated.
+        unguarded: autograd saved views of the latest forward, and not by way of our hooks.
         backward_task: the backward pass that state BACKWARD began in, -1 in other states.
     """
 
@@ -97,6 +102,7 @@ class Unit:
         self.sync_gradients = True
         self.ahead: Ahead | None = None
         self.awaits_backward = False
+        self.unguarded = False
         self.backward_task = -1
         # Kept here, not by unit elsewhere: when collecting a state raises no hook comes after, and all goes together.
         self.open_state: OpenState | None = None
@@ -200,7 +206,7 @@ class Unit:
 
     def end_pass(self) -> None:
         """Forget what the latest forward and backward left to do; gathered parameters are another matter."""
-        self.awaits_backward = False
+        self.awaits_backward = self.unguarded = False
         self.backward_task = -1
 
     def reshard(self, reason: ReshardReason) -> None:
@@ -219,6 +225,7 @@ class Unit:
             if self.life.state is not UnitState.SHARDED:
                 self.move(UnitState.SHARDED)
             return
+        keep_full_edits(handle)
         if after_backward or reason is ReshardReason.AFTER_FORWARD:
             if self.life.state is not UnitState.SHARDED:
                 self._reshard_as_set(handle, after_backward=after_backward)
@@ -231,6 +238,19 @@ class Unit:
         if not (reason is ReshardReason.FAILED and self.life.state is UnitState.GATHERING):
             handle.reshard()
         handle.originals.show_sharded()
+
+    def drop_out_of_date(self) -> None:
+        """Free full parameters that were gathered before the parameters were changed; who needs them gathers anew.
+
+        The views that the pass computes with stay: they lie over the same buffer.
+        """
+        handle = self.handle
+        if handle is None or self.life.state not in _AT_REST or not handle.versions.out_of_date():
+            return
+        keep_full_edits(handle)
+        self.ahead = None
+        handle.streams.gather_after_compute()
+        handle.reshard()
 
     def _reshard_as_set(self, handle: FlatHandle, *, after_backward: bool) -> None:
         frees = self._frees_after_backward(handle) if after_backward else self._frees_after_forward(handle)
@@ -260,6 +280,10 @@ class Unit:
             return False
         # Where no output can be differentiated no backward will come that frees (one that enters elsewhere gathers anew).
         for_good = not torch.is_grad_enabled() or not self.awaits_backward
+        if for_good and self.unguarded:
+            # Under somebody else's hooks autograd holds the views themselves, and an output of a kind that nobody looks
+            # into (an object of the user's) may lead there: the end of backward frees.
+            return False
         return for_good or (self.config.reshards_after_forward and not self.is_root)
 
     def _frees_after_backward(self, handle: FlatHandle) -> bool:

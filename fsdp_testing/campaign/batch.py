@@ -88,8 +88,8 @@ def run_batch(adapter: Adapter, cases: Sequence[Case], directory: str, watch: Wa
             error = record.observation.error
             if record.leaks or (error is not None and not everyone_raised(directory, world, index, error)):
                 return Failed(index + 1)
-        survivors = _survivors(models)
-        for index in survivors if watch.models else ():
+        left = survivors(models)
+        for index in left if watch.models else ():
             record_stream.append(file, CaseRecord(index, RankObservation(world.rank), leaks=(OUTLIVES,)))
     return len(cases)
 
@@ -142,18 +142,25 @@ def _run(
     changed = ((name, was, now) for (name, was), now in zip(before.items(), _fingerprint().values()) if was != now)
     leaks = tuple(f"{name}: {was} before, {now} after" for name, was, now in changed)
     accounts = None if accounted is None else tuple(accounted.accounts)
-    return CaseRecord(index, observation, issued.summary(), leaks, accounts), weakref.ref(program.model)
+    record = CaseRecord(index, observation, issued.summary(), leaks, accounts, issued.groups)
+    return record, weakref.ref(program.model)
 
 
 class _Issued:
-    """Counts the collectives of one case and keeps a digest of what they were, group by group."""
+    """Counts the collectives of one case and keeps a digest of what they were, group by group.
+
+    Attributes:
+        groups: Members of each group that was used, by its key.
+    """
 
     def __init__(self, accounted: AccountedProgram | None = None) -> None:
         self._texts: dict[int, list[str]] = {}
         self._accounted = accounted
+        self.groups: dict[int, tuple[int, ...]] = {}
 
     def __call__(self, group: GroupIdentity, call: Call, _site: str) -> None:
         self._texts.setdefault(group.key, []).append(call.text)
+        self.groups[group.key] = group.members
         if self._accounted is not None:
             self._accounted.collective(group, call)
 
@@ -163,7 +170,7 @@ class _Issued:
         return {key: (len(texts), int.from_bytes(hashes[key].digest(), "little")) for key, texts in self._texts.items()}
 
 
-def _survivors(models: list[tuple[int, weakref.ref[nn.Module]]]) -> list[int]:
+def survivors(models: list[tuple[int, weakref.ref[nn.Module]]]) -> list[int]:
     """Collect garbage, and return the cases whose model is still there although the case is over."""
     for _ in range(_ROUNDS):
         # What a finalizer of one round let go of, only the next one sees.

@@ -19,8 +19,9 @@ from fsdp_testing.campaign.state import Progress, StateDirectory
 from fsdp_testing.campaign.tally import CampaignTally
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.findings.discovery import Discovery
-from fsdp_testing.findings.known import KnownFailures, joined
+from fsdp_testing.findings.known import KnownFailures, Rule, joined
 from fsdp_testing.implementations.adapter import Adapter
+from fsdp_testing.judging.batch_judge import CaseNote
 from fsdp_testing.judging.signature import Signature
 from fsdp_testing.pool import Pool
 from fsdp_testing.records import Case
@@ -114,12 +115,14 @@ class Campaign:
             plan.implementation.reference, self._drawer.shape, self._fair, plan.shrink_seconds
         )
         self._groups: Counter[Signature] = Counter()
+        self._looked_like: Counter[str] = Counter()
         self._also: dict[Signature, set[str]] = {}
         self._keys: dict[object, str] = {}
         self._watch_models = True
         self._started = 0.0
         self.damaged: list[str] = []
         self.tally = CampaignTally()
+        self._earlier: set[str] = set()
         self._known = joined([self._found_earlier(), plan.known])
         self._queue = CaseQueue(
             self._draw, self._before.drawn, self._share(plan.examples), self._before.unfinished, self._time_is_up
@@ -137,6 +140,7 @@ class Campaign:
                 continue
             if earlier.confirmed:
                 found.append(earlier.rule())
+                self._earlier.add(earlier.name)
             self._keys[earlier.key] = earlier.name
         return KnownFailures(tuple(found))
 
@@ -221,6 +225,7 @@ class Campaign:
             self._also.setdefault(answer.signature, set()).add(answer.known.name)
             counts = self.tally.known if answer.discovery is None else self.tally.duplicates
             counts[answer.known.name] += 1
+            self.tally.found_before.update(self._earlier & {answer.known.name})
         elif answer.discovery is not None:
             self._take_discovery(answer.discovery, answer.signature)
         return []
@@ -229,7 +234,13 @@ class Campaign:
         note, tally = result.note, self.tally
         self._queue.finish(asked)
         tally.count(operations=len(result.case.program), variant=asked.depth > 0)
-        if note.signature is not None and self._is_known(asked, note.signature):
+        rule = self._known_as(asked, note)
+        if rule is not None and note.signature is not None:
+            self._queue_variants(asked, note, rule)
+            if note.cause is None and rule.asks_cause(note.signature) and self._is_sampled(rule):
+                tally.statuses["suspect"] += 1
+                return True
+            tally.known[rule.name] += 1
             tally.statuses["known"] += 1
             self._watch_models &= note.status != "leaked"
             return False
@@ -240,8 +251,6 @@ class Campaign:
                 name = result.case.identity
                 files = [(f"{name}.json", result.case.to_json()), (f"{name}.txt", note.reason + "\n")]
                 self._state.write_files("unjudged", files)
-        elif note.status == "unsupported":
-            tally.unsupported[note.reason[:200]] += 1
         elif note.status == "leaked":
             # One is enough: it is about the implementation, and watching on would find nothing else.
             first, self._watch_models = self._watch_models, False
@@ -250,16 +259,29 @@ class Campaign:
             return self._is_worth_investigating(note.signature)
         return False
 
-    def _is_known(self, asked: Asked, signature: Signature) -> bool:
-        """Whether a failure is known; if so it is counted, and the case without its cause is run as well."""
-        rule = self._known.recognize(signature, asked.case)
+    def _known_as(self, asked: Asked, note: CaseNote) -> Rule | None:
+        """The rule that knows a failure, as far as its looks say."""
+        if note.signature is None:
+            return None
+        rule = self._known.recognize(note.signature, asked.case, note.at, note.cause)
         if rule is None:
-            rule = self._known.fitting(self._also.get(signature, ()), asked.case)
+            rule = self._known.fitting(self._also.get(note.signature, ()), asked.case, note.at)
             if rule is None or (self.tally.known[rule.name] + 1) % _INVESTIGATED_LATER_ONE_IN == 0:
-                return False
-        self.tally.known[rule.name] += 1
-        self._queue.add_variant(asked, rule, self._drawer.shape, self._fair)
-        return True
+                return None
+        return rule
+
+    def _queue_variants(self, asked: Asked, note: CaseNote, rule: Rule) -> None:
+        """Run the case without what brings about each known failure that it may be, for what that may have hidden."""
+        assert note.signature is not None
+        others = self._known.recognizing(note.signature, asked.case, note.at, note.cause)
+        for one in {one.name: one for one in (rule, *others)}.values():
+            self._queue.add_variant(asked, one, self._drawer.shape, self._fair)
+
+    def _is_sampled(self, rule: Rule) -> bool:
+        """Whether the next failure that looks like a known one runs alone and is asked its cause."""
+        self._looked_like[rule.name] += 1
+        met = self._looked_like[rule.name]
+        return met <= _INVESTIGATED_AT_FIRST or met % _INVESTIGATED_LATER_ONE_IN == 0
 
     def _is_worth_investigating(self, signature: Signature) -> bool:
         self._groups[signature] += 1
@@ -273,6 +295,7 @@ class Campaign:
         known = self._keys.get(key)
         if known is not None:
             self.tally.duplicates[known] += 1
+            self.tally.found_before.update(self._earlier & {known})
             self._also.setdefault(met_as, set()).add(known)
             return
         self._keys[key] = found.name
@@ -294,6 +317,7 @@ class Campaign:
         self._known = self._known.without_rules(checked.gone)
         self._keys = {key: name for key, name in self._keys.items() if name not in checked.gone}
         self._turns.update(dict.fromkeys(checked.ran, self._before.campaigns))
+        self.tally.found_before.update(self._earlier & set(checked.still))
         self.tally.gone += checked.gone
         self.tally.examples = (len(checked.ran), len(checked.ran) + checked.left)
         return checked.changed
@@ -315,11 +339,12 @@ class Campaign:
                 run=before.run + tally.run,
                 seconds=before.seconds + tally.seconds,
                 statuses=dict(Counter(before.statuses) + tally.statuses),
-                unsupported=dict(Counter(before.unsupported) + tally.unsupported),
                 known=dict(Counter(before.known) + tally.known),
+                not_investigated=before.not_investigated + tally.not_investigated,
                 unfinished=queue.unfinished,
                 turns=self._turns,
                 shard=self._plan.shard,
                 drawn_by=self._plan.drawn_by,
+                known_by=self._plan.known.digest,
             )
         )

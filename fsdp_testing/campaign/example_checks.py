@@ -22,12 +22,14 @@ class Checked:
 
     Attributes:
         ran: Rules whose example ran.
+        still: Rules whose example fails as they say.
         gone: Rules whose example passes.
         changed: Examples that fail in a way that their rule does not know.
         left: How many examples did not run.
     """
 
     ran: list[str] = field(default_factory=list)
+    still: list[str] = field(default_factory=list)
     gone: list[str] = field(default_factory=list)
     changed: list[CaseResult] = field(default_factory=list)
     left: int = 0
@@ -66,8 +68,11 @@ def check_examples(
 def _sort_in(checked: Checked, rule: Rule, result: CaseResult) -> None:
     checked.ran.append(rule.name)
     signature = result.note.signature
-    still = signature is not None and KnownFailures((rule,)).recognize(signature, result.case) is not None
+    still = (
+        signature is not None and KnownFailures((rule,)).recognize(signature, result.case, result.note.at) is not None
+    )
     if still:
+        checked.still.append(rule.name)
         return
     if result.note.status in ("passed", "leaked"):
         checked.gone.append(rule.name)

@@ -85,7 +85,7 @@ class Investigator:
                 return None
             once = Discovery(self.name, met_as, suspect.case, suspect.case, suspect.note.reason, suspect.account, False)
             return Investigated(met_as, once)
-        rule = known.recognize(signature, suspect.case)
+        rule = self._recognized(lane, alone, known)
         if rule is not None:
             return Investigated(met_as, known=rule)
         shrunk = shrink(suspect.case, signature, attempts_on(lane), self.shape, self.fair, self.seconds)
@@ -106,7 +106,18 @@ class Investigator:
             self._cause(lane, kept.case) if confirmed and signature.kind in WRONG_NUMBERS else "",
         )
         # While it shrank it may have turned into what is known already.
-        return Investigated(met_as, found, known.recognize(signature, kept.case) if confirmed else None)
+        cause = kept.note.cause if kept.note.cause is not None else found.cause
+        again = known.recognize(signature, kept.case, kept.note.at, cause) if confirmed else None
+        return Investigated(met_as, found, again)
+
+    def _recognized(self, lane: Lane, alone: CaseResult, known: KnownFailures) -> Rule | None:
+        """The rule that knows a failure, by its cause where the rule names one."""
+        signature, at = alone.note.signature, alone.note.at
+        assert signature is not None
+        rule = known.recognize(signature, alone.case, at, alone.note.cause)
+        if rule is None or alone.note.cause is not None or not rule.asks_cause(signature):
+            return rule
+        return known.recognize(signature, alone.case, at, self._cause(lane, alone.case))
 
     def _cause(self, lane: Lane, case: Case) -> str:
         """What the wrong numbers are equal to; a world that is lost on the way leaves it unknown."""

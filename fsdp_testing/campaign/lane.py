@@ -41,6 +41,33 @@ class CaseResult:
     account: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """What one world gave: results up to the first case that is not finished, and the fates that none of them explains."""
+
+    results: list[CaseResult]
+    unexplained: WorldOutcome | None = None
+
+
+def _loses_ranks(result: CaseResult) -> bool:
+    return result.note.signature is not None and result.note.signature.kind in LOSES_RANKS
+
+
+def _is_unexplained(outcome: WorldOutcome, results: Sequence[CaseResult]) -> bool:
+    """Return whether ranks were lost, or parted, although what they reported up to then says nothing of it."""
+    if any(rank.fate in (Fate.DIED, Fate.HUNG) for rank in outcome.ranks):
+        return not any(map(_loses_ranks, results))
+    return not outcome.ok and all(result.note.status in ("passed", "leaked") for result in results)
+
+
+def _once(result: CaseResult, lost: WorldOutcome) -> CaseResult:
+    """Return the result of a case that was right, on ranks that were lost for a reason that does not show again."""
+    if result.note.signature is not None:
+        return result
+    reason = f"different results: first {lost.cause}; then, on other ranks, {result.note.reason or 'it held'}"
+    return replace(result, note=replace(result.note, status="unjudged", reason=reason), account=lost.describe())
+
+
 class Lane:
     """Runs batches on worlds of one pool; one batch at a time.
 
@@ -105,15 +132,36 @@ class Lane:
         """
         results: list[CaseResult] = []
         limit = self._deadline if deadline is None else min(deadline, self._deadline)
+        lost: WorldOutcome | None = None
         while len(results) < len(cases):
-            results += self._attempt(cases, len(results), watch, limit)
+            start = len(results)
+            attempt = self._attempt(cases[start:], watch, limit)
+            if lost is not None and not _loses_ranks(attempt.results[0]):
+                # Ranks were lost in this case, or by what an earlier one left behind.
+                attempt.results[0] = _once(attempt.results[0], lost)
+            ended = start + len(attempt.results) == len(cases)
+            lost = None if ended else attempt.unexplained
+            if ended and attempt.unexplained is not None and len(attempt.results) > 1:
+                attempt = replace(attempt, results=self._alone(attempt, watch, limit))
+            results += attempt.results
             found = [place for place, one in enumerate(results) if until is not None and one.note.signature == until]
             if found:
                 return results[: found[0] + 1]
         return results
 
-    def _attempt(self, cases: Sequence[Case], start: int, watch: Watch, deadline: float) -> list[CaseResult]:
-        todo = cases[start:]
+    def _alone(self, batch: _Attempt, watch: Watch, deadline: float) -> list[CaseResult]:
+        """Run the cases of a batch alone, of which one lost ranks after the last report; one that does it says so then.
+
+        Where none does it alone, nobody knows which one did: the last one stands for them.
+        """
+        assert batch.unexplained is not None
+        alone = [self._attempt([result.case], watch, deadline).results[0] for result in batch.results]
+        results = [again if _loses_ranks(again) else first for first, again in zip(batch.results, alone, strict=True)]
+        if not any(map(_loses_ranks, results)):
+            results[-1] = _once(results[-1], batch.unexplained)
+        return results
+
+    def _attempt(self, todo: Sequence[Case], watch: Watch, deadline: float) -> _Attempt:
         if self._scratch is None:
             directory = self._pool.shared_directory("fsdp-fuzz-")
         else:
@@ -126,7 +174,7 @@ class Lane:
             shutil.rmtree(directory, ignore_errors=True)
         results: list[CaseResult] = []
         died = any(rank.fate is Fate.DIED for rank in outcome.ranks)
-        for case, note in zip(todo, notes):
+        for case, note in zip(todo, notes, strict=True):
             if note.status == "unfinished" and results:
                 break  # it may be this case or what an earlier one left behind: it goes first in the next attempt
             # What survivors of a death raise is its echo, whatever it says.
@@ -135,9 +183,13 @@ class Lane:
                 note = replace(note_of(lost_ranks(case, outcome)), index=note.index)
             account = outcome.describe() if note.status not in ("passed", "leaked") and not outcome.ok else ""
             results.append(CaseResult(case, note, account))
-            if note.signature is not None and note.signature.kind in LOSES_RANKS:
+            if _loses_ranks(results[-1]):
                 break
-        return results
+        unexplained = outcome if _is_unexplained(outcome, results) else None
+        if unexplained is not None and len(todo) == 1:
+            note = replace(note_of(lost_ranks(todo[0], outcome)), comparisons=results[0].note.comparisons)
+            results = [CaseResult(todo[0], note, outcome.describe())]
+        return _Attempt(results, unexplained)
 
     def _run(self, cases: Sequence[Case], directory: str, watch: Watch, deadline: float) -> WorldOutcome:
         first = cases[0].world

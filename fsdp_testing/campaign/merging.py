@@ -30,6 +30,14 @@ class MergedCampaign:
     found: tuple[Discovery, ...]
     repeated: int
 
+    @property
+    def exit_code(self) -> int:
+        """Return what `fuzz` would return for all cases of all parts."""
+        if self.progress.not_investigated or any(discovery.confirmed for discovery in self.found):
+            return 1
+        judged = any(self.progress.statuses.get(name) for name in ("passed", "known"))
+        return 3 if self.found or self.progress.statuses.get("unjudged") or not judged else 0
+
 
 def merge_campaigns(parts: Iterable[Path], into: Path) -> MergedCampaign:
     """Put the states of all parts together, and write them to the new directory `into`.
@@ -96,16 +104,18 @@ def joined_progress(states: list[Progress]) -> Progress:
         run=sum(state.run for state in states),
         seconds=sum(state.seconds for state in states),
         statuses=_added(state.statuses for state in states),
-        unsupported=_added(state.unsupported for state in states),
         known=_added(state.known for state in states),
+        not_investigated=sum(state.not_investigated for state in states),
         unfinished=tuple(sorted(unfinished)),
         turns={name: turn for state in states for name, turn in state.turns.items()},
         drawn_by=states[0].drawn_by,
+        known_by=states[0].known_by,
     )
 
 
 def _alike(state: Progress) -> dict[str, object]:
-    return {"implementation": state.implementation, "cases by": state.drawn_by}
+    rules = state.known_by or "not recorded"
+    return {"implementation": state.implementation, "cases by": state.drawn_by, "known failures": rules}
 
 
 def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:

@@ -87,7 +87,7 @@ def replay(pool: Pool, adapter: Adapter, case: Case, deadline: float = 30.0) -> 
     """
     digests: list[str] = []
     lane = Lane(pool, adapter, deadline, on_records=lambda place: digests.append(_digest(place, case.world.size)))
-    (result,) = lane.run([case], Watch(operations=True))
+    (result,) = lane.run([case], Watch(operations=True, models=True))
     return result, digests[-1]
 
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fsdp_testing.errors import InvalidRecord
-from fsdp_testing.records.document import Format, decode, read_text
+from fsdp_testing.records.document import ADDED_LATER, Format, decode, read_text
 from fsdp_testing.report.files import write_atomically
 
 FORMAT = Format("fsdp_testing/fuzz_state", 3)
-_OF_VERSION_1 = ("keys", "arcs", "rules")
+_OF_EARLIER_VERSIONS = ("keys", "arcs", "rules", "unsupported")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,13 @@ class Progress:
         run: Cases run.
         seconds: Time spent.
         statuses: Cases by what became of them.
-        unsupported: Why cases were refused by the implementation itself, with how often.
         known: How many cases failed by each known failure.
+        not_investigated: Cases that failed like others, and were not looked at themselves.
         unfinished: Numbers of cases that were drawn and did not run; they come first next time.
         turns: In which run the example of each known failure ran last, the first run being 0.
         shard: `(i, n)`: it draws every n-th case, the i-th first; its own cases are numbered from 0.
         drawn_by: What cases follow from, besides the implementation: seed and options. Empty before version 3.
+        known_by: Digest of the known failures that were given; empty in states of earlier versions.
     """
 
     implementation: str
@@ -43,12 +44,13 @@ class Progress:
     run: int = 0
     seconds: float = 0.0
     statuses: Mapping[str, int] = field(default_factory=dict)
-    unsupported: Mapping[str, int] = field(default_factory=dict)
     known: Mapping[str, int] = field(default_factory=dict)
+    not_investigated: int = 0
     unfinished: tuple[int, ...] = ()
     turns: Mapping[str, int] = field(default_factory=dict)
     shard: tuple[int, int] = (1, 1)
     drawn_by: str = ""
+    known_by: str = field(default="", metadata=ADDED_LATER)
 
 
 def read_progress(path: Path) -> Progress:
@@ -60,7 +62,7 @@ def read_progress(path: Path) -> Progress:
     file = path / "state.json"
     text = read_text(file, "the state of a campaign", "Give what `fuzz --state` wrote.")
     body = FORMAT.read(text, str(file))
-    return decode(Progress, {key: value for key, value in body.items() if key not in _OF_VERSION_1}, str(file))
+    return decode(Progress, {key: value for key, value in body.items() if key not in _OF_EARLIER_VERSIONS}, str(file))
 
 
 class StateDirectory:

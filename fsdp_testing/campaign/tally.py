@@ -20,9 +20,9 @@ class CampaignTally:
         statuses: Cases by what became of them; `known` are those that failed by a known failure.
         discovered: What was found, each defect once.
         duplicates: How often each was met again.
-        not_investigated: Suspects like others that were investigated.
+        not_investigated: Suspects like others that were investigated: cases that fail, each for a reason that nobody looked for.
+        found_before: What an earlier run of the campaign found and this one met again, with how often.
         unjudged: Why some cases could not be judged.
-        unsupported: Why the implementation refused some cases.
         known: How many cases failed by each known failure.
         postponed: How many cases were put off for each known failure that costs the ranks.
         resumed: Cases that an earlier campaign drew and did not run.
@@ -43,8 +43,8 @@ class CampaignTally:
     discovered: list[Discovery] = field(default_factory=list)
     duplicates: Counter[str] = field(default_factory=Counter)
     not_investigated: int = 0
+    found_before: Counter[str] = field(default_factory=Counter)
     unjudged: Counter[str] = field(default_factory=Counter)
-    unsupported: Counter[str] = field(default_factory=Counter)
     known: Counter[str] = field(default_factory=Counter)
     postponed: Counter[str] = field(default_factory=Counter)
     resumed: int = 0
@@ -61,6 +61,24 @@ class CampaignTally:
         self.run += 1
         self.operations += operations
         self.variants += variant
+
+    @property
+    def exit_code(self) -> int:
+        """Return 1 if a case failed that no known failure explains, 3 if a case is not judged or none passed, else 0.
+
+        What fails among other cases and passes alone is neither right nor wrong.
+        """
+        if self.found_before or self.not_investigated or any(found.confirmed for found in self.discovered):
+            return 1
+        judged = self.statuses["passed"] + self.statuses["known"]
+        return 3 if self.unjudged or self.discovered or not judged else 0
+
+    def unknown(self) -> list[str]:
+        """Return why this run does not say that all is right although nothing was refuted, a sentence each."""
+        once = [found.name for found in self.discovered if not found.confirmed]
+        said = [f"{sum(self.unjudged.values())} cases could not be judged"] if self.unjudged else []
+        said += [f"what failed once passes alone: {', '.join(once)}"] if once else []
+        return said or ["no case was judged, so nothing is known; give more --seconds, or look at `fsdp-verify doctor`"]
 
     @property
     def rate(self) -> float:

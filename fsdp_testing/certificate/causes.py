@@ -83,7 +83,7 @@ class CauseFinder:
         self._known = known
         self._until = time.monotonic() + seconds
         self._lanes = [certificate.lane() for _ in range(certificate.plan.lanes)]
-        self._besides: dict[Cell, Mark | None] = {}
+        self._besides: dict[Cell, Mark] = {}
         self._simpler: dict[Cell, Cell] = {}
         self.unexplained = 0
 

@@ -12,26 +12,29 @@ from pathlib import Path
 
 import torch
 
+from fsdp_testing.campaign.batch import Watch
 from fsdp_testing.campaign.lane import CaseResult, Lane, drive
 from fsdp_testing.certificate.axes import Cell
 from fsdp_testing.certificate.cases import case_of, needs_of
 from fsdp_testing.certificate.cube import Job, jobs
-from fsdp_testing.certificate.verdicts import FAILS, REFUSED, UNKNOWN, Mark, Verdicts
+from fsdp_testing.certificate.verdicts import FAILS, HELD, UNKNOWN, Mark, Verdicts
 from fsdp_testing.errors import PoolBroken
 from fsdp_testing.implementations.adapter import Adapter
+from fsdp_testing.implementations.source import source_digest
 from fsdp_testing.judging.batch_judge import CaseNote
 from fsdp_testing.pool import Pool
 from fsdp_testing.records import LOSES_RANKS, FailureKind
 
 _SAVE_SECONDS = 5.0
-_CONFIRMED_ALONE = 3
+CONFIRMED_ALONE = 3
 """So many cells that fail alike are run again alone; a death or a hang always is."""
 _TIMES_ALONE = {False: 1, True: 2}
 """How often a cell is run again alone; a batch that was slow hangs in a cell that has nothing to do with it."""
 _REASON_LENGTH = 300
+_WATCH = Watch(models=True)
 
-Marked = list[tuple[Cell, Mark | None]]
-"""Cells that ran, each with why it does not hold; None if it holds."""
+Marked = list[tuple[Cell, Mark]]
+"""Cells that ran, each with what is said of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,9 @@ class Certificate:
         self.pool = pool
         self.runner = CellRunner(plan.implementation)
         subject = f"{plan.implementation.reference}, torch {torch.__version__}"
-        self.verdicts = Verdicts(jobs(self.runner.claimed, plan.sample, plan.shard), subject, plan.state)
+        self.source = source_digest(plan.implementation)
+        asked = jobs(self.runner.claimed, plan.sample, plan.shard)
+        self.verdicts = Verdicts(asked, subject, self.source, plan.state)
 
     def run(self, on_progress: Callable[[Verdicts], None] = lambda _: None) -> Verdicts:
         """Run until all cells have run or a limit is reached; KeyboardInterrupt passes through after everything is saved.
@@ -134,45 +139,45 @@ class CellRunner:
         """Run cells of one size and return what is known of each."""
         cases = [case_of(cell, self._capabilities) for cell in job]
         try:
-            results = lane.run(cases)
+            results = lane.run(cases, _WATCH)
         except PoolBroken as broken:
             # Its judge was lost over one of the cells: that one alone is unknown.
             if len(job) > 1:
                 return [marked for cell in job for marked in self.run(lane, (cell,))]
             return [(job[0], Mark(UNKNOWN, str(broken)[:_REASON_LENGTH]))]
-        return [(cell, self._mark(lane, result)) for cell, result in zip(job, results)]
+        return [(cell, self._mark(lane, result)) for cell, result in zip(job, results, strict=True)]
 
-    def _mark(self, lane: Lane, result: CaseResult) -> Mark | None:
+    def _mark(self, lane: Lane, result: CaseResult) -> Mark:
         note = result.note
-        if note.status in ("passed", "leaked"):
-            return None
+        if note.status == "passed":
+            return HELD
         if note.signature is None:
-            return Mark(REFUSED if note.status == "unsupported" else UNKNOWN, note.reason[:_REASON_LENGTH])
+            return Mark(UNKNOWN, note.reason[:_REASON_LENGTH])
         kind = note.signature.kind
-        if self._is_to_confirm(kind in LOSES_RANKS, note.signature):
+        confirmed = self._is_to_confirm(kind in LOSES_RANKS, note.signature)
+        if confirmed:
+            times = _TIMES_ALONE[kind == FailureKind.HUNG]
             try:
-                again = [lane.run([result.case])[0].note for _ in range(_TIMES_ALONE[kind == FailureKind.HUNG])]
+                again = [lane.run([result.case], _WATCH)[0].note for _ in range(times)]
             except PoolBroken as broken:
                 return Mark(UNKNOWN, str(broken)[:_REASON_LENGTH])
-            if kind == FailureKind.HUNG and all(one.status == "passed" for one in again):
-                return None  # the time of the batch was up, on a busy machine
             if kind == FailureKind.ONE_RAISED and all(_is_raised_by_every_rank(one, note) for one in again):
                 # In the batch the others were stopped before they came to it, on a busy machine.
-                return _fails(again[0])
+                return _fails(again[0], confirmed)
             other = next((one for one in again if one.signature is None or one.signature.kind != kind), None)
             if other is not None:
                 reason = f"different results: first {note.signature}, then, alone, {other.reason or 'it held'}"
                 return Mark(UNKNOWN, reason[:_REASON_LENGTH])
-        return _fails(note)
+        return _fails(note, confirmed)
 
     def _is_to_confirm(self, always: bool, looks: object) -> bool:
         with self._lock:
             self._confirmed[looks] += 1
-            return always or self._confirmed[looks] <= _CONFIRMED_ALONE
+            return always or self._confirmed[looks] <= CONFIRMED_ALONE
 
 
-def _fails(note: CaseNote) -> Mark:
-    return Mark(FAILS, note.reason[:_REASON_LENGTH], tuple(map(str, note.signature or ())))
+def _fails(note: CaseNote, confirmed: bool) -> Mark:
+    return Mark(FAILS, note.reason[:_REASON_LENGTH], tuple(map(str, note.signature or ())), confirmed)
 
 
 def _is_raised_by_every_rank(alone: CaseNote, first: CaseNote) -> bool:

@@ -29,8 +29,6 @@ from fsdp_testing.certificate.axes import (
 
 MOST_RANKS = 4
 CELLS_AT_ONCE = 32
-MIRRORED_ONE_IN = 8
-"""Of so many blocks that stand for others, one is run in another place too, to test the symmetry."""
 
 _WORLDS_OF_SIZE = {
     size: [(strategy, mesh) for strategy, meshes in WORLDS.items() for mesh in meshes if ranks_of(mesh) == size]
@@ -69,40 +67,19 @@ def digest(text: str) -> int:
 
 
 def blocks() -> list[Block]:
-    """Return all blocks up to symmetry, in the order in which they are run."""
+    """Return all blocks, in the order in which they are run.
+
+    Which rank alone leaves a part out, and in which order micro-batches and units come, makes a block of its own:
+    implementations treat ranks differently (the first, the last with a short shard), and keep state.
+    """
     found = []
     for size, clearing, dtype, trait in product(range(1, MOST_RANKS + 1), CLEARING, DTYPES, TRAITS):
         for first in schedules():
             for second in second_steps(first):
-                lone = [size - 1] if size > 1 and skips(first) else []
+                lone = range(size) if size > 1 and skips(first) else ()
                 made = (Block(size, trait, first, second, rank, clearing, dtype) for rank in (EVERY_RANK, *lone))
                 found += [block for block in made if in_cube(next(block.cells()))]
     return sorted(found, key=lambda block: block.digest)
-
-
-# ----------------------------------------------------------------------------------------------- symmetry
-
-
-def representative(cell: Cell) -> Cell:
-    """Return the cell that is run for this one: which rank alone leaves a part out makes no difference.
-
-    Other orders of micro-batches or of units are cells of their own: implementations keep state from one to the next.
-    """
-    return cell if cell.skipping == EVERY_RANK else replace(cell, skipping=cell.size - 1)
-
-
-def stands_for(cell: Cell) -> int:
-    """Return for how many cells of the cube a representative is run, itself included."""
-    return 1 if cell.skipping == EVERY_RANK else cell.size
-
-
-def mirrored(all_blocks: Sequence[Block]) -> list[Block]:
-    """Return blocks that need not be run and are, to be compared with those that represent them."""
-    return [
-        block._replace(skipping=0)
-        for block in all_blocks
-        if block.skipping != EVERY_RANK and block.digest % MIRRORED_ONE_IN == 0
-    ]
 
 
 # ----------------------------------------------------------------------------------------------- what is run
@@ -116,17 +93,10 @@ def jobs(claimed: Callable[[Cell], bool], sample: int | None = None, shard: tupl
         sample: Only about so many cells, of every strategy, mesh and choice of units equally many.
         shard: `(i, n)`: the i-th of n parts, counted from 1; the parts are disjoint and together everything.
     """
-    every = blocks()
-    # A block and its mirror image belong to one part: their verdicts are compared there.
-    places = {block: place for place, block in enumerate(every)}
-    placed = [
-        *enumerate(every),
-        *((places[block._replace(skipping=block.size - 1)], block) for block in mirrored(every)),
-    ]
-    groups = [(place, [cell for cell in block.cells() if claimed(cell)]) for place, block in placed]
+    groups = [[cell for cell in block.cells() if claimed(cell)] for block in blocks()]
     if sample is not None:
-        groups = [*enumerate([cell] for cell in sampled([cell for _, group in groups for cell in group], sample))]
-    return list(packed([group for place, group in groups if place % shard[1] == shard[0] - 1]))
+        groups = [[cell] for cell in sampled([cell for group in groups for cell in group], sample)]
+    return list(packed(groups[shard[0] - 1 :: shard[1]]))
 
 
 def sampled(cells: Sequence[Cell], count: int) -> list[Cell]:
@@ -156,13 +126,14 @@ def simpler(cell: Cell) -> Iterator[Cell]:
     """Yield the cells that are simpler in one way, the boldest first."""
     found = [replace(cell, trait="plain"), *_shorter(cell)]
     found += [replace(cell, skipping=EVERY_RANK)]
+    found += [] if cell.skipping == EVERY_RANK else [replace(cell, skipping=cell.size - 1)]
     found += [replace(cell, dtype=dtype) for dtype in _before(tuple(DTYPES), cell.dtype)]
     found += [replace(cell, units=units) for units in _before(tuple(UNITS), cell.units)]
     found += [replace(cell, clearing=clearing) for clearing in _before(tuple(CLEARING), cell.clearing)]
     found += [replace(cell, strategy="full_shard", mesh=str(cell.size))]
     found += [replace(cell, strategy=strategy) for strategy in _before(tuple(WORLDS), cell.strategy)]
     found += [replace(cell, mesh=mesh) for mesh in _before(WORLDS[cell.strategy], cell.mesh)]
-    moved = [one if one.skipping == EVERY_RANK else replace(one, skipping=one.size - 1) for one in found]
+    moved = [replace(one, skipping=min(one.skipping, one.size - 1)) for one in found]
     yield from (one for one in dict.fromkeys(moved) if one != cell and in_cube(one))
 
 

@@ -45,10 +45,9 @@ def merged(parts: Mapping[str, Summary]) -> Summary:
         earlier=sum(part.earlier for part in ordered),
         statuses={status: counts[status] for status in STATUSES},
         faces=_faces(ordered),
-        pairs=sum(part.pairs for part in ordered),
-        unequal=tuple(pair for part in ordered for pair in part.unequal),
         reasons=dict(_sum(part.reasons for part in ordered).most_common()),
         causes=_causes(cause for part in ordered for cause in part.causes),
+        unconfirmed=sum(part.unconfirmed for part in ordered),
         unexplained=sum(part.unexplained for part in ordered),
         failing=tuple(sorted(name for part in ordered for name in part.failing)),
         seconds=sum(part.seconds for part in ordered),
@@ -57,7 +56,7 @@ def merged(parts: Mapping[str, Summary]) -> Summary:
 
 def _alike(part: Summary) -> dict[str, object]:
     whole = {"implementation": part.implementation, "cells": part.cube, "not claimed": dict(part.not_claimed)}
-    return {**whole, "sample": part.sample, **versions_of(part.environment)}
+    return {**whole, "sample": part.sample, "source": part.source, **versions_of(part.environment)}
 
 
 def _sum(counts: Iterable[Mapping[str, int]]) -> Counter[str]:

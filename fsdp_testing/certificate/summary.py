@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from fsdp_testing.certificate.axes import CLEARING, DTYPES, EVERY_RANK, TRAITS, UNITS, Cell, schedules, skips
 from fsdp_testing.certificate.cases import needs_of
 from fsdp_testing.certificate.causes import CauseFinder, CellCause
-from fsdp_testing.certificate.certify import Plan
-from fsdp_testing.certificate.cube import blocks, stands_for
-from fsdp_testing.certificate.verdicts import FAILS, HOLDS, REFUSED, UNKNOWN, Verdicts
+from fsdp_testing.certificate.certify import CONFIRMED_ALONE, Certificate
+from fsdp_testing.certificate.cube import blocks
+from fsdp_testing.certificate.verdicts import FAILS, HOLDS, UNKNOWN, Verdicts
 from fsdp_testing.records.document import ADDED_LATER, Format
 
-FORMAT = Format("fsdp_testing/certificate", 1)
-STATUSES = (HOLDS, FAILS, REFUSED, UNKNOWN)
+FORMAT = Format("fsdp_testing/certificate", 2)
+STATUSES = (HOLDS, FAILS, UNKNOWN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +25,16 @@ class Summary:
     Attributes:
         implementation: Its name.
         environment: Versions.
-        cube: Cells up to symmetry.
-        members: Cells with those that are equal to one of them.
+        source: Digest of the implementation and of the harness.
+        cube: Cells in all.
         not_claimed: Capabilities that cells need and the implementation does not claim -> how many cells.
         asked: Cells of this sample or shard.
         earlier: How many of those that ran did so in earlier runs.
-        statuses: How many of the cells that ran hold, fail, are refused by the implementation, or unknown.
+        statuses: How many of the cells that ran hold, fail, or are unknown.
         faces: Strategy and mesh -> face -> the same of the cells there.
-        pairs: Cells that ran beside the one that represents them.
-        unequal: Names of those pairs whose verdicts differ.
-        reasons: Why cells are refused or unknown -> how many.
+        reasons: Why cells are unknown -> how many.
         causes: Why cells fail.
+        unconfirmed: Cells that fail, and were not run again alone since others that look alike failed again alone.
         unexplained: Cells that fail and were not followed to a cause, for want of time.
         failing: Names of the cells that fail.
         seconds: Time spent, over all runs.
@@ -45,17 +44,16 @@ class Summary:
 
     implementation: str
     environment: Mapping[str, str]
+    source: str
     cube: int
-    members: int
     not_claimed: Mapping[str, int]
     asked: int
     earlier: int
     statuses: Mapping[str, int]
     faces: Mapping[str, Mapping[str, Mapping[str, int]]]
-    pairs: int
-    unequal: tuple[tuple[str, str], ...]
     reasons: Mapping[str, int]
     causes: tuple[CellCause, ...]
+    unconfirmed: int
     unexplained: int
     failing: tuple[str, ...]
     seconds: float
@@ -70,7 +68,7 @@ class Summary:
     @property
     def exit_code(self) -> int:
         """Return 1 if a cell fails, 3 if one is unknown or none holds, else 0."""
-        if self.statuses[FAILS] or self.unequal:
+        if self.statuses[FAILS]:
             return 1
         return 3 if self.statuses[UNKNOWN] or not self.statuses[HOLDS] else 0
 
@@ -84,7 +82,7 @@ class Summary:
 
     def conclusion(self) -> str:
         """Return what was found, in a sentence."""
-        others = [(FAILS, "fail"), (REFUSED, "are refused by the implementation itself"), (UNKNOWN, "are unknown")]
+        others = [(FAILS, "fail"), (UNKNOWN, "are unknown")]
         text = f"{self.statuses[HOLDS]:,} of {self.ran:,} cells hold"
         text += "".join(f"; {self.statuses[status]:,} {verb}" for status, verb in others if self.statuses[status])
         left = self.asked - self.ran
@@ -93,12 +91,14 @@ class Summary:
     def notes(self) -> list[str]:
         """Return what else there is to know, a sentence each."""
         missing = sum(self.not_claimed.values())
-        found = [f"The cube has {self.cube:,} cells up to symmetry, {self.members:,} in all."]
+        found = [f"The cube has {self.cube:,} cells."]
         found += [f"{missing:,} of them are not claimed, and were not asked."] if missing else []
         found += [f"{self.earlier:,} cells ran in earlier runs, and not again."] if self.earlier else []
-        if self.pairs:
-            differ = f"the verdicts of {len(self.unequal)} differ" if self.unequal else "all verdicts agree"
-            found.append(f"{self.pairs:,} cells ran beside the one that stands for them: {differ}.")
+        if self.unconfirmed:
+            alone = f"{CONFIRMED_ALONE} that look like each of them failed again alone"
+            found.append(
+                f"{self.unconfirmed:,} of the cells that fail did so among others and were not run alone; {alone}."
+            )
         if self.unexplained:
             found.append(f"{self.unexplained:,} cells that fail were not followed to a cause: --explain ended that.")
         return found
@@ -108,8 +108,9 @@ class Summary:
         return FORMAT.write(self, indent=1)
 
 
-def summary_of(verdicts: Verdicts, plan: Plan, finder: CauseFinder, environment: Mapping[str, str]) -> Summary:
+def summary_of(certificate: Certificate, finder: CauseFinder, environment: Mapping[str, str]) -> Summary:
     """Return what a certificate says; looks for causes now."""
+    plan, verdicts = certificate.plan, certificate.verdicts
     adapter = plan.implementation
     cells = [cell for block in blocks() for cell in block.cells()]
     missing = Counter(", ".join(sorted(needs_of(cell) - adapter.capabilities)) for cell in cells)
@@ -118,17 +119,16 @@ def summary_of(verdicts: Verdicts, plan: Plan, finder: CauseFinder, environment:
     return Summary(
         implementation=adapter.name,
         environment=environment,
+        source=certificate.source,
         cube=len(cells),
-        members=sum(map(stands_for, cells)),
         not_claimed=dict(missing.most_common()),
         asked=sum(map(len, verdicts.jobs)),
         earlier=verdicts.earlier,
         statuses={status: counts[status] for status in STATUSES},
         faces=_faces(verdicts),
-        pairs=len(verdicts.symmetric_pairs()),
-        unequal=tuple((one.name, other.name) for one, other in verdicts.unequal_pairs()),
-        reasons=dict(Counter(mark.reason for mark in verdicts.marks.values() if mark.status != FAILS).most_common()),
+        reasons=dict(Counter(mark.reason for mark in verdicts.marks.values() if mark.status == UNKNOWN).most_common()),
         causes=tuple(finder.find()),
+        unconfirmed=sum(mark.status == FAILS and not mark.confirmed for mark in verdicts.marks.values()),
         unexplained=finder.unexplained,
         failing=tuple(cell.name for cell in verdicts.failing()),
         seconds=verdicts.seconds,

@@ -78,7 +78,7 @@ def review(
     if not tally.divergences:
         require_decided(tally)
         return None, tally
-    found = finding_of(case, first(tally.divergences), len(tally.divergences) - 1)
+    found = finding_of(case, first(tally.divergences), tally.divergences)
     return replace(found, explanation=f"{about}: {found.explanation}"), tally
 
 

@@ -26,16 +26,17 @@ def explain(case: Case, divergence: Divergence, others: int) -> str:
     return f"{where} {operation_text(case, divergence.index)}: {_statement(divergence)}{more}"
 
 
-def finding_of(case: Case, divergence: Divergence, others: int) -> Finding:
-    """Return the finding that reports `divergence`."""
+def finding_of(case: Case, divergence: Divergence, divergences: Sequence[Divergence]) -> Finding:
+    """Return the finding that reports `divergence`, which leads of all `divergences` at its point."""
     return finding(
         case,
         divergence.kind,
         str(divergence.quantity),
         divergence.index,
         _statement(divergence),
-        explain(case, divergence, others),
+        explain(case, divergence, len(divergences) - 1),
         ranks=divergence.ranks,
+        wrong_on=tuple(sorted({rank for one in divergences for rank in one.ranks})),
         max_error=divergence.max_error,
         bound=divergence.bound,
         bound_derivation=divergence.derivation,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -81,13 +81,18 @@ class StateCheck:
                 without.append(rank)
         if expected.value is None:
             self._none(quantity, by_rank)
-        elif not without:
-            self._pieces(quantity, by_rank, expected)
-        else:
+            return
+        size = float(expected.value.abs().max()) if expected.value.numel() else 0.0
+        if without and (size != 0.0 or not self.asked.none_is_zero):
             self.tally.count()
-            size = float(expected.value.abs().max()) if expected.value.numel() else 0.0
-            if size != 0.0 or not self.asked.none_is_zero:
-                self._differs(Mismatch.NONE, quantity, tuple(without), f"is None, expected numbers (up to {size:.3g})")
+            self._differs(Mismatch.NONE, quantity, tuple(without), f"is None, expected numbers (up to {size:.3g})")
+        elif without and not by_rank:
+            self.tally.count()
+        else:
+            # Where one rank has none, the others' numbers are those that stand beside its zeros.
+            zeros = [(rank, seen.pieces) for rank, seen in self._observed(quantity.name) if rank in without]
+            by_rank += [(rank, [replace(p, value=torch.zeros_like(p.value)) for p in pieces]) for rank, pieces in zeros]
+            self._pieces(quantity, sorted(by_rank, key=lambda one: one[0]), expected)
 
     def _none(self, quantity: Quantity, by_rank: RankPieces) -> None:
         """One process has no gradient."""
@@ -99,7 +104,13 @@ class StateCheck:
                 self._differs(Mismatch.NOT_NONE, quantity, (rank,), f"holds numbers (up to {size:.3g}), expected None")
 
     def _optimizer(self, quantity: Quantity, expected: Expected) -> None:
-        if any(snapshot.optimizer is None for snapshot in self.snapshots) or expected.value is None:
+        without = [rank for rank, snapshot in enumerate(self.snapshots) if snapshot.optimizer is None]
+        if len(without) == len(self.snapshots) or expected.value is None:
+            return
+        filled = {rank for rank, seen in self._observed(quantity.name) if any(p.stop > p.start for p in seen.pieces)}
+        if filled & set(without):
+            ranks = tuple(sorted(filled & set(without)))
+            self._report(FailureKind.MISSING, quantity, ranks, "is not there, although other ranks have one")
             return
         by_rank: RankPieces = []
         scalars: list[tuple[int, float]] = []

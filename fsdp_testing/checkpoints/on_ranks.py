@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,10 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_testing.campaign.batch import everyone_raised, setup_on
+from fsdp_testing.campaign.batch import everyone_raised, setup_on, survivors
 from fsdp_testing.checkpoints.axes import SUBJECTS, Layout, Subject, case_of, further, schedule_of
 from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.judging import record_stream
+from fsdp_testing.judging.judge import OUTLIVES
 from fsdp_testing.pool import Failed
 from fsdp_testing.pool.world import World, current_world
 from fsdp_testing.programs import models
@@ -102,6 +104,7 @@ def run_items(adapter: Adapter, layout: Layout, items: Sequence[Item], directory
     Collectives: those of the implementation; every rank of the world runs the same call.
     """
     world = current_world()
+    models: list[tuple[int, weakref.ref[nn.Module]]] = []
     with record_stream.path_of(directory, world.rank).open("ab") as file, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as for every program that is judged: whatever filters the caller has
         for index, item in enumerate(items):
@@ -116,6 +119,10 @@ def run_items(adapter: Adapter, layout: Layout, items: Sequence[Item], directory
             else:
                 with suppress(Exception):  # after an exception there may be nothing to finish
                     adapter.finish(program.model)
+            models.append((index, weakref.ref(program.model)))
+            del program
+        for index in survivors(models):
+            record_stream.append(file, CaseRecord(index, StateObservation(world.rank), leaks=(OUTLIVES,)))
     return len(items)
 
 

@@ -79,7 +79,9 @@ class Truth:
 
 def judge_items(adapter: Adapter, layout: Layout, items: Sequence[Item], directory: str) -> list[Judged | None]:
     """Judge what ranks reported; None where a rank reported nothing and none raised. Collectives: none."""
-    everyone = [{r.index: r.observation for r in record_stream.read(directory, rank)} for rank in range(layout.size)]
+    records = [record_stream.read(directory, rank) for rank in range(layout.size)]
+    everyone = [{r.index: r.observation for r in of_rank if not r.leaks} for of_rank in records]
+    kept = {r.index: (rank, r.leaks[0]) for rank, of_rank in enumerate(records) for r in of_rank if r.leaks}
     found: list[Judged | None] = []
     with no_warnings():
         for index, item in enumerate(items):
@@ -98,6 +100,10 @@ def judge_items(adapter: Adapter, layout: Layout, items: Sequence[Item], directo
                     found.append(
                         Judged(Verdict.UNKNOWN, f"not judged: {type(error).__name__}: {error}"[:_REASON_LENGTH])
                     )
+            judged = found[-1]
+            if index in kept and judged is not None and judged.verdict is Verdict.PASS:
+                rank, leak = kept[index]
+                found[-1] = Judged(Verdict.FAIL, f"{Stage.FURTHER_STEP}: left behind: {leak}, on rank {rank}")
     return found
 
 
@@ -221,7 +227,7 @@ def _of_step(adapter: Adapter, layout: Layout, item: Item, ranks: Sequence[State
     expectation = _expected(step, item, truth)
     tally = agreement.compare(expectation, ranks, as_observed(Comparison(), adapter))
     if tally.divergences:
-        found = finding_of(step, agreement.first(tally.divergences), len(tally.divergences) - 1)
+        found = finding_of(step, agreement.first(tally.divergences), tally.divergences)
         return Judged(Verdict.FAIL, f"{Stage.FURTHER_STEP}: {found.explanation}"[:_REASON_LENGTH])
     if tally.undecided or not tally.comparisons:
         return Judged(Verdict.UNKNOWN, f"{Stage.FURTHER_STEP}: nothing was compared, or nothing follows from it")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fsdp_testing.certificate.summary import Summary
 
 DESCRIPTION = """\
-Run every small case up to symmetry: meshes of at most 4 ranks, accumulation of at most 3 micro-batches in every pattern of
+Run every small case: meshes of at most 4 ranks, accumulation of at most 3 micro-batches in every pattern of
 synchronising, forms of clearing gradients, strategies, dtypes, at most 3 units with one part unused, frozen, shared or called
 twice; two steps. Each is judged as `run` and `fuzz` judge it. A run goes on where the last one in DIR ended. Ctrl-C ends it
 with everything on disk.
@@ -149,11 +149,11 @@ def _made(certificate: Certificate, console: Console, explain: float) -> Summary
             failing = verdicts.counts()[FAILS]
             progress.update(task, completed=len(verdicts.ran), description=f"{failing} fail" if failing else "")
 
-        verdicts = certificate.run(show)
+        certificate.run(show)
         progress.update(task, description="looking for causes")
         adapter = certificate.plan.implementation
         finder = CauseFinder(certificate, shipped_known(adapter.built_on), explain)
-        return summary_of(verdicts, certificate.plan, finder, environment())
+        return summary_of(certificate, finder, environment())
 
 
 def _print(console: Console, summary: Summary) -> None:

@@ -74,7 +74,7 @@ def add(commands: Subparsers[Command]) -> Command:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Run a campaign: 0 if nothing was found, 1 if something was, 3 if nothing could be judged."""
+    """Run a campaign: 0 if all that ran passed or failed as is known, 1 if something else failed, 3 if a case is unknown."""
     if options.exhibits is not None and options.name is None:
         warn_old_spelling("fuzz --exhibits", "museum --exhibits")
         limit = options.examples
@@ -107,14 +107,9 @@ def execute(options: argparse.Namespace) -> int:
     _report_end(console, campaign, plan)
     if not options.no_scripts:
         _try_scripts(console, display.folders)
-    if tally.discovered:
-        return 1
-    if tally.statuses["passed"] + tally.statuses["leaked"] + tally.statuses["known"]:
-        return 0
-    console.say(
-        "exit code 3: no case was judged, so nothing is known; give more --seconds, or look at `fsdp-verify doctor`"
-    )
-    return 3
+    if tally.exit_code == 3:
+        console.say(f"exit code 3: {'; '.join(tally.unknown())}")
+    return tally.exit_code
 
 
 def batches_at_a_time(asked: int | None, largest: int) -> int:
@@ -210,10 +205,15 @@ def _report_end(console: Output, campaign: Campaign, plan: Plan) -> None:
         f"state in {plan.state}"
     )
     _report_known(console, tally)
-    _report_counts(console, "refused by the implementation itself (not judged)", tally.unsupported)
     _report_counts(console, "could not be judged", tally.unjudged)
     if tally.not_investigated:
-        console.say(f"suspects like others that were investigated: {tally.not_investigated}")
+        console.say(
+            f"cases that fail like others that were investigated, and were not themselves: {tally.not_investigated}"
+        )
+    if tally.found_before:
+        console.say(f"cases that failed as an earlier run of this campaign found: {sum(tally.found_before.values())}")
+        for name, number in tally.found_before.most_common():
+            console.say(f"  {number} x {name}")
 
 
 def _report_known(console: Output, tally: CampaignTally) -> None:

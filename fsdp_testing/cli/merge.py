@@ -100,6 +100,4 @@ def _campaigns(options: argparse.Namespace, console: Output) -> int:
         f"other parts {merged.repeated} times; {len(progress.unfinished)} cases left for the next campaign; "
         f"state in {options.state}"
     )
-    if merged.found:
-        return 1
-    return 0 if sum(progress.statuses.get(name, 0) for name in ("passed", "leaked", "known")) else 3
+    return merged.exit_code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,14 +11,18 @@ from fsdp_testing.cli.options import Command, Subparsers, add_timeout, declare
 from fsdp_testing.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from fsdp_testing.campaign.lane import CaseResult
     from fsdp_testing.campaign.rerun import Recorded
     from fsdp_testing.report.terminal import Output
 
 DESCRIPTION = """\
 Run the case in FILE (a case, a finding of `fuzz`, or the failures of a JSON report) twice, each time on new processes,
-judge it, and compare the bits of both runs.
+judge it, and compare the bits of both runs. What fails once and passes once is unknown.
 """
 EPILOG = "exit codes: 0 it passes; 1 it fails; 2 the file or the name is bad; 3 nothing can be said."
+PASSED, FAILS, UNKNOWN = "passed", "fails", "unknown"
+CODES = {PASSED: 0, FAILS: 1, UNKNOWN: 3}
+_WORDS = {"passed": PASSED, "suspect": FAILS, "leaked": FAILS}
 
 
 def add(commands: Subparsers[Command]) -> Command:
@@ -60,19 +65,29 @@ def _replay(console: Output, recorded: Recorded, options: argparse.Namespace) ->
             runs.append(replay(pool, adapter, recorded.case, options.timeout))
         finally:
             pool.close()
-    result, digest = runs[0]
-    note = result.note
-    console.say(f"case {recorded.case.identity} on {name}: {'fails' if note.status == 'suspect' else note.status}")
-    if note.status not in ("passed", "leaked"):
-        console.say(f"  {note.signature or ''} {note.reason}".rstrip())
-    if result.account:
-        console.say(result.account)
+    word, lines = _told(runs)
+    console.say(f"case {recorded.case.identity} on {name}: {word}")
+    for line in lines:
+        console.say(line)
+    return CODES[word]
+
+
+def _told(runs: Sequence[tuple[CaseResult, str]]) -> tuple[str, list[str]]:
+    """Return the word for what the runs gave, and what there is to say of them."""
+    words = [_WORDS.get(result.note.status, UNKNOWN) for result, _ in runs]
+    lines = []
+    for result, _ in runs if len(set(words)) > 1 else runs[:1]:
+        if result.note.status != "passed":
+            lines.append(f"  {result.note.signature or ''} {result.note.reason}".rstrip())
+        lines += [result.account] if result.account else []
+    word = words[0]
     if len(runs) == 2:
-        other = runs[1][1]
-        same = other == digest
+        digest, other = (digest for _, digest in runs)
         how = f"the same bits on restarted processes ({digest or 'none were reported'})"
         differ = f"other bits on restarted processes: {digest or 'none'} and {other or 'none'}"
-        console.say(f"  {how if same else differ}")
-        if not same and note.status in ("passed", "leaked"):
-            return 3
-    return {"passed": 0, "leaked": 0, "suspect": 1}.get(note.status, 3)
+        lines.append(f"  {how if digest == other else differ}")
+        if len(set(words)) > 1:
+            lines.append(f"  different results: first {words[0]}, then {words[1]}")
+        if len(set(words)) > 1 or (word == PASSED and digest != other):
+            word = UNKNOWN
+    return word, lines

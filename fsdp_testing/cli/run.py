@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -71,14 +70,14 @@ def add(commands: Subparsers[Command]) -> Command:
         "--expected-failures",
         type=Path,
         metavar="FILE",
-        help='TOML: one table per NAME, `"check" = "reason"` for each failure that is known',
+        help="TOML: one table per NAME, for each check that is known to fail how it fails and why (docs/exit-codes.md)",
     )
     what.add_argument(
         "--explain",
         type=allowance,
         default=10.0,
         metavar="SECONDS",
-        help="spent on the failures of each implementation, to find the shortest schedules (default 10; 0: none)",
+        help="of an idle machine, for the shortest schedules and causes of each implementation (default 10; 0: none)",
     )
     add_outputs(command)
     return command
@@ -115,6 +114,9 @@ def execute(options: argparse.Namespace) -> int:
     options.jobs = room.jobs(options.jobs)
     console = open_console()
     part_of = "part {} of {}; ".format(*options.shard) if options.shard else ""
+    for name in unknown_tables(options.expected_failures, names):
+        said = f"--expected-failures: [{name}] is no implementation of this run, and none is registered under that name"
+        console.say(said, style="bold yellow")
     console.say(f"{part_of}checks under way at a time: {room.said(options.jobs)}")
     report, interrupted = judged(names, expected, options, console)
     # A registered name is the adapter's own; an import string is not.
@@ -154,17 +156,17 @@ def check_backend(name: str, size: int) -> None:
         raise BackendUnavailable(f"--backend {name}: expected it to run {size} ranks here, got: {reason}")
 
 
-def expectations(path: Path | None, names: tuple[str, ...], tensor_parallel: int = 1) -> dict[str, dict[str, str]]:
-    """Expected failures of the implementations that are run; tables of others are left alone.
+def expectations(path: Path | None, names: tuple[str, ...], tensor_parallel: int = 1) -> dict[str, dict[str, Any]]:
+    """Expected failures of the implementations that are run; tables of others are left alone, unless they name no check.
 
     Over tensor parallelism the table `[NAME.tensor_parallel]` counts, and it alone.
 
-    A page that a reason names and that lies beside the list is named by its path, so that it can be opened from here.
+    A page that lies beside the list is named by its path, so that it can be opened from here.
 
     Raises:
         InvalidArgument: The file cannot be read, or is not of the form that the help text shows.
     """
-    from fsdp_testing.report.summary import PAGE
+    from fsdp_testing.suites import CHECKS
 
     if path is None:
         return {}
@@ -175,26 +177,42 @@ def expectations(path: Path | None, names: tuple[str, ...], tensor_parallel: int
             f"--expected-failures: expected a TOML file, got {str(path)!r} ({error}). Mend it."
         ) from error
     own, beside = tables(document)
-    wrong = [
-        name
-        for name, table in (*own.items(), *beside.items())
-        if not isinstance(table, dict) or not all(isinstance(reason, str) for reason in table.values())
-    ]
+    listed = [*own.items(), *beside.items()]
+    wrong = [f"[{name}]" for name, table in listed if not isinstance(table, dict)]
+    # Of those that are run the judge says what is wrong, with everything else that is.
+    others = [(name, table) for name, table in listed if name not in names and isinstance(table, dict)]
+    wrong += [f"[{name}] {check}" for name, table in others for check in table if check not in CHECKS]
     if wrong:
         raise InvalidArgument(
-            f'--expected-failures: expected one table of `"check" = "reason"` per implementation, got {wrong} '
-            f"in {str(path)!r}. Write [{wrong[0]}] and one line for each check."
+            f"--expected-failures: expected one table for each implementation, of checks with their entries, got "
+            f'{", ".join(wrong)} in {str(path)!r}. Write [NAME] and `"check" = {{ reason = ..., kind = ... }}`; '
+            "a run without the list prints the entries."
         )
 
-    def from_here(page: re.Match[str]) -> str:
-        beside = path.parent / page[0]
-        return str(beside) if beside.is_file() else page[0]
+    def from_here(entry: Any) -> Any:
+        if isinstance(entry, list):
+            return [from_here(one) for one in entry]
+        if not isinstance(entry, dict) or not isinstance(entry.get("page"), str):
+            return entry
+        page = path.parent / entry["page"]
+        return {**entry, "page": str(page)} if page.is_file() else entry
 
     return {
-        name: {check: PAGE.sub(from_here, reason) for check, reason in table.items()}
+        name: {check: from_here(entry) for check, entry in table.items()}
         for name, table in (beside if tensor_parallel > 1 else own).items()
         if name in names
     }
+
+
+def unknown_tables(path: Path | None, names: tuple[str, ...]) -> list[str]:
+    """Tables of a list of expected failures that belong to no implementation that is run or registered here.
+
+    An import string may be another run's.
+    """
+    from fsdp_testing.implementations import registry
+
+    document = tomllib.loads(path.read_text(encoding="utf-8")) if path is not None else {}
+    return [name for name in document if name not in (*names, *registry.names()) and ":" not in name]
 
 
 def tables(document: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -202,13 +220,13 @@ def tables(document: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     own, beside = dict(document), {}
     for name, table in document.items():
         if isinstance(table, dict) and _BESIDE in table:
-            own[name] = {check: reason for check, reason in table.items() if check != _BESIDE}
+            own[name] = {check: entry for check, entry in table.items() if check != _BESIDE}
             beside[name] = table[_BESIDE]
     return own, beside
 
 
 def judged(
-    names: tuple[str, ...], expected: dict[str, dict[str, str]], options: argparse.Namespace, console: Console
+    names: tuple[str, ...], expected: dict[str, dict[str, Any]], options: argparse.Namespace, console: Console
 ) -> tuple[RunReport, bool]:
     """Return the report, and whether the user interrupted the run before it was complete."""
     from fsdp_testing.conformance import environment, run_conformance

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import time
+from collections.abc import Container, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from fsdp_testing.cli.options import Command, Subparsers, add_timeout, count, declare, sizes
 from fsdp_testing.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from fsdp_testing.pool import WorldOutcome
+    from fsdp_testing.report.progress import StageProgress
+    from fsdp_testing.report.terminal import Output
+    from fsdp_testing.script_check.report import ScriptReport
 
 DESCRIPTION = """\
 Run an unmodified training script as torchrun would start it, on each number of ranks, and compare it step by step with one
@@ -14,47 +24,93 @@ process that sees the rows of all ranks: loss, learning rate, gradients as the o
 Options stand before SCRIPT; what follows it is the script's. Dropout is switched off; files that the script writes below the
 current folder go to a temporary one.
 """
+_ARGUMENTS = "--resume-args"
 
 
 def add(commands: Subparsers[Command]) -> Command:
     """Declare the command."""
     command = declare(commands, "train", "compare a training script on N ranks with one process", DESCRIPTION)
-    command.add_argument(
-        "--world-sizes",
-        type=sizes,
-        default=(1, 2, 3),
-        metavar="N,N...",
-        help="numbers of ranks (default 1,2,3; one always runs)",
-    )
-    command.add_argument("--steps", type=count, default=10, metavar="K", help="optimizer steps compared (default 10)")
-    command.add_argument(
-        "--resume-at",
-        type=count,
-        default=0,
-        metavar="K",
-        help="also stop before step K (counted from 0), run again where it wrote to, compare with going on",
-    )
-    command.add_argument(
-        "--resume-args",
-        default="",
-        metavar="ARGS",
-        help="further arguments of the script that is run again, in one word",
-    )
-    add_timeout(command, 300.0)
-    command.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
-    command.add_argument("script", metavar="SCRIPT")
-    command.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
+    option = command.add_argument
+    valued = [
+        option(
+            "--world-sizes",
+            type=sizes,
+            default=(1, 2, 3),
+            metavar="N,N...",
+            help="numbers of ranks (default 1,2,3; one always runs)",
+        ),
+        option("--steps", type=count, default=10, metavar="K", help="optimizer steps compared (default 10)"),
+        option(
+            "--resume-at",
+            type=count,
+            default=0,
+            metavar="K",
+            help="also stop before step K (counted from 0), run again where it wrote to, compare with going on",
+        ),
+        option(
+            _ARGUMENTS,
+            default="",
+            metavar="ARGS",
+            help="further arguments of the script that is run again, in one word",
+        ),
+        option(
+            "--accept",
+            action="append",
+            default=[],
+            metavar="NAME",
+            help="a convention by which N ranks are not one process, and that one process is to follow too, so that the rest is "
+            "judged; may be repeated: scheduler-per-process (Accelerate's scheduler steps once for each process), "
+            "batch-norm-per-rank, loss-per-rank (a router's balance, a contrastive loss)",
+        ),
+        add_timeout(command, 300.0),
+        option("--html", type=Path, metavar="DIR", help="write DIR/index.html, or a file that ends in .html"),
+        option("--json", type=Path, metavar="FILE", help="write the report as one JSON document"),
+    ]
+    option("--show-output", action="store_true", help="print what the script writes, after each run of it")
+    option("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
+    option("script", metavar="SCRIPT")
+    option("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
+    names = {name for action in valued for name in action.option_strings}
+    parse = command.parse_known_args
+
+    def parse_attached(args: Any = None, namespace: Any = None) -> Any:
+        return parse(_attached(args, names), namespace)
+
+    command.parse_known_args = parse_attached  # type: ignore[method-assign]  # the one place before words are sorted
     return command
+
+
+def _attached(words: Sequence[str], valued: Container[str]) -> list[str]:
+    """Return the words with the value of --resume-args attached by `=`: argparse takes `--x=y` for an option otherwise.
+
+    Args:
+        words: Options, script and its arguments.
+        valued: Options that take a value.
+    """
+    found = list(words)
+    place = 0
+    while place + 1 < len(found) and found[place].startswith("-"):
+        word = found[place]
+        if word == _ARGUMENTS:
+            found[place : place + 2] = [f"{word}={found[place + 1]}"]
+        place += 2 if word in valued and word != _ARGUMENTS else 1
+    return found
 
 
 def execute(options: argparse.Namespace) -> int:
     """Judge the script: 0 all worlds pass, 1 one differs, 3 of one nothing can be said."""
-    from fsdp_testing.records import Verdict
-    from fsdp_testing.records.printable import printable
+    from fsdp_testing.report import check_writable
+    from fsdp_testing.report.progress import StageProgress
+    from fsdp_testing.report.terminal import open_console
     from fsdp_testing.script_check.check import Launch, examine
 
     if not options.script:
         raise InvalidArgument("train: expected a script, got none. Name the file that torchrun would start.")
+    if options.html is not None and options.html.suffix != ".html":
+        options.html /= "index.html"
+    for option, path in (("--html", options.html), ("--json", options.json)):
+        if path is not None:
+            check_writable(path, option)
     launch = Launch(
         options.script,
         tuple(options.arguments),
@@ -63,7 +119,55 @@ def execute(options: argparse.Namespace) -> int:
         options.timeout,
         resume_at=options.resume_at,
         resume_arguments=tuple(shlex.split(options.resume_args)),
+        accept=tuple(options.accept),
     )
-    report = examine(launch, options.world_sizes)
-    print(printable(str(report)))
-    return {Verdict.PASS: 0, Verdict.FAIL: 1}.get(report.verdict, 3)
+    console, began = open_console(), time.monotonic()
+    with StageProgress(console) as progress:
+        report = examine(launch, options.world_sizes, listener=_Listener(progress, console, shows=options.show_output))
+    console.say(str(report))
+    _write(report, options, console, time.monotonic() - began)
+    console.say(report.conclusion, style={0: "bold green", 1: "bold red"}.get(report.exit_code, "bold magenta"))
+    return report.exit_code
+
+
+class _Listener:
+    """Shows which run of the script is under way, and what it wrote where that was asked for."""
+
+    def __init__(self, progress: StageProgress, console: Output, *, shows: bool) -> None:
+        self._progress, self._console, self._shows = progress, console, shows
+        self._begun: set[str] = set()
+
+    def started(self, what: str) -> None:
+        self._progress.stage(f"{what}, again" if what in self._begun else what)
+        self._begun.add(what)
+
+    def ended(self, what: str, seconds: float, outcome: WorldOutcome) -> None:
+        if not self._shows:
+            return
+        self._console.say(f"--- {what} ({seconds:.1f} s)", style="bold")
+        for rank in outcome.ranks:
+            for stream, text in (("", rank.stdout), (" (stderr)", rank.stderr)):
+                for line in text.splitlines():
+                    self._console.say(f"rank {rank.rank}{stream}: {line}")
+
+
+def _write(report: ScriptReport, options: argparse.Namespace, console: Output, seconds: float) -> None:
+    from fsdp_testing.conformance import environment
+    from fsdp_testing.report import write_atomically
+    from fsdp_testing.report.script_page import script_text
+
+    if options.html is None and options.json is None:
+        return
+    facts = {
+        "arguments": options.arguments,
+        "steps": options.steps,
+        "world_sizes": options.world_sizes,
+        "seconds": seconds,
+        "environment": environment(),
+    }
+    if options.html is not None:
+        write_atomically(options.html, script_text(report, facts), "--html")
+        console.say(f"written: {options.html}")
+    if options.json is not None:
+        write_atomically(options.json, report.to_json(**facts), "--json")
+        console.say(f"written: {options.json}")

@@ -34,6 +34,10 @@ Oracle = Callable[[Case], Expectation]
 UnshardedUnits = Callable[[int], Mapping[str, Sequence[str]]]
 """Units that are gathered when an operation begins, with the names of their parameters."""
 
+GRADIENT_IS_NONE = "unused_gradient_is_none"
+_PRESUMED = {("zero_grad", "set_to_none"): frozenset({GRADIENT_IS_NONE})}
+"""What is presumed, besides what an operation needs, by a sentence that it works as if another setting had been asked for."""
+
 _SUMS = (Mismatch.NUMBERS, Mismatch.NONE, Mismatch.NOT_NONE)
 """In what a gradient differs that is another sum; of no terms at all, where it is None."""
 
@@ -47,12 +51,18 @@ class Sources:
         terms: What each backward added to gradients up to an operation.
         starts: What each rank's model begins with, by name; given whether it is the new one of an operation that renews it.
         besides: What the check does besides the program, in words, and the oracle of the program alone; None if nothing.
+        claimed: What the implementation claims; no cause is named that presumes more. None where that is not known.
     """
 
     oracle: Oracle
     terms: Callable[[Case, int], Sequence[GradientTerm]]
     starts: Callable[[Case, bool], Sequence[Mapping[str, torch.Tensor]]] = lambda _case, _new: ()
     besides: tuple[str, Oracle] | None = None
+    claimed: frozenset[str] | None = None
+
+    def claims(self, *tags: str) -> bool:
+        """Whether all of these are claimed, as far as is known."""
+        return self.claimed is None or self.claimed.issuperset(tags)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +186,8 @@ class WrongNumbers:
             return None
         names = {one.quantity.name for one in self._wrong}
         zeros = " of zeros" if not any(bool(one.got.any()) for one in self._wrong if one.got is not None) else ""
+        if zeros and (self._comparison.none_is_zero or not self._sources.claims(GRADIENT_IS_NONE)):
+            return None  # zeros are as good as none then, and explain nothing
         operation = self._case.program[point.index] if point.index < len(self._case.program) else None
         if operation is not None and not operation.runs_backward:
             what = f"{_name(self._case, point.index)}, gives parameters gradients{zeros} that no backward computed"
@@ -212,7 +224,10 @@ class WrongNumbers:
                 what = f"what {name}, did to {kinds_text(self._kinds)} is lost" if lost else ""
                 return Hypothesis(index, self._kinds, ranks=self._affected(), happened=what)
             for setting, other in operation.other_settings():
-                if self._is_like(self._replaced(index, other), point):
+                presumed = (
+                    operation.required() | other.required() | _PRESUMED.get((operation.kind, setting), frozenset())
+                )
+                if self._sources.claims(*presumed) and self._is_like(self._replaced(index, other), point):
                     done, asked = (f"{getattr(one, setting)!r}" for one in (other, operation))
                     what = f"{name}, works as if {setting}={done} were asked for, not {asked}"
                     return Hypothesis(-1, self._kinds, happened=what, ranks=self._affected())

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from fsdp_testing.errors import HarnessError
 from fsdp_testing.explanation.casts import other_cast
 from fsdp_testing.explanation.hypotheses import Hypothesis, Sources, WrongNumbers
 from fsdp_testing.explanation.modules import first_wrong_module
+from fsdp_testing.explanation.shortest import RUNS_OF_A_HANG
 from fsdp_testing.implementations import registry
 from fsdp_testing.judging.case_runner import ORDINARY, CaseRunner, JudgedCase, RunMode
 from fsdp_testing.judging.numbers import compare_numbers
@@ -55,16 +57,25 @@ class Inquiry:
         runner: Runs programs.
         name: The implementation.
         draw: Traces are to be drawn.
+        count: Told how many runs were made.
     """
 
     _runner: CaseRunner
     _name: str
     _draw: bool = False
+    _count: Callable[[int], None] = lambda _: None
     _expectations: dict[str, Expectation] = field(default_factory=dict)
 
     def judge(self, case: Case, how: How) -> JudgedCase:
         """Run a case as its check does, with a snapshot after every operation."""
-        return self._runner.judge(self._name, case, how.comparison, closely=True, mode=how.mode)
+        judged = self._runner.judge(self._name, case, how.comparison, closely=True, mode=how.mode)
+        hung = judged.finding is not None and judged.finding.kind == FailureKind.HUNG
+        self._count(RUNS_OF_A_HANG if hung else 1)
+        return judged
+
+    def _on_ranks(self, function: Callable[..., Any], *args: Any, size: int) -> list[Any]:
+        self._count(1)
+        return self._runner.on_ranks(function, *args, size=size)
 
     def hypothesis(self, finding: Finding, how: How, traced: Trace | None) -> Hypothesis | None:
         """What the wrong numbers are equal to; which units were unsharded is known from the trace."""
@@ -87,6 +98,7 @@ class Inquiry:
                 terms=partial(self._terms, adopted=adopted),
                 starts=self._starts,
                 besides=(how.mode.besides, plain) if how.mode.besides else None,
+                claimed=registry.adapter_of(self._name).claimed(finding.case.world.tensor_parallel),
             )
             return WrongNumbers(how.mode.seen_as(finding.case), ranks, comparison, sources).hypothesis(unsharded)
         return None
@@ -129,7 +141,7 @@ class Inquiry:
     def _expected(self, case: Case, mode: RunMode, plain: Callable[[Case], Expectation]) -> Expectation:
         if mode.expect is None:
             return plain(case)
-        expected: Expectation = self._runner.on_ranks(mode.expect, case, True, *mode.expect_arguments, size=1)[0]
+        expected: Expectation = self._on_ranks(mode.expect, case, True, *mode.expect_arguments, size=1)[0]
         return expected
 
     def _cast(self, finding: Finding, how: How) -> str:
@@ -142,7 +154,7 @@ class Inquiry:
             ranks, adapter = self._ranks(finding.case, how), registry.adapter_of(self._name)
 
             def reduced_in() -> set[str]:
-                found = self._runner.on_ranks(
+                found = self._on_ranks(
                     rank_jobs.reducing_dtypes, self._name, finding.case, size=finding.case.world.size
                 )
                 return set().union(*found)
@@ -163,13 +175,13 @@ class Inquiry:
             return ""
         with suppress(HarnessError):  # what cannot be watched is explained without it
             case, watched = finding.case, RunMode(job=rank_jobs.run_watched)
-            seen = self._runner.judge(self._name, case, how.comparison, closely=True, mode=watched)
+            seen = self.judge(case, replace(how, mode=watched))
             ranks = [one for one in seen.ranks if isinstance(one, WatchedObservation)]
             same = seen.finding is not None and signature_of(seen.finding) == signature_of(finding)
             if not same or len(ranks) < case.world.size:
                 return ""
             adopted = gathered_state.states(ranks) if how.comparison.lockstep else None
-            expected = self._runner.on_ranks(rank_jobs.expect_modules, case, self._name, adopted, size=1)[0]
+            expected = self._on_ranks(rank_jobs.expect_modules, case, self._name, adopted, size=1)[0]
             truth = self._oracle(case) if adopted is None else self._lockstep(case, adopted=adopted)
             comparison = as_observed(how.comparison, registry.adapter_of(self._name))
             wrong = compare_numbers(case, truth, ranks, comparison).tally.divergences
@@ -180,7 +192,7 @@ class Inquiry:
         self, case: Case, otherwise: rank_jobs.Otherwise | None = None, *, adopted: Mapping[int, GatheredState]
     ) -> Expectation:
         asked = (case, self._name, adopted, otherwise)
-        expected: Expectation = self._runner.on_ranks(rank_jobs.expect_lockstep, *asked, size=1)[0]
+        expected: Expectation = self._on_ranks(rank_jobs.expect_lockstep, *asked, size=1)[0]
         return expected
 
     def traced(self, finding: Finding) -> Trace | None:
@@ -189,24 +201,22 @@ class Inquiry:
         if not claimed or finding.kind in RAISES or finding.case.world.backend != "gloo":
             return None
         with suppress(HarnessError):  # what cannot be traced is explained without it
-            traced = trace(self._name, finding.case, self._runner.on_ranks)
+            traced = trace(self._name, finding.case, self._on_ranks)
             # The first run of a schedule connects and allocates; nobody wants that drawn.
-            return trace(self._name, finding.case, self._runner.on_ranks) if self._draw else traced
+            return trace(self._name, finding.case, self._on_ranks) if self._draw else traced
         return None
 
     def _oracle(self, case: Case) -> Expectation:
         if case.identity not in self._expectations:
-            self._expectations[case.identity] = self._runner.on_ranks(rank_jobs.expect_free, case, True, size=1)[0]
+            self._expectations[case.identity] = self._on_ranks(rank_jobs.expect_free, case, True, size=1)[0]
         return self._expectations[case.identity]
 
     def _starts(self, case: Case, new: bool) -> Sequence[Mapping[str, torch.Tensor]]:
         if not (new or case.wrapping.sync_module_states):
             return ()
-        found: Sequence[Mapping[str, torch.Tensor]] = self._runner.on_ranks(rank_jobs.first_values, case, new, size=1)[
-            0
-        ]
+        found: Sequence[Mapping[str, torch.Tensor]] = self._on_ranks(rank_jobs.first_values, case, new, size=1)[0]
         return found
 
     def _terms(self, case: Case, last: int, adopted: Mapping[int, GatheredState] | None) -> Sequence[GradientTerm]:
-        terms: Sequence[GradientTerm] = self._runner.on_ranks(rank_jobs.gradient_terms, case, last, adopted, size=1)[0]
+        terms: Sequence[GradientTerm] = self._on_ranks(rank_jobs.gradient_terms, case, last, adopted, size=1)[0]
         return terms

@@ -18,7 +18,7 @@ from fsdp_testing.checkers.lifecycle import unsharded_before
 from fsdp_testing.explanation.hypotheses import Hypothesis, contradict
 from fsdp_testing.explanation.inquiry import WRONG_NUMBERS, How, Inquiry
 from fsdp_testing.explanation.rendering import clause, render
-from fsdp_testing.explanation.shortest import Budget, shorten, with_schedule
+from fsdp_testing.explanation.shortest import NOT_EXAMINED, Budget, shorten, with_schedule
 from fsdp_testing.judging.case_runner import CaseRunner
 from fsdp_testing.judging.signature import FineSignature, Signature, fine_signature_of, signature_of
 from fsdp_testing.records import (
@@ -32,10 +32,16 @@ from fsdp_testing.records import (
     Verdict,
 )
 from fsdp_testing.trace.portrait import portrait_of
+from fsdp_testing.trace.run import Trace
 
 REDUCIBLE = frozenset(FailureKind) - LOSES_RANKS
 """Kinds of findings that may be run again often; each death or hang costs a world and a deadline."""
 
+
+_PATIENCE = 5.0
+_TIMES_SLOWEST = 10.0
+"""A rank that runs for so many seconds at least, and so many times as long as the slowest case of the run, hangs: whoever runs
+what failed again and again cannot wait as long for each as a check does."""
 
 HowOf = Callable[[str], How | None]
 """How a check judges, by its name; None for a check that is not decided by one program at a time."""
@@ -94,13 +100,17 @@ def explain_results(
         results: What a run gave.
         how_of: How each check judges.
         runner: Runs programs.
-        seconds: Time for the failures of one implementation; what is not reached stays unexplained.
+        seconds: For the failures of one implementation, in seconds of an idle machine; of what is not reached a finding says so.
         draw: Take a portrait of each shortest schedule, where the implementation can be traced.
     """
     changed: dict[tuple[int, int], Finding] = {}
+    patience = max(
+        _PATIENCE, _TIMES_SLOWEST * max((case.seconds for result in results for case in result.cases), default=0.0)
+    )
     for name in dict.fromkeys(result.implementation for result in results):
-        explainer = _Explainer(Inquiry(runner, name, draw), Budget(seconds, runs=10**9), draw)
+        budget = Budget.of_seconds(seconds)
         try:
+            explainer = _Explainer(Inquiry(runner.impatient(patience), name, draw, budget.count), budget, draw)
             found = explainer.causes(_places(results, name, how_of))
         except Exception as error:  # noqa: BLE001 - a run of an hour must not be lost over the explanation of its failures
             why = f"{name}: failures are not explained: {type(error).__name__}: {error}"
@@ -110,6 +120,8 @@ def explain_results(
             for number, place in enumerate(cause.members):
                 shortest = cause.explanation if number == 0 else None
                 changed[place.result, place.number] = replace(place.finding, cause=cause.label, shortest=shortest)
+        for place in explainer.left if seconds > 0 else ():
+            changed[place.result, place.number] = replace(place.finding, unexplained=NOT_EXAMINED)
     return tuple(
         replace(
             result,
@@ -141,8 +153,23 @@ def cause_of(runner: CaseRunner, implementation: str, case: Case) -> str:
         return ""
     inquiry = Inquiry(runner, implementation)
     like, cast = inquiry.cause(finding, how, inquiry.hypothesis(finding, how, None))
-    happened = cast or ("" if like is None else clause(finding.case, like, {}))
-    return "; ".join(filter(None, (happened, inquiry.module(finding, how))))
+    what = cast or ("" if like is None else clause(finding.case, like, {}))
+    return "; ".join(filter(None, (what, inquiry.module(finding, how))))
+
+
+def happened(inquiry: Inquiry, finding: Finding, how: How) -> str:
+    """Return what was done wrong in the case of a finding as its check ran it, as a clause; empty if unknown.
+
+    It depends on the case alone: not on time, nor on other failures.
+    """
+    traced = inquiry.traced(finding)
+    like, cast = inquiry.cause(finding, how, inquiry.hypothesis(finding, how, traced))
+    return cast or ("" if like is None else clause(finding.case, like, _unsharded(traced, like)))
+
+
+def _unsharded(traced: Trace | None, like: Hypothesis | None) -> dict[str, tuple[int, ...]]:
+    """The units that were gathered when the operation without effect began."""
+    return unsharded_before(traced.history, like.left_out) if traced is not None and like is not None else {}
 
 
 @dataclass(slots=True)
@@ -152,6 +179,8 @@ class _Explainer:
     _inquiry: Inquiry
     _budget: Budget
     _draw: bool
+    left: list[_Failing] = field(default_factory=list)
+    """Failures that the budget did not reach."""
     _added_up: list[_Cause] = field(default_factory=list)
     """Causes of which it is known what wrong gradients are the sum of: the same sum is the same cause, however it looks."""
 
@@ -165,6 +194,7 @@ class _Explainer:
             cause = next((one for one in here if one.contained(place.finding)), None)
             if cause is None:
                 if self._budget.exhausted:
+                    self.left.append(place)
                     continue
                 # Where ranks hold the same, they may disagree in what diverges where each holds a part.
                 kind = FailureKind.DIVERGED if fine.alike.kind in WRONG_NUMBERS else fine.alike.kind
@@ -207,23 +237,25 @@ class _Explainer:
         budget = self._budget.part()
         short = shorten(place.finding, self._judge(place.how), budget)
         case = short.finding.case
-        traced = self._inquiry.traced(short.finding)
-        like = self._inquiry.hypothesis(short.finding, place.how, traced)
+        reached = not self._budget.exhausted
+        traced = self._inquiry.traced(short.finding) if reached else None
+        like = self._inquiry.hypothesis(short.finding, place.how, traced) if reached else None
         alike = [*causes, *(known for known in self._added_up if like is not None and like.contributions)]
         for known in alike:
             if known.shape == _shape(case) and not contradict(like, known.hypothesis):
                 return known
-        like, cast = self._inquiry.cause(short.finding, place.how, like)
-        unsharded = unsharded_before(traced.history, like.left_out) if traced is not None and like is not None else {}
+        like, cast = self._inquiry.cause(short.finding, place.how, like) if reached else (None, "")
+        unsharded = _unsharded(traced, like)
         explanation = Explanation(
-            sentence=render(short.finding, like, unsharded, cast),
+            sentence=render(short.finding, like, unsharded, cast)
+            + ("" if reached else f" Its cause was {NOT_EXAMINED}."),
             schedule=tuple(_lines(case.program)),
             case=case,
             left_out=len(place.finding.case.program) - len(case.program),
             runs=budget.runs,
             seconds=budget.seconds,
             complete=short.complete,
-            place="" if self._budget.exhausted else self._inquiry.module(short.finding, place.how),
+            place=NOT_EXAMINED if self._budget.exhausted else self._inquiry.module(short.finding, place.how),
             portrait=portrait_of(traced) if traced is not None and self._draw else None,
             happened=cast or ("" if like is None else clause(case, like, unsharded)),
         )

@@ -6,6 +6,7 @@ check. The fuzzer's own shrinking goes further, and may end on another model. De
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,27 +18,47 @@ from fsdp_testing.shrinking.ddmin import BudgetSpent, Search
 SECONDS = 10.0
 """For all failures of one implementation."""
 
+RUNS_PER_SECOND = 20
+"""Of an idle machine, roughly: a second of a budget is so many runs, so that a busy machine finds the same causes, later."""
+
 RUNS_OF_ONE = 40
-"""Programs run for one failure."""
+"""Programs run to shorten one failure."""
+
+RUNS_OF_A_HANG = 100
+"""What a rank that hangs is counted as: it costs a world and a deadline."""
+
+NOT_EXAMINED = "not examined (time)"
+"""What is said of a failure that the budget did not reach."""
 
 
 class Budget:
-    """Runs and seconds that are left.
+    """Runs that are left: programs that ranks or the oracle are asked to run.
+
+    Runs are counted, not seconds: on a busy machine the same failures are explained, with the same schedules.
 
     Args:
-        seconds: From now on.
-        runs: Programs that may be run.
+        runs: How many.
+        whole: The budget of which this one is a part; where that is used up, so is this.
     """
 
-    def __init__(self, seconds: float, runs: int = RUNS_OF_ONE) -> None:
+    def __init__(self, runs: int, whole: Budget | None = None) -> None:
         self._start = time.monotonic()
-        self._deadline = self._start + seconds
         self._allowed = runs
+        self._whole = whole
         self.runs = 0
 
+    @classmethod
+    def of_seconds(cls, seconds: float) -> Budget:
+        """A budget of what an idle machine runs in so many seconds."""
+        return cls(math.ceil(seconds * RUNS_PER_SECOND))
+
     def part(self, runs: int = RUNS_OF_ONE) -> Budget:
-        """A budget for one failure out of this one: the time that is left, and runs of its own."""
-        return Budget(max(self._deadline - time.monotonic(), 0.0), runs)
+        """A budget for one failure out of this one; whoever runs programs counts them here as well."""
+        return Budget(runs, self)
+
+    def count(self, runs: int = 1) -> None:
+        """Count runs that were made, whether or not they are allowed."""
+        self.runs += runs
 
     def spend(self) -> None:
         """Take one run; raise `BudgetSpent` when nothing is left."""
@@ -47,8 +68,8 @@ class Budget:
 
     @property
     def exhausted(self) -> bool:
-        """Whether time or runs are used up."""
-        return self.runs >= self._allowed or time.monotonic() >= self._deadline
+        """Whether it, or the whole of which it is a part, is used up."""
+        return self.runs >= self._allowed or (self._whole is not None and self._whole.exhausted)
 
     @property
     def seconds(self) -> float:
@@ -74,7 +95,7 @@ def shorten(finding: Finding, judge: Judge, budget: Budget) -> Shortest:
     Args:
         finding: The failure as the check found it.
         judge: Runs a case.
-        budget: Runs and time; when they are used up, the shortest so far is returned.
+        budget: Runs; when they are used up, the shortest so far is returned.
     """
     best = finding
 

@@ -7,16 +7,18 @@ again: a rule whose example passes is dropped.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.findings.tags import NEW_MODEL, NEW_OPTIMIZER, tags, words, words_of
-from fsdp_testing.judging.signature import Signature
-from fsdp_testing.records import ENDS_RANKS, RAISES, Case, FailureKind, ModelSpec, WorldSpec
+from fsdp_testing.judging.signature import Signature, alike
+from fsdp_testing.records import ENDS_RANKS, Case, FailureKind, ModelSpec, WorldSpec
 from fsdp_testing.records.document import Format, decode, encode, load_json, to_json
 
 FORMAT = Format("fsdp_testing/known_failures", 2)
@@ -24,11 +26,17 @@ SHIPPED = Path(__file__).parent / "known_failures"
 
 
 class CaseFeatures:
-    """A case in words, found out once for however many rules ask: that takes longer than drawing the case."""
+    """A case in words, found out once for however many rules ask: that takes longer than drawing the case.
 
-    def __init__(self, case: Case) -> None:
+    Args:
+        case: The case.
+        at: Operation in or after which it fails: what comes later did not bring the failure about. None if that is not known.
+    """
+
+    def __init__(self, case: Case, at: int | None = None) -> None:
         self._case = case
-        self.places = (frozenset({"begin", NEW_MODEL, NEW_OPTIMIZER}), *words_of(case.program))
+        places = (frozenset({"begin", NEW_MODEL, NEW_OPTIMIZER}), *words_of(case.program))
+        self.places = places if at is None else places[: at + 2]
 
     @cached_property
     def tags(self) -> frozenset[str]:
@@ -45,7 +53,9 @@ class Rule:
         reason: What goes wrong, in one sentence.
         link: Where it is reported or documented.
         signatures: What it looks like, in each way that it was seen: kind, quantity (of an exception its beginning),
-            operation; what is not given may be anything.
+            operation, and what one process would have to do to give its wrong numbers, as a pattern (fnmatch) of a part of
+            that sentence; what is not given may be anything. A campaign asks the cause of the first failures that it knows
+            by such a rule, and of every so many later ones.
         operations: Tokens that occur in this order (others may lie between them); empty matches any program. A token
             may end in `*`; `@backward`, `@local`, `@reduced`, `@trained`, `@new_model`, `@new_optimizer` and
             `@optimizer_saved` are any operation that does this (`tags.words_of`); `begin`, which is new too, stands before
@@ -86,6 +96,18 @@ class Rule:
         """Return whether a failure with this signature, met in such a case, is this one."""
         return any(_looks_like(known, signature) for known in self.signatures) and self.fits(features)
 
+    def asks_cause(self, signature: Signature) -> bool:
+        """Return whether a failure that looks so is this one only by its cause."""
+        causes = self._causes(signature)
+        return bool(causes) and all(causes)
+
+    def is_by_cause(self, signature: Signature, cause: str | None) -> bool:
+        """Return whether the cause of a failure, where it was looked for, is that of this one."""
+        return cause is None or any(fnmatchcase(cause, f"*{known}*") for known in self._causes(signature))
+
+    def _causes(self, signature: Signature) -> list[str]:
+        return [(*known, "", "", "")[3] for known in self.signatures if _looks_like(known, signature)]
+
     def variant(self, case: Case) -> Case | None:
         """Return the case without what brings the failure about; None where nothing is left, or nobody knows how."""
         variant = self._changed(case, f"known failure {self.name}: instead")
@@ -117,10 +139,9 @@ def _merged(data: Any, change: Any) -> Any:
 
 def _looks_like(known: Sequence[str], signature: Signature) -> bool:
     kind, quantity, operation = (*known, "", "")[:3]
-    same = signature.quantity == quantity or (signature.kind in RAISES and signature.quantity.startswith(quantity))
     return (
         signature.kind == FailureKind(kind)
-        and (same or not quantity)
+        and (not quantity or alike(quantity, signature))
         and (not operation or signature.operation == operation)
     )
 
@@ -159,19 +180,40 @@ class KnownFailures:
 
     rules: tuple[Rule, ...] = ()
 
-    def recognize(self, signature: Signature, case: Case) -> Rule | None:
-        """Return the rule that knows a failure with this signature, met in this case; the first one of several."""
-        features = CaseFeatures(case)
-        return next((rule for rule in self.rules if rule.knows(signature, features)), None)
+    @property
+    def digest(self) -> str:
+        """Return what differs where rules do."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def recognize(
+        self, signature: Signature, case: Case, at: int | None = None, cause: str | None = None
+    ) -> Rule | None:
+        """Return the first rule that knows a failure.
+
+        Args:
+            signature: What it looks like.
+            case: In which it was met.
+            at: In or after which operation; None if that is not known.
+            cause: Its cause as it was found; None if nobody looked for it.
+        """
+        return next(iter(self.recognizing(signature, case, at, cause)), None)
+
+    def recognizing(
+        self, signature: Signature, case: Case, at: int | None = None, cause: str | None = None
+    ) -> list[Rule]:
+        """Return every rule that knows a failure, as `recognize`."""
+        features = CaseFeatures(case, at)
+        knowing = [rule for rule in self.rules if rule.knows(signature, features)]
+        return [rule for rule in knowing if rule.is_by_cause(signature, cause)]
 
     def may_end_ranks(self, case: Case) -> Rule | None:
         """Return a rule of a failure that costs the ranks and was seen in such cases."""
         return self.fitting([rule.name for rule in self.rules if rule.ends_ranks], case)
 
-    def fitting(self, names: Iterable[str], case: Case) -> Rule | None:
+    def fitting(self, names: Iterable[str], case: Case, at: int | None = None) -> Rule | None:
         """Return the first of the named rules whose failure was seen in such cases."""
         wanted = frozenset(names)
-        features = CaseFeatures(case)
+        features = CaseFeatures(case, at)
         return next((rule for rule in self.rules if rule.name in wanted and rule.fits(features)), None)
 
     def with_rule(self, rule: Rule) -> KnownFailures:

@@ -120,6 +120,12 @@ def adapter_of(implementation: str | Adapter) -> Adapter:
     return implementation if isinstance(implementation, Adapter) else _loaded(implementation)
 
 
+def module_of(reference: str) -> str:
+    """Return the module in which an implementation of that name or import string is; it was loaded before."""
+    known = registrations().get(reference)
+    return (known[0].target if known else reference).partition(":")[0]
+
+
 def _by_reference(adapter: Adapter) -> tuple[Callable[..., Adapter], tuple[str]]:
     """How an adapter is pickled: its methods are closures, which another process finds by the name alone."""
     if not adapter.reference:

@@ -23,7 +23,7 @@ from fsdp_testing.programs import oracle
 from fsdp_testing.programs.fitting import fitted, lockstep_view, oracle_view
 from fsdp_testing.programs.replay import Replay
 from fsdp_testing.programs.setup import division_of
-from fsdp_testing.records import RAISES, Case, CaseRecord, FailureKind, Overrun, RankObservation, Verdict
+from fsdp_testing.records import LOSES_RANKS, RAISES, Case, CaseRecord, FailureKind, Overrun, RankObservation, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +33,14 @@ class CaseNote:
     Attributes:
         index: Place of the case in the batch.
         status: `passed`, `leaked` (right, but its model stays in memory), `suspect` (to be confirmed alone),
-            `unfinished` (its observations are not complete), `unsupported` (the implementation said so itself),
-            `unjudged` (the oracle or the adapter could not run it, or nothing was decided).
+            `unfinished` (its observations are not complete), `unjudged` (the oracle or the adapter could not run it,
+            nothing was decided, or ranks were lost in it once and not again).
         reason: Why it is not `passed`.
         comparisons: Number of tensors compared.
         fast: The fast path alone found it right.
         signature: What the failure looks like.
         overrun: The facts of a failure of kind `kept` or `excess`.
+        at: Operation in or after which it fails; None if that is not known.
     """
 
     index: int
@@ -49,6 +50,12 @@ class CaseNote:
     fast: bool = False
     signature: Signature | None = None
     overrun: Overrun | None = None
+    at: int | None = None
+
+    @property
+    def cause(self) -> str | None:
+        """Its cause, as far as the judge knows it: by how much communication is too much; None where nobody has looked."""
+        return self.overrun.more if self.overrun is not None and self.overrun.more else None
 
 
 def judge_batch(
@@ -79,8 +86,6 @@ def note_of(judgement: Judgement) -> CaseNote:
         status = "unfinished" if judgement.incomplete else "unjudged"
         status = "passed" if judgement.verdict is Verdict.PASS else status
         return CaseNote(0, status, judgement.reason, judgement.tally.comparisons, judgement.fast)
-    if judgement.refused:
-        return CaseNote(0, "unsupported", f"{found.quantity}: {found.message[:200]}")
     only_model = found.kind == FailureKind.LEAKED and found.sort == "model"
     return CaseNote(
         0,
@@ -89,6 +94,7 @@ def note_of(judgement: Judgement) -> CaseNote:
         judgement.tally.comparisons,
         signature=signature_of(found),
         overrun=found.overrun,
+        at=found.operation if found.kind not in LOSES_RANKS else None,
     )
 
 

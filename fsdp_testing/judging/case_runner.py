@@ -6,6 +6,7 @@ every implementation, strategy and wrapping.
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -65,7 +66,8 @@ class RunMode:
         expect_arguments: More arguments of `expect`.
         seen_as: The case as the oracle sees it, where that is another one.
         review: Looks at what the ranks report once the numbers agree.
-        kept: A case that ran to its end is not run again for the next check that looks at the same.
+        kept: A case that ran to its end is not run again for the next check that looks at the same; `arguments` are
+            hashable then.
         besides: What changes numbers besides the program, such as "what the user's hook returns"; empty if nothing does.
     """
 
@@ -107,6 +109,19 @@ Answer = tuple[Judgement, tuple[RankObservation, ...]]
 """What one run of a case showed, and what the ranks reported."""
 
 
+class _Same:
+    """Equal to what stands for the very same object, whether that can be compared or not."""
+
+    def __init__(self, whom: object) -> None:
+        self._whom = whom
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other._whom is self._whom
+
+    def __hash__(self) -> int:
+        return id(self._whom)
+
+
 class _Unjudged(Exception):
     """Nothing can be said of this case; the text says why."""
 
@@ -128,6 +143,17 @@ class CaseRunner:
         self._lock = threading.Lock()
         self._busy: set[PooledWorld] = set()
         self._interrupted = False
+        self._repeats = True
+
+    def impatient(self, timeout: float) -> CaseRunner:
+        """Return a runner on the same worlds that waits at most so long for a rank, and takes one death or hang for one.
+
+        For runs that decide no verdict: a shorter program that hangs is not the failure that is looked for.
+        """
+        other = copy.copy(self)
+        other._timeout = min(timeout, self._timeout)
+        other._repeats = False
+        return other
 
     @property
     def pool(self) -> Pool:
@@ -158,7 +184,7 @@ class CaseRunner:
             found, ranks = self._attempt(asked, observe_all=closely)
             if found.finding is not None and found.finding.kind in LOCATABLE and not closely:
                 found, ranks = self._closer(asked, found.finding, (found, ranks))
-            elif found.finding is not None and found.finding.kind in LOSES_RANKS:
+            elif found.finding is not None and found.finding.kind in LOSES_RANKS and self._repeats:
                 self._repeat(asked, found.finding)
         except _Unjudged as reason:
             found, ranks = Judgement(Verdict.UNKNOWN, reason=str(reason)), ()
@@ -196,7 +222,8 @@ class CaseRunner:
         def run() -> WorldOutcome:
             return self._execute(case.world, mode.job, arguments, f"{name} {asked.identity}")
 
-        key = (name, asked.identity, mode.job, observe_all)
+        # Adapters may share a name: tests load one again after it was changed.
+        key = (_Same(asked.adapter), asked.identity, mode.job, mode.arguments, observe_all)
         outcome = self._kept.get(key, run, keep=lambda ran: ran.ok) if mode.kept else run()
         ranks = _observations(outcome)
 

@@ -18,7 +18,6 @@ from fsdp_testing.judging.numbers import Numbers
 from fsdp_testing.pool import Fate, WorldOutcome
 from fsdp_testing.pool.cause import Diverged, Stuck
 from fsdp_testing.records import (
-    RAISES,
     Case,
     CaseRecord,
     FailureKind,
@@ -51,7 +50,6 @@ class Judgement:
         detail: The rest of the reason: a traceback, the account of all ranks.
         tally: What was compared.
         fast: The fast path alone found everything right.
-        refused: The implementation said itself that it does not support the case.
         incomplete: Not every rank reported, and nobody said what became of the others.
     """
 
@@ -61,7 +59,6 @@ class Judgement:
     detail: str = ""
     tally: Compared = field(default_factory=Compared)
     fast: bool = False
-    refused: bool = False
     incomplete: bool = False
 
 
@@ -113,8 +110,7 @@ def judge(
     )
     if found is None:
         return replace(_undecided(case, numbers) or _kept_model(case, records, numbers), tally=numbers.tally)
-    refused = found.kind in RAISES and _first(errors).not_supported
-    return Judgement(Verdict.FAIL, found, tally=numbers.tally, refused=refused)
+    return Judgement(Verdict.FAIL, found, tally=numbers.tally)
 
 
 def lost_ranks(case: Case, outcome: WorldOutcome) -> Judgement:
@@ -154,21 +150,17 @@ def _incomplete(case: Case, errors: Mapping[int, RaisedError], outcome: WorldOut
     if errors and not died:
         found = raised_finding(case, errors)
         found = replace(found, detail=outcome.describe()) if outcome is not None else found
-        return Judgement(Verdict.FAIL, found, refused=_first(errors).not_supported)
+        return Judgement(Verdict.FAIL, found)
     if outcome is not None:
         return lost_ranks(case, outcome)
     return Judgement(Verdict.UNKNOWN, reason="not every rank reported", incomplete=True)
-
-
-def _first(errors: Mapping[int, RaisedError]) -> RaisedError:
-    return min(errors.items(), key=lambda item: (item[1].index, item[0]))[1]
 
 
 def _diverged(case: Case, numbers: Numbers) -> Finding | None:
     divergences = numbers.tally.divergences
     if not divergences or numbers.problem:
         return None
-    return finding_of(case, agreement.first(divergences), len(divergences) - 1)
+    return finding_of(case, agreement.first(divergences), divergences)
 
 
 def _uncoordinated(case: Case, records: Sequence[CaseRecord], outcome: WorldOutcome | None) -> Finding | None:
@@ -177,11 +169,14 @@ def _uncoordinated(case: Case, records: Sequence[CaseRecord], outcome: WorldOutc
     if outcome is not None and not outcome.ok:
         statement, detail = outcome.cause, outcome.describe()
     else:
-        counted = [record.collectives for record in records if record.collectives is not None]
-        groups = {key for one in counted for key in one}
-        # Two ranks that both know a group, and counted different collectives in it.
-        if any(len({one[key] for one in counted if key in one}) > 1 for key in groups):
-            statement = "the ranks did not issue the same collectives"
+        counted = {record.observation.rank: record.collectives for record in records if record.collectives is not None}
+        members = {key: ranks for record in records for key, ranks in record.groups.items()}
+        nothing = (0, 0)
+        for key in {key for one in counted.values() for key in one}:
+            # A member that did not use a group at all issued nothing in it.
+            ranks = [rank for rank, one in counted.items() if key in one or rank in members.get(key, ())]
+            if len({counted[rank].get(key, nothing) for rank in ranks}) > 1:
+                statement = "the ranks did not issue the same collectives"
     return _different_collectives(case, statement, detail) if statement else None
 
 

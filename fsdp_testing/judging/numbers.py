@@ -61,6 +61,8 @@ def compare_numbers(
 def _widened(expectation: Expectation, case: Case) -> Expectation:
     """Take the narrowest dtype of any part as that of every rounding: what it rounds goes on into all the others.
 
+    Of each quantity by its own size: a large weight says nothing of how far roundings move a small gradient.
+
     The oracle bounds each quantity by the roundings of its own dtype, which is right where all parts have one. Where its
     disturbed replay has met the roundings of the narrow part, its bound is the larger one already, and stays as it is.
     """
@@ -71,11 +73,10 @@ def _widened(expectation: Expectation, case: Case) -> Expectation:
     why = f"; parts in {narrow}: at least {_ROUNDINGS_OF_A_PART} x u x largest"
     points = []
     for point in expectation.points:
-        sizes = [_size(expected.value) for expected in point.quantities.values()]
-        slack = unit * max(sizes, default=0.0)
         quantities = dict(point.quantities)
         for quantity, expected in point.quantities.items():
-            if _size(expected.value):
+            slack = unit * _size(expected.value)
+            if slack:
                 bound = expected.bound
                 bound = bound.clamp(min=slack) if isinstance(bound, torch.Tensor) else max(bound, slack)
                 quantities[quantity] = replace(expected, bound=bound, derivation=expected.derivation + why)

@@ -74,6 +74,20 @@ def fine_signature_of(finding: Finding) -> FineSignature:
     return FineSignature(signature_of(finding), finding.fqn, finding.case.model.name, finding.case.strategy)
 
 
+def alike(quantity: str, found: Signature) -> bool:
+    """Return whether a failure shows in `quantity`; of an exception that is its type and the beginning of its message.
+
+    A type alone, `AssertionError:`, is an exception without a message, not any of this type.
+    """
+    begins = found.kind in RAISES and not quantity.rstrip().endswith(":") and found.quantity.startswith(quantity)
+    return begins or found.quantity.strip() == quantity.strip()
+
+
+def as_pattern(cause: str) -> str:
+    """Return a cause as the pattern (fnmatch) of the same in another case: numbers and what is named in code are left open."""
+    return re.sub(r"`[^`]*`|\d+", "*", re.sub(r"[\[\]]", "?", cause))
+
+
 def operation_kind(case: Case, index: int) -> str:
     """Return the kind of operation `index`; building, and the end of the program, have names of their own."""
     if index < 0:

@@ -50,6 +50,7 @@ class ModelSteps:
     """What one rank saw, step by step.
 
     Attributes:
+        start: Parameters before the first step.
         losses: Of its own rows.
         gradients: As the optimizer is given them.
         parameters: After the step.
@@ -57,6 +58,7 @@ class ModelSteps:
         drew: Whether forward drew random numbers.
     """
 
+    start: Spans
     losses: tuple[torch.Tensor, ...]
     gradients: tuple[Spans, ...]
     parameters: tuple[Spans, ...]
@@ -102,6 +104,7 @@ def _blocks(model: nn.Module) -> tuple[str, ...]:
 def _train(training: ModelTraining, adapter: Adapter, model: nn.Module, world: World) -> ModelSteps:
     optimizer = torch.optim.SGD([p for _, p in adapter.named_parameters(model)], lr=0.1)
     generator = torch.Generator().manual_seed(1)
+    start = {name: spans_of(found, "value") for name, found in adapter.local_pieces(model).items()}
     losses, gradients, parameters = [], [], []
     unused: tuple[str, ...] = ()
     drew = False
@@ -120,4 +123,4 @@ def _train(training: ModelTraining, adapter: Adapter, model: nn.Module, world: W
         optimizer.zero_grad()
         losses.append(loss.detach().cpu().clone())
         parameters.append({name: spans_of(found, "value") for name, found in adapter.local_pieces(model).items()})
-    return ModelSteps(tuple(losses), tuple(gradients), tuple(parameters), unused, drew)
+    return ModelSteps(start, tuple(losses), tuple(gradients), tuple(parameters), unused, drew)

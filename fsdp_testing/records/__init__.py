@@ -44,6 +44,7 @@ from fsdp_testing.records.event import (
     UnitEvent,
     WaitEvent,
 )
+from fsdp_testing.records.expected import Expectation, ExpectedFailure
 from fsdp_testing.records.failure import ENDS_RANKS, LOSES_RANKS, RAISES, FailureKind, Mismatch
 from fsdp_testing.records.finding import Explanation, Finding
 from fsdp_testing.records.observation import (
@@ -57,7 +58,7 @@ from fsdp_testing.records.observation import (
     RankObservation,
     Snapshot,
 )
-from fsdp_testing.records.outcome import CaseOutcome, CheckResult, RunReport
+from fsdp_testing.records.outcome import CaseOutcome, CheckResult, Request, RunReport
 from fsdp_testing.records.overrun import Measure, Overrun
 from fsdp_testing.records.portrait import (
     HeldSpan,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fsdp_testing.records.case import Case
+from fsdp_testing.records.document import ADDED_LATER
+from fsdp_testing.records.expected import ExpectedFailure
 from fsdp_testing.records.failure import FailureKind, Mismatch
 from fsdp_testing.records.overrun import Overrun
 from fsdp_testing.records.portrait import Portrait
@@ -23,6 +25,8 @@ class Explanation:
         seconds: Time that took.
         complete: Whether every single operation that remains is needed; else time or runs were used up.
         place: The first module whose numbers are wrong, in a sentence; empty if none was seen.
+        unexplained: Why nobody looked for its cause, where others were looked for.
+        wrong_on: Ranks on which anything diverges there, where numbers were compared: those that are left out are right.
         happened: What was done wrong, as a clause of the sentence; empty where nothing that was tried gives these numbers.
         portrait: The shortest schedule as it ran, if the implementation can be traced.
     """
@@ -48,7 +52,7 @@ class Finding:
         quantity: What diverges first, such as `gradient of blocks.1.weight`.
         operation: Index of the first operation after which it diverges; -1 while wrapping.
         operation_text: That operation in one line.
-        ranks: Ranks concerned.
+        ranks: Ranks concerned, of the quantity that leads.
         explanation: One sentence for people: the place, and the statement.
         case: The case, for the replay line.
         max_error: Largest absolute difference; None where a difference has no size (None-ness, dtype, exception).
@@ -64,6 +68,10 @@ class Finding:
         mismatch: In what it differs.
         message: An exception's text, or how a process ended.
         overrun: The facts of a broken rule of memory or communication.
+        unexplained: Why nobody looked for its cause, where others were looked for.
+        wrong_on: Ranks on which anything diverges there, where numbers were compared: those that are left out are right.
+        happened: What was done wrong, as a clause, where that was asked for to know the failure again.
+        expected: The entry of the user's list that it is; None for a new failure.
     """
 
     kind: FailureKind
@@ -85,3 +93,7 @@ class Finding:
     mismatch: Mismatch = Mismatch.NUMBERS
     message: str = ""
     overrun: Overrun | None = None
+    wrong_on: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
+    happened: str = field(default="", metadata=ADDED_LATER)
+    expected: ExpectedFailure | None = field(default=None, metadata=ADDED_LATER)
+    unexplained: str = field(default="", metadata=ADDED_LATER)

@@ -156,6 +156,7 @@ class CaseRecord:
         observation: What the engine observed.
         collectives: Per group key, number of collectives issued and a digest of what they were, up to the end of the
             case, counted from the start of the batch.
+        groups: Per group key, the ranks of the world that are its members.
         leaks: What the case left behind in the process.
         accounts: What operations put on the wire and left in memory, where the implementation reports its units.
     """
@@ -165,3 +166,4 @@ class CaseRecord:
     collectives: Mapping[int, tuple[int, int]] | None = None
     leaks: tuple[str, ...] = ()
     accounts: tuple[OperationAccount, ...] | None = None
+    groups: Mapping[int, tuple[int, ...]] = field(default_factory=dict)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from fsdp_testing.records import verdict as verdicts
 from fsdp_testing.records.document import ADDED_LATER, Format, decode
@@ -43,9 +43,10 @@ class CheckResult:
         explanation: One sentence: the first finding, or what is not claimed, or what is unknown.
         findings: First divergence of every failing case.
         cases: One outcome per case.
-        expected: The user's reason, if a failure was expected.
-        not_run: Number of cases that were not run, by reason.
+        expected: The user's reasons, if a failure was expected.
         seconds: Wall time spent.
+        not_run: Number of cases that were not run, by reason.
+        remark: Why a failure is not the one that was expected, or which expected one did not show.
     """
 
     implementation: str
@@ -59,11 +60,22 @@ class CheckResult:
     expected: str = ""
     seconds: float = 0.0
     not_run: Mapping[str, int] = field(default_factory=dict)
+    remark: str = field(default="", metadata=ADDED_LATER)
 
-    def expecting(self, reason: str) -> CheckResult:
-        """Return the result seen by a user who expected this check to fail, for `reason`."""
-        verdict = verdicts.IF_EXPECTED_TO_FAIL.get(self.verdict, self.verdict)
-        return replace(self, verdict=verdict, expected=reason)
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a run was to judge, of each implementation; a part of a run has that of the whole.
+
+    Attributes:
+        checks: Names of the checks, in their order.
+        extended: Whether the extended profile was asked for.
+        expectations: Digest of the expected failures; empty if there are none.
+    """
+
+    checks: tuple[str, ...]
+    extended: bool = False
+    expectations: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +93,7 @@ class RunReport:
         shard: `(i, n)`: only the i-th of n parts of a run, counted from 1; empty for a whole one.
         tensor_parallel: How many ranks held one model together.
         own_names: What adapters call themselves, where that is not the name by which they were asked for.
+        request: What was to be judged; None in reports of earlier versions.
     """
 
     results: tuple[CheckResult, ...]
@@ -93,6 +106,7 @@ class RunReport:
     own_names: Mapping[str, str] = field(default_factory=dict)
     shard: tuple[int, ...] = ()
     tensor_parallel: int = field(default=1, metadata=ADDED_LATER)
+    request: Request | None = field(default=None, metadata=ADDED_LATER)
 
     @property
     def exit_code(self) -> int:

@@ -39,14 +39,6 @@ _MERGE_ORDER = (
     Verdict.NOT_CLAIMED,
 )
 
-# What an expectation of failure makes of a verdict; the others stay, a lost one too. An expectation that can never be
-# met, because the check passes or is not even asked, is stale.
-IF_EXPECTED_TO_FAIL = {
-    Verdict.PASS: Verdict.STALE,
-    Verdict.FAIL: Verdict.EXPECTED_FAILURE,
-    Verdict.NOT_CLAIMED: Verdict.STALE,
-}
-
 
 def merge(verdicts: Iterable[Verdict]) -> Verdict:
     """Return the one verdict of several cases; of none at all it is `UNKNOWN`, for nothing was shown."""

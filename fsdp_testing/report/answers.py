@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fsdp_testing.records import Finding, RunReport, Verdict
+from fsdp_testing.records import FailureKind, Finding, RunReport, Verdict
 from fsdp_testing.report import summary
 from fsdp_testing.report.causes import Cause
 
@@ -26,12 +26,12 @@ class Moment:
 
     Attributes:
         line: The operation.
-        wrong_on: Ranks on which it shows here that something is wrong; empty before and after that moment.
+        ranks: Each rank, and whether it is wrong here; None where nothing says so. Empty before and after that moment.
         said: What is wrong here; empty elsewhere.
     """
 
     line: str
-    wrong_on: tuple[int, ...] = ()
+    ranks: tuple[tuple[int, bool | None], ...] = ()
     said: str = ""
 
 
@@ -70,7 +70,9 @@ def advice(report: RunReport) -> tuple[Advice, ...]:
     if found[Verdict.FAIL]:
         again = summary.replay_line(found[Verdict.FAIL][0], report)
         steps.append(Advice("Run the first new failure again, alone:", again))
-        steps.append(Advice("If it is known, write its reason and page into the file of --expected-failures."))
+        steps.append(
+            Advice("If it is known, put its entry, which is with its account, into the file of --expected-failures.")
+        )
     if found[Verdict.UNKNOWN]:
         steps.append(Advice("Ask what is wrong with this machine:", "fsdp-verify doctor"))
         again = summary.replay_line(found[Verdict.UNKNOWN][0], report)
@@ -96,8 +98,12 @@ def moments(cause: Cause) -> tuple[Moment, ...]:
 
 
 def _wrong(line: str, finding: Finding) -> Moment:
-    said = finding.statement or finding.explanation
-    return Moment(line, finding.ranks or tuple(range(finding.case.world.size)), said)
+    everyone = range(finding.case.world.size)
+    wrong = finding.wrong_on or finding.ranks or tuple(everyone)
+    # A rank is right where its numbers were compared and agree; one that waits for another, or that another contradicts, may be.
+    others = False if finding.wrong_on and finding.kind == FailureKind.DIVERGED else None
+    ranks = tuple((rank, True if rank in wrong else others) for rank in everyone)
+    return Moment(line, ranks, finding.statement or finding.explanation)
 
 
 def _where(lines: tuple[str, ...], finding: Finding) -> int | None:

@@ -23,7 +23,7 @@ class Cause:
         results: The checks that it breaks, in the order of the run.
         findings: All findings that it explains.
         explanation: The shortest schedule, if it was looked for.
-        expected: Whether all of it was expected.
+        expected: Whether all of it was expected; else some of it is new.
     """
 
     implementation: str
@@ -32,6 +32,11 @@ class Cause:
     findings: tuple[Finding, ...]
     explanation: Explanation | None
     expected: bool
+
+    @property
+    def unexplained(self) -> str:
+        """Why nobody looked for it; empty where somebody did, or where that was not asked for."""
+        return "" if self.explanation else next((f.unexplained for f in self.findings if f.unexplained), "")
 
     @property
     def scope(self) -> str:
@@ -73,7 +78,7 @@ def _cause(name: str, members: list[tuple[CheckResult, Finding]]) -> Cause:
         results=tuple(results.values()),
         findings=findings,
         explanation=explanation,
-        expected=all(result.verdict is not Verdict.FAIL for result in results.values()),
+        expected=all(result.verdict is not Verdict.FAIL or finding.expected is not None for result, finding in members),
     )
 
 
@@ -84,7 +89,7 @@ def explanation_line(explanation: Explanation) -> str:
         return f"{operations} operations, as the check ran them"
     noun = "operation remains" if operations == 1 else "operations remain"
     left = f"{operations} {noun}, {explanation.left_out} left out"
-    certain = "each that remains is needed" if explanation.complete else "time was up before each was tried"
+    certain = "each that remains is needed" if explanation.complete else "not all were tried (time)"
     return (
         f"{left}; {certain} ({explanation.runs} run{'s' if explanation.runs > 1 else ''}, {explanation.seconds:.1f} s)"
     )

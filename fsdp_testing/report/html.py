@@ -15,7 +15,8 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from fsdp_testing.documentation import folder
-from fsdp_testing.records import CheckResult, Portrait, RunReport, Verdict
+from fsdp_testing.judging.expected import entry_line
+from fsdp_testing.records import CheckResult, Finding, Portrait, RunReport, Verdict
 from fsdp_testing.records.printable import printable
 from fsdp_testing.report import answers, summary
 from fsdp_testing.report.causes import Cause, causes, explanation_line
@@ -35,6 +36,7 @@ def html_text(report: RunReport) -> str:
     environment.globals.update(
         summary=summary,
         linked=linked,
+        entry_line=entry_line,
         replay=lambda result: summary.replay_line(result, report),
         explanation_line=explanation_line,
         moments=answers.moments,
@@ -97,7 +99,7 @@ def _page(report: RunReport) -> dict[str, Any]:
     anchors = {id(result): f"r{index}" for index, result in enumerate(report.results)}
     found = causes(report)
     explained_first = sorted(found, key=lambda cause: cause.explanation is None)
-    new = [cause for cause in explained_first if any(result.verdict is Verdict.FAIL for result in cause.results)]
+    new = [cause for cause in explained_first if not cause.expected]
     places: dict[str, list[tuple[str, Cause | summary.Known]]] = {
         "c": [(f"c{index}", cause) for index, cause in enumerate(new)],
         "k": [(f"k{index}", group) for index, group in enumerate(summary.known_failures(report))],
@@ -109,11 +111,14 @@ def _page(report: RunReport) -> dict[str, Any]:
         "troubles": [(verdict, results) for verdict, results in troubles if results],
         "causes": places["c"],
         "known": [
-            (place, group, [cause for cause in explained_first if _overlap(cause.results, group.results)])
+            (place, group, [cause for cause in explained_first if _overlap(cause.findings, group.findings)])
             for place, group in places["k"]
         ],
         "places_of": lambda result: [
-            (place, group) for named in places.values() for place, group in named if _overlap((result,), group.results)
+            (place, group)
+            for named in places.values()
+            for place, group in named
+            if _overlap(result.findings, group.findings)
         ],
         "portraits": _grouped(report.portraits, lambda portrait: portrait),
         "not_claimed": _grouped(summary.attention(report, Verdict.NOT_CLAIMED), lambda result: result),
@@ -129,8 +134,8 @@ def _page(report: RunReport) -> dict[str, Any]:
     }
 
 
-def _overlap(one: tuple[CheckResult, ...], other: tuple[CheckResult, ...]) -> bool:
-    """Whether a result is in both; by identity, for comparing two that are equal takes long."""
+def _overlap(one: tuple[Finding, ...], other: tuple[Finding, ...]) -> bool:
+    """Whether a finding is in both; by identity, for comparing two that are equal takes long."""
     return not {id(result) for result in one}.isdisjoint(map(id, other))
 
 

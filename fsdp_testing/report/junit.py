@@ -77,7 +77,7 @@ def _test_case(result: CheckResult, report: RunReport) -> ET.Element:
 
 
 def _account(result: CheckResult, report: RunReport) -> str:
-    lines = [result.meaning]
+    lines = [result.meaning, *filter(None, [result.remark])]
     for finding in result.findings:
         facts = (finding.explanation, place_text(finding), finding.quantity, size_text(finding), finding.detail)
         lines += ["", *(line for line in facts if line)]

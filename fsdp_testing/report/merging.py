@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 
 from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.records import CheckResult, RunReport
+from fsdp_testing.records import CheckResult, Request, RunReport, Verdict
 
 # So many parts in a row are named one by one.
 _MISSING_BY_NAME = 3
+_ANOTHER_RUN = "Give the reports of one run, all of one version."
 _ALIKE_ENVIRONMENT = ("fsdp-testing", "torch", "python")
 
 
 def merged(reports: Mapping[str, RunReport]) -> RunReport:
     """Return the report of the whole run.
 
-    Results are those of one run, in its order. Causes were looked for in each part by itself: those with the same name
-    are shown as one. `seconds` is what the parts took together.
+    Results are those of one run, in its order; a check of which its part has no result is unknown. Causes were looked for in
+    each part by itself: those with the same name are shown as one. `seconds` is what the parts took together.
 
     Args:
         reports: The reports of all parts, by where they come from.
@@ -31,13 +32,21 @@ def merged(reports: Mapping[str, RunReport]) -> RunReport:
         {path: Part(report.shard, _alike(report)) for path, report in reports.items()},
         "Give the JSON reports of `fsdp-verify run ... --shard 1/N` to `N/N`, all else alike.",
     )
-    parts = sorted(reports.values(), key=lambda report: report.shard)
-    rounds = zip_longest(*(part.results for part in parts))
-    results = tuple(result for each in rounds for result in each if result is not None)
-    _refuse(_gaps(parts, results), _ANOTHER_RUN)
-    portraits = next((part.portraits for part in parts if part.portraits), ())
-    seconds = sum(part.seconds for part in parts)
-    return replace(parts[0], results=results, shard=(), portraits=portraits, seconds=seconds)
+    nameless = [
+        f"{path} does not say which checks it was asked for" for path, report in reports.items() if not report.request
+    ]
+    _refuse(nameless, "It is of an earlier version: run it again.")
+    parts = dict(sorted(reports.items(), key=lambda item: item[1].shard))
+    _refuse((text for path, part in parts.items() for text in _strangers(path, part)), _ANOTHER_RUN)
+    first = next(iter(parts.values()))
+    found = {(result.implementation, result.check): result for part in parts.values() for result in part.results}
+    results = tuple(
+        found.get(pair) or _without_result(pair, list(parts)[number % len(parts)])
+        for number, pair in enumerate(_pairs(first))
+    )
+    portraits = next((part.portraits for part in parts.values() if part.portraits), ())
+    seconds = sum(part.seconds for part in parts.values())
+    return replace(first, results=results, shard=(), portraits=portraits, seconds=seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +99,10 @@ def _problems(given: Mapping[str, Part]) -> Iterator[str]:
         elif seen[number] > 1:
             twice = ", ".join(path for path, part in parts.items() if part.shard == (number, of))
             yield f"part {number} of {of} {seen[number]} times ({twice})"
-    yield from _missing(sorted(number for number in seen if 1 <= number <= of), of)
+    yield from _missing_parts(sorted(number for number in seen if 1 <= number <= of), of)
 
 
-def _missing(there: Sequence[int], of: int) -> Iterator[str]:
+def _missing_parts(there: Sequence[int], of: int) -> Iterator[str]:
     for before, after in pairwise([0, *there, of + 1]):
         # A damaged report may say that there are a thousand million.
         if after - before - 1 > _MISSING_BY_NAME:
@@ -102,23 +111,46 @@ def _missing(there: Sequence[int], of: int) -> Iterator[str]:
             yield from (f"part {number} of {of} is missing" for number in range(before + 1, after))
 
 
-_ANOTHER_RUN = "Give the reports of one run, all of one version."
+class _Checks(tuple[str, ...]):
+    """Names of checks, shown by their number and the first few."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return f"{len(self)} ({', '.join(self[:3])}{', ...' if len(self) > 3 else ''})"
 
 
 def _alike(report: RunReport) -> dict[str, object]:
     whole = {"implementations": report.implementations, "world sizes": report.world_sizes, "backend": report.backend}
-    return {**whole, "tensor parallelism": report.tensor_parallel, **versions_of(report.environment)}
+    request = report.request or Request(())
+    return {
+        **whole,
+        "tensor parallelism": report.tensor_parallel,
+        "checks": _Checks(request.checks) if report.request is not None else "not recorded",
+        "extended": request.extended,
+        "expected failures": request.expectations or "none",
+        **versions_of(report.environment),
+    }
 
 
-def _gaps(parts: Sequence[RunReport], results: Sequence[CheckResult]) -> Iterator[str]:
-    """Whether the results are those of one run: the same checks of each implementation, one after the other."""
-    names = parts[0].implementations
-    checks = list(dict.fromkeys(result.check for result in results))
-    expected = [(name, check) for name in names for check in checks]
-    got = [(result.implementation, result.check) for result in results]
-    if got == expected:
-        return
-    counted = Counter(got)
-    twice = [f"{name} {check} {number} times" for (name, check), number in counted.items() if number > 1]
-    lacking = [f"no {name} {check}" for name, check in expected if (name, check) not in counted]
-    yield "; ".join(twice + lacking) or "results in another order than that of one run"
+def _pairs(report: RunReport) -> list[tuple[str, str]]:
+    """What the whole run was to judge, in its order."""
+    checks = report.request.checks if report.request is not None else ()
+    return [(name, check) for name in report.implementations for check in checks]
+
+
+def _strangers(path: str, part: RunReport) -> Iterator[str]:
+    """Results that a part has twice, or that belong to another one."""
+    number, of = part.shard
+    own = _pairs(part)[number - 1 :: of]
+    counted = Counter((result.implementation, result.check) for result in part.results)
+    for (name, check), times in counted.items():
+        if times > 1:
+            yield f"{path} has {name} {check} {times} times"
+        elif (name, check) not in own:
+            yield f"{path} has {name} {check}, which is not of part {number} of {of}"
+
+
+def _without_result(pair: tuple[str, str], path: str) -> CheckResult:
+    name, check = pair
+    return CheckResult(name, check, "", (), Verdict.UNKNOWN, f"{path} has no result of it")

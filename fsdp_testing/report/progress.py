@@ -1,4 +1,4 @@
-"""What does a person see while a run goes on? One moving line in a terminal, a line for each suite in a log file."""
+"""What does a person see while a run goes on? One moving line in a terminal, a line for each suite or stage in a log file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from fsdp_testing.records import CheckResult, Verdict
@@ -111,3 +111,30 @@ class ProgressListener:
         if not self._moving:
             elapsed = f"{time.monotonic() - self._begun:6.1f} s  "
             self._console.print(plain(elapsed + line), soft_wrap=True)
+
+
+class StageProgress:
+    """Shows which stage of a long work is under way; as a context manager it leaves the terminal as it was.
+
+    In a terminal one line moves, with the stage and the time since the beginning. Elsewhere each stage is a line when it begins.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._begun = time.monotonic()
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._progress.add_task("starting ranks", total=None)
+
+    def __enter__(self) -> StageProgress:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def stage(self, what: str) -> None:
+        """Show that a stage begins."""
+        self._progress.update(self._task, description=what)
+        if not self._console.is_terminal:
+            self._console.print(plain(f"{time.monotonic() - self._begun:6.1f} s  {what}"), soft_wrap=True)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import re
 import shlex
+from collections import Counter
 from dataclasses import astuple, dataclass
 
 from fsdp_testing.documentation import page
-from fsdp_testing.records import Case, CheckResult, Finding, RunReport, Verdict, merge
+from fsdp_testing.records import Case, CheckResult, ExpectedFailure, Finding, RunReport, Verdict, merge
 
 # Order in which a reader wants them: what is wrong, what is unclear, what was foreseen.
 ATTENTION = (Verdict.FAIL, Verdict.UNKNOWN, Verdict.STALE, Verdict.EXPECTED_FAILURE)
@@ -31,7 +32,7 @@ MEANINGS = {
     Verdict.FAIL: "the claim was refuted; the first divergence is shown",
     Verdict.UNKNOWN: "nothing can be said: the check, the adapter or the pool failed",
     Verdict.NOT_CLAIMED: "the implementation does not claim what the check needs; it was not run",
-    Verdict.EXPECTED_FAILURE: "failed, as the list of expected failures says",
+    Verdict.EXPECTED_FAILURE: "failed, and in the way that the list of expected failures says",
     Verdict.STALE: "listed as an expected failure, but it does not fail; take it off the list",
 }
 
@@ -95,19 +96,23 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Expected failures with one explanation: those whose reasons name the same page, else the very same reason.
+    """Expected failures with one explanation: those whose entries name the same page, else the very same reason.
 
     Attributes:
-        page: File or address that the reasons name; empty if they name none.
-        reason: The first reason, without the page.
-        results: In the order of the run.
-        threads: Other addresses that the reasons name.
+        page: File or address that the entries name; empty if they name none.
+        reason: The first reason.
+        results: The checks that fail so, in the order of the run.
+        threads: Other addresses that the entries name.
+        findings: The failing cases.
+        looks: How they fail, each with the number of cases.
     """
 
     page: str
     reason: str
     results: tuple[CheckResult, ...]
     threads: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    looks: tuple[tuple[str, int], ...] = ()
 
     @property
     def sentence(self) -> str:
@@ -122,20 +127,37 @@ PAGE = re.compile(rf"{ADDRESS}|[\w./-]+\.(?:md|rst|html|py)\b")
 
 def known_failures(report: RunReport) -> tuple[Known, ...]:
     """Return the expected failures by the page that explains them, the largest group first."""
-    groups: dict[str, list[tuple[str, CheckResult]]] = {}
+    groups: dict[str, list[tuple[ExpectedFailure, CheckResult, Finding]]] = {}
     for result in attention(report, Verdict.EXPECTED_FAILURE):
-        found = PAGE.search(result.expected)
-        page = found.group() if found else ""
-        reason = result.expected[: found.start()].rstrip(" :;,(") if found else result.expected
-        groups.setdefault(page or reason, []).append((reason or result.expected, result))
-    known = [_known(key, members[0][0], tuple(result for _, result in members)) for key, members in groups.items()]
-    return tuple(sorted(known, key=lambda group: -len(group.results)))
+        for finding in result.findings:
+            entry = finding.expected or _entry_in(result.expected, finding)
+            groups.setdefault(entry.page or entry.reason, []).append((entry, result, finding))
+    return tuple(sorted(map(_known, groups.values()), key=lambda group: -len(group.results)))
 
 
-def _known(key: str, reason: str, results: tuple[CheckResult, ...]) -> Known:
-    threads = dict.fromkeys(found for result in results for found in re.findall(ADDRESS, result.expected))
-    threads.pop(key, None)
-    return Known(key if PAGE.fullmatch(key) else "", reason, results, tuple(threads))
+def _known(members: list[tuple[ExpectedFailure, CheckResult, Finding]]) -> Known:
+    entries = [entry for entry, _, _ in members]
+    results = {id(result): result for _, result, _ in members}
+    looks = Counter(entry.look for entry in entries)
+    threads = dict.fromkeys(thread for entry in entries for thread in re.findall(ADDRESS, entry.text))
+    threads.pop(entries[0].page, None)
+    return Known(
+        entries[0].page,
+        entries[0].reason,
+        tuple(results.values()),
+        tuple(threads),
+        tuple(finding for _, _, finding in members),
+        tuple(looks.items()),
+    )
+
+
+def _entry_in(text: str, finding: Finding) -> ExpectedFailure:
+    """The entry that a report of an earlier version has as text: a reason, and the page that it names."""
+    found = PAGE.search(text)
+    if found is None:
+        return ExpectedFailure(text, finding.kind)
+    reason = text[: found.start()].rstrip(" :;,(") or text
+    return ExpectedFailure(reason, finding.kind, page=found.group(), issue=text[found.end() :].strip(" ,;"))
 
 
 def implementations(report: RunReport) -> tuple[str, ...]:

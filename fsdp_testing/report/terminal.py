@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdp_testing import env
+from fsdp_testing.judging.expected import entry_line
 from fsdp_testing.records import CheckResult, Finding, RunReport, Verdict
 from fsdp_testing.records.printable import printable
 from fsdp_testing.report import summary
@@ -116,7 +117,10 @@ def in_short(report: RunReport, width: int) -> Iterator[RenderableType]:
     known = summary.known_failures(report)
     if known:
         yield _title(report, Verdict.EXPECTED_FAILURE, f", {len(known)} reason{'s' if len(known) > 1 else ''}")
-        yield from (plain(f"  {len(group.results):>3}  {group.sentence}") for group in known)
+        for group in known:
+            yield plain(f"  {len(group.results):>3}  {group.sentence}")
+            if len(group.looks) > 1:
+                yield from (plain(f"       {_cases(count)}: {look}") for look, count in group.looks)
         yield Text()
 
 
@@ -125,7 +129,7 @@ def _new_failures(report: RunReport) -> Iterator[RenderableType]:
     failed = summary.attention(report, Verdict.FAIL)
     if not failed:
         return
-    new = [cause for cause in causes(report) if any(result.verdict is Verdict.FAIL for result in cause.results)]
+    new = [cause for cause in causes(report) if not cause.expected]
     yield _title(report, Verdict.FAIL, f", {len(new)} cause{'s' if len(new) > 1 else ''}" if new else "")
     for cause in new[:CAUSES_AT_LENGTH]:
         yield from _cause_account(cause, report)
@@ -135,7 +139,21 @@ def _new_failures(report: RunReport) -> Iterator[RenderableType]:
     for result in failed:
         if not result.findings:
             yield from result_account(result, report, full=False)
+        elif result.remark:
+            yield plain(f"  {result.implementation} {result.check}: {result.remark}")
+    if len(failed) <= CAUSES_AT_LENGTH:
+        yield from (_entry(result) for result in failed if result.findings and not result.remark)
     yield Text()
+
+
+def _entry(result: CheckResult) -> Text:
+    """What a person pastes into the list of expected failures, if the failure is known."""
+    line = entry_line(result.check, result.findings)
+    return plain(f"  if it is known, for --expected-failures, under [{result.implementation}]:\n{line}", style="dim")
+
+
+def _cases(count: int) -> str:
+    return f"{count} case{'s' if count > 1 else ''}"
 
 
 def _title(report: RunReport, verdict: Verdict, more: str = "") -> Rule:
@@ -145,8 +163,12 @@ def _title(report: RunReport, verdict: Verdict, more: str = "") -> Rule:
 
 def _cause_account(cause: Cause, report: RunReport) -> Iterator[RenderableType]:
     """Return one cause: what happens, the facts of its first finding, the schedule that shows it, and what it breaks."""
-    result = next(result for result in cause.results if result.verdict is Verdict.FAIL)
-    finding = next(finding for finding in result.findings if finding in cause.findings)
+    result, finding = next(
+        (result, finding)
+        for result in cause.results
+        for finding in result.findings
+        if result.verdict is Verdict.FAIL and finding.expected is None and finding in cause.findings
+    )
     yield Text.assemble((cause.implementation, "bold"), "  ", plain(cause.sentence))
     if len(cause.results) == 1:
         yield plain(f"  {result.check}: {result.meaning}")
@@ -155,6 +177,8 @@ def _cause_account(cause: Cause, report: RunReport) -> Iterator[RenderableType]:
         yield plain("\n".join(f"    {line}" for line in cause.explanation.schedule), style="cyan")
     elif finding.detail:
         yield _account(finding.detail, full=False)
+    if cause.unexplained:
+        yield plain(f"  cause: {cause.unexplained}; --explain SECONDS looks at more", style="dim")
     if len(cause.results) > 1:
         yield plain(f"  breaks: {', '.join(result.check for result in cause.results)}")
     yield Text.assemble("  replay: ", (summary.replay_line(result, report), "bold"))
@@ -215,7 +239,12 @@ def result_account(result: CheckResult, report: RunReport, *, full: bool) -> Ite
     for account in summary.accounts(result)[: None if full else ACCOUNTS_AT_LENGTH]:
         yield _account(account, full=full)
     if result.expected:
-        yield plain(f"  expected because: {result.expected}")
+        because = "expected because" if result.verdict is Verdict.EXPECTED_FAILURE else "listed as known"
+        yield plain(f"  {because}: {result.expected}")
+    if result.remark:
+        yield plain(f"  {result.remark}")
+    elif result.verdict is Verdict.FAIL and result.findings:
+        yield _entry(result)
     yield Text.assemble("  replay: ", (summary.replay_line(result, report), "bold"))
 
 
@@ -236,6 +265,8 @@ def cause_lines(report: RunReport) -> Iterator[RenderableType]:
             for line in cause.explanation.schedule:
                 yield plain(f"    {line}", style="cyan")
             yield Text(f"  {explanation_line(cause.explanation)}", style="dim")
+        if cause.unexplained:
+            yield plain(f"  cause: {cause.unexplained}", style="dim")
         yield plain(f"  {cause.scope}")
         expected = ", all expected" if cause.expected else ""
         yield plain(f"  breaks{expected}: {', '.join(result.check for result in cause.results)}")

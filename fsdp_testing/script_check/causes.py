@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fsdp_testing.script_check.whole import COPY, WholeRun, first_steps
+from fsdp_testing.checkers.divergence import DECISIVE
+from fsdp_testing.script_check.conventions import BATCH_NORM, LOSS, SCHEDULER, flag
+from fsdp_testing.script_check.whole import COPY, WholeRun, first_steps, initial
 from fsdp_testing.training_check import causes
-from fsdp_testing.training_check.comparison import ROUNDINGS, Difference, first_difference, floor, suggestion
+from fsdp_testing.training_check.comparison import CLEAR_ROUNDINGS, Difference, floor, suggestion
 from fsdp_testing.training_check.spans import assembled
 from fsdp_testing.training_check.whole import (
     BUFFER,
+    COPIED,
     GRADIENT,
     MOMENT,
     PARAMETER,
@@ -21,34 +24,43 @@ from fsdp_testing.training_check.whole import (
     Disagreement,
 )
 
-CLOSE = 1e-6
 UNEVEN = 1e-3
 """Weights of ranks that differ by less, or gradients of ranks that are so nearly multiples of one another, say nothing."""
 
 
 def wrong_in_itself(run: WholeRun) -> str:
-    """Return what no comparison is needed for: data, optimizer and reduction as they must not be; empty if right."""
-    return (
-        _same_rows(run) or _strange_optimizer(run) or _no_gradient(run) or _unreduced(run) or _order(run) or _start(run)
-    ) or _skipped(run)
+    """Return what is wrong on any number of ranks, so that no comparison shows it; empty if right.
+
+    No weight of the model changes though backward passes ran, gradients wait to be reduced, an order of data is repeated.
+    """
+    return _strange_optimizer(run) or _no_gradient(run) or _unreduced(run) or _order(run)
 
 
-def _same_rows(run: WholeRun) -> str:
-    taken = [ranks for ranks in run.rows if ranks[0]]
-    if not taken or any(ranks[0] != ranks[rank] for ranks in taken for rank in range(1, run.size)):
-        return ""
+def of_same_rows(run: WholeRun, times: int) -> str:
+    """Return the sentence on ranks of which several do the same work."""
     return (
-        f"every rank trains on the same rows at every step ({len(taken[0][0])} at step 0): each is seen {run.size} times. "
+        f"every rank trains on the same rows at every step ({len(run.rows[0][0])} at step 0): each is seen {times} times. "
         "Cause: the data are not divided among the ranks. Give the DataLoader a DistributedSampler, or take each rank's slice."
     )
 
 
+def _stands_still(run: WholeRun, steps: Sequence[int]) -> bool:
+    """Whether no parameter of the models changes in any of these steps."""
+    for name, values in run.quantities.items():
+        if name.startswith((PARAMETER, COPIED)):
+            before = [initial(run)[name][0] if name in initial(run) else values[0], *values]
+            if any(not torch.equal(before[step], before[step + 1]) for step in steps):
+                return False
+    return True
+
+
 def _strange_optimizer(run: WholeRun) -> str:
     for seen in first_steps(run):
-        if seen.strange and seen.strange == seen.stepped:
+        if seen.strange and seen.strange == seen.stepped and _stands_still(run, range(run.steps)):
             return (
-                f"the optimizer steps {seen.stepped} tensors, none of which belongs to the model that was run. Cause: the "
-                "optimizer was made before the model was wrapped (or converted), which replaced its parameters. Make it after."
+                f"the optimizer steps {seen.stepped} tensors, none of which belongs to the model that was run, and no "
+                "weight of the model changes. Cause: the optimizer was made before the model was wrapped (or converted), which "
+                "replaced its parameters. Make it after."
             )
     return ""
 
@@ -56,7 +68,8 @@ def _strange_optimizer(run: WholeRun) -> str:
 def _no_gradient(run: WholeRun) -> str:
     for step in range(run.steps):
         seen = [rank.steps[step] for rank in run.ranks]
-        if not any(one.given for one in seen) and any(one.losses for one in seen):
+        unseen = not any(one.given for one in seen) and any(one.losses for one in seen)
+        if unseen and _stands_still(run, [step]):
             return (
                 f"no parameter has a gradient when the optimizer steps at step {step}, though {len(seen[0].losses)} backward "
                 "passes ran on each rank. Cause: the no_sync boundary is off by one, so that gradients are kept unreduced, or "
@@ -77,15 +90,17 @@ def _unreduced(run: WholeRun) -> str:
 
 
 def _order(run: WholeRun) -> str:
-    if any(loader.repeats_order for rank in run.ranks for loader in rank.taken.loaders):
-        return (
-            "the second pass over a DataLoader takes the rows in the order of the first. Cause: its DistributedSampler "
-            "shuffles by epoch, and set_epoch is not called. Call sampler.set_epoch(epoch) before each pass."
-        )
-    return ""
+    how = next(
+        (loader.repeats_order for rank in run.ranks for loader in rank.taken.loaders if loader.repeats_order), ""
+    )
+    return how and (
+        "a pass over a DataLoader takes the rows in the order of the one before. Cause: its DistributedSampler shuffles by "
+        f"epoch, and set_epoch {how}. Call sampler.set_epoch(epoch) with the number of the epoch before each pass."
+    )
 
 
-def _start(run: WholeRun) -> str:
+def of_start(run: WholeRun) -> str:
+    """Return why ranks begin with other weights than one another; empty if they do not."""
     before = [seen.before for seen in first_steps(run)]
     for name in before[0]:
         odd = assembled([spans.get(name, ()) for spans in before])[1]
@@ -97,13 +112,34 @@ def _start(run: WholeRun) -> str:
     return ""
 
 
-def _skipped(run: WholeRun) -> str:
-    found = next((one for one in run.disagreements if one.kind == PARAMETER), None)
-    passes = [len(rank.steps[found.step].losses) for rank in run.ranks] if found is not None else []
-    if found is None or len(set(passes)) == 1:
+def of_other_start(reference: WholeRun, run: WholeRun) -> str:
+    """Return why a world begins with other weights than one process, and what to do so that it can be compared."""
+    seeds = {rank.evidence[0].seed for one in (reference, run) for rank in one.ranks if rank.evidence}
+    if len(seeds) > 1:
+        return "The seed depends on the number of ranks: make the model from one that does not."
+    shards = any(
+        span.stop - span.start < torch.Size(span.shape).numel()
+        for rank in first_steps(run)
+        for spans in rank.before.values()
+        for span in spans
+    )
+    drawn = (
+        "They are drawn after the model was sharded, by each rank for its own shards"
+        if shards
+        else "Other numbers are drawn for them, or before them"
+    )
+    return (
+        f"The seed is the same. {drawn}, so that they depend on the number of ranks. Draw them for the whole model before it "
+        "is sharded, or load the same checkpoint on every number of ranks."
+    )
+
+
+def _skipped(run: WholeRun, found: Disagreement) -> str:
+    passes = [len(rank.steps[found.step].losses) for rank in run.ranks]
+    if found.kind != PARAMETER or len(set(passes)) == 1:
         return ""
     return (
-        f"{found}, for which the ranks made {_listed(passes)} backward passes. Cause: a rank skips a step by a number of its own "
+        f"The ranks made {_listed(passes)} backward passes for it. Cause: a rank skips a step by a number of its own "
         "(a loss or norm that is not reduced). Decide by a number that all ranks have."
     )
 
@@ -112,9 +148,15 @@ def of_disagreement(run: WholeRun, found: Disagreement) -> str:
     """Return why ranks hold different numbers of the same parameter."""
     if found.kind == BUFFER:
         return _batch_norm(run, found) or "Each rank computes its own: reduce it, or leave it out of the model's state."
+    if found.kind == COPIED:
+        return (
+            "Cause: the optimizer steps copies of the parameters, and the copy is not written back on every rank, or not alike. "
+            "Copy after each step, on all ranks."
+        )
     metric = causes.MetricFact(found.name, mean_agrees=False, sum_agrees=False)
     return (
-        (_local_norm(run, found.step) if _reduced(run, found.step) else "")
+        _skipped(run, found)
+        or (_local_norm(run, found.step) if _reduced(run, found.step) else "")
         or _some_unreduced(run, found)
         or causes.between_ranks(run.evidence, metric)
         or ("Each rank changes its own copy: look for a gradient that is not reduced, or a step that one rank skips.")
@@ -155,34 +197,33 @@ def of_difference(reference: WholeRun, run: WholeRun, found: Difference) -> str:
     """Return why a world differs from one process with the same data."""
     step = found.step
     return (
-        _rate(reference, run, found)
+        _by_design(run, found)
+        or causes.of_rate(found, run.size)
         or _kept(found)
         or _moved(reference, run, step)
         or _local_norm(run, step)
         or _counts(run, found)
         or _batch_norm(run, found)
         or _own_counts(reference, run, step)
-        or causes.between_sizes(reference.evidence, run.evidence, run.size)
+        or ("" if run.shares_work else causes.between_sizes(reference.evidence, run.evidence, run.size))
         or _loss(found)
         or suggestion(found, run.size)
     )
 
 
-def _rate(reference: WholeRun, run: WholeRun, found: Difference) -> str:
-    if found.quantity != RATE:
+def _by_design(run: WholeRun, found: Difference) -> str:
+    if found.quantity != RATE or SCHEDULER not in run.ranks[0].conventions:
         return ""
-    mine, other = (one.quantities[RATE][found.step] for one in (run, reference))
-    ratio = float(mine[0] / other[0]) if float(other[0]) else 0.0
-    scaled = (
-        f" is multiplied by the number of ranks ({ratio:.6g} times)"
-        if abs(ratio - run.size) < CLOSE * run.size
-        else (f" depends on the number of ranks ({ratio:.6g} times that of one process)")
+    return (
+        "Cause: Accelerate's scheduler steps once for each process by design (AcceleratedScheduler without split_batches), "
+        f"so that the learning rate depends on their number. {flag(SCHEDULER)}"
     )
-    return f"Cause: the learning rate{scaled}. One process with the rows of all ranks takes the mean of the same gradients."
 
 
 def _kept(found: Difference) -> str:
     """Return the cause where only what a script keeps beside weights and gradients differs: these come first in a step."""
+    if found.quantity.startswith(COPIED):
+        return "Cause: the optimizer steps copies of the parameters, and what is written back of them is not what it stepped."
     if found.quantity.startswith(SETTING):
         return f"Cause: the optimizer's {found.quantity.removeprefix(SETTING)} depends on the number of ranks."
     if found.quantity.startswith(COPY):
@@ -203,19 +244,22 @@ def _moved(reference: WholeRun, run: WholeRun, step: int) -> str:
     for name in {name: None for rank in ranks for name in rank.steps[step].before}:
         if any(name not in rank.steps[step - 1].parameters for rank in ranks):
             continue  # of a model that was not there before
-        here, there = (
-            assembled([rank.steps[step].before.get(name, rank.steps[step - 1].parameters[name]) for rank in one.ranks])[
-                0
-            ]
-            for one in (run, reference)
-        )
-        if first_difference({name: [there]}, {name: [here]}, ROUNDINGS) is not None:
+        here, there = (_move(one, step, name) for one in (run, reference))
+        largest = max(float(move.abs().max()) if move.numel() else 0.0 for move in (here, there))
+        if here.shape != there.shape or bool(((here - there).abs() > DECISIVE * largest).any()):
             return (
                 f"Cause: after step {step - 1} weights agree, and before step {step} they are changed outside of the optimizer's "
                 f"step, first {name}, otherwise than in one process: weights that are decayed twice, clamped or averaged by "
                 "numbers that depend on the number of ranks."
             )
     return ""
+
+
+def _move(run: WholeRun, step: int, name: str) -> torch.Tensor:
+    """Return by how much a parameter was changed between the step before and a step; its rounding is small beside that."""
+    after = [rank.steps[step - 1].parameters[name] for rank in run.ranks]
+    before = [rank.steps[step].before.get(name, spans) for rank, spans in zip(run.ranks, after)]
+    return assembled(before)[0].double() - assembled(after)[0].double()
 
 
 def _counts(run: WholeRun, found: Difference) -> str:
@@ -233,7 +277,7 @@ def _batch_norm(run: WholeRun, found: Difference | Disagreement) -> str:
         return ""
     return (
         "Cause: BatchNorm normalises the rows of each rank alone. Use SyncBatchNorm, or another normalisation; without that N "
-        "ranks are not one process."
+        f"ranks are not one process. {flag(BATCH_NORM)}"
     )
 
 
@@ -247,7 +291,7 @@ def _own_counts(reference: WholeRun, run: WholeRun, step: int) -> str:
     terms = torch.stack([torch.cat([rank[name].double().reshape(-1) for name in names]) for rank in ranks], 1)
     if not len(terms) == len(wanted) == len(given) or not bool(terms.isfinite().all()):
         return ""
-    bound = floor(ranks[0][names[0]].dtype, ROUNDINGS) * float(terms.abs().max())
+    bound = floor(ranks[0][names[0]].dtype, CLEAR_ROUNDINGS) * float(terms.abs().max())
     weights = torch.linalg.lstsq(terms, wanted[:, None]).solution[:, 0]
     fits = (terms @ weights - wanted).abs().max() <= bound and (terms.mean(1) - given).abs().max() <= bound
     uneven = float((weights - 1 / run.size).abs().max()) > UNEVEN and abs(float(weights.sum()) - 1) < UNEVEN
@@ -287,6 +331,13 @@ def _loss(found: Difference) -> str:
         "Weights and rows are those of one process, and the mean of the ranks' losses is not its loss: look for a loss that "
         "is divided by the rank's own count (of tokens, of weights), or scaled by the number of ranks or micro-batches."
     )
+
+
+OWN_LOSS = (
+    "Cause: the loss over the rows of a rank is no mean over rows, so that the mean of the ranks' losses is not that of all "
+    "rows: a router's balance, a contrastive loss, or a count of its own, within forward. One process that is given the rows of "
+    f"each rank apart does the same. Compute that term over the rows of all ranks. {flag(LOSS)}"
+)
 
 
 def _listed(numbers: Sequence[float]) -> str:

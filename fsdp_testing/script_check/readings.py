@@ -14,7 +14,7 @@ import torch
 
 from fsdp_testing.script_check.numbers import NumbersTaken
 from fsdp_testing.script_check.whole import WholeRun
-from fsdp_testing.training_check.comparison import ROUNDINGS, Quantities, first_difference, floor
+from fsdp_testing.training_check.comparison import CLEAR_ROUNDINGS, Quantities, first_difference, floor
 
 LOSS = "loss"
 LOGGED = "number taken at "
@@ -26,9 +26,11 @@ def losses(run: WholeRun, reading: str) -> Quantities:
     """Return the loss of every step, read in one of `READINGS` from the ranks' own."""
     found = []
     for step in range(run.steps):
-        seen = [rank.steps[step] for rank in run.ranks]
+        # Of a pipeline the last stage alone has a loss.
+        ranks = [rank for rank, report in enumerate(run.ranks) if report.steps[step].losses] or range(run.size)
+        seen = [run.ranks[rank].steps[step] for rank in ranks]
         own = torch.tensor([sum(one.losses) for one in seen], dtype=torch.float64)
-        rows = torch.tensor([len(rank) for rank in run.rows[step]], dtype=torch.float64)
+        rows = torch.tensor([len(run.rows[step][rank]) for rank in ranks], dtype=torch.float64)
         passes = max(len(seen[0].losses), 1)
         value = dict(zip(READINGS, (own.mean(), own.sum(), (own * rows).sum() / rows.sum(), own.mean() / passes)))
         found.append(value[reading].to(seen[0].loss_dtype))
@@ -39,7 +41,7 @@ def reading_of(reference: WholeRun, run: WholeRun) -> str:
     """Return in which way the ranks' losses come nearest to those of one process; the mean where that is as near."""
     apart = {reading: _apart(losses(reference, reading), losses(run, reading)) for reading in READINGS}
     nearest = min(READINGS, key=lambda reading: apart[reading])
-    close = first_difference(losses(reference, MEAN), losses(run, MEAN), ROUNDINGS) is None
+    close = first_difference(losses(reference, MEAN), losses(run, MEAN), CLEAR_ROUNDINGS) is None
     return MEAN if close else nearest
 
 
@@ -114,7 +116,7 @@ def is_loss(run: WholeRun, rank: int, numbers: torch.Tensor) -> bool:
 
 
 def _near(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return bool(((one - other.double()).abs() <= floor(other.dtype, ROUNDINGS) * one.abs()).all())
+    return bool(((one - other.double()).abs() <= floor(other.dtype, CLEAR_ROUNDINGS) * one.abs()).all())
 
 
 def factor(one: torch.Tensor, other: torch.Tensor) -> float | None:
@@ -122,7 +124,7 @@ def factor(one: torch.Tensor, other: torch.Tensor) -> float | None:
     if not bool((one != 0).all()):
         return None
     ratios = other.double() / one.double()
-    same = float(ratios.max() - ratios.min()) <= floor(one.dtype, ROUNDINGS) * float(ratios.abs().max())
+    same = float(ratios.max() - ratios.min()) <= floor(one.dtype, CLEAR_ROUNDINGS) * float(ratios.abs().max())
     return float(ratios.mean()) if same else None
 
 

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch
 
 from fsdp_testing.records import Verdict
+from fsdp_testing.records.document import Format
+from fsdp_testing.records.verdict import exit_code, merge
 from fsdp_testing.script_check.whole import COPY, WholeRun
-from fsdp_testing.training_check.whole import BUFFER, GRADIENT, MOMENT, PARAMETER, SETTING, UNCLIPPED
+from fsdp_testing.training_check.whole import BUFFER, COPIED, GRADIENT, MOMENT, PARAMETER, SETTING, UNCLIPPED
 
+FORMAT = Format("fsdp_testing/script", 1)
+WORDS = {Verdict.PASS: "pass", Verdict.FAIL: "FAIL", Verdict.UNKNOWN: "unknown"}
 KINDS = {
     UNCLIPPED: "gradients as the first clip is given them",
     GRADIENT: "gradients as the optimizer is given them",
     PARAMETER: "parameters after the step",
+    COPIED: "the model's own parameters, which the optimizer steps as copies, before the next forward",
     MOMENT: "the optimizer's state",
     BUFFER: "buffers",
 }
@@ -28,6 +36,7 @@ class Judgement:
         sentence: Why; for a pass with what it was compared.
         compared: What was compared, and what was not.
         table: Loss and norm of both worlds, step by step; of failures.
+        output: End of what the script itself said, where it did not end well.
     """
 
     size: int
@@ -35,13 +44,18 @@ class Judgement:
     sentence: str
     compared: tuple[str, ...] = ()
     table: tuple[str, ...] = ()
+    output: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """Whose verdict it is, and which."""
+        return f"{rank_count([self.size])}: {WORDS[self.verdict]}"
 
     def lines(self) -> list[str]:
         """Return the lines of a terminal."""
-        words = {Verdict.PASS: "pass", Verdict.FAIL: "FAIL", Verdict.UNKNOWN: "unknown"}
         return [
-            f"{self.size} ranks: {words[self.verdict]}: {self.sentence}",
-            *(f"  {line}" for line in (*self.compared, *self.table)),
+            f"{self.title}: {self.sentence}",
+            *(f"  {line}" for line in (*self.compared, *self.table, *self.output)),
         ]
 
 
@@ -51,7 +65,7 @@ class ScriptReport:
 
     Attributes:
         script: As it was given.
-        judgements: Of each world size.
+        judgements: Of each world size; of one process only where nothing can be said of it.
     """
 
     script: str
@@ -60,12 +74,35 @@ class ScriptReport:
     @property
     def verdict(self) -> Verdict:
         """A failure wins over unknown, and unknown over pass; nothing judged is unknown."""
-        found = {judgement.verdict for judgement in self.judgements}
-        worst = [verdict for verdict in (Verdict.FAIL, Verdict.UNKNOWN) if verdict in found]
-        return worst[0] if worst else Verdict.PASS if found else Verdict.UNKNOWN
+        return merge(judgement.verdict for judgement in self.judgements)
+
+    @property
+    def exit_code(self) -> int:
+        """0 all worlds pass, 1 one differs, 3 of one nothing can be said."""
+        return exit_code([self.verdict])
+
+    @property
+    def conclusion(self) -> str:
+        """The verdicts in one line, after the exit code."""
+        said = [
+            f"{WORDS[verdict]} on {rank_count(sizes)}"
+            for verdict in WORDS
+            if (sizes := [one.size for one in self.judgements if one.verdict is verdict])
+        ]
+        return f"exit code {self.exit_code}: {self.script}: {'; '.join(said) or 'nothing was judged'}"
+
+    def to_json(self, **facts: Any) -> str:
+        """Return the report as a JSON document, with further `facts` of plain data."""
+        body = {"script": self.script, "verdict": self.verdict, "exit_code": self.exit_code, **facts}
+        return FORMAT.write({**body, "judgements": self.judgements}, indent=1) + "\n"
 
     def __str__(self) -> str:
         return "\n".join([self.script, *(line for judgement in self.judgements for line in judgement.lines())])
+
+
+def rank_count(sizes: Sequence[int]) -> str:
+    """Return numbers of ranks as words: "1 rank", "2, 3 ranks"."""
+    return f"{', '.join(map(str, sizes))} rank{'' if sizes == [1] else 's'}"
 
 
 def compared_lines(
@@ -84,7 +121,11 @@ def compared_lines(
     settings = [name.removeprefix(SETTING) for name in names if name.startswith(SETTING)]
     found += [f"other settings ({', '.join(settings)})"] if settings else []
     for start, words in KINDS.items():
-        tensors = [values[0] for name, values in run.quantities.items() if name.startswith(start) and name in names]
+        tensors = [
+            max(values, key=torch.Tensor.numel)
+            for name, values in run.quantities.items()
+            if name.startswith(start) and name in names
+        ]
         if tensors:
             found.append(f"{words} ({len(tensors)} tensors, {sum(t.numel() for t in tensors):,} numbers)")
     rows = sum(sum(run.union(step).values()) for step in range(run.steps))

@@ -3,20 +3,44 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from fsdp_testing.script_check.launched import RankReport
-from fsdp_testing.training_check.comparison import ROUNDINGS, Quantities, floor
+from fsdp_testing.training_check.comparison import CLEAR_ROUNDINGS, Quantities, floor
 from fsdp_testing.training_check.evidence import StepEvidence
 from fsdp_testing.training_check.held import Spans
 from fsdp_testing.training_check.observation import StepSeen
 from fsdp_testing.training_check.spans import assembled
-from fsdp_testing.training_check.whole import MOMENT, PARAMETER, Disagreement, together
+from fsdp_testing.training_check.whole import MOMENT, PARAMETER, Disagreement, together, with_agreement
 
 COPY = "weights kept as "
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a parameter of a rank lies in one process.
+
+    Attributes:
+        name: Of the parameter of one process.
+        shape: Of that.
+        dim: Along which the rank has a part of it; None where it has all.
+        index: Which slices, along that.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None = None
+    index: tuple[int, ...] = ()
+
+    def positions(self) -> torch.Tensor | None:
+        """Return the place of each element in the whole parameter; None where that is all of it."""
+        if self.dim is None:
+            return None
+        numbers = torch.arange(torch.Size(self.shape).numel()).view(self.shape)
+        return numbers.index_select(self.dim, torch.tensor(self.index, dtype=torch.long)).reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +54,8 @@ class WholeRun:
         rows: Of every step, for each rank, the digests of its rows.
         disagreements: The first of each kind.
         ranks: What each rank reported.
+        parts: For each rank the place in one process of each parameter that it has of its own; empty where all have the same, or
+            shards of it.
     """
 
     size: int
@@ -37,6 +63,17 @@ class WholeRun:
     rows: tuple[tuple[tuple[str, ...], ...], ...]
     disagreements: tuple[Disagreement, ...]
     ranks: tuple[RankReport, ...]
+    parts: tuple[Mapping[str, Place], ...] = ()
+
+    @property
+    def shares_work(self) -> bool:
+        """Whether ranks have parts of the model that nobody gathers, so that they work on the same rows together."""
+        return bool(self.parts) or any(rank.steps[0].share for rank in self.ranks)
+
+    def of(self, ranks: Sequence[int]) -> WholeRun:
+        """Return the rows that some of the ranks took, and these ranks, as a run of their own."""
+        rows = tuple(tuple(step[rank] for rank in ranks) for step in self.rows)
+        return replace(self, size=len(ranks), rows=rows, ranks=tuple(self.ranks[rank] for rank in ranks))
 
     @property
     def steps(self) -> int:
@@ -48,13 +85,14 @@ class WholeRun:
 
         Gradients are as they were before the first clip, which may hide by what factor they differ.
         """
-        return tuple(
-            tuple(
+        evidence = [
+            [
                 replace(one, dropout="", drew=seen.drew, gradient_norm=_unclipped_norm(seen) or one.gradient_norm)
                 for one, seen in zip(rank.evidence, rank.steps)
-            )
+            ]
             for rank in self.ranks
-        )
+        ]
+        return with_agreement(evidence, [rank.steps for rank in self.ranks], self.disagreements)
 
     def union(self, step: int) -> Counter[str]:
         """Return how often each row was seen by any rank until `step` ended."""
@@ -83,15 +121,19 @@ def whole(size: int, ranks: Sequence[RankReport]) -> WholeRun:
 
 def initial(run: WholeRun) -> Quantities:
     """Return the parameters with which a run began."""
-    before: list[Spans] = [rank.steps[0].before for rank in run.ranks]
-    return {PARAMETER + name: [assembled([spans.get(name, ()) for spans in before])[0]] for name in before[0]}
+    found: Quantities = {}
+    for seen in zip(*(rank.steps for rank in run.ranks)):
+        for name in {name: None for one in seen for name in one.before}:
+            if PARAMETER + name not in found:
+                found[PARAMETER + name] = [assembled([one.before.get(name, ()) for one in seen])[0]]
+    return found
 
 
 def is_mean_of_weights(run: WholeRun, name: str) -> bool:
     """Whether a copy of a parameter lies, number by number, between values that the parameter had: a mean of weights does."""
     copy, parameter = run.quantities[name][0], PARAMETER + name.split(", ", 1)[1]
     had = torch.stack([*initial(run).get(parameter, []), *run.quantities[parameter]])
-    room = floor(copy.dtype, ROUNDINGS) * had.abs().max()
+    room = floor(copy.dtype, CLEAR_ROUNDINGS) * had.abs().max()
     return bool(((copy >= had.amin(0) - room) & (copy <= had.amax(0) + room)).all())
 
 

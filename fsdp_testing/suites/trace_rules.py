@@ -23,13 +23,13 @@ _SHARDED = ("full_shard", "shard_grad_op")
 
 
 def run_traced(adapter: Adapter, case: Case, observe_all: bool) -> RankObservation | Failed:
-    """Run the case and records what this rank does; one that is observed everywhere is run without a record.
+    """Run the case and record what this rank does; without a record where snapshots after every operation would be in it.
 
     Collectives: those of the implementation; every rank of the world runs the same call.
     """
-    if observe_all:
+    if observe_all and not adapter.observes_locally:
         return rank_jobs.run_case(adapter, case, observe_all)
-    traced = trace_case(adapter, case)
+    traced = trace_case(adapter, case, observe_all)
     if isinstance(traced, Failed):
         return Failed(traced.value.observation)
     shapes = {fqn: tuple(p.shape) for fqn, p in build_model(case).named_parameters()}

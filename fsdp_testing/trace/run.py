@@ -83,8 +83,13 @@ class RankTrace:
     observation: RankObservation
 
 
-def trace_case(adapter: Adapter, case: Case) -> RankTrace | Failed:
+def trace_case(adapter: Adapter, case: Case, observe_all: bool = False) -> RankTrace | Failed:
     """Run `case` through the implementation on this rank and record what happens.
+
+    Args:
+        adapter: The implementation.
+        case: The case.
+        observe_all: Take a snapshot after every operation; for adapters that observe locally, whose snapshots are no events.
 
     Collectives: those of the implementation; every rank of the world runs the same call.
     """
@@ -96,7 +101,7 @@ def trace_case(adapter: Adapter, case: Case) -> RankTrace | Failed:
         program.adapter = _watching_after_wrap(adapter, recorder, stack, units)
         stack.enter_context(interception.listen(recorder.collective))
         stack.enter_context(watch_waits(recorder))
-        observation = program.run()
+        observation = program.run(observe_all=observe_all)
     adapter.finish(program.model)
     traced = RankTrace(recorder.events, tuple(units), observation)
     return traced if observation.error is None else Failed(traced)

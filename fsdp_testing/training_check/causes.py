@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fsdp_testing.training_check.comparison import Difference
 from fsdp_testing.training_check.evidence import StepEvidence
+from fsdp_testing.training_check.whole import RATE
 
 Steps = Sequence[StepEvidence]
 
@@ -65,6 +67,19 @@ def between_sizes(reference: Sequence[Steps], other: Sequence[Steps], size: int)
     return ""
 
 
+def of_rate(found: Difference, size: int) -> str:
+    """Return the cause where the first difference of a world of `size` is a learning rate; empty where it is not."""
+    if found.quantity != RATE:
+        return ""
+    times = f"{found.ratio:.6g} times that of one process" if found.ratio is not None else "by no one factor"
+    scaled = (
+        f" is multiplied by the number of ranks ({found.ratio:.6g} times)"
+        if found.ratio is not None and abs(found.ratio - size) < CLOSE * size
+        else f" depends on the number of ranks ({times})"
+    )
+    return f"Cause: the learning rate{scaled}. One process with the rows of all ranks takes the mean of the same gradients."
+
+
 def _seeds(seen: Steps, step: int) -> str:
     seeds = [one.seed for one in seen]
     if len(set(seeds)) == 1 or any(one.gathered for one in seen):
@@ -85,6 +100,8 @@ def _not_reduced(seen: Steps, step: int) -> str:
     if len(seen) < 2 or any(not one.backwards or one.reduced[-1] for one in seen):
         return ""
     one = seen[0]
+    if all(rank.agreed and not rank.local for rank in seen):
+        return ""  # tensor parallelism reduces what flows through the model, and gradients of shards need nothing more
     passes = f"{one.backwards} backward passes" if one.backwards > 1 else "backward pass"
     if any(one.reduced):
         last = max(index for index, done in enumerate(one.reduced) if done) + 1

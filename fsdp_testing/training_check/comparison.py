@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,10 +19,15 @@ Quantities = dict[str, list["torch.Tensor"]]
 Room = Mapping[tuple[str, int], "torch.Tensor"]
 """By name and step: how far roundings alone may move each number."""
 
-ROUNDINGS = 4096
-"""Roundings by which two correct runs may differ: sums over ranks and batches in any order, over a short training."""
+ROUNDINGS = 8
+"""Roundings of the largest number that pass at once. No disturbed run would convict them: the last rounding of a number alone,
+moved by two units, admits four times as much (`disturbance.room`), and more the more numbers are compared."""
+CLEAR_ROUNDINGS = 4096
+"""More than roundings make of a short training in its own dtype. Hints look no closer; it decides nothing."""
 FEW_ROUNDINGS = 4
-"""The same for dtypes narrower than float32, in which that many roundings would admit anything."""
+"""The most of either for dtypes narrower than float32, in which that many roundings would admit anything."""
+_STILL = 2**-10
+"""Part of the largest movement in a tensor below which a number counts as one that few disturbed runs have not moved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +52,32 @@ class Decided:
     """How much of what was compared is decided: what roundings alone may move as far as it was moved is not.
 
     Attributes:
-        numbers: How many numbers were compared.
-        open: Of each quantity and step with undecided numbers, how many there are, and a sentence.
+        numbers: How many numbers of each quantity were compared, all steps together.
+        undecided: How many of them are undecided.
+        open: A sentence on each quantity and step with undecided numbers that are off by more than their own rounding.
+        excused: Quantities that may stay undecided, since they are zero but for roundings; of these there are no sentences.
     """
 
-    numbers: int = 0
-    open: dict[str, tuple[int, str]] = field(default_factory=dict)
+    numbers: Counter[str] = field(default_factory=Counter)
+    undecided: Counter[str] = field(default_factory=Counter)
+    open: dict[str, str] = field(default_factory=dict)
+    excused: set[str] = field(default_factory=set)
+
+    @property
+    def unknown(self) -> list[str]:
+        """Quantities of which most numbers are undecided: garbage comes near to other garbage here and there."""
+        return [n for n, count in self.undecided.items() if 2 * count > self.numbers[n] and n not in self.excused]
 
     @property
     def enough(self) -> bool:
-        """Whether at least half of the numbers are decided."""
-        return 2 * sum(count for count, _ in self.open.values()) <= self.numbers
+        """Whether something is known of each quantity, and of at least half of all numbers."""
+        return not self.unknown and 2 * self.undecided.total() <= self.numbers.total()
+
+    def add(self, other: Decided) -> None:
+        """Take note of what another comparison decided."""
+        self.numbers += other.numbers
+        self.undecided += other.undecided
+        self.open |= {n: said for n, said in other.open.items() if n.split(" at step ")[0] not in self.excused}
 
 
 def first_difference(
@@ -65,6 +86,7 @@ def first_difference(
     roundings: float,
     admitted: Room | None = None,
     decided: Decided | None = None,
+    start: Quantities | None = None,
 ) -> Difference | None:
     """Return the first difference in the order of steps, and among the quantities of one step in the order returned.
 
@@ -74,6 +96,7 @@ def first_difference(
         roundings: Admitted, in units of roundoff of a quantity's dtype times its largest number. 0 demands equality.
         admitted: What is admitted beside that, for each number.
         decided: Takes note of how much was compared, and what of it is undecided.
+        start: What quantities were before the first step: these count as decided by how far the reference moved them.
     """
     for name in [*reference, *(name for name in other if name not in reference)]:
         if name not in reference or name not in other:
@@ -81,10 +104,21 @@ def first_difference(
         if len(reference[name]) != len(other[name]):
             return Difference(name, 0, 1, f"has {len(other[name])} steps, expected {len(reference[name])}")
     for name, step in in_order(reference):
-        found = _compare((name, step), (reference[name], other[name]), roundings, admitted or {}, decided or Decided())
+        before = (start or {}).get(name, [None])[0]
+        bound = _Bound(roundings, (admitted or {}).get((name, step), 0.0), before)
+        found = _compare((name, step), (reference[name], other[name]), bound, decided or Decided())
         if found is not None:
             return found
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """How far a quantity may be off: roundings of its largest number, room for each number, and where it began."""
+
+    roundings: float
+    room: torch.Tensor | float
+    start: torch.Tensor | None
 
 
 def in_order(quantities: Quantities) -> list[tuple[str, int]]:
@@ -101,6 +135,7 @@ def beyond_roundings(
     roundings: float,
     disturbed: Callable[[int], Iterable[tuple[Quantities, Quantities]]],
     decided: Decided,
+    start: Quantities | None = None,
 ) -> Difference | None:
     """Return the first difference that roundings do not explain, by how far they move both runs.
 
@@ -110,34 +145,43 @@ def beyond_roundings(
         roundings: As for `first_difference`.
         disturbed: Given a seed, returns pairs of a run and the same run with roundings made differently.
         decided: Takes note of how much was compared, and what of it is undecided.
+        start: As for `first_difference`.
     """
-    pairs: list[tuple[Quantities, Quantities]] = []
-    seen = Decided()
+    spread: dict[tuple[str, int], torch.Tensor] = {}
     for seed in range(1, RUNS + 1):
-        pairs += disturbed(seed)
+        for here, there in disturbed(seed):
+            _widen(spread, here, there)
         if seed in STAGES:
-            seen = Decided()
-            found = first_difference(reference, other, roundings, _room_of(pairs, seed), seen)
+            found = first_difference(reference, other, roundings, _room_of(spread, seed), start=start)
             if found is not None:
                 return found
-    decided.numbers, decided.open = seen.numbers, seen.open
+        # Further runs only widen it: what the largest of all runs would admit with these alone is decided already.
+        seen = Decided()
+        if first_difference(reference, other, roundings, _room_of(spread, RUNS), seen, start) is None:
+            decided.add(seen)
+            break
     return None
 
 
-def _room_of(pairs: Sequence[tuple[Quantities, Quantities]], runs: int) -> Room:
+def _widen(spread: dict[tuple[str, int], torch.Tensor], here: Quantities, there: Quantities) -> None:
     import torch
 
-    found: dict[tuple[str, int], torch.Tensor] = {}
-    for here, there in pairs:
-        for place in in_order(here):
-            distance = _distance(there, here, place)
-            found[place] = torch.maximum(found[place], distance) if place in found else distance
-    numbers = sum(tensor.numel() for tensor in found.values())
+    for place in in_order(here):
+        distance = _distance(there, here, place)
+        spread[place] = torch.maximum(spread[place], distance) if place in spread else distance
+
+
+def _room_of(spread: Room, runs: int) -> Room:
+    import torch
+
+    numbers = sum(tensor.numel() for tensor in spread.values())
     if runs < RUNS:
-        # A number that was rounded once, to a coarse grid, may stay where it is by chance beside others that move: wait for more.
-        unmoved = {place: (tensor == 0) & bool(tensor.any()) for place, tensor in found.items()}
-        found = {place: tensor.masked_fill(unmoved[place], torch.inf) for place, tensor in found.items()}
-    return {place: room(tensor, numbers, runs) for place, tensor in found.items()}
+        # On a coarse grid a number may stay where it is by chance, or come to its negative before it is squared, beside others
+        # that move: wait for more.
+        spread = {
+            place: tensor.masked_fill(tensor < _STILL * _largest(tensor), torch.inf) for place, tensor in spread.items()
+        }
+    return {place: room(tensor, numbers, runs) for place, tensor in spread.items()}
 
 
 def _distance(there: Quantities, here: Quantities, place: tuple[str, int]) -> torch.Tensor:
@@ -154,10 +198,11 @@ def _distance(there: Quantities, here: Quantities, place: tuple[str, int]) -> to
 def _compare(
     place: tuple[str, int],
     sides: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
-    roundings: float,
-    admitted: Room,
+    bound: _Bound,
     decided: Decided,
 ) -> Difference | None:
+    import torch
+
     name, step = place
     left, right, steps = sides[0][step], sides[1][step], len(sides[0])
     if left.shape != right.shape or left.dtype != right.dtype:
@@ -166,24 +211,46 @@ def _compare(
     if not left.numel():
         return None
     one, two = left.double().reshape(-1), right.double().reshape(-1)
-    largest = float(one[one.isfinite()].abs().max()) if bool(one.isfinite().any()) else 0.0
-    found = difference(two, one, floor(left.dtype, roundings) * largest + admitted.get(place, 0.0))
+    largest = _largest(one)
+    # A weight is large whatever its training did: what was trained is how far it moved.
+    known = bound.start is not None and bound.start.numel() == one.numel()
+    size = _largest(one - bound.start.double().reshape(-1)) if known and bound.start is not None else largest
+    at_once = floor(left.dtype, bound.roundings) * max(largest, size)
+    found = difference(two, one, at_once + bound.room)
     if not found.exceeded:
-        decided.numbers += one.numel()
+        decided.numbers[name] += one.numel()
         # As everywhere: what roundings move by as much as the numbers are large decides nothing.
-        count = int(((one - two).abs() > DECISIVE * largest).sum()) if found.error else 0
-        if count:
+        # Nor does a room without end: with other roundings the run took another way.
+        endless = torch.as_tensor(bound.room).isinf() & ((one - two).abs() > at_once)
+        undecided = ((one - two).abs() > DECISIVE * size) | endless
+        if found.error and bool(undecided.any()):
+            decided.undecided[name] += int(undecided.sum())
+            # A weight that is stored coarsely is known to one unit in its last place, of which there is nothing to tell.
+            count = int((undecided & ((one - two).abs() > 2 * part(_unit(left.dtype), 1) * one.abs())).sum())
             where = f"{name} at step {step}" if steps > 1 else name
-            sentence = f"{count} of {one.numel()} numbers of {where}, off by up to {found.error:.3g}"
-            decided.open[where] = count, sentence
+            if count:
+                decided.open[where] = f"{count} of {one.numel()} numbers of {where}, off by up to {found.error:.3g}"
         return None
     sentence = f"is off by {found.error:.3g} (bound {found.bound:.3g}), most in element {found.position}: {found.text}"
     return Difference(name, step, steps, sentence, _ratio(one, two), one.numel(), found.error)
 
 
+def _largest(numbers: torch.Tensor) -> float:
+    finite = numbers[numbers.isfinite()].abs()
+    return float(finite.max()) if finite.numel() else 0.0
+
+
 def floor(dtype: torch.dtype, roundings: float) -> float:
     """Return the part of the largest number that so many roundings may make."""
-    unit = UNIT_ROUNDOFF.get(str(dtype).removeprefix("torch."), 0.0)
+    return part(_unit(dtype), roundings)
+
+
+def _unit(dtype: torch.dtype) -> float:
+    return UNIT_ROUNDOFF.get(str(dtype).removeprefix("torch."), 0.0)
+
+
+def part(unit: float, roundings: float) -> float:
+    """Return the part of the largest number that so many roundings of a unit may make."""
     few = unit > UNIT_ROUNDOFF["float32"]
     return min((min(roundings, FEW_ROUNDINGS) if few else roundings) * unit, DECISIVE)
 

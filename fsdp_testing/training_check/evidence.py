@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fsdp_testing import compat
 from fsdp_testing.ledger import interception
 from fsdp_testing.records import AutogradEvent, CollectiveEvent, Event
 from fsdp_testing.records.tolerance import UNIT_ROUNDOFF
@@ -45,6 +46,7 @@ class StepEvidence:
         gradient_norm: Norm of the gradients that the optimizer is given on this rank.
         gathered: Whether parameters were gathered: then weights and gradients here are shards.
         roundoff: Unit roundoff of the narrowest dtype that gradients or parameters have, or autocast computes in.
+        agreed: Whether all ranks are given the same gradients of what they share, so that none of them lacks a reduction.
     """
 
     backwards: int
@@ -57,6 +59,7 @@ class StepEvidence:
     gradient_norm: float
     gathered: bool
     roundoff: float = 0.0
+    agreed: bool = False
 
 
 class Witness:
@@ -93,7 +96,8 @@ class Witness:
         original = torch.autograd.backward
 
         def backward(*args: Any, **kwargs: Any) -> None:
-            self._events.autograd("", "pre_backward")
+            if not compat.in_backward():
+                self._events.autograd("", "pre_backward")
             original(*args, **kwargs)
 
         setattr(torch.autograd, "backward", backward)  # noqa: B010 - for the length of the run; every backward calls it
@@ -103,6 +107,8 @@ class Witness:
             setattr(torch.autograd, "backward", original)  # noqa: B010 - as above
 
     def _before_forward(self, module: nn.Module, _args: Any) -> None:
+        if compat.in_backward():
+            return  # activations are computed again
         if not self._generator:
             self._seed, self._generator = torch.initial_seed(), _generator_digest()
         if isinstance(module, DROPOUTS) and module.training and module.p > 0 and not self._dropout:
@@ -156,8 +162,8 @@ def once_gradients_are_there(read: Callable[[], None], args: tuple[Any, ...], kw
     Returns:
         Arguments for the step in place of these; None to leave them.
     """
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if not callable(closure):
+    closure = closure_in(args, kwargs)
+    if closure is None:
         read()
         return None
     waiting = [read]
@@ -169,6 +175,12 @@ def once_gradients_are_there(read: Callable[[], None], args: tuple[Any, ...], kw
         return value
 
     return (args, {**kwargs, "closure": evaluate}) if "closure" in kwargs else ((args[0], evaluate, *args[2:]), kwargs)
+
+
+def closure_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """Return the closure that an optimizer's step was given, if any."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    return closure if callable(closure) else None
 
 
 def _reduced_after_each_backward(events: tuple[Event, ...], due: int) -> Iterator[bool]:

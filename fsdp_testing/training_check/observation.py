@@ -6,40 +6,27 @@ has of it (`held`).
 
 from __future__ import annotations
 
-import hashlib
-import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fsdp_testing.implementations.protocol import Piece
-from fsdp_testing.implementations.shared import pieces
-from fsdp_testing.training_check.evidence import once_gradients_are_there
-from fsdp_testing.training_check.held import (
-    Held,
-    Spans,
-    block_in,
-    buffers_of,
-    held_by,
-    moments_of,
-    spans_of,
-    unreduced_in,
-    whole_parameters,
-)
-from fsdp_testing.training_check.spans import Span
+from fsdp_testing import compat
+from fsdp_testing.training_check.batches import Call, Computed, holds_a_loss, on_cpu, row_digests
+from fsdp_testing.training_check.deepspeed_engine import is_engine, see_steps
+from fsdp_testing.training_check.evidence import StepEvidence, closure_in, once_gradients_are_there
+from fsdp_testing.training_check.held import Spans, spans_of, whole_parameters
+from fsdp_testing.training_check.reading import Reader, generators, is_changed, makes_state_only, settings_of
 
-_MOST_ROWS = 4096
 _STEPS_WITH_TERMS, _MOST_TERMS = 2, 2**20
 """Of how many steps the terms of gradients are kept, and how many numbers of each."""
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +56,9 @@ class StepSeen:
         batch_norm: Whether a model in training has batch norms that look at one rank's rows alone.
         generators: Digest of the state of each random generator of this process after the step, by the package it belongs to.
         terms: What each backward pass added to the gradients of parameters that are whole here; of the first steps only.
+        share: Which part of each row's work is this rank's, as its place in a mesh of tensor parallelism; empty if all of it.
+        sent: Whether this rank sent to, or received from, a single other one, as stages of a pipeline do.
+        copied: What the models hold, when the next forward begins, of the parameters that the optimizer steps as copies.
     """
 
     losses: tuple[float, ...]
@@ -93,27 +83,49 @@ class StepSeen:
     batch_norm: bool
     generators: Mapping[str, str]
     terms: tuple[dict[str, torch.Tensor], ...] = ()
+    share: str = ""
+    sent: bool = False
+    copied: Spans = field(default_factory=dict)
 
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One outermost forward with gradients; `determines_loss` when a scalar that can be differentiated comes out of it."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    determines_loss: bool
+    def followed_by(self, later: StepSeen) -> StepSeen:
+        """Return this step and that of another optimizer, made before the next forward, as one."""
+        settings = {
+            name: self.settings.get(name, ()) + later.settings.get(name, ())
+            for name in {**self.settings, **later.settings}
+        }
+        return replace(
+            self,
+            settings=settings,
+            norms=self.norms + later.norms,
+            before=later.before | self.before,
+            moments_before=self.moments_before | later.moments_before,
+            unclipped=later.unclipped | self.unclipped,
+            gradients=self.gradients | later.gradients,
+            parameters=later.parameters,
+            moments=self.moments | later.moments,
+            buffers=later.buffers,
+            unreduced=(*self.unreduced, *later.unreduced),
+            given=self.given + later.given,
+            strange=self.strange + later.strange,
+            stepped=self.stepped + later.stepped,
+            unreadable=self.unreadable or later.unreadable,
+            generators=later.generators,
+        )
 
 
 class Observer:
     """Sees one training on one rank, step by step.
 
     Args:
-        after_step: Called after each step with the number of steps so far; may raise to end the training.
+        after_step: Called with the number of steps so far before what follows a step: a forward, a backward, a message or a
+            step; may raise to end the training. Steps of several optimizers without a forward or backward between them are one.
         before_forward: Is given the arguments of each outermost forward and returns those to use.
         before_step: Called before each step with the number of steps so far; may raise to end the training.
+        forward: Makes an outermost forward: is given the model, its `__call__`, arguments, and step, number of the forward in it
+            and digests of its rows.
 
     Attributes:
-        block: Elements to each sum that is kept of the models' larger tensors; 1 where all elements are; 0 before a step.
+        first_calls: Of each step how many steps of optimizers, parts of others included, were begun before it.
     """
 
     def __init__(
@@ -121,19 +133,26 @@ class Observer:
         after_step: Callable[[int], None] = lambda _: None,
         before_forward: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any]] = lambda a, k: (a, k),
         before_step: Callable[[int], None] = lambda _: None,
+        forward: Callable[..., Any] = lambda _model, call, given, _place: call(*given[0], **given[1]),
     ) -> None:
         self.steps: list[StepSeen] = []
-        self.models: list[nn.Module] = []
+        self.reader = Reader()
+        self.first_calls: list[int] = []
         self.calls: list[Call] = []
         self.keep_calls = False
-        self.block = 0
         self._after_step, self._before_forward, self._about_to_step = after_step, before_forward, before_step
+        self._forward = forward
         self._depth = 0
         self._stepping = 0  # an optimizer may be made of others, whose steps are parts of its own
         self._in_closure = False
+        self._begun = 0
+        self._computed = Computed()
+        self._open = self._follows = False  # the last step may be followed by that of another optimizer
+        self._ignoring = False
         self._start_step()
 
     def _start_step(self) -> None:
+        self._computed.end_step()
         self._losses: list[float] = []
         self._loss_dtype = self._norm_dtype = torch.float64
         self._rows: list[tuple[str, ...]] = []
@@ -145,7 +164,8 @@ class Observer:
         self._gradients: Spans = {}
         self._unreduced: tuple[str, ...] = ()
         self._given = 0
-        self._unreadable = ""
+        self._passes = 0
+        self._sent = False
         self._terms: list[dict[str, torch.Tensor]] = []
         self._numbers = 0
 
@@ -163,43 +183,52 @@ class Observer:
                 for place in (torch.nn.utils, torch.nn.utils.clip_grad):
                     if hasattr(place, name):
                         stack.enter_context(mock.patch.object(place, name, replacement))
-            for register, hook in (
-                (register_optimizer_step_pre_hook, self._before_step),
-                (register_optimizer_step_post_hook, self._end_step),
-            ):
-                stack.callback(register(hook).remove)
+            for name in ("send", "recv", "isend", "irecv", "batch_isend_irecv"):
+                replacement = self._seeing_messages(getattr(dist, name))
+                for place in (dist, dist.distributed_c10d):
+                    stack.enter_context(mock.patch.object(place, name, replacement))
+            stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+            stack.callback(register_optimizer_step_post_hook(self._end_step).remove)
             yield
 
     def _seeing_calls(self, original: Any) -> Any:
         observer = self
 
         def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - takes its place
+            if observer._depth == 0 and not compat.in_backward():
+                observer._close()
             outermost = observer._depth == 0 and torch.is_grad_enabled() and module.training
-            if not outermost or next(module.parameters(), None) is None:
+            if not outermost or next(module.parameters(), None) is None or compat.in_backward():
                 return original(module, *args, **kwargs)
             args, kwargs = observer._before_forward(args, kwargs)
-            observer._rows.append(row_digests([*args, *kwargs.values()]))
+            observer._rows.append(row_digests(observer._computed.others_in([*args, *kwargs.values()])))
             state = torch.get_rng_state()
             observer._depth += 1
             if not observer._in_closure:
-                observer._stepping = 0  # a step that raised has not ended
+                observer._stepping, observer._ignoring = 0, False  # a step that raised has not ended
             try:
-                output = original(module, *args, **kwargs)
+                place = len(observer.steps), len(observer._rows) - 1, observer._rows[-1]
+                output = observer._forward(module, partial(original, module), (args, kwargs), place)
             finally:
                 observer._depth -= 1
             observer._drew |= not torch.equal(state, torch.get_rng_state())
-            if not any(module is known for known in observer.models):
-                observer.models.append(module)
+            observer._computed.add(output)
+            if observer.reader.add(module):
                 observer._hook(module)
             if observer.keep_calls:
-                observer.calls.append(Call(on_cpu(args), on_cpu(kwargs), _holds_a_loss(output)))
+                observer.calls.append(Call(on_cpu(args), on_cpu(kwargs), holds_a_loss(output)))
             return output
 
         return __call__
 
     def _hook(self, model: nn.Module) -> None:
-        """See what each backward pass adds to gradients, before anything is reduced."""
-        prefix = f"model {len(self.models) - 1}: " if len(self.models) > 1 else ""
+        """See what each backward pass adds to gradients, before anything is reduced; of an engine its own steps."""
+        if is_engine(model):
+            see_steps(
+                model, lambda inner: self._before_step(inner, (inner,), {}), lambda inner: self._end_step(inner, (), {})
+            )
+        number = len(self.reader.models) - 1
+        prefix = f"model {number}: " if number else ""
         for name, parameter in whole_parameters(model):
             if parameter.requires_grad and parameter.is_leaf:
                 parameter.register_hook(partial(self._see_term, prefix + name))
@@ -209,7 +238,7 @@ class Observer:
         if len(self.steps) >= _STEPS_WITH_TERMS or self._numbers > _MOST_TERMS:
             self._terms = []
             return
-        while len(self._terms) <= len(self._losses):
+        while len(self._terms) <= self._passes:
             self._terms.append({})
         known = self._terms[-1].get(name)
         self._terms[-1][name] = gradient.detach().cpu().clone() if known is None else known + gradient.detach().cpu()
@@ -217,16 +246,25 @@ class Observer:
     def _seeing_losses(self, original: Any) -> Any:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             found = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+            whole = not compat.in_backward()  # reentrant checkpoints run parts of a pass inside it
+            if whole:
+                self._close()
             original(tensors, *args, **kwargs)
-            self._loss_dtype = found[0].dtype
-            self._losses.append(float(sum(float(tensor.detach().double().sum()) for tensor in found)))
+            if not whole:
+                return
+            self._passes += 1
+            # What is given a gradient is no loss: a stage of a pipeline gets it from the next one.
+            given = kwargs.get("grad_tensors", args[0] if args else None)
+            if given is None or all(tensor.numel() == 1 for tensor in found):
+                self._loss_dtype = found[0].dtype
+                self._losses.append(float(sum(float(tensor.detach().double().sum()) for tensor in found)))
 
         return backward
 
     def _seeing_clips(self, original: Any) -> Any:
         def clip(*args: Any, **kwargs: Any) -> Any:
             if not self._unclipped:
-                self._unclipped = self._kept(self._of_models(held_by), "grad")
+                self._unclipped = self.reader.gradients()
             norm = original(*args, **kwargs)
             # A DTensor's norm is a part of it on each rank; to ask for the whole would communicate.
             if type(norm) is torch.Tensor:
@@ -236,162 +274,119 @@ class Observer:
 
         return clip
 
+    def _seeing_messages(self, original: Any) -> Any:
+        def pass_on(*args: Any, **kwargs: Any) -> Any:
+            self._close()
+            self._sent = True
+            return original(*args, **kwargs)
+
+        return pass_on
+
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        self._begun += 1
         self._stepping += 1
         if self._stepping > 1:
             return None
-        self._about_to_step(len(self.steps))
+        own = bool(self._rows or self._passes) or closure_in(args, kwargs) is not None
+        self._ignoring = makes_state_only() or not (own or self.steps)
+        if self._ignoring:
+            return None
+        self._follows = self._open and not own
+        if not self._follows:
+            if self._open:
+                self._end_last()
+            self._about_to_step(len(self.steps))
+            self.first_calls.append(self._begun - 1)
         given = once_gradients_are_there(lambda: self._see_given(optimizer), args, kwargs)
         self._in_closure = given is not None
         return given
 
     def _see_given(self, optimizer: torch.optim.Optimizer) -> None:
-        held = self._held(optimizer)
-        self._gradients = self._kept(held, "grad")
-        waiting = self._of_models(lambda model: dict.fromkeys(unreduced_in(model), True))
-        self._unreduced = (*(name for name, found in held.items() if any(not p.reduced for p in found)), *waiting)
-        self._given = sum(any(piece.grad is not None for piece in found) for found in held.values())
+        reader = self.reader
+        reader.unreadable = ""
+        held = reader.held(optimizer)
+        stepped = reader.stepped(optimizer, held)
+        self._gradients = reader.kept(stepped, "grad")
+        self._unreduced = reader.unreduced(stepped)
+        self._given = sum(any(piece.grad is not None for piece in found) for found in stepped.values())
         known = self.steps[-1].parameters if self.steps else {}
         self._before = {
-            name: spans_of(found, "value", self.block)
+            name: spans_of(found, "value", reader.block)
             for name, found in held.items()
-            if _is_changed(found, known.get(name))
+            if is_changed(found, known.get(name))
         }
-        if not self.steps:
-            self._moments_before = self._of_models(lambda model: moments_of(model, optimizer, self.block))
+        if len(self.steps) == self._follows:
+            self._moments_before = reader.moments(optimizer)
 
     def _end_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         self._stepping -= 1
         if self._stepping:
             return
         self._in_closure = False
-        parameters = self._kept(self._held(optimizer), "value")
-        stepped = [p for group in optimizer.param_groups for p in group["params"]]
-        known = {id(p) for model in self.models for p in model.parameters()}
-        self.steps.append(
-            StepSeen(
-                losses=tuple(self._losses),
-                loss_dtype=self._loss_dtype,
-                rows=tuple(self._rows),
-                settings=_settings(optimizer),
-                norms=tuple(self._norms),
-                norm_dtype=self._norm_dtype,
-                before=self._before,
-                moments_before=self._moments_before,
-                unclipped=self._unclipped,
-                gradients=self._gradients,
-                parameters=parameters,
-                moments=self._of_models(lambda model: moments_of(model, optimizer, self.block)),
-                buffers=self._of_models(lambda model: buffers_of(model, self.block)),
-                unreduced=self._unreduced,
-                given=self._given,
-                strange=sum(id(p) not in known for p in stepped) if self.models else 0,
-                stepped=len(stepped),
-                unreadable=self._unreadable,
-                drew=self._drew,
-                batch_norm=any(_is_batch_norm(module) for model in self.models for module in model.modules()),
-                generators=_generators(),
-                terms=tuple(self._terms) if self._numbers <= _MOST_TERMS else (),
-            )
+        if self._ignoring:
+            self._ignoring = False
+            return
+        reader = self.reader
+        parameters = reader.kept(reader.held(optimizer, gradients=False), "value")
+        strange, stepped = reader.counts(optimizer)
+        seen = StepSeen(
+            losses=tuple(self._losses),
+            loss_dtype=self._loss_dtype,
+            rows=tuple(self._rows),
+            settings=settings_of(optimizer),
+            norms=tuple(self._norms),
+            norm_dtype=self._norm_dtype,
+            before=self._before,
+            moments_before=self._moments_before,
+            unclipped=self._unclipped,
+            gradients=self._gradients,
+            parameters=parameters,
+            moments=reader.moments(optimizer),
+            buffers=reader.buffers(),
+            unreduced=self._unreduced,
+            given=self._given,
+            strange=strange,
+            stepped=stepped,
+            unreadable=reader.unreadable,
+            drew=self._drew,
+            batch_norm=reader.batch_norm(),
+            generators=generators(),
+            terms=tuple(self._terms) if self._numbers <= _MOST_TERMS else (),
+            share=reader.share(),
+            sent=self._sent,
         )
+        if self._follows:
+            self.steps[-1] = self.steps[-1].followed_by(seen)
+        else:
+            self.steps.append(seen)
+        self._open = True
         self._start_step()
+
+    def _close(self) -> None:
+        """End the last step, if it is open: what follows it begins, and copies of weights have been copied back."""
+        if self._open and not self._stepping:
+            self._end_last()
+
+    def _end_last(self) -> None:
+        self.finish()
         self._after_step(len(self.steps))
 
-    def _kept(self, held: Held, which: str) -> Spans:
-        # The first step decides, so that all steps keep the same sums.
-        self.block = self.block or block_in(held.values())
-        return {name: spans_of(found, which, self.block) for name, found in held.items()}
+    def parameters(self) -> Spans:
+        """Return the parameters of the models that were seen, as they are now."""
+        return self.reader.in_models(whole=True)
 
-    def _held(self, optimizer: torch.optim.Optimizer) -> Held:
-        if self.models:
-            return self._of_models(held_by, needed=True)
-        listed = [(place, at, p) for place, g in enumerate(optimizer.param_groups) for at, p in enumerate(g["params"])]
-        return self._read(
-            lambda: {f"parameter {at} of group {group}": pieces.of_parameter(p) for group, at, p in listed}, needed=True
-        )
+    def of_steps(self, evidence: Sequence[StepEvidence]) -> tuple[StepEvidence, ...]:
+        """Return what was seen of the steps, of what was seen of each step of an optimizer."""
+        if len(evidence) != self._begun:
+            return tuple(evidence[: len(self.steps)])
+        return tuple(evidence[number] for number in self.first_calls[: len(self.steps)])
 
-    def _of_models(self, read: Callable[[nn.Module], Mapping[str, _T]], *, needed: bool = False) -> dict[str, _T]:
-        """Return what is read of each model by name; those of a second one have its number before them."""
-        named = [(f"model {number}: " if number else "", model) for number, model in enumerate(self.models)]
-        return self._read(
-            lambda: {prefix + name: found for prefix, m in named for name, found in read(m).items()}, needed=needed
-        )
-
-    def _read(self, read: Callable[[], dict[str, _T]], *, needed: bool) -> dict[str, _T]:
-        # An optimizer or tensor of a kind that nobody thought of must not end a training that is only watched.
-        try:
-            return read()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on
-            if needed:
-                self._unreadable = f"{type(error).__name__}: {error}"
-            return {}
-
-
-def _settings(optimizer: torch.optim.Optimizer) -> dict[str, tuple[float, ...]]:
-    """Return each number by which an optimizer is set, of every group: {"lr": (0.1,), "betas": (0.9, 0.999)}."""
-    found: dict[str, tuple[float, ...]] = {}
-    for group in optimizer.param_groups:
-        for name, value in group.items():
-            numbers = value if isinstance(value, tuple) else (value,)
-            single = all(n.numel() == 1 if isinstance(n, torch.Tensor) else type(n) in (int, float) for n in numbers)
-            if name != "params" and single:
-                found[name] = found.get(name, ()) + tuple(float(number) for number in numbers)
-    return found
-
-
-def _is_changed(held: Sequence[Piece], known: Sequence[Span] | None) -> bool:
-    """Whether values are others than they were known to be, or not known."""
-    values = [piece.value for piece in held if piece.value is not None]
-    return known is None or any(not span.equals(value) for span, value in zip(known, values))
-
-
-def _generators() -> dict[str, str]:
-    numpy = sys.modules.get("numpy")
-    states = {"torch": torch.get_rng_state().numpy().tobytes(), "random": repr(random.getstate()).encode()}
-    if numpy is not None:
-        states["numpy"] = repr(
-            [part.tobytes() if hasattr(part, "tobytes") else part for part in numpy.random.get_state()]
-        ).encode()
-    return {name: hashlib.blake2b(state, digest_size=8).hexdigest() for name, state in states.items()}
-
-
-def _is_batch_norm(module: nn.Module) -> bool:
-    return isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)) and module.training
-
-
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors of nested lists, tuples and mappings."""
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    if isinstance(tree, Mapping):
-        tree = list(tree.values())
-    return [found for part in tree for found in tensors_in(part)] if isinstance(tree, (list, tuple)) else []
-
-
-def on_cpu(tree: Any) -> Any:
-    """Return a copy of nested lists, tuples and mappings with detached tensors on the CPU."""
-    if isinstance(tree, torch.Tensor):
-        return tree.detach().cpu().clone()
-    if isinstance(tree, Mapping):
-        return {key: on_cpu(value) for key, value in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(on_cpu(part) for part in tree))
-    return type(tree)(on_cpu(part) for part in tree) if isinstance(tree, (list, tuple)) else tree
-
-
-def row_digests(tree: Any) -> tuple[str, ...]:
-    """Return a digest of each row: of the first tensor with rows, and of all others with as many."""
-    found = [tensor.detach().cpu() for tensor in tensors_in(tree) if tensor.ndim]
-    rows = [tensor.contiguous() for tensor in found if len(tensor) == len(found[0])]
-    if not rows:
-        return ()
-    raw = [tensor.reshape(len(tensor), -1).view(torch.uint8) if tensor.numel() else tensor for tensor in rows]
-    return tuple(
-        hashlib.blake2b(b"".join(part[row].numpy().tobytes() for part in raw), digest_size=8).hexdigest()
-        for row in range(min(len(raw[0]), _MOST_ROWS))
-    )
-
-
-def _holds_a_loss(output: Any) -> bool:
-    found = [getattr(output, "loss", None), *tensors_in(output)]
-    return any(isinstance(one, torch.Tensor) and one.ndim == 0 and one.requires_grad for one in found)
+    def finish(self) -> None:
+        """See what the models hold after the last step."""
+        if not self._open:
+            return
+        self._open = False
+        last, reader = self.steps[-1], self.reader
+        # Of tensors that are neither parameters nor copies of some nobody knows whose they are: the models' count.
+        parameters = reader.in_models(whole=True) if last.strange else last.parameters
+        self.steps[-1] = replace(last, parameters=parameters, copied=reader.in_models(whole=False))

@@ -39,6 +39,7 @@ class Span:
         block: Elements to a sum; 1 where elements are kept.
         dtype: Of the tensor.
         digest: Of the elements, where sums are kept; else empty.
+        places: Of the elements in the whole tensor, where these do not follow one another; `start` and `stop` say nothing then.
     """
 
     shape: tuple[int, ...]
@@ -48,6 +49,7 @@ class Span:
     block: int = 1
     dtype: torch.dtype = torch.float64
     digest: str = ""
+    places: torch.Tensor | None = None
 
     def equals(self, values: torch.Tensor) -> bool:
         """Whether a part holds the same elements, or NaN nowhere in particular."""
@@ -124,7 +126,7 @@ def assembled(ranks: Sequence[tuple[Span, ...]]) -> tuple[torch.Tensor, int | No
     full = torch.full((torch.Size(first.shape).numel(),), torch.nan, dtype=first.values.dtype)
     known, odd = torch.zeros(full.numel(), dtype=torch.bool), None
     for rank, span in spans:
-        here = slice(span.start, span.stop)
+        here = slice(span.start, span.stop) if span.places is None else span.places
         again = known[here]
         if odd is None and bool(again.any()) and not same_bits(full[here][again], span.values[again]):
             odd = rank

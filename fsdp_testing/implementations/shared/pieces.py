@@ -102,7 +102,7 @@ def _runs(shape: tuple[int, ...], box: Box, local: torch.Tensor) -> Iterator[tup
 
 
 def optimizer_state(
-    named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+    named: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer
 ) -> dict[str, dict[str, StateEntry]]:
     """Return the optimizer's state by parameter name: tensors shaped like the parameter as pieces, scalars as floats."""
     result: dict[str, dict[str, StateEntry]] = {}

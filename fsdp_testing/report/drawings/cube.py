@@ -12,7 +12,7 @@ LEFT = 210
 CHARACTER = 6.2
 ROW = 16
 HEAD = 40
-SHADES = ("fails", "unknown", "refused", "holds")
+SHADES = ("fails", "unknown", "holds")
 """Statuses by how much they matter: a square has the class of the first that occurs in it."""
 
 

@@ -10,8 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_ref.annotations import unit_of
+from fsdp_ref.comm.streams import Streams
 from fsdp_ref.env import Switches
 from fsdp_ref.errors import ExecutionOrderError
+from fsdp_ref.runtime.execution_order import ExecutionOrder
+from fsdp_ref.runtime.root import lazy_init
 from fsdp_ref.runtime.wire_order import _KEPT, GATHER, REDUCE, WireOrder
 from fsdp_ref.wrap import ModuleWrapPolicy
 
@@ -71,6 +75,67 @@ def test_hybrid_meshes(world, trial, shape, where, mesh_of):
             run(world, t.model, (order,)).backward()
 
 
+@pytest.mark.world(4)
+@pytest.mark.parametrize("api", ["orig", "composable"])
+def test_a_replica_may_evaluate_alone(world, trial, api, mesh_of):
+    """Its gathers travel within its shard group, and it may have more batches to evaluate than the others."""
+    with mesh_of(2, 2) as mesh:
+        t = trial(api, "HYBRID_SHARD", **EXPERTS, device_mesh=mesh)
+        for step in range(2):
+            if world.rank // 2 == step:
+                with torch.no_grad():
+                    run(world, t.model, ((step, 2),))
+            t.zero_grad()
+            run(world, t.model, ((0, 1),)).backward()
+            run(world, t.plain, ((0, 1),)).backward()
+            t.step()
+            t.compare()
+
+
+@pytest.mark.world(4)
+def test_what_a_shard_group_did_differently_its_replicas_hear(world, trial, mesh_of):
+    """Two ranks of one replica gathered each other's parameters; their gradients are averaged with the others'."""
+    with mesh_of(2, 2) as mesh:
+        t = trial("composable", "HYBRID_SHARD", **EXPERTS, device_mesh=mesh)
+        if world.rank < 2:
+            with torch.no_grad():
+                run(world, t.model, ((0, 1), (0, 2)))
+            unit_of(t.model).root.order = ExecutionOrder()  # what ranks gather ahead by it is another matter
+        with pytest.raises(ExecutionOrderError, match="rank 0 gathers .* rank 1 gathers"):
+            run(world, t.model, ((0, 1),)).backward()
+
+
+@pytest.mark.world(2)
+def test_after_a_mismatch_no_rank_keeps_a_gradient(world, trial, strategy):
+    """Not even one of an earlier pass: of one parameter, some ranks would step their pieces and others not."""
+    t = trial("orig", strategy, **EXPERTS)
+    run(world, t.model, ((0, 1, 2),)).backward()
+    with pytest.raises(ExecutionOrderError):
+        run(world, t.model, ((0, 1), (0, 2))).backward()
+    assert all(p.grad is None for p in t.model.parameters())
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("look", ["forward", "summon"])
+def test_where_the_host_reads_later_no_step_goes_unnoticed(world, trial, strategy, look):
+    """As on an accelerator: gradients of such a pass are NaN at once, the error comes with the next forward or summon."""
+    t = trial("orig", strategy, **EXPERTS)
+    lazy_init(unit_of(t.model)).reads_late = True
+    run(world, t.model, ((0, 1), (0, 2))).backward()
+    grads = [p.grad for p in t.model.parameters() if p.grad is not None and p.grad.numel()]
+    assert grads
+    assert all(grad.isnan().all() for grad in grads)
+    with pytest.raises(ExecutionOrderError, match="experts"):
+        if look == "summon":
+            with t.model.summon_full_params(t.model):
+                pass
+        else:
+            run(world, t.model, ((0, 1),))
+    assert all(p.grad is None for p in t.model.parameters())
+    run(world, t.model, ((0, 1),)).backward()
+    run(world, t.model, ((0, 1),)).backward()
+
+
 @pytest.mark.world(2)
 def test_what_it_costs(world, trial, strategy, watch_collectives):
     """One maximum of 16 bytes for each group and synchronising backward, nothing in forward or under no_sync."""
@@ -112,8 +177,10 @@ def test_the_first_difference_is_named(world):
         order.notes.append((units[2], REDUCE))
     order.start(torch.device("cpu"))
     text = f"rank 0 does nothing more where rank {world.size - 1} reduces the gradients of 'b' \\(collective 2 "
+    order.settle(Streams())
     with pytest.raises(ExecutionOrderError, match=text):
-        order.finish()
+        raise order.finish().error
     order.notes.append((units[world.rank % 3], GATHER))
     order.start(torch.device("cpu"))  # nothing was reduced
-    order.finish()
+    assert order.settle(Streams()) is None
+    assert order.finish() is None

@@ -124,6 +124,64 @@ class KeepsModels(Toy):
         KEPT.append(self)
 
 
+class Ending:
+    """Does something when the collector frees it, which is after the last case of a batch has been reported."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+class Death(Ending):
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Sleep(Ending):
+    def __del__(self) -> None:
+        threading.Event().wait()
+
+
+class DiesLate(Toy):
+    """Rank 1 is killed when a model is freed that was clipped."""
+
+    end: type[Ending] = Death
+
+    def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        if self.rank == 1:
+            self.ending = self.end()
+        return super().clip(max_norm, norm_type)
+
+
+class HangsLate(DiesLate):
+    """Rank 1 never comes back from freeing a model that was clipped."""
+
+    end = Sleep
+
+
+class DiesOnce(Toy):
+    """Rank 1 is killed when a model is freed that was clipped, as long as a file is there."""
+
+    def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        once = Path(os.environ.get("FUZZ_DIES_ONCE", "/nowhere"))
+        if self.rank == 1 and once.exists():
+            once.unlink()
+            self.ending = Death()
+        return super().clip(max_norm, norm_type)
+
+
+class DiesAtNext(Toy):
+    """All ranks are killed when a model is built after one that was clipped."""
+
+    def __init__(self, *arguments: Any) -> None:
+        if "clipped" in KEPT:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().__init__(*arguments)
+
+    def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        KEPT.append("clipped")
+        return super().clip(max_norm, norm_type)
+
+
 class WrongMean(Toy):
     """Every micro-batch leaves gradients that are off, whatever else the case has."""
 
@@ -142,4 +200,8 @@ GATHERS_MORE_IN_CLIP = ToyAdapter(GathersMore, "GATHERS_MORE_IN_CLIP")
 WRONG_IN_CLIP = ToyAdapter(Wrong, "WRONG_IN_CLIP")
 REFUSES_CLIP = ToyAdapter(Refuses, "REFUSES_CLIP")
 KEEPS_MODELS = ToyAdapter(KeepsModels, "KEEPS_MODELS")
+DIES_LATE = ToyAdapter(DiesLate, "DIES_LATE")
+HANGS_LATE = ToyAdapter(HangsLate, "HANGS_LATE")
+DIES_AT_NEXT = ToyAdapter(DiesAtNext, "DIES_AT_NEXT")
+DIES_ONCE = ToyAdapter(DiesOnce, "DIES_ONCE")
 WRONG_MEAN = ToyAdapter(WrongMean, "WRONG_MEAN")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from pathlib import Path
 
 import pytest
 from fuzz_cases import case, micro
@@ -64,6 +65,34 @@ def test_ranks_that_part_silently_are_told():
     assert found[1] in {("suspect", "uncoordinated"), ("suspect", "one_raised")}
 
 
+@pytest.mark.parametrize(("name", "kind"), [("DIES_LATE", "died"), ("HANGS_LATE", "hung")])
+def test_a_rank_that_is_lost_after_its_last_report_is_told_of_the_case_that_loses_it(name: str, kind: str):
+    bad = ("suspect", kind)
+    expected = [("passed", ""), bad, ("passed", "")]
+    assert statuses(f"fuzz_faults:{name}", GOOD, BAD, GOOD) == expected
+    assert statuses(f"fuzz_faults:{name}", BAD) == [bad]
+
+
+def test_a_rank_that_is_lost_once_and_not_again_leaves_one_case_unjudged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    once = tmp_path / "once"
+    once.touch()
+    monkeypatch.setenv("FUZZ_DIES_ONCE", str(once))
+    results = Lane(default_pool(), "fuzz_faults:DIES_ONCE").run([GOOD, BAD, GOOD])
+    assert not once.exists(), "nothing died"
+    assert [result.note.status for result in results] == ["passed", "passed", "unjudged"]
+    assert "different results" in results[-1].note.reason
+    assert "SIGKILL" in results[-1].note.reason
+
+
+def test_a_case_that_loses_a_rank_after_another_one_only_is_unjudged():
+    """It is the first of the next batch, on other ranks, and nothing happens to it there."""
+    results = Lane(default_pool(), "fuzz_faults:DIES_AT_NEXT").run([BAD, GOOD])
+    assert [result.note.status for result in results] == ["passed", "unjudged"]
+    assert "different results: first ranks 0, 1 died by SIGKILL" in results[1].note.reason
+
+
 def test_two_bad_cases_in_a_row():
     found = statuses("fuzz_faults:DIES_IN_CLIP", BAD, BAD, GOOD)
     assert found == [("suspect", "died"), ("suspect", "died"), ("passed", "")]
@@ -83,10 +112,10 @@ def test_a_case_may_be_given_less_time_than_the_lane_gives():
     assert [(one.note.signature or Signature("")).kind for one in results] == ["hung"]
 
 
-def test_what_the_implementation_refuses_is_counted_apart():
+def test_what_the_implementation_refuses_although_it_claims_it_is_a_failure():
     assert statuses("fuzz_faults:REFUSES_CLIP", GOOD, BAD, GOOD) == [
         ("passed", ""),
-        ("unsupported", ""),
+        ("suspect", "raised"),
         ("passed", ""),
     ]
 
@@ -115,7 +144,7 @@ def test_what_a_finalizer_lets_go_of_is_no_model_that_stays():
     kept, seen = [model], weakref.ref(model)
     Keeper(kept)
     del model
-    assert batch._survivors([(0, seen)]) == []
+    assert batch.survivors([(0, seen)]) == []
 
 
 def test_an_engine_is_asked_in_its_own_terms():

@@ -9,7 +9,7 @@ import pytest
 from fuzz_cases import case, micro
 
 from fsdp_testing.campaign.campaign import Campaign, Plan
-from fsdp_testing.campaign.merging import joined_progress, merge_campaigns
+from fsdp_testing.campaign.merging import MergedCampaign, joined_progress, merge_campaigns
 from fsdp_testing.campaign.state import Progress, StateDirectory
 from fsdp_testing.cli.main import main
 from fsdp_testing.errors import InvalidArgument, InvalidRecord
@@ -93,6 +93,25 @@ def test_parts_become_one_campaign_that_goes_on(tmp_path: Path, capsys: pytest.C
     assert "expected --state DIR alone" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("statuses", "not_investigated", "found", "code"),
+    [
+        ({"passed": 5, "known": 1}, 0, (), 0),
+        ({"passed": 5, "suspect": 1}, 0, (discovery("step"),), 1),
+        ({"passed": 5, "suspect": 1}, 1, (), 1),
+        ({"passed": 5, "unjudged": 1}, 0, (), 3),
+        ({"passed": 5, "suspect": 1}, 0, (replace(discovery("step"), confirmed=False),), 3),
+        ({"unjudged": 1}, 1, (), 1),
+        ({}, 0, (), 3),
+    ],
+)
+def test_the_parts_have_the_exit_code_of_one_campaign(
+    statuses: dict[str, int], not_investigated: int, found: tuple[Discovery, ...], code: int
+) -> None:
+    whole = Progress("torch-ddp", statuses=statuses, not_investigated=not_investigated)
+    assert MergedCampaign(whole, found, 0).exit_code == code
+
+
 def test_parts_that_do_not_belong_together_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     for name, number, more in (
         ("a", 1, {}),
@@ -101,6 +120,7 @@ def test_parts_that_do_not_belong_together_are_refused_before_anything_is_writte
         ("d", 2, {"shard": (2, 3)}),
         ("e", 1, {"shard": (1, 1)}),
         ("f", 2, {"implementation": "other"}),
+        ("g", 2, {"known_by": "of another list"}),
     ):
         part(tmp_path / name, number, **more)
     for names, said in (
@@ -110,6 +130,7 @@ def test_parts_that_do_not_belong_together_are_refused_before_anything_is_writte
         ("ad", "number of parts 3"),
         ("ae", "e is no part but a whole run"),
         ("af", "f has implementation other"),
+        ("ag", "g has known failures of another list, .* not recorded"),
     ):
         with pytest.raises(InvalidArgument, match=said):
             merge_campaigns([tmp_path / name for name in names], tmp_path / "all")

@@ -51,12 +51,20 @@ class Unused(HybridToy):
 class FirstRankDecides(HybridToy):
     """A parameter that rank 0 does not use is taken for one that nobody uses."""
 
+    decides = 0
+
     def used_anywhere(self, fqn: str) -> bool:
         if self.used is None:
             flags = torch.tensor([float(name in self.sums) for name in self.full])
-            dist.broadcast(flags, 0)
+            dist.broadcast(flags, self.decides % self.size)
             self.used = {name for name, flag in zip(self.full, flags.tolist()) if flag}
         return fqn in self.used
+
+
+class LastRankDecides(FirstRankDecides):
+    """A parameter that the last rank does not use is taken for one that nobody uses."""
+
+    decides = -1
 
 
 class ZerosAdapter(GroupsAdapter):
@@ -76,6 +84,46 @@ class DiesAdapter(GroupsAdapter):
         optimizer.zero_grad(set_to_none)
 
 
+class DiesLateAdapter(GroupsAdapter):
+    """Where gradients were cleared to zeros, the last rank is killed when the collector frees the model."""
+
+    def zero_grad(self, model: Toy, optimizer: Any, set_to_none: bool) -> None:
+        if not set_to_none and model.rank == model.size - 1:
+            model.ending = Death()  # type: ignore[assignment]  # no tensor and no module
+        optimizer.zero_grad(set_to_none)
+
+
+class Death:
+    """Waits for the collector, since it refers to itself."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+KEPT: list[Any] = []
+
+
+class KeepsModelsAdapter(GroupsAdapter):
+    """Where gradients were cleared to zeros, the model is never let go."""
+
+    def zero_grad(self, model: Toy, optimizer: Any, set_to_none: bool) -> None:
+        if not set_to_none:
+            KEPT.append(model)
+        optimizer.zero_grad(set_to_none)
+
+
+class RefusesAdapter(GroupsAdapter):
+    """Says that it does not clear to zeros."""
+
+    def zero_grad(self, model: Toy, optimizer: Any, set_to_none: bool) -> None:
+        if not set_to_none:
+            raise NotImplementedError("zeros are not there yet")
+        optimizer.zero_grad(set_to_none)
+
+
 class OnceAdapter(GroupsAdapter):
     """Dies the first time, as a machine without memory may have it."""
 
@@ -92,6 +140,10 @@ ALONE = GroupsAdapter(Alone, "ALONE")
 FACTOR = GroupsAdapter(Factor, "FACTOR")
 UNUSED = GroupsAdapter(Unused, "UNUSED")
 FIRST_RANK_DECIDES = GroupsAdapter(FirstRankDecides, "FIRST_RANK_DECIDES")
+LAST_RANK_DECIDES = GroupsAdapter(LastRankDecides, "LAST_RANK_DECIDES")
+DIES_LATE = DiesLateAdapter(HybridToy, "DIES_LATE")
+KEEPS_MODELS = KeepsModelsAdapter(HybridToy, "KEEPS_MODELS")
+REFUSES = RefusesAdapter(HybridToy, "REFUSES")
 ZEROS = ZerosAdapter(HybridToy, "ZEROS")
 DIES = DiesAdapter(HybridToy, "DIES")
 ONCE = OnceAdapter(HybridToy, "ONCE")

@@ -18,6 +18,7 @@ from fsdp_testing.records import (
     Batch,
     BufferObservation,
     Case,
+    FailureKind,
     ForwardBackward,
     ModelSpec,
     ObservedPiece,
@@ -191,6 +192,26 @@ def test_a_gradient_that_must_be_none():
     assert said(compare(expectation(G), ranks(*none), Comparison(none_is_zero=True)))
 
 
+def test_where_zeros_may_stand_for_none_numbers_of_other_ranks_are_compared_all_the_same():
+    none = snapshot(1, grad_pieces=None, grad_dtype=None)
+    allowed = Comparison(none_is_zero=True)
+    assert not said(compare(expectation(G * 0), ranks(snapshot(0, grad_pieces=pieces(G * 0, 0)), none), allowed))
+    wrong = compare(expectation(G * 0), ranks(snapshot(0, grad_pieces=pieces(G * 0 + 7, 0)), none), allowed)
+    assert [(one.ranks, one.sentence.partition(",")[0]) for one in wrong.divergences] == [
+        ((0,), "is off by 7 (bound 1e-12)")
+    ]
+    whole = (ObservedPiece(0, 4, W.clone()),)
+    held = snapshot(0, pieces=whole, grad_pieces=(ObservedPiece(0, 4, G * 0 + 7),))
+    torn = compare(
+        expectation(G * 0),
+        ranks(
+            held, dataclasses.replace(none, parameters={"w": dataclasses.replace(none.parameters["w"], pieces=whole)})
+        ),
+        allowed,
+    )
+    assert [one.kind for one in torn.divergences] == ["disagreed", "diverged"]
+
+
 def test_pending_gradients_are_not_compared():
     seen = ranks(snapshot(0, grad_pieces=pieces(G + 1, 0)), snapshot(1))
     assert not said(compare(expectation(pending=True), seen, Comparison()))
@@ -213,6 +234,32 @@ def test_optimizer_state_is_compared():
     assert not said(compare(expectation(), ranks(snapshot(0), wrong), Comparison(optimizer=False)))
     silent = [dataclasses.replace(snapshot(r), optimizer=None) for r in range(2)]
     assert not said(compare(expectation(), ranks(*silent), Comparison()))
+
+
+def test_optimizer_state_that_one_rank_does_not_have_is_missing():
+    silent = dataclasses.replace(snapshot(1), optimizer=None)
+    wrong = dataclasses.replace(
+        snapshot(0), optimizer={"w": OptimizerObservation("w", {"momentum_buffer": pieces(M * 2, 0)}, {"step": 2.0})}
+    )
+    for other in (snapshot(0), wrong):
+        tally = compare(expectation(), ranks(other, silent), Comparison())
+        assert (
+            said(tally)[0]
+            == "missing: optimizer state momentum_buffer of w is not there, although other ranks have one"
+        )
+        assert tally.divergences[0].ranks == (1,)
+    nothing = dataclasses.replace(silent, parameters={"w": snapshot(1, pieces=()).parameters["w"]})
+    whole = snapshot(0, pieces=(ObservedPiece(0, 4, W.clone()),), grad_pieces=(ObservedPiece(0, 4, G.clone()),))
+    whole = dataclasses.replace(
+        whole,
+        optimizer={
+            "w": OptimizerObservation("w", {"momentum_buffer": (ObservedPiece(0, 4, M.clone()),)}, {"step": 1.0})
+        },
+    )
+    nothing = dataclasses.replace(
+        nothing, parameters={"w": dataclasses.replace(nothing.parameters["w"], grad_pieces=None, grad_dtype=None)}
+    )
+    assert not said(compare(expectation(), ranks(whole, nothing), Comparison()))
 
 
 def test_buffers_are_each_ranks_own():
@@ -266,6 +313,18 @@ def test_explanations_name_operation_quantity_ranks_and_size():
         "after operation 1 step(): parameter w is off by 1 (bound 1e-12), element 3: got 5.0, expected 4.0, on rank 1; "
         "2 more quantities diverge there"
     )
-    finding = finding_of(CASE, tally.divergences[0], 2)
-    assert (finding.quantity, finding.operation, finding.ranks) == ("parameter w", 1, (1,))
+    finding = finding_of(CASE, tally.divergences[0], tally.divergences * 3)
+    assert finding.explanation == sentence
+    assert (finding.quantity, finding.operation, finding.ranks, finding.wrong_on) == ("parameter w", 1, (1,), (1,))
     assert finding.max_error == 1.0
+
+
+def test_every_rank_on_which_something_diverges_is_named_whichever_quantity_leads():
+    norms = [
+        Divergence(
+            FailureKind.DIVERGED, Quantity("result", "total_norm", rank=rank), 1, (rank,), "is off", max_error=1.0
+        )
+        for rank in (2, 0)
+    ]
+    finding = finding_of(CASE, norms[0], norms)
+    assert (finding.quantity, finding.ranks, finding.wrong_on) == ("total norm on rank 2", (2,), (0, 2))

@@ -11,15 +11,24 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from fsdp_testing.campaign import rerun
+from fsdp_testing.campaign.lane import CaseResult, Lane
+from fsdp_testing.campaign.tally import CampaignTally
 from fsdp_testing.cli import fuzz as fuzz_command
 from fsdp_testing.cli.main import main
 from fsdp_testing.findings.known import shipped_known
 from fsdp_testing.implementations import registry
+from fsdp_testing.judging.batch_judge import CaseNote
+from fsdp_testing.judging.signature import Signature
+from fsdp_testing.records import Case, FailureKind
+from fsdp_testing.strategies import CaseDrawer, Scope, SeededChoices
 
 FAULTS = Path(__file__).parents[1] / "campaign"
 BROKEN = Path(__file__).parents[2] / "quality" / "broken"
@@ -70,11 +79,71 @@ def test_a_campaign_goes_on_where_it_ended_and_does_not_tell_twice(tmp_path: Pat
     state = str(tmp_path / "s")
     assert fuzz(WRONG, "--examples", "200", "--stop-at-first", "--state", state) == 1
     first = json.loads((tmp_path / "s" / "state.json").read_text())
-    code = fuzz(WRONG, "--examples", "64", "--state", state)
+    capsys.readouterr()
+    # What was found is not told again, and no success either.
+    assert fuzz(WRONG, "--examples", "64", "--state", state) == 1
+    assert "cases that failed as an earlier run of this campaign found" in capsys.readouterr().out
     second = json.loads((tmp_path / "s" / "state.json").read_text())
     assert second["drawn"] > first["drawn"]
-    assert code in (0, 1)
-    assert len(list((tmp_path / "s" / "found").iterdir())) <= 1 + code
+    assert len(list((tmp_path / "s" / "found").iterdir())) <= 2
+
+
+def judged_as(note: CaseNote) -> Callable[..., list[CaseResult]]:
+    def run(_lane: Lane, cases: Sequence[Case], *_: object, **__: object) -> list[CaseResult]:
+        return [CaseResult(case, note if place == 0 else CaseNote(place, "passed")) for place, case in enumerate(cases)]
+
+    return run
+
+
+def test_a_case_that_could_not_be_judged_ends_with_3(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(Lane, "run", judged_as(CaseNote(0, "unjudged", "the oracle's own numbers overflow")))
+    assert fuzz("toy:UNBROKEN", "--examples", "24") == 3
+    assert "exit code 3: 1 cases could not be judged" in capsys.readouterr().out
+
+
+def test_what_failed_once_and_passes_alone_ends_with_3(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    hung = CaseNote(0, "suspect", "rank 1 hung", signature=Signature(FailureKind.HUNG))
+    answers = iter([judged_as(hung), judged_as(CaseNote(0, "passed"))])
+    monkeypatch.setattr(Lane, "run", lambda *given, **named: next(answers)(*given, **named))
+    assert fuzz("toy:UNBROKEN", "--examples", "24") == 3
+    assert "exit code 3: what failed once passes alone: hung" in capsys.readouterr().out
+
+
+def test_suspects_that_nobody_looked_at_are_failures():
+    tally = CampaignTally(statuses=Counter(passed=100, suspect=4), not_investigated=1)
+    assert tally.exit_code == 1
+
+
+def test_a_refusal_of_what_is_claimed_and_a_model_that_stays_end_with_1():
+    for name in ("REFUSES_CLIP", "KEEPS_MODELS"):
+        given = ("--examples", "40", "--stop-at-first", "--no-scripts", "--state", name)
+        assert fuzz(f"fuzz_faults:{name}", *given) == 1
+
+
+@pytest.mark.parametrize(
+    ("notes", "code", "word"),
+    [
+        (("passed", "passed"), 0, "passed"),
+        (("suspect", "suspect"), 1, "fails"),
+        (("leaked", "leaked"), 1, "fails"),
+        (("suspect", "passed"), 3, "unknown"),
+        (("passed", "suspect"), 3, "unknown"),
+        (("unjudged", "unjudged"), 3, "unknown"),
+    ],
+)
+def test_a_replay_has_the_word_of_both_its_runs(
+    notes: tuple[str, str], code: int, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    case = CaseDrawer(Scope(registry.load("toy:UNBROKEN").capabilities)).draw(SeededChoices(1))
+    (tmp_path / "case.json").write_text(case.to_json())
+    results = iter([(CaseResult(case, CaseNote(0, status, "why")), "the bits") for status in notes])
+    monkeypatch.setattr(rerun, "replay", lambda *_: next(results))
+    assert main(["replay", str(tmp_path / "case.json"), "--implementation", "toy:UNBROKEN"]) == code
+    assert f"on toy:UNBROKEN: {word}" in " ".join(capsys.readouterr().out.split())
 
 
 # Shells have their background jobs ignore Ctrl-C, and processes started there inherit that.
@@ -186,8 +255,6 @@ def test_a_file_that_cannot_be_replayed_ends_with_2(
 
 
 def test_a_case_alone_needs_a_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    from fsdp_testing.strategies import CaseDrawer, Scope, SeededChoices
-
     file = tmp_path / "case.json"
     file.write_text(CaseDrawer(Scope()).draw(SeededChoices(1)).to_json())
     assert main(["replay", str(file)]) == 2

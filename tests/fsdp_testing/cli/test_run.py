@@ -185,15 +185,34 @@ def test_expected_failures_are_read_per_implementation(
     verify: Callable[..., Any], judge: Callable[..., Judge], tmp_path: Path
 ) -> None:
     asked = judge(Verdict.PASS)
-    path = tmp_path / "expected.toml"
-    path.write_text('[torch-ddp]\n"a.b" = "why"\n[other]\n"c.d" = "why not"\n', encoding="utf-8")
-    assert verify("run", "torch-ddp", "--expected-failures", str(path)).code == 0
-    assert asked.asked["expected_failures"] == {"torch-ddp": {"a.b": "why"}}
+    path, check = tmp_path / "expected.toml", "clipping.norm_1"
+    path.write_text(f'[torch-ddp]\n"{check}" = "why"\n[torch-fsdp2]\n"{check}" = "why not"\n', encoding="utf-8")
+    ended = verify("run", "torch-ddp", "--expected-failures", str(path))
+    assert (ended.code, "is no implementation" in ended.out) == (0, False)
+    assert asked.asked["expected_failures"] == {"torch-ddp": {check: "why"}}
     (tmp_path / "page.md").touch()
-    path.write_text('[torch-ddp]\n"a.b" = "why: page.md"\n"c.d" = "absent.md"\n', encoding="utf-8")
+    path.write_text(
+        f'[torch-ddp]\n"{check}" = {{ page = "page.md" }}\n"a.b" = [{{ page = "absent.md" }}]\n', encoding="utf-8"
+    )
     verify("run", "torch-ddp", "--expected-failures", str(path))
-    said = {"a.b": f"why: {tmp_path / 'page.md'}", "c.d": "absent.md"}
+    said = {check: {"page": str(tmp_path / "page.md")}, "a.b": [{"page": "absent.md"}]}
     assert asked.asked["expected_failures"] == {"torch-ddp": said}, "a page is named by a path that opens"
+
+
+def test_a_table_that_is_nobodys_is_reported(
+    verify: Callable[..., Any], judge: Callable[..., Judge], tmp_path: Path
+) -> None:
+    judge(Verdict.PASS)
+    path = tmp_path / "expected.toml"
+    path.write_text('[torch-dpp]\n"clipping.norm_1" = "why"\n["other.module:it"]\n[torch-fsdp2]\n', encoding="utf-8")
+    ended = verify("run", "torch-ddp", "--expected-failures", str(path))
+    assert ended.code == 0
+    assert "--expected-failures: [torch-dpp] is no implementation of this run" in ended.out
+    assert ended.out.count("is no implementation") == 1
+    path.write_text('[torch-fsdp2]\n"clipping.norm_one" = "why"\n', encoding="utf-8")
+    ended = verify("run", "torch-ddp", "--expected-failures", str(path))
+    assert ended.code == 2
+    assert "got [torch-fsdp2] clipping.norm_one in " in ended.err
 
 
 def test_over_tensor_parallelism_a_table_of_its_own_is_expected(
@@ -208,7 +227,7 @@ def test_over_tensor_parallelism_a_table_of_its_own_is_expected(
 
 
 @pytest.mark.parametrize(
-    "text", [None, "[", "a = 1", "[torch-ddp]\na = 1", "[torch-ddp.tensor_parallel]\na = 1", "\udcff"]
+    "text", [None, "[", "a = 1", "[torch-fsdp1]\na = 1", "[torch-ddp]\ntensor_parallel = 1", "\udcff"]
 )
 def test_a_bad_list_of_expected_failures_is_refused(
     verify: Callable[..., Any], judge: Callable[..., Judge], tmp_path: Path, text: str | None

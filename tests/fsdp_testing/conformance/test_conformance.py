@@ -101,24 +101,33 @@ def test_a_check_that_crashes_is_unknown_with_its_traceback():
     assert "ZeroDivisionError: inside the check" in report.results[0].explanation
 
 
+OFF = {"reason": "upstream issue 1", "kind": "diverged", "quantity": "w", "operation": "forward_backward"}
+
+
 @pytest.mark.parametrize(
-    ("verdict", "seen"),
+    ("entry", "verdict", "seen", "code"),
     [
-        (Verdict.FAIL, Verdict.EXPECTED_FAILURE),
-        (Verdict.PASS, Verdict.STALE),
-        (Verdict.UNKNOWN, Verdict.UNKNOWN),
+        (OFF, Verdict.FAIL, Verdict.EXPECTED_FAILURE, 0),
+        ([{**OFF, "kind": "raised", "quantity": "ValueError: no"}, OFF], Verdict.FAIL, Verdict.EXPECTED_FAILURE, 0),
+        ({**OFF, "quantity": "gradient"}, Verdict.FAIL, Verdict.FAIL, 1),
+        ({**OFF, "kind": "raised", "quantity": "ValueError: no"}, Verdict.FAIL, Verdict.FAIL, 1),
+        ({**OFF, "operation": "step"}, Verdict.FAIL, Verdict.FAIL, 1),
+        ("upstream issue 1", Verdict.FAIL, Verdict.FAIL, 1),
+        (OFF, Verdict.PASS, Verdict.STALE, 0),
+        (OFF, Verdict.UNKNOWN, Verdict.UNKNOWN, 3),
     ],
 )
 @pytest.mark.parametrize("per_implementation", [False, True])
-def test_expected_failures(verdict, seen, per_implementation):
-    expected = {"training.float32": "upstream issue 1"}
+def test_a_failure_is_expected_by_how_it_fails(entry, verdict, seen, code, per_implementation):
+    expected = {"training.float32": entry}
     report, _ = run(
         {"mlp": verdict, "deep_nest": verdict},
         "training.float32",
         expected_failures={"torch-ddp": expected} if per_implementation else expected,
     )
-    assert report.results[0].verdict is seen
-    assert report.results[0].expected == "upstream issue 1"
+    assert (report.results[0].verdict, report.exit_code) == (seen, code)
+    assert "upstream issue 1" in report.results[0].expected
+    assert RunReport.from_json(report.to_json()) == report
 
 
 def test_cases_run_at_every_world_size_and_claimed_strategy():
@@ -199,9 +208,21 @@ def test_a_size_at_which_a_check_has_no_case_is_said():
         (("torch-ddp",), {"expected_failures": {"training.float32": " "}}, InvalidArgument, "has no reason"),
         (
             ("torch-ddp",),
+            {"expected_failures": {"training.float32": {"reason": "why", "kind": "diverged", "quantity": "output"}}},
+            InvalidArgument,
+            "'training.float32' .torch-ddp.: lacks operation",
+        ),
+        (
+            ("torch-ddp",),
+            {"expected_failures": {"training.flaot32": OFF}},
+            InvalidArgument,
+            "'training.flaot32' is neither a check nor one of the implementations",
+        ),
+        (
+            ("torch-ddp",),
             {"expected_failures": {"torch-fsdp2": {"training.float32": "why"}}},
             InvalidArgument,
-            "'torch-fsdp2' is not one of the implementations",
+            "'torch-fsdp2' is neither a check nor one of the implementations",
         ),
     ],
 )

@@ -91,11 +91,22 @@ def test_each_check_is_one_test(pytester, jobs):
     )
 
 
+ENTRY = {"reason": "known", "kind": "diverged", "quantity": "gradient", "operation": "forward_backward"}
+
+
 def test_an_expected_failure_is_a_strict_xfail(pytester):
-    result = run(pytester, {"training.gradients_are_means": "known"})
+    result = run(pytester, {"training.gradients_are_means": ENTRY})
     # The unbroken one passes although a failure was expected: stale, and reported as a failure.
     result.assert_outcomes(xfailed=1, failed=1, skipped=2)
     result.stdout.fnmatch_lines(["*XPASS(strict)*known*"])
+
+
+@pytest.mark.parametrize("entry", ["known", {**ENTRY, "quantity": "output", "cause": "half of * is lost"}])
+def test_what_fails_in_another_way_than_expected_fails(pytester, entry):
+    """A reason alone says no way at all."""
+    result = run(pytester, {"training.gradients_are_means": entry}, "-k", "SumForMean")
+    result.assert_outcomes(failed=1, skipped=1, deselected=2)
+    result.stdout.fnmatch_lines(["*CheckFailed: faults_gradients:SumForMean *", "*listed as known *"])
 
 
 def test_a_check_is_asked_where_the_decorator_says(monkeypatch):
@@ -115,5 +126,5 @@ def test_a_check_is_asked_where_the_decorator_says(monkeypatch):
     )
     (parameter,) = mark.args[1]
     parameter.values[0]()
-    where = {"world_sizes": (4,), "tensor_parallel": 2, "backend": "gloo"}
+    where = {"world_sizes": (4,), "tensor_parallel": 2, "backend": "gloo", "expected": None}
     assert asked == [("torch-fsdp2", "training.gradients_are_means", where)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import time
 from dataclasses import replace
 
 import pytest
@@ -11,6 +13,7 @@ from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.lifecycle import unsharded_before
 from fsdp_testing.conformance import run_conformance
 from fsdp_testing.errors import PoolBroken, WorldFailed
+from fsdp_testing.explanation import shortest
 from fsdp_testing.explanation.inquiry import How
 from fsdp_testing.explanation.root_causes import explain_results
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
@@ -47,6 +50,12 @@ def the_explanation(findings: list[Finding]) -> Explanation:
     assert len(shortest) == 1, [one.sentence for one in shortest]
     assert all(finding.cause for finding in findings)
     return shortest[0]
+
+
+def test_a_failure_of_a_trace_is_shortened():
+    """Programs that are observed after every operation are traced, too: else each of them seems to pass."""
+    explanation = the_explanation(explained("faults_trace:ReducesTwice", "trace.reductions_needed"))
+    assert [operation.kind for operation in explanation.case.program] == ["forward_backward"]
 
 
 @pytest.mark.parametrize(
@@ -186,6 +195,9 @@ class TwoDefects:
     def __init__(self) -> None:
         self.judged: list[Case] = []
 
+    def impatient(self, timeout: float) -> TwoDefects:
+        return self
+
     def judge(self, name: str, case: Case, comparison: Comparison, **_how: object) -> JudgedCase:
         self.judged.append(case)
         kinds = " ".join(operation.kind for operation in case.program)
@@ -242,6 +254,51 @@ def test_failures_in_one_place_have_one_cause_only_if_both_hold_its_schedule() -
     done = explain_results(results, lambda check: How(Comparison()), runner, GENEROUS)  # type: ignore[arg-type]
     first, second, third = (result.findings[0].cause for result in done)
     assert first == third != second
+
+
+def test_the_budget_is_runs_and_what_it_does_not_reach_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is: the clock of this one goes an hour for each run."""
+    look = Forward(Batch(1), "eval")
+    stale = Case(ModelSpec("mlp"), WorldSpec(2), (look, Step(), look))
+    results = [
+        a_result("a.b", wrong_output(stale)),
+        a_result("c.d", wrong_output(replace(stale, model=ModelSpec("deep_nest")))),
+    ]
+    clock = itertools.count(0.0, 3600.0)
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    done = explain_results(results, lambda check: How(Comparison()), TwoDefects(), 10.0)  # type: ignore[arg-type]
+    assert [finding.unexplained for result in done for finding in result.findings] == ["", ""]
+    assert done[0].findings[0].shortest is not None
+    assert done[0].findings[0].shortest.complete
+    runs = 1 / shortest.RUNS_PER_SECOND
+    done = explain_results(results, lambda check: How(Comparison()), TwoDefects(), runs)  # type: ignore[arg-type]
+    assert [finding.unexplained for result in done for finding in result.findings] == ["", "not examined (time)"]
+    assert done[0].findings[0].shortest is not None
+    assert not done[0].findings[0].shortest.complete
+
+
+class Hangs(TwoDefects):
+    """Whatever is shorter hangs."""
+
+    def judge(self, name: str, case: Case, comparison: Comparison, **_how: object) -> JudgedCase:
+        self.judged.append(case)
+        hung = replace(wrong_output(case), kind=FailureKind.HUNG)
+        return JudgedCase(CaseOutcome(case.identity, Verdict.FAIL, 2, case.strategy), hung)
+
+
+def test_a_program_that_hangs_uses_up_the_budget_as_the_time_that_it_costs() -> None:
+    look = Forward(Batch(1), "eval")
+    stale = Case(ModelSpec("mlp"), WorldSpec(2), (ZeroGrad(), look, ZeroGrad(), Step(), ZeroGrad(), look))
+    runner = Hangs()
+    (done,) = explain_results(
+        [a_result("a.b", wrong_output(stale))],
+        lambda check: How(Comparison()),
+        runner,  # type: ignore[arg-type]
+        10.0,
+    )
+    assert len(runner.judged) == 10 * shortest.RUNS_PER_SECOND // shortest.RUNS_OF_A_HANG == 2
+    assert done.findings[0].shortest is not None
+    assert not done.findings[0].shortest.complete
 
 
 class FirstLook(TwoDefects):

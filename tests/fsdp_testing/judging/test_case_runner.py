@@ -9,9 +9,11 @@ from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.divergence import Compared
 from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.judging.case_runner import CaseRunner
+from fsdp_testing.implementations import registry
+from fsdp_testing.judging.case_runner import CaseRunner, RunMode
 from fsdp_testing.judging.judge import Judgement
 from fsdp_testing.pool import Pool
+from fsdp_testing.programs import rank_jobs
 from fsdp_testing.programs.execute import RankProgram
 from fsdp_testing.records import (
     Batch,
@@ -89,6 +91,27 @@ def test_an_adapter_that_refuses_is_no_divergence():
     judgement = CaseRunner().judge("torch-ddp", case(strategy="full_shard"))
     assert judgement.outcome.verdict is Verdict.UNKNOWN
     assert "expected strategy 'no_shard'" in judgement.outcome.error
+
+
+def test_a_kept_run_is_taken_again_for_the_same_adapter_and_the_same_arguments_only(monkeypatch):
+    runner, names = CaseRunner(), []
+    execute = runner._execute
+
+    def counted(spec, job, arguments, name):
+        names.append(name)
+        return execute(spec, job, arguments, name)
+
+    monkeypatch.setattr(runner, "_execute", counted)
+    adapters = [registry.load("single-process") for _ in range(2)]
+
+    def runs(adapter, late):
+        del names[:]
+        mode = RunMode(rank_jobs.run_luckily, (late, True), kept=True)
+        assert runner.judge(adapter, case(), mode=mode).outcome.verdict is Verdict.PASS
+        return sum(not name.startswith("oracle") for name in names)
+
+    assert [runs(adapters[0], True), runs(adapters[0], True)] == [1, 0]
+    assert [runs(adapters[0], False), runs(adapters[1], True)] == [1, 1]
 
 
 def test_a_model_that_does_not_exist_is_our_mistake():

@@ -77,6 +77,12 @@ LADDER = [
     (records(observation=raising(), leaks=("grad mode: a",)), WRONG, "diverged"),
     (records(observation=raising(), leaks=("grad mode: a",)), RIGHT, "one_raised"),
     (records(collectives={1: (3, 4)}, leaks=("grad mode: a",)), RIGHT, "leaked"),
+    # Rank 1 is a member of a group that only rank 0 used.
+    (
+        records(CaseRecord(0, RankObservation(0), {1: (2, 5)}, groups={1: (0, 1)}), collectives={}),
+        RIGHT,
+        "uncoordinated",
+    ),
     ([replace(r, collectives={1: (r.observation.rank, 4)}, accounts=KEPT) for r in records()], RIGHT, "uncoordinated"),
     ([replace(r, accounts=KEPT) for r in records(leaks=("grad mode: a",))], RIGHT, "kept"),
     (records(accounts=KEPT), RIGHT, ""),
@@ -112,6 +118,12 @@ def test_what_decides_nothing_is_unknown_but_does_not_hide_what_refutes(tally, p
     assert judged(records(leaks=("grad mode: a",)), tally, problem).verdict is Verdict.FAIL
 
 
+def test_groups_of_other_ranks_and_ranks_that_count_nothing_say_nothing():
+    alone = CaseRecord(0, RankObservation(0), {1: (2, 5)}, groups={1: (0,)})
+    assert judged(records(alone, collectives={})).verdict is Verdict.PASS
+    assert judged(records(replace(alone, groups={1: (0, 1)}))).verdict is Verdict.PASS
+
+
 def test_a_model_that_stays_is_asked_last():
     found = judged(records(leaks=(OUTLIVES,)))
     assert found.finding is not None
@@ -136,7 +148,7 @@ def test_a_rule_of_the_check_is_asked_where_the_oracle_came_to_the_end():
         ([], world(Fate.HUNG, Fate.STOPPED, cause="rank 0 hung"), "hung"),
         ([], world(Fate.RAISED, Fate.HUNG, cause="rank 0 raised"), "unjudged"),
         ([], world(Fate.RETURNED, Fate.RETURNED), "unjudged"),
-        ([CaseRecord(0, raising(not_supported=True))], None, "unsupported"),
+        ([CaseRecord(0, raising(not_supported=True))], None, "one_raised"),
     ],
 )
 def test_ranks_that_did_not_report(message, outcome, expected):
@@ -169,11 +181,12 @@ def test_the_ledger_says_that_ranks_did_not_communicate_alike():
     assert (found.finding.kind, found.finding.statement) == ("uncoordinated", "rank 0 gathers once more")
 
 
-def test_refusing_is_a_failure_that_a_campaign_counts_apart():
+def test_refusing_what_is_claimed_is_a_failure_as_any_other():
     found = judged([CaseRecord(0, raising(rank, not_supported=True)) for rank in range(2)])
     assert found.verdict is Verdict.FAIL
-    assert (note_of(found).status, note_of(found).reason) == ("unsupported", "ValueError: no")
-    assert judged([CaseRecord(0, raising(rank, not_supported=True)) for rank in range(2)], WRONG).refused is False
+    signature = note_of(found).signature
+    assert signature is not None
+    assert (note_of(found).status, signature.kind, signature.quantity) == ("suspect", "raised", "ValueError: no")
 
 
 def test_an_oracle_that_ends_early_decides_nothing(monkeypatch):

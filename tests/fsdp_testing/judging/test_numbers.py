@@ -50,6 +50,20 @@ def test_parts_in_a_narrower_dtype_widen_the_bounds_of_a_free_replay(model, mode
     assert bool(compared(model, 1.0 + off, mode=mode).tally.divergences) is diverges
 
 
+@pytest.mark.parametrize(("off", "diverges"), [(1e-9, False), (1e-5, True)])
+def test_a_large_number_gives_no_room_to_a_small_one_beside_it(off: float, diverges: bool):
+    """A gradient of a thousandth beside a weight of a thousand."""
+    weight, gradient = (Expected(torch.tensor(size, dtype=torch.float64), 0.0) for size in (1e3, 1e-3))
+    point = ExpectedPoint(
+        0, {Quantity("result", "weight", rank=0): weight, Quantity("result", "gradient", rank=0): gradient}
+    )
+    case = Case(ModelSpec("tree", dtype="float64", tree=ALL_NARROW), WorldSpec(1), (ForwardBackward(Batch(0)),))
+    seen = {"weight": torch.tensor(1e3, dtype=torch.float64), "gradient": torch.tensor(1e-3 + off, dtype=torch.float64)}
+    ranks = [RankObservation(0, (OperationResult(0, seen),))]
+    numbers = compare_numbers(case, Expectation((point,), {}, {"mode": "free"}), ranks, Comparison())
+    assert bool(numbers.tally.divergences) is diverges
+
+
 def test_of_numbers_that_overflow_nothing_is_said():
     numbers = compared("mlp", 2.0, float("inf"))
     assert numbers.tally.divergences

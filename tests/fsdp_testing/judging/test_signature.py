@@ -33,7 +33,8 @@ DIVERGED = FailureKind.DIVERGED
 
 def finding(quantity: Quantity = GRADIENT, index: int = 1, kind: FailureKind = DIVERGED, **facts: Any) -> Finding:
     facts = {"sentence": "is off by 0.3", "max_error": 0.3, "ranks": (0,), **facts}
-    return finding_of(CASE, Divergence(kind, quantity, index, **facts), 0)
+    divergence = Divergence(kind, quantity, index, **facts)
+    return finding_of(CASE, divergence, [divergence])
 
 
 @pytest.mark.parametrize(

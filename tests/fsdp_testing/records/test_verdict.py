@@ -10,7 +10,6 @@ from fsdp_testing.errors import InvalidImplementation
 from fsdp_testing.records import (
     CAPABILITIES,
     STRATEGIES,
-    CheckResult,
     Verdict,
     check_capabilities,
     exit_code,
@@ -35,20 +34,6 @@ def test_unknown_is_never_hidden_by_a_pass():
 def test_what_is_not_claimed_does_not_weigh():
     assert merge([Verdict.NOT_CLAIMED, Verdict.PASS]) is Verdict.PASS
     assert merge([Verdict.NOT_CLAIMED]) is Verdict.NOT_CLAIMED
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (Verdict.FAIL, Verdict.EXPECTED_FAILURE),
-        (Verdict.PASS, Verdict.STALE),
-        (Verdict.NOT_CLAIMED, Verdict.STALE),
-        (Verdict.UNKNOWN, Verdict.UNKNOWN),
-    ],
-)
-def test_expectations(before, after):
-    found = CheckResult("it", "suite.check", "meaning", (), before).expecting("a reason")
-    assert (found.verdict, found.expected) == (after, "a reason")
 
 
 @pytest.mark.parametrize(

@@ -72,4 +72,4 @@ def test_a_report_without_failures_has_none(good: RunReport) -> None:
 def test_how_the_schedule_was_found(make: SimpleNamespace) -> None:
     line = explanation_line(explanation(make))
     assert line == "1 operation remains, 1 left out; each that remains is needed (3 runs, 0.5 s)"
-    assert "time was up" in explanation_line(explanation(make, complete=False))
+    assert "not all were tried (time)" in explanation_line(explanation(make, complete=False))

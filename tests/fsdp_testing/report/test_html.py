@@ -159,6 +159,7 @@ def test_the_picture_of_a_cause_marks_where_it_goes_wrong(make: SimpleNamespace)
         operation=9,
         operation_text="operation 9 forward_backward(batch 1)",
         ranks=(1,),
+        wrong_on=(1,),
         statement="w is off",
         shortest=shortest,
     )
@@ -168,6 +169,10 @@ def test_the_picture_of_a_cause_marks_where_it_goes_wrong(make: SimpleNamespace)
     assert "rank 0 ✓" in marked
     assert "rank 1 ✗" in marked
     assert "w is off" in marked
+    for other in (replace(finding, wrong_on=(0, 1)), replace(finding, wrong_on=()), replace(finding, kind="disagreed")):
+        text = html_text(RunReport((make.result("a", "s.c", Verdict.FAIL, findings=(other,)),)))
+        assert "rank 0 ✓" not in text, "no rank is right that is wrong too, or of which nobody knows"
+        assert ("rank 0 ✗" in text) == (other.wrong_on == (0, 1))
     elsewhere = replace(finding, operation_text="somewhere in the program")
     text = html_text(RunReport((make.result("a", "s.c", Verdict.FAIL, findings=(elsewhere,)),)))
     assert '<li class="wrong">' not in text, "nothing is marked where nobody knows"
@@ -176,7 +181,13 @@ def test_the_picture_of_a_cause_marks_where_it_goes_wrong(make: SimpleNamespace)
 def test_known_failures_are_one_entry_for_each_page_with_its_threads(make: SimpleNamespace) -> None:
     thread = "https://github.com/pytorch/pytorch/issues/1"
     results = tuple(
-        make.result("a", f"s.c{number}", Verdict.EXPECTED_FAILURE, expected=f"so it is: page.md, {thread}. <b>")
+        make.result(
+            "a",
+            f"s.c{number}",
+            Verdict.EXPECTED_FAILURE,
+            expected=f"so it is: page.md, {thread}. <b>",
+            findings=(make.diverged(),),
+        )
         for number in range(3)
     )
     page = Page(html_text(RunReport(results)))

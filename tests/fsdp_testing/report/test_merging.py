@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.records import CheckResult, RunReport, Verdict
+from fsdp_testing.records import CheckResult, Request, RunReport, Verdict
 from fsdp_testing.report import report_exit_code
 from fsdp_testing.report.merging import merged
 
@@ -22,7 +22,7 @@ def whole(checks=CHECKS) -> RunReport:
         for name in NAMES
         for check in checks
     )
-    return RunReport(results, NAMES, {"torch": "2.13.0"}, (2,), seconds=6.0)
+    return RunReport(results, NAMES, {"torch": "2.13.0"}, (2,), seconds=6.0, request=Request(tuple(checks)))
 
 
 def parts(of: int, run: RunReport) -> dict[str, RunReport]:
@@ -63,10 +63,42 @@ OTHER = {
         (PARTS | {"whole.json": OTHER["whole.json"]}, ["whole.json is no part but a whole run"]),
         (PARTS | {"2.json": OTHER["2.json"]}, ["2.json has world sizes (3,), 1.json has (2,)", "torch 2.12.0"]),
         (PARTS | {"3.json": OTHER["3.json"]}, ["3.json has number of parts 4, 1.json has 3", "part 3 of 3 is missing"]),
-        (PARTS | {"3.json": parts(3, whole(CHECKS[:4]))["3.json"]}, ["two s.b 2 times", "no two s.a; no two s.d"]),
+        (
+            PARTS | {"3.json": parts(3, whole(CHECKS[:4]))["3.json"]},
+            ["3.json has checks 4 (s.a, s.b, s.c, ...), 1.json has 5 (s.a, s.b, s.c, ...)"],
+        ),
+        (
+            PARTS | {"3.json": replace(PARTS["3.json"], request=Request(CHECKS, True, "abc"))},
+            ["3.json has extended True, 1.json has False", "3.json has expected failures abc, 1.json has none"],
+        ),
+        (PARTS | {"3.json": replace(PARTS["3.json"], request=None)}, ["3.json has checks not recorded, 1.json has 5"]),
+        (
+            {path: replace(part, request=None) for path, part in PARTS.items()},
+            ["1.json does not say which checks it was asked for"],
+        ),
+        (
+            PARTS | {"3.json": replace(PARTS["3.json"], results=PARTS["2.json"].results)},
+            ["3.json has one s.b, which is not of part 3 of 3"],
+        ),
+        (
+            PARTS | {"3.json": replace(PARTS["3.json"], results=PARTS["3.json"].results * 2)},
+            ["3.json has one s.c 2 times"],
+        ),
     ],
 )
 def test_what_is_not_every_part_of_one_run_once_is_refused_with_all_that_is_wrong(given, words):
     with pytest.raises(InvalidArgument) as refused:
         merged(given)
     assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_a_check_of_which_a_part_has_no_result_is_unknown():
+    def without(part: RunReport) -> RunReport:
+        return replace(part, results=tuple(result for result in part.results if result.verdict is not Verdict.FAIL))
+
+    passing = {path: without(part) for path, part in PARTS.items()}
+    whole_again = merged(passing)
+    (unknown,) = [result for result in whole_again.results if result.verdict is Verdict.UNKNOWN]
+    assert (unknown.implementation, unknown.check, unknown.explanation) == ("two", "s.d", "3.json has no result of it")
+    assert len(whole_again.results) == len(NAMES) * len(CHECKS)
+    assert report_exit_code(whole_again) == 3

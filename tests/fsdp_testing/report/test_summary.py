@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from fsdp_testing.records import RunReport, Verdict
+from fsdp_testing.records import ExpectedFailure, FailureKind, RunReport, Verdict
 from fsdp_testing.report import summary
 
 
@@ -81,10 +82,24 @@ def test_the_headline_never_says_more_than_is_known(make: SimpleNamespace, verdi
     ],
 )
 def test_known_failures_name_their_page(make: SimpleNamespace, reason: str, page: str, said: str | None) -> None:
-    found = make.result("a", "s.c", Verdict.EXPECTED_FAILURE, expected=reason)
+    found = make.result("a", "s.c", Verdict.EXPECTED_FAILURE, expected=reason, findings=(make.diverged(),))
     (group,) = summary.known_failures(RunReport((found,)))
     assert group.page == page.rstrip(")")
     assert group.sentence == (said or "weights stay (a): https://host/issues/1")
+
+
+def test_one_check_that_fails_by_several_causes_is_known_by_each(make: SimpleNamespace) -> None:
+    stale = ExpectedFailure("weights stay", FailureKind.DIVERGED, "output", "forward", page="stale.md")
+    raised = ExpectedFailure("cannot train", FailureKind.RAISED, "RuntimeError: no", "forward", page="first.md")
+    other = replace(raised, quantity="RuntimeError: never")
+    findings = tuple(make.diverged(expected=entry) for entry in (stale, raised, other, raised))
+    result = make.result("a", "s.c", Verdict.EXPECTED_FAILURE, findings=findings)
+    groups = {group.page: group for group in summary.known_failures(RunReport((result,)))}
+    assert {page: len(group.findings) for page, group in groups.items()} == {"stale.md": 1, "first.md": 3}
+    assert groups["first.md"].looks == (
+        ("raised RuntimeError: no in forward", 2),
+        ("raised RuntimeError: never in forward", 1),
+    )
 
 
 def test_nothing_checked_is_never_a_success(make: SimpleNamespace) -> None:

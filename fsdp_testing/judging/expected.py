@@ -1,0 +1,242 @@
+"""Is this the failure that was expected? By how it fails, never by the name of its check alone.
+
+An entry that only names a check would excuse whatever goes wrong there: a new error in place of a known rounding, all
+numbers in place of one. So an entry says kind, quantity and operation, as `Signature` does, and may say the parameter and
+the cause. A check fails as expected if each of its failing cases does.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.judging.signature import alike, as_pattern, signature_of
+from fsdp_testing.records import (
+    LOSES_RANKS,
+    RAISES,
+    CheckResult,
+    Expectation,
+    ExpectedFailure,
+    FailureKind,
+    Finding,
+    Verdict,
+    merge,
+)
+from fsdp_testing.records.document import to_json
+
+CauseOf = Callable[[Finding], str]
+"""What one process would have to do to give the wrong numbers of a finding, as a clause; empty if unknown."""
+
+FIELDS = tuple(field.name for field in fields(ExpectedFailure))
+_WITHOUT_OPERATION = LOSES_RANKS | {FailureKind.LEAKED}
+
+
+def read_expectation(given: Any, where: str, problems: list[str]) -> Expectation:
+    """Read what a user wrote for one check: one entry, a list of entries, or a reason alone.
+
+    Args:
+        given: It.
+        where: Check and implementation, for messages.
+        problems: What is wrong with it is added here, a sentence each.
+    """
+    if isinstance(given, str):
+        if not given.strip():
+            problems.append(f"{where} has no reason")
+        return Expectation(bare=given)
+    several = given if isinstance(given, Sequence) else [given]
+    if not several:
+        problems.append(f"{where} has no entry")
+    return Expectation(tuple(_entries(several, where, problems)))
+
+
+def expectations(
+    given: Mapping[str, Any] | None, names: Sequence[str], checks: Collection[str]
+) -> dict[str, dict[str, Expectation]]:
+    """Read what a user expects: entries by check for all implementations, or such a mapping for each implementation.
+
+    Args:
+        given: It.
+        names: The implementations that are judged.
+        checks: Names of all checks.
+
+    Raises:
+        InvalidArgument: A name that is no check or implementation, or an entry that does not say how it fails.
+    """
+    problems: list[str] = []
+    found: dict[str, dict[str, Expectation]] = {name: {} for name in names}
+    for key, entry in (given or {}).items():
+        if key in found and isinstance(entry, Mapping):
+            tables = {key: entry}
+        elif key in checks or not isinstance(entry, Mapping):
+            tables = {name: {key: entry} for name in names}
+        else:
+            problems.append(f"{key!r} is neither a check nor one of the implementations")
+            continue
+        for name, table in tables.items():
+            for check, expected in table.items():
+                if check not in checks:
+                    near = difflib.get_close_matches(str(check), checks, n=1)
+                    problems.append(f"{check!r} is no check ({name})" + (f"; did you mean {near[0]}?" if near else ""))
+                found[name][check] = read_expectation(expected, f"{check!r} ({name})", problems)
+    if problems:
+        raise InvalidArgument(
+            f"expected_failures: expected {{check: entry}} or {{implementation: {{check: entry}}}} with entries of "
+            f"{', '.join(FIELDS)}, got: {'; '.join(dict.fromkeys(problems))}. A run without the list prints the entries."
+        )
+    return found
+
+
+def digest(expected: Mapping[str, Mapping[str, Expectation]]) -> str:
+    """Return what differs where expected failures do; empty if there are none."""
+    text = to_json({name: dict(sorted(table.items())) for name, table in sorted(expected.items()) if table})
+    return hashlib.sha256(text.encode()).hexdigest()[:16] if text != "{}" else ""
+
+
+def _entries(given: Iterable[Any], where: str, problems: list[str]) -> Iterator[ExpectedFailure]:
+    for entry in given:
+        if isinstance(entry, ExpectedFailure):
+            entry = {name: getattr(entry, name) for name in FIELDS}
+        if not isinstance(entry, Mapping):
+            problems.append(f"{where} has {entry!r}, where a table of {', '.join(FIELDS)} belongs")
+            continue
+        wrong = list(_wrong(entry))
+        problems += [f"{where}: {text}" for text in wrong]
+        if not wrong:
+            yield ExpectedFailure(**{**entry, "kind": FailureKind(entry["kind"])})
+
+
+def _wrong(entry: Mapping[str, Any]) -> Iterator[str]:
+    for name in entry:
+        if name not in FIELDS:
+            near = difflib.get_close_matches(str(name), FIELDS, n=1)
+            yield f"{name!r} is none of {', '.join(FIELDS)}" + (f"; did you mean {near[0]}?" if near else "")
+        elif not isinstance(entry[name], str):
+            yield f"{name} is no text"
+    given = {name: value for name, value in entry.items() if isinstance(value, str) and value.strip()}
+    kind = given.get("kind", "")
+    if kind not in set(FailureKind):
+        yield f"kind is {kind!r}, and not one of {', '.join(FailureKind)}"
+        return
+    needed = {"reason"} | ({"quantity"} if kind != FailureKind.HUNG else set())
+    needed |= {"operation"} if kind not in _WITHOUT_OPERATION else set()
+    lacking = [name for name in FIELDS if name in needed and name not in given]
+    if lacking:
+        yield f"lacks {', '.join(lacking)}"
+    elif kind in RAISES and ": " not in f"{given['quantity']} ":
+        yield f"quantity is {given['quantity']!r}; expected type and beginning of the message, as in 'ValueError: expected'"
+
+
+def as_expected(result: CheckResult, expectation: Expectation, cause_of: CauseOf) -> CheckResult:
+    """Return the result as a user sees it who expects these failures.
+
+    Each failing case has to fail in one of the ways that are listed; one that does not is new, and leads the account. What
+    passes, or is not even asked, makes the entry stale; of what is unknown it says nothing.
+
+    Args:
+        result: What was found.
+        expectation: What the user wrote.
+        cause_of: Asked of a finding that looks like an entry that names a cause.
+    """
+    seen = replace(result, expected=expectation.reason)
+    if result.verdict in (Verdict.PASS, Verdict.NOT_CLAIMED):
+        return replace(seen, verdict=Verdict.STALE)
+    if result.verdict is not Verdict.FAIL:
+        return seen
+    findings = [_recognised(finding, expectation.failures, cause_of) for finding in result.findings]
+    known = [finding for finding in findings if finding.expected is not None]
+    new = [finding for finding in findings if finding.expected is None]
+    failing = sum(case.verdict is Verdict.FAIL for case in result.cases)
+    if new or len(known) < max(failing, 1):
+        said = new[0].explanation if new else result.explanation
+        return replace(
+            seen, findings=(*new, *known), explanation=said, remark=_unexpected(result, expectation, new, known)
+        )
+    verdicts = [Verdict.EXPECTED_FAILURE if case.verdict is Verdict.FAIL else case.verdict for case in result.cases]
+    idle = [entry.look for entry in expectation.failures if entry not in [finding.expected for finding in known]]
+    remark = f"of what is listed, nothing fails so: {'; '.join(idle)}" if idle else ""
+    return replace(seen, findings=tuple(known), verdict=merge([*verdicts, Verdict.EXPECTED_FAILURE]), remark=remark)
+
+
+def _recognised(finding: Finding, entries: Iterable[ExpectedFailure], cause_of: CauseOf) -> Finding:
+    """The finding with the entry that it is, or as it was; with its cause, where that was asked for."""
+    fitting = [entry for entry in entries if _looks_like(entry, finding)]
+    known = next((entry for entry in fitting if not entry.cause), None)
+    if known is not None or not fitting:
+        return replace(finding, expected=known)
+    cause = ""
+    for _ in range(2):  # a world that is lost on the way leaves the cause unknown, which must not look like another one
+        cause = cause_of(finding) or cause
+        known = next((entry for entry in fitting if fnmatchcase(cause, f"*{entry.cause}*")), None)
+        if known is not None:
+            break
+    return replace(finding, expected=known, happened=cause)
+
+
+def _looks_like(entry: ExpectedFailure, finding: Finding) -> bool:
+    look = signature_of(finding)
+    return (
+        entry.kind == look.kind
+        and alike(entry.quantity, look)
+        and entry.operation in ("", look.operation)
+        and fnmatchcase(finding.fqn, entry.parameter or "*")
+    )
+
+
+def _unexpected(result: CheckResult, expectation: Expectation, new: Sequence[Finding], known: Sequence[Finding]) -> str:
+    if not expectation.failures:
+        return (
+            f"listed as known ({expectation.bare}), but not how it fails: a reason alone would excuse any failure, and so "
+            f"excuses none. If this is it, write {entry_line(result.check, new)}"
+        )
+    beside = f"{len(known)} of its failing cases {'is' if len(known) == 1 else 'are'} known; " if known else ""
+    looks = "; ".join(dict.fromkeys(entry.look for entry in expectation.failures))
+    got = "; ".join(dict.fromkeys(look_of(finding) for finding in new)) or "a failure without an account"
+    return f"{beside}listed as known is {looks}; new is {got}"
+
+
+def look_of(finding: Finding) -> str:
+    """Return how a finding fails, as the entry of a list would say it."""
+    return entry_of(finding).look
+
+
+def entry_of(finding: Finding) -> ExpectedFailure:
+    """Return the entry that expects a finding; its reason and page are for a person to write.
+
+    What the cause says of operations, ranks, units and how many more are wrong is left open.
+    """
+    look = signature_of(finding)
+    happened = finding.happened or (finding.shortest.happened if finding.shortest is not None else "")
+    return ExpectedFailure("WHY", look.kind, look.quantity, look.operation, cause=as_pattern(happened), page="PAGE")
+
+
+def entry_line(check: str, findings: Iterable[Finding]) -> str:
+    """Return the line of TOML that expects the new failures of a check, with `WHY` and `PAGE` to be filled in."""
+    entries = list(dict.fromkeys(entry_of(finding) for finding in findings if finding.expected is None))
+    tables = [_table(entry) for entry in entries]
+    value = tables[0] if len(tables) == 1 else "\n".join(["[", *(f"  {table}," for table in tables), "]"])
+    return f"{_quoted(check)} = {value}"
+
+
+def entry_literal(check: str, findings: Iterable[Finding]) -> str:
+    """Return the same as an item of a Python dictionary."""
+    new = [finding for finding in findings if finding.expected is None]
+    entries = [_given(entry) for entry in dict.fromkeys(map(entry_of, new))]
+    return f"{check!r}: {entries[0] if len(entries) == 1 else entries}"
+
+
+def _given(entry: ExpectedFailure) -> dict[str, str]:
+    return {name: str(getattr(entry, name)) for name in FIELDS if getattr(entry, name)}
+
+
+def _table(entry: ExpectedFailure) -> str:
+    return f"{{ {', '.join(f'{name} = {_quoted(value)}' for name, value in _given(entry).items())} }}"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

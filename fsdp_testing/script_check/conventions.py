@@ -1,0 +1,213 @@
+"""By which conventions are N ranks not one process, and not meant to be? One process can be made to follow them, too.
+
+They are never followed by themselves: a verdict names the one that is seen, and who means it accepts it by name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_testing.errors import InvalidArgument
+
+SCHEDULER, BATCH_NORM, LOSS = "scheduler-per-process", "batch-norm-per-rank", "loss-per-rank"
+CONVENTIONS = {
+    SCHEDULER: "Accelerate's scheduler steps once for each process",
+    BATCH_NORM: "batch norms normalise the rows of each rank alone, and rank 0's statistics are kept",
+    LOSS: "a loss over the rows of each rank that is no mean over rows, as a router's balance or a contrastive loss",
+}
+_SCHEDULERS = "accelerate.scheduler"
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Refuse what is not the name of a convention.
+
+    Raises:
+        InvalidArgument: Names those that are.
+    """
+    unknown = [name for name in names if name not in CONVENTIONS]
+    if unknown:
+        raise InvalidArgument(
+            f"accept: expected some of {', '.join(CONVENTIONS)}, got {', '.join(map(repr, unknown))}. Correct the name."
+        )
+
+
+def flag(name: str) -> str:
+    """Return the advice for who means a convention."""
+    return f"If that is meant, `--accept {name}` has one process do the same, and judges the rest."
+
+
+@dataclass(frozen=True, slots=True)
+class AsRanks:
+    """Which conventions one process is to follow, and what ranks it stands for.
+
+    Attributes:
+        accept: Names of conventions.
+        size: Number of ranks.
+        rows: Of each rank, for each step and forward, the digests of its rows.
+    """
+
+    accept: tuple[str, ...]
+    size: int
+    rows: tuple[tuple[tuple[tuple[str, ...], ...], ...], ...] = ()
+
+
+class Follower:
+    """Sees which conventions a rank follows, and makes one process follow them.
+
+    Args:
+        ranks: What it is to follow; None on ranks, and where nothing is accepted.
+
+    Attributes:
+        seen: Conventions that this process was seen to follow by itself.
+    """
+
+    def __init__(self, ranks: AsRanks | None) -> None:
+        self.seen: set[str] = set()
+        self._ranks = ranks
+        self._stack = ExitStack()
+        self._looked = False
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """See schedulers while the context lasts."""
+        with self._stack:
+            yield
+
+    def look(self) -> None:
+        """Watch what the script has imported by now."""
+        schedulers: Any = sys.modules.get(_SCHEDULERS)
+        if schedulers is None or self._looked:
+            return
+        self._looked = True
+        original, ranks = schedulers.AcceleratedScheduler.step, self._ranks
+        state = schedulers.AcceleratorState
+
+        def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            if scheduler.step_with_optimizer and not scheduler.split_batches:
+                self.seen.add(SCHEDULER)
+            return original(scheduler, *args, **kwargs)
+
+        self._stack.enter_context(mock.patch.object(schedulers.AcceleratedScheduler, "step", step))
+        if ranks is not None and SCHEDULER in ranks.accept:
+            as_many = SimpleNamespace(num_processes=ranks.size * state().num_processes)
+            self._stack.enter_context(mock.patch.object(schedulers, "AcceleratorState", return_value=as_many))
+
+    def forward(self, model: nn.Module, call: Callable[..., Any], given: tuple[Any, Any], place: _Place) -> Any:
+        """Return what a forward gives: all rows at once, or those of each rank apart where that is accepted.
+
+        Args:
+            model: Whose forward it is.
+            call: The forward.
+            given: Its arguments.
+            place: Step and number of the forward, and the digests of its rows.
+        """
+        args, kwargs = given
+        ranks = self._ranks
+        apart = ranks is not None and bool({LOSS, BATCH_NORM} & {*ranks.accept})
+        groups = _groups(ranks, place) if apart and ranks is not None else []
+        if len(groups) < 2:
+            return call(*args, **kwargs)
+        statistics: list[torch.Tensor] = []
+        terms: list[dict[tuple[nn.Module, str], torch.Tensor]] = []
+        outputs = []
+        with _buffers_left_alone(model):
+            for group in groups:
+                here = _rows_of((args, kwargs), group, len(place[2]))
+                outputs.append(call(*here[0], **here[1]))
+                terms.append(_terms_of(model))
+                statistics = statistics or [buffer.clone() for buffer in _statistics_of(model)]
+        for buffer, kept in zip(_statistics_of(model), statistics, strict=True):
+            buffer.data.copy_(kept)  # autograd has saved it, and does not read it
+        for module, name in terms[0]:
+            setattr(module, name, torch.stack([found[module, name] for found in terms]).mean())
+        return _joined(outputs, groups)
+
+
+@contextmanager
+def _buffers_left_alone(model: nn.Module) -> Iterator[None]:
+    """Have DDP broadcast no buffers, of one process: it writes to what backward has saved."""
+    wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel) and m.require_forward_param_sync]
+    for wrapper in wrappers:
+        wrapper.require_forward_param_sync = False
+    try:
+        yield
+    finally:
+        for wrapper in wrappers:
+            wrapper.require_forward_param_sync = True
+
+
+_Place = tuple[int, int, tuple[str, ...]]
+
+
+def _groups(ranks: AsRanks, place: _Place) -> list[list[int]]:
+    """Return which rows of a forward are those of each rank; nothing where they are not exactly these."""
+    step, number, digests = place
+    waiting: dict[str, list[int]] = {}
+    for position, digest in enumerate(digests):
+        waiting.setdefault(digest, []).append(position)
+    groups = []
+    for rows in ranks.rows:
+        own = rows[step][number] if step < len(rows) and number < len(rows[step]) else ()
+        if any(not waiting.get(digest) for digest in own):
+            return []
+        groups.append([waiting[digest].pop(0) for digest in own])
+    return groups if not any(waiting.values()) and all(groups) else []
+
+
+def _rows_of(tree: Any, group: Sequence[int], count: int) -> Any:
+    if isinstance(tree, torch.Tensor):
+        rows = torch.tensor(group, device=tree.device)
+        return tree.index_select(0, rows) if tree.ndim and len(tree) == count else tree
+    if isinstance(tree, Mapping):
+        return type(tree)({key: _rows_of(value, group, count) for key, value in tree.items()})  # type: ignore[call-arg]  # mypy knows no constructor of a mapping
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(_rows_of(part, group, count) for part in tree))
+    return type(tree)(_rows_of(part, group, count) for part in tree) if isinstance(tree, (list, tuple)) else tree
+
+
+def _joined(outputs: Sequence[Any], groups: Sequence[Sequence[int]]) -> Any:
+    """Return what the ranks' forwards gave as one: rows in their order, and the mean of numbers."""
+    first = outputs[0]
+    if isinstance(first, torch.Tensor):
+        if not first.ndim:
+            return torch.stack(list(outputs)).mean() if first.is_floating_point() else first
+        order = torch.tensor([position for group in groups for position in group], device=first.device).argsort()
+        times = len(first) // len(groups[0])
+        if any(len(one) != times * len(group) for one, group in zip(outputs, groups)):
+            return first
+        rows = torch.cat(list(outputs)).unflatten(0, (-1, times)) if times > 1 else torch.cat(list(outputs))
+        return rows[order].flatten(0, 1) if times > 1 else rows[order]
+    if isinstance(first, Mapping):
+        joined = {key: _joined([one[key] for one in outputs], groups) for key in first}
+        return type(first)(**joined)
+    if isinstance(first, (list, tuple)):
+        parts = [_joined(column, groups) for column in zip(*outputs)]
+        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+    return first
+
+
+def _statistics_of(model: nn.Module) -> list[torch.Tensor]:
+    norms = [
+        m for m in model.modules() if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)) and m.training
+    ]
+    return [buffer for norm in norms for buffer in norm.buffers()]
+
+
+def _terms_of(model: nn.Module) -> dict[tuple[nn.Module, str], torch.Tensor]:
+    """Return the terms of the loss that modules keep as attributes, as a router its balance."""
+    return {
+        (module, name): value
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor) and not value.ndim and value.requires_grad
+    }

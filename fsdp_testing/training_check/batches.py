@@ -1,0 +1,89 @@
+"""What was a forward given? A digest of each row, and copies that outlive the step."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_MOST_ROWS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One outermost forward with gradients; `determines_loss` when a scalar that can be differentiated comes out of it."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    determines_loss: bool
+
+
+class Computed:
+    """What forwards of this step and the one before gave: given to another forward, as by a player to another, it is no data."""
+
+    def __init__(self) -> None:
+        self._now: list[torch.Tensor] = []
+        self._before: list[torch.Tensor] = []
+
+    def add(self, output: Any) -> None:
+        """Take note of what a forward gave; its memory is kept, so that nothing else comes to lie there."""
+        self._now += [tensor.detach() for tensor in tensors_in(output) if _memory(tensor)]
+
+    def end_step(self) -> None:
+        """Forget what was given in the step before."""
+        self._before, self._now = self._now, []
+
+    def others_in(self, tree: Any) -> list[torch.Tensor]:
+        """Return the tensors that no forward gave."""
+        known = {_memory(tensor) for tensor in (*self._before, *self._now)}
+        return [tensor for tensor in tensors_in(tree) if not known or _memory(tensor) not in known]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Return where a tensor lies; 0 where it has no memory of its own, as a DTensor."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors of nested lists, tuples and mappings."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, Mapping):
+        tree = list(tree.values())
+    return [found for part in tree for found in tensors_in(part)] if isinstance(tree, (list, tuple)) else []
+
+
+def on_cpu(tree: Any) -> Any:
+    """Return a copy of nested lists, tuples and mappings with detached tensors on the CPU."""
+    if isinstance(tree, torch.Tensor):
+        return tree.detach().cpu().clone()
+    if isinstance(tree, Mapping):
+        return {key: on_cpu(value) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(on_cpu(part) for part in tree))
+    return type(tree)(on_cpu(part) for part in tree) if isinstance(tree, (list, tuple)) else tree
+
+
+def row_digests(tree: Any) -> tuple[str, ...]:
+    """Return a digest of each row: of the first tensor with rows, and of all others with as many."""
+    found = [tensor.detach().cpu() for tensor in tensors_in(tree) if tensor.ndim]
+    rows = [tensor.contiguous() for tensor in found if len(tensor) == len(found[0])]
+    if not rows:
+        return ()
+    raw = [tensor.reshape(len(tensor), -1).view(torch.uint8) if tensor.numel() else tensor for tensor in rows]
+    return tuple(
+        hashlib.blake2b(b"".join(part[row].numpy().tobytes() for part in raw), digest_size=8).hexdigest()
+        for row in range(min(len(raw[0]), _MOST_ROWS))
+    )
+
+
+def holds_a_loss(output: Any) -> bool:
+    """Whether a scalar that can be differentiated is in what a forward returned."""
+    found = [getattr(output, "loss", None), *tensors_in(output)]
+    return any(isinstance(one, torch.Tensor) and one.ndim == 0 and one.requires_grad for one in found)
