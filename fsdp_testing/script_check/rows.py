@@ -15,8 +15,8 @@ from fsdp_testing.script_check.loaders import LoaderSeen, Pass, of_training
 from fsdp_testing.script_check.whole import WholeRun
 
 _UNKNOWN = (
-    "not compared: how the ranks share the rows of a DataLoader, which are drawn anew each time, made for each rank or not all taken, "
-    "and have no index that means the same row on all ranks"
+    "not compared: how the ranks share the rows of a DataLoader, which are drawn anew each time, made for each rank or not all "
+    "taken, and have no index that means the same row on all ranks"
 )
 
 
