@@ -122,7 +122,7 @@ RUN = Door(
     {"nothing was asked": (NOT_CLAIMED, "what is not claimed is all that was asked, and is named; the exit code is 3")},
     {
         "died after its last report": "a case is a job of its own, whose report is what the job returns: nothing comes after",
-        "leaked": "nothing collects garbage in these ranks; `fuzz`, `certify`, `checkpoints`, `replay` watch",
+        "leaked": "nobody watches models here: `fuzz`, `certify`, `checkpoints` and `replay` do",
     },
 )
 FUZZ = Door(
@@ -181,7 +181,7 @@ _SCRIPT = (
     "died after its last report", "hung always", "undecidable", "nothing was asked",
 )  # fmt: skip
 _NO_CLAIMS = "a script, a loop or an item claims nothing, so that nothing is refused or left out"
-_ONCE = "it runs once on each number of ranks: that another run would end says nothing of it, and the hang is a failure"
+_ONCE = "nothing is run a second time here, so that a hang is a failure"
 TRAIN = Door(
     "train",
     {name: (lambda given, name=name: doors.train(given, name)) for name in _SCRIPT},
