@@ -59,6 +59,10 @@ class Failed(Exception):
         self.table, self.compared, self.output = table, compared, output
 
 
+class Hung(Failed):
+    """Ends the judgement of a world whose ranks did not come back in time, and of which nobody proved a deadlock."""
+
+
 class RunListener(Protocol):
     """Is told of each run of the script."""
 
@@ -135,11 +139,20 @@ class Runner:
         """Run the script on new ranks, in a folder that is removed afterwards unless it is to stay.
 
         Raises:
-            Undecided: It did not come to an optimizer step.
-            Failed: Ranks hung, disagreed about collectives, or made different numbers of steps.
+            Undecided: It did not come to an optimizer step, or hung once and not again.
+            Failed: Ranks hung twice, disagreed about collectives, or made different numbers of steps.
         """
         if stay is not None:
             return self._run_in(stay, size, keep_data, feed, seed)
+        try:
+            return self._run_anew(size, keep_data, feed, seed)
+        except Hung as hung:
+            self._run_anew(size, keep_data, feed, seed)  # the machine may have been slow
+            raise Undecided(
+                f"{hung} Run again, it came to its end: nothing is known of a script that hangs once.", hung.output
+            ) from hung
+
+    def _run_anew(self, size: int, keep_data: bool, feed: Feed | None, seed: int) -> WholeRun:
         folder = Path(self.pool.shared_directory("fsdp-verify-train-"))
         try:
             show_files(Path.cwd(), folder)
@@ -219,8 +232,10 @@ def _ending(outcome: WorldOutcome) -> Exception:
     bad = outcome.diagnosis.first if isinstance(outcome.diagnosis, EndedBadly) else None
     first = bad or next((rank for rank in outcome.ranks if not rank.good), outcome.ranks[0])
     output = tail(first)
+    # A deadlock is proved without waiting; what only took too long may come to its end another time.
+    late = Hung if any(rank.fate is Fate.HUNG for rank in outcome.ranks) else Failed
     if several and outcome.diagnosis is not None and not isinstance(outcome.diagnosis, EndedBadly):
-        return Failed(
+        return late(
             f"{outcome.cause}.{_places(outcome.ranks)} Cause: the ranks do not run the same collectives (an early stop on a "
             "local value, an uneven number of batches, a branch that depends on the rank).",
             output=output,
@@ -235,7 +250,9 @@ def _ending(outcome: WorldOutcome) -> Exception:
         )
     where = _places(outcome.ranks if first.fate in _WAITING else [first])
     said = f"did not end well: {outcome.cause}.{where}"
-    return Failed(said, output=output) if several else Undecided(said, output)
+    if not several:
+        return Undecided(said, output)
+    return late(said, output=output)
 
 
 _WAITING = (Fate.HUNG, Fate.STOPPED)

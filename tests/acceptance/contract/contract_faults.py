@@ -151,6 +151,7 @@ MODEL_ONE_RAISES = _wrapping("MODEL_ONE_RAISES", _raises(ValueError, "rank 1 can
 MODEL_ALL_RAISE = _wrapping("MODEL_ALL_RAISE", _raises(ValueError, "nobody can go on"))
 MODEL_DIES = _wrapping("MODEL_DIES", _dies)
 MODEL_HANGS = _wrapping("MODEL_HANGS", _hangs)
+MODEL_HANGS_ONCE = _wrapping("MODEL_HANGS_ONCE", _hangs_once)
 CLAIMS_NOTHING = replace(_SOUND, name="CLAIMS_NOTHING", capabilities=frozenset({"no_shard"}))
 CLAIMS_LESS = replace(_SOUND, name="CLAIMS_LESS", capabilities=_SOUND.capabilities - {"no_shard"})
 

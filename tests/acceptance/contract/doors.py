@@ -148,7 +148,7 @@ def replay(given: Given, name: str, once: bool = False) -> Ended:
 
 def train(_given: Given, situation: str) -> Ended:
     """`fsdp-verify train`, two steps on two ranks."""
-    limit = str(3 * HANGS_AFTER if situation == "hung always" else PATIENT)
+    limit = str(3 * HANGS_AFTER if situation.startswith("hung") else PATIENT)
     # A script that has made the steps that are compared is ended: to come to its own end it needs to make fewer.
     steps = "10" if situation == "died after its last report" else "2"
     asked = ["train", "--world-sizes", "2", "--steps", steps, "--timeout", limit]
