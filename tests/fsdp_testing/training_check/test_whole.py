@@ -26,6 +26,13 @@ def test_gradients_and_rates_that_differ_together_are_a_sum_for_a_mean():
     assert names == ["loss", "parameter w"]
 
 
+def test_a_rate_that_differs_alone_is_compared_though_parameters_agree():
+    names, left = comparable(quantities(), quantities(rate=0.2), 4)
+    assert "learning rate" in names
+    assert "gradient of w" in names
+    assert left == []
+
+
 def test_everything_is_compared_where_parameters_differ():
     names, left = comparable(quantities(), quantities(parameter=3.1, loss=0.5, rate=0.2), 4)
     assert (len(names), left) == (4, [])
