@@ -11,6 +11,7 @@ from fsdp_testing.operations.batch import Batch
 from fsdp_testing.operations.micro_batches import ForwardBackward, TrainingPass
 from fsdp_testing.operations.operation import Operation
 from fsdp_testing.operations.optimizing import Step
+from fsdp_testing.operations.user_code import expect_refusal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,10 +29,6 @@ FORMS: Mapping[str, str] = {
     "outdated": "outdated_backward",
 }
 """Form of a backward -> the capability that it needs. Those with a feature are drawn."""
-
-
-class NotRefused(Exception):
-    """A backward ran on values that its forward did not compute with, and nothing was said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +105,8 @@ class UnusualBackward(TrainingPass):
 
     def _refused(self, program: RankProgram, loss: Tensor) -> None:
         Step().run(program)
-        try:
-            program.backward(loss)
-        except RuntimeError:
-            program.zero_grad(set_to_none=True)
-            return
-        raise NotRefused(
-            "backward after a step: expected to be refused, since forward computed with other values, got gradients. "
-            "Compare the parameters' versions when backward asks for them."
-        )
+        expect_refusal(lambda: program.backward(loss))
+        program.zero_grad(set_to_none=True)
 
     def replay(self, replay: Replay) -> Results:
         replay.refresh()

@@ -112,11 +112,15 @@ def _slices(name: str, values: torch.Tensor, whole_: torch.Tensor) -> Place | No
         return None
     numbers: dict[bytes, list[int]] = {}
     for number, part in enumerate(whole_.unbind(dim)):
-        numbers.setdefault(part.contiguous().view(torch.uint8).numpy().tobytes(), []).append(number)
-    index = [numbers.get(part.contiguous().view(torch.uint8).numpy().tobytes(), []) for part in values.unbind(dim)]
+        numbers.setdefault(_bytes(part), []).append(number)
+    index = [numbers.get(_bytes(part), []) for part in values.unbind(dim)]
     if any(len(place) != 1 for place in index):
         return None
     return Place(name, tuple(whole_.shape), dim, tuple(place[0] for place in index))
+
+
+def _bytes(values: torch.Tensor) -> bytes:
+    return values.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _beside_others(name: str, values: torch.Tensor, due: Mapping[str, torch.Tensor], known: Places) -> Place | None:

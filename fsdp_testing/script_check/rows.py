@@ -15,8 +15,8 @@ from fsdp_testing.script_check.loaders import LoaderSeen, Pass, of_training
 from fsdp_testing.script_check.whole import WholeRun
 
 _UNKNOWN = (
-    "not compared: how the ranks share the rows of a DataLoader, which are drawn anew each time, made for each rank or not all taken, "
-    "and have no index that means the same row on all ranks"
+    "not compared: how the ranks share the rows of a DataLoader, which are drawn anew each time, made for each rank or not all "
+    "taken, and have no index that means the same row on all ranks"
 )
 
 
@@ -93,7 +93,8 @@ def _of_pass(
         indexed: Whether indices say which row is which.
     """
     here = Counter(expected.indices if indexed else expected.rows)
-    there = Counter(row for share in shares for row in (share.indices if indexed else share.rows))
+    own_rows = [Counter(share.indices if indexed else share.rows) for share in shares]
+    there = sum(own_rows, Counter[str]())
     all_given = all(_is_whole(share, indexed) for share in shares)
     step = sum(loader.batch for loader in ranks)
     twice = sum(count - 1 for count in there.values())
@@ -101,8 +102,9 @@ def _of_pass(
         return ""
     if not all_given and own.due is None:
         return ""  # a stream may begin anew
-    if not all_given:  # padding comes last
-        return _sentence("", 0, twice) if twice else ""
+    if not all_given:  # padding comes last, and a rank that takes a row twice before that draws its rows
+        drawn = any(count > 1 for rows in own_rows for count in rows.values())
+        return _sentence("", 0, twice) if twice and not drawn else ""
     recognised = indexed or {*there} <= {*here}
     lost = (here - there).total() if recognised and _is_whole(expected, indexed) else 0
     size = len(ranks)

@@ -27,6 +27,7 @@ def run(*ranks, steps=(), due=2, indices=None, dataset=(), **options):
         (("ac", "bd"), {}),  # dropped: of five rows the last
         (("aaaa", "aaaa"), {"due": None, "complete": False}),  # a stream that begins anew
         (("ac", "bd"), {"complete": False}),
+        (("aca", "bcd"), {"complete": False}),  # drawn, by a sampler of the script's own
     ],
 )
 def test_what_samplers_and_streams_do_is_no_mistake(ranks, options):
