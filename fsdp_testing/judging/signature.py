@@ -84,8 +84,13 @@ def alike(quantity: str, found: Signature) -> bool:
 
 
 def as_pattern(cause: str) -> str:
-    """Return a cause as the pattern (fnmatch) of the same in another case: numbers and what is named in code are left open."""
-    return re.sub(r"`[^`]*`|\d+", "*", re.sub(r"[\[\]]", "?", cause))
+    """Return a cause as the pattern (fnmatch) of the same in another case: numbers, parameters, names in code are left open."""
+    subject = r"the gradient of \S+( \(and of \d+ more\))?"
+    return re.sub(rf"{subject}|`[^`]*`|\d+", _left_open, re.sub(r"[\[\]]", "?", cause))
+
+
+def _left_open(found: re.Match[str]) -> str:
+    return "the gradient of *" if found[0].startswith("the gradient of") else "*"
 
 
 def operation_kind(case: Case, index: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,15 +10,20 @@ import faults_gradients  # noqa: F401 - registers its faults
 import faults_state  # noqa: F401 - registers its faults
 import pytest
 from fault import FAULTS
+from fuzz_cases import case, micro
 
 from fsdp_testing.campaign import investigation
 from fsdp_testing.campaign.campaign import Campaign, Plan
+from fsdp_testing.campaign.lane import CaseResult
 from fsdp_testing.campaign.tally import CampaignTally
 from fsdp_testing.findings.discovery import Discovery
 from fsdp_testing.findings.known import KnownFailures
 from fsdp_testing.findings.tags import tokens
 from fsdp_testing.implementations import registry
+from fsdp_testing.judging.batch_judge import CaseNote
+from fsdp_testing.judging.signature import Signature
 from fsdp_testing.pool import default_pool
+from fsdp_testing.records import FailureKind
 from fsdp_testing.strategies import Scope
 
 SOME = {
@@ -98,18 +102,20 @@ def test_a_finding_as_plain_as_one_micro_batch_discards_no_case(tmp_path: Path):
     assert mended.statuses == {"passed": 24}
 
 
-def test_a_failure_that_looks_known_and_has_another_cause_is_found(tmp_path: Path):
-    """The first ones that look like a known failure are asked their cause; where it is that one, nothing is reported."""
-    first = campaign("fuzz_faults:WRONG_MEAN", tmp_path / "a", 300, stop_at_first=True).discovered[0]
-    rule = first.rule()
-    ((*looks, cause),) = rule.signatures
-    assert cause, first.cause
-    same = campaign("fuzz_faults:WRONG_MEAN", tmp_path / "b", 24, KnownFailures((rule,)))
-    assert first.key not in [found.key for found in same.discovered]
-    assert same.known[rule.name]
-    other = replace(rule, signatures=((*looks, "the weights from before operation *"),))
-    hidden = campaign("fuzz_faults:WRONG_MEAN", tmp_path / "c", 24, KnownFailures((other,)))
-    assert first.key in [found.key for found in hidden.discovered]
+@pytest.mark.parametrize(
+    ("cause", "is_known"),
+    [("the gradient of b is 2 times what is due; `b` is wrong", True), ("it is of another rank", False), ("", False)],
+)
+def test_a_failure_that_looks_known_is_known_by_its_cause(monkeypatch: pytest.MonkeyPatch, cause: str, is_known: bool):
+    monkeypatch.setattr(investigation, "cause_of", lambda *_: cause)
+    asker = investigation.Investigator("torch-ddp", lambda case: case, lambda case: True, 1.0)
+    looks = Signature(FailureKind.DIVERGED, "gradient", "forward_backward")
+    met = case(micro(1))
+    caused = Discovery("it", looks, met, met, "off", cause="the gradient of a (and of 3 more) is 2 times what is due")
+    alone = CaseResult(met, CaseNote(0, "suspect", "off", signature=looks, at=0))
+    lane = SimpleNamespace(pool=default_pool())
+    known = asker._recognized(lane, alone, KnownFailures((caused.rule(),)))  # type: ignore[arg-type]
+    assert (known is not None) is is_known
 
 
 def test_a_known_failure_is_counted_and_one_whose_example_passes_is_dropped(tmp_path: Path):
