@@ -169,13 +169,20 @@ def _widen(spread: dict[tuple[str, int], torch.Tensor], here: Quantities, there:
         spread[place] = torch.maximum(spread[place], distance) if place in spread else distance
 
 
+_SET = ("learning rate", "setting ")
+
+
 def _room_of(spread: Room, runs: int) -> Room:
     import torch
 
     numbers = sum(tensor.numel() for tensor in spread.values())
     if runs < RUNS:
         # A number that was rounded once, to a coarse grid, may stay where it is by chance beside others that move: wait for more.
-        unmoved = {place: (tensor == 0) & bool(tensor.any()) for place, tensor in spread.items()}
+        # A single number has none beside it; what an optimizer is set by is not rounded.
+        unmoved = {
+            place: (tensor == 0) & (bool(tensor.any()) or (tensor.numel() == 1 and not place[0].startswith(_SET)))
+            for place, tensor in spread.items()
+        }
         spread = {place: tensor.masked_fill(unmoved[place], torch.inf) for place, tensor in spread.items()}
     return {place: room(tensor, numbers, runs) for place, tensor in spread.items()}
 
