@@ -34,6 +34,7 @@ __all__ = [
     "method_called_on",
     "queue_backward_callback",
     "reduce_scatter_flat",
+    "saved_tensor_hooks",
     "saved_tensor_hooks_active",
     "saved_tensor_hooks_allowed",
     "storage_key",
@@ -84,7 +85,13 @@ def hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Re
 
 def saved_tensor_hooks_active() -> bool:
     """Return whether somebody's saved-tensor hooks (checkpointing, offloading of activations) are in force."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return saved_tensor_hooks() is not None
+
+
+def saved_tensor_hooks() -> tuple[Any, Any] | None:
+    """Return the pair of saved-tensor hooks that is in force; None for no hooks."""
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
 
 
 def saved_tensor_hooks_allowed() -> bool:

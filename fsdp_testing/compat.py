@@ -7,6 +7,7 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -112,35 +113,90 @@ def other_threads() -> int:
     return _thread._count()
 
 
-def each_operation(see: Callable[[str, list[Any], list[Any]], None]) -> Any:
-    """Return a context in which `see(name, inputs, results)` is called after each operation that torch computes.
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One operator of torch, and what its schema says of its arguments.
 
-    `name` is as in "aten.add_.Tensor". Backward passes of the CPU are included. A tensor subclass (DTensor) is taken apart
-    first: what it computes with is seen.
+    Attributes:
+        call: Runs it.
+        text: As in "aten.add_.Tensor".
+        namespace: As "aten".
+        name: As "add_".
+        arguments: Name of each argument, whether it is written, and whether a result may share its memory.
+        is_view: Whether a result shares memory of an argument that is not written.
+    """
+
+    call: Callable[..., Any]
+    text: str
+    namespace: str
+    name: str
+    arguments: tuple[tuple[str, bool, bool], ...]
+    is_view: bool
+
+
+@functools.cache
+def _operator(func: Any) -> Operator:
+    schema = func._schema
+    arguments = tuple(
+        (each.name, each.alias_info is not None and each.alias_info.is_write, each.alias_info is not None)
+        for each in schema.arguments
+    )
+    is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
+    return Operator(func, str(func), func.namespace, schema.name.rpartition("::")[2], arguments, is_view)
+
+
+def operators_run_by(run: Callable[[Operator, tuple[Any, ...], dict[str, Any]], Any]) -> Any:
+    """Return a context in which `run(operator, arguments, named arguments)` stands for each operator of this thread.
+
+    Backward passes of the CPU are included. A tensor subclass (DTensor) is taken apart first: what it computes with is run.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Running(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            # DTensor asks for the shape of a result; fakes want their own mode, which comes after this one.
+            if FakeTensor in types:
+                return func(*args, **(kwargs or {}))
+            if any(kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for kind in types):
+                return NotImplemented
+            return run(_operator(func), args, kwargs or {})
+
+    return Running()  # type: ignore[no-untyped-call]  # torch annotates the method, not the constructor
+
+
+def each_operation(see: Callable[[str, list[Any], list[Any]], None]) -> Any:
+    """Return a context in which `see(name, inputs, results)` is called after each operation that torch computes.
+
+    `name` is as in "aten.add_.Tensor". What is seen is what `operators_run_by` runs.
+    """
+    import torch
 
     def tensors(tree: Any) -> list[Any]:
         if isinstance(tree, torch.Tensor):
             return [tree]
         return [found for part in tree for found in tensors(part)] if isinstance(tree, (list, tuple)) else []
 
-    class Seeing(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if (
-                FakeTensor in types
-            ):  # DTensor asks for the shape of a result; fakes want their own mode, which comes after this one
-                return func(*args, **(kwargs or {}))
-            if any(kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for kind in types):
-                return NotImplemented
-            result = func(*args, **(kwargs or {}))
-            # An operation in place on a list returns nothing: it wrote to its first argument.
-            see(str(func), tensors(args), tensors(args[0] if result is None and args else result))
-            return result
+    def run(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = operator.call(*args, **kwargs)
+        # An operation in place on a list returns nothing: it wrote to its first argument.
+        see(operator.text, tensors(args), tensors(args[0] if result is None and args else result))
+        return result
 
-    return Seeing()  # type: ignore[no-untyped-call]  # torch annotates the method, not the constructor
+    return operators_run_by(run)
+
+
+def storage_key(storage: Any) -> int:
+    """Return what identifies the memory of a storage while somebody refers to it; its address is 0 for an empty one."""
+    return int(storage._cdata)
+
+
+def storage_reference(storage: Any) -> Any:
+    """Return a weak reference with `expired()`; Python's own follow the wrapper, of which each tensor makes a new one."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    return StorageWeakRef(storage)
 
 
 class Unversioned:

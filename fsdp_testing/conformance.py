@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from fsdp_testing.backends import backend_named
-from fsdp_testing.errors import BackendUnavailable, InvalidArgument
+from fsdp_testing.errors import BackendUnavailable, InvalidArgument, PoolBroken
 from fsdp_testing.explanation import shortest
 from fsdp_testing.explanation.inquiry import How, Inquiry
 from fsdp_testing.explanation.root_causes import explain_results, happened
@@ -166,7 +166,12 @@ def _portraits(adapters: Mapping[str, Adapter], where: Where, runner: CaseRunner
         for strategy in portrait.STRATEGIES:
             case = portrait.portrait_case(strategy, min(sizes))
             if needs_of(case) | {"unit_trace", "nested_wrapping"} <= adapter.capabilities:
-                yield portrait.take(name, case, runner.on_ranks)
+                try:
+                    yield portrait.take(name, case, runner.on_ranks)
+                except PoolBroken:
+                    if not runner.pool.given_up:
+                        raise
+                    return
 
 
 def run_check(
@@ -277,9 +282,14 @@ def _examine(adapters: Iterable[Adapter], runner: CaseRunner, where: Where, jobs
         examine = partial(validation.validate, adapter, runner.on_ranks, world_size=size)
         return partial(fit.get, (adapter.reference, size), examine)
 
-    with closing(runner.side_by_side([task(adapter) for adapter in adapters], jobs)) as examined:
-        for _ in examined:
-            pass
+    try:
+        with closing(runner.side_by_side([task(adapter) for adapter in adapters], jobs)) as examined:
+            for _ in examined:
+                pass
+    except PoolBroken:
+        # Where there are no worlds any more each check says so, and files are written: a host has vanished.
+        if not runner.pool.given_up:
+            raise
 
 
 def select_checks(patterns: Sequence[str], *, extended: bool = False) -> list[Check]:

@@ -28,8 +28,12 @@ class Ignored:
 
     def union(self, others: Iterable[Ignored]) -> Ignored:
         """Return these together with ``others`` (a parent inherits what its nested units ignore)."""
+        # Units of one call share one object, and most ignore nothing: a model of many units is not many unions.
+        different = {id(other): other for other in others if other.modules or other.params}
+        if not different:
+            return self
         modules, params = set(self.modules), set(self.params)
-        for other in others:
+        for other in different.values():
             modules |= other.modules
             params |= other.params
         return Ignored(frozenset(modules), frozenset(params))

@@ -1,18 +1,20 @@
 """On which stream does which part of a unit's work run, and who waits for whom?
 
-On CUDA: gathers run on the *unshard* stream, casts and host-to-device copies before them on the *pre-unshard*
-stream, gradient casts and reductions on the *post-backward* stream, compute on whatever stream is current. On CPU
-there are no streams; :class:`Streams` has the same methods and does nothing, so that the runtime has one path.
+Gathers run on the *unshard* stream, casts and host-to-device copies before them on the *pre-unshard* stream, gradient
+casts and reductions on the *post-backward* stream, compute on whatever stream is current. Where the device's module
+(``torch.get_device_module``) has no streams, and on the CPU, whose streams do nothing, :class:`Streams` has the same methods
+and does nothing, so that the runtime has one path.
 
 Discipline, in one place: (1) memory is allocated on the stream that fills it; (2) whoever reads on another stream
 first waits for an event; (3) memory freed after use on another stream is recorded there (``record_stream``), so that
-the caching allocator does not hand it out too early. No CUDA call happens before a CUDA unit exists.
+the caching allocator does not hand it out too early. No call to a device happens before a unit on it exists.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,10 +38,11 @@ class _OnItsWay(Later):
     """Values that are copied to memory which the device writes by itself."""
 
     def __init__(self, tensor: Tensor, device: torch.device) -> None:
-        super().__init__(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True))
+        module = torch.get_device_module(device)
+        super().__init__(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=device.type != "cpu"))
         self._tensor.copy_(tensor, non_blocking=True)
-        self._copied = torch.cuda.Event()
-        self._copied.record(torch.cuda.current_stream(device))
+        self._copied = module.Event()
+        self._copied.record(module.current_stream(device))
 
     def values(self) -> list[bool]:
         """Return them; the host waits if the device has not come so far."""
@@ -100,8 +103,8 @@ class Streams:
         """Remember that a full parameter was freed here (see :meth:`limit_gathers`)."""
 
 
-class CudaStreams(Streams):
-    """The streams of one root on one CUDA device; all of its units share them.
+class DeviceStreams(Streams):
+    """The streams of one root on one device; all of its units share them.
 
     Args:
         device: the compute device.
@@ -112,26 +115,27 @@ class CudaStreams(Streams):
 
     def __init__(self, device: torch.device, *, limit_all_gathers: bool) -> None:
         self._device = device
+        self._module = torch.get_device_module(device)
         self._limit = limit_all_gathers
         # High priority: communication that compute waits for goes first on the device.
-        self._unshard = torch.cuda.Stream(device, priority=-1)
+        self._unshard = self._module.Stream(device, priority=-1)
         # Apart from the gathers, so that the next shard is cast or fetched while the present one is gathered.
-        self._pre_unshard = torch.cuda.Stream(device, priority=-1)
-        self._post_backward = torch.cuda.Stream(device, priority=-1)
-        self._frees: deque[torch.cuda.Event] = deque()
+        self._pre_unshard = self._module.Stream(device, priority=-1)
+        self._post_backward = self._module.Stream(device, priority=-1)
+        self._frees: deque[Any] = deque()
 
     def unshard(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._unshard)
+        return self._module.stream(self._unshard)
 
     def pre_unshard(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._pre_unshard)
+        return self._module.stream(self._pre_unshard)
 
     def post_backward(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._post_backward)
+        return self._module.stream(self._post_backward)
 
     def gather_after_compute(self) -> None:
         # Both: a gather without a cast reads the shard itself, on the unshard stream.
-        current = torch.cuda.current_stream(self._device)
+        current = self._module.current_stream(self._device)
         self._unshard.wait_stream(current)
         self._pre_unshard.wait_stream(current)
 
@@ -139,13 +143,13 @@ class CudaStreams(Streams):
         self._unshard.wait_stream(self._pre_unshard)
 
     def compute_after_gather(self) -> None:
-        torch.cuda.current_stream(self._device).wait_stream(self._unshard)
+        self._module.current_stream(self._device).wait_stream(self._unshard)
 
     def reduce_after_compute(self) -> None:
-        self._post_backward.wait_stream(torch.cuda.current_stream(self._device))
+        self._post_backward.wait_stream(self._module.current_stream(self._device))
 
     def compute_after_reduce(self) -> None:
-        torch.cuda.current_stream(self._device).wait_stream(self._post_backward)
+        self._module.current_stream(self._device).wait_stream(self._post_backward)
 
     def host_after_reduce(self) -> None:
         self._post_backward.synchronize()
@@ -154,7 +158,7 @@ class CudaStreams(Streams):
         self._pre_unshard.synchronize()
 
     def used_by_compute(self, tensor: Tensor) -> None:
-        tensor.record_stream(torch.cuda.current_stream(self._device))
+        tensor.record_stream(self._module.current_stream(self._device))
 
     def used_by_reduce(self, tensor: Tensor) -> None:
         tensor.record_stream(self._post_backward)
@@ -170,13 +174,20 @@ class CudaStreams(Streams):
     def note_free(self) -> None:
         if self._limit:
             # On the current stream, which read the freed memory last.
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self._device))
+            event = self._module.Event()
+            event.record(self._module.current_stream(self._device))
             self._frees.append(event)
 
 
 def streams_for(device: torch.device, *, limit_all_gathers: bool) -> Streams:
     """Return the streams for a compute device."""
-    if device.type == "cuda":
-        return CudaStreams(device, limit_all_gathers=limit_all_gathers)
+    if _has_streams(device):
+        return DeviceStreams(device, limit_all_gathers=limit_all_gathers)
     return Streams()
+
+
+def _has_streams(device: torch.device) -> bool:
+    if device.type == "cpu":
+        # torch's own do nothing; whoever puts others in their place watches what is asked of them.
+        return torch.cpu.Stream.__module__ != "torch.cpu"
+    return device.type != "meta" and hasattr(torch.get_device_module(device), "Stream")

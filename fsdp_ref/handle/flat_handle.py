@@ -143,7 +143,7 @@ class FlatHandle:
         """Make ``dtype`` the original dtype: the user cast the whole model. The shard is converted, buffers dropped."""
         self.reshard()
         self.precision = Precision.of(dtype, self.config.mixed_precision)
-        self.replace_shard(self.shard_S.to(dtype))
+        self.replace_shard(offload.another_home(self.shard_S, dtype))
         for buffer in self._buffers.values():
             buffer.free()
         self._buffers.clear()
@@ -304,7 +304,8 @@ class FlatHandle:
             "_views": {},
             "_cast_S": None,
         }
-        vars(copied).update({**vars(self), **fresh, "streams": Streams(), "shard_S": self.shard_S.detach().clone()})
+        vars(copied).update({**vars(self), **fresh, "streams": Streams()})
+        vars(copied)["shard_S"] = offload.another_home(self.shard_S, self.shard_S.dtype)
         vars(copied).update(module=copy.deepcopy(self.module, memo))
         flat = like_flat(copy.deepcopy(self.flat_param, memo), self.flat_param)
         set_data(flat, copied.shard_S)

@@ -14,6 +14,27 @@ import torch
 from torch import Tensor
 
 from fsdp_ref.layout import ShardMap
+from fsdp_ref.storage.offload import upload
+
+
+def _firsts(shard_map: ShardMap) -> tuple[Tensor, Tensor]:
+    """Return the first element of each parameter in each shard, in flat order, and whose it is; on the host.
+
+    A shard begins in the gathered buffer where it begins in the flat one. With many ranks there are many: no loop over them.
+    """
+    layout = shard_map.layout
+    spans = [(index, layout.span(index)) for index, spec in enumerate(layout.params) if spec.numel]
+    starts = torch.tensor([span.start for _, span in spans], dtype=torch.int64)
+    stops = torch.tensor([span.stop for _, span in spans], dtype=torch.int64)
+    indices = torch.tensor([index for index, _ in spans], dtype=torch.int64)
+    cuts = torch.arange(shard_map.world_size, dtype=torch.int64) * shard_map.shard_numel
+    inside = torch.searchsorted(starts, cuts, right=True) - 1
+    holder = inside.clamp(min=0)
+    cut_through = (inside >= 0) & (starts[holder] < cuts) & (cuts < stops[holder]) if spans else cuts < 0
+    places = torch.cat([starts, cuts[cut_through]])
+    owners = torch.cat([indices, indices[holder[cut_through]]])
+    places, order = places.sort()
+    return places, owners[order]
 
 
 class UsageMarks:
@@ -25,22 +46,30 @@ class UsageMarks:
     """
 
     def __init__(self, shard_map: ShardMap, rank: int, device: torch.device) -> None:
-        pieces = [(each, piece) for each in range(shard_map.world_size) for piece in shard_map.param_spans(each)]
-        self.owners = [piece.param_index for _, piece in pieces]
-        self.my_owners = [piece.param_index for each, piece in pieces if each == rank]
-        places = [each * shard_map.shard_numel + piece.offset_in_shard for each, piece in pieces]
-        mine = [piece.offset_in_shard for each, piece in pieces if each == rank]
-        self._places = torch.tensor(places, dtype=torch.int64, device=device)
-        self._mine = torch.tensor(mine, dtype=torch.int64, device=device)
+        places, owners = _firsts(shard_map)
+        mine = shard_map.param_spans(rank)
+        self.owners: list[int] = owners.tolist()
+        self.my_owners = [piece.param_index for piece in mine]
+        self._places = places.to(device)
+        self._mine = torch.tensor([piece.offset_in_shard for piece in mine], dtype=torch.int64).to(device)
+        # The latest masks of unused marks: which parameters are used hardly ever changes.
+        self._masks: dict[bool, tuple[tuple[bool, ...], Tensor]] = {}
 
     def stamp(self, flat: Tensor, used: Sequence[bool], *, shard: bool = False) -> None:
         """Mark in ``flat`` which parameters have a gradient; after casts and divisions, which may underflow to -0.0."""
         places, owners = (self._mine, self.my_owners) if shard else (self._places, self.owners)
         marks = flat.index_select(0, places).add_(0.0)
         if not all(used):
-            unused = torch.tensor([not used[owner] for owner in owners], dtype=torch.bool, device=flat.device)
-            marks.masked_fill_(unused, -0.0)
+            marks.masked_fill_(self._mask(used, owners, flat.device, shard=shard), -0.0)
         flat.index_copy_(0, places, marks)
+
+    def _mask(self, used: Sequence[bool], owners: Sequence[int], device: torch.device, *, shard: bool) -> Tensor:
+        key = tuple(used)
+        latest, mask = self._masks.get(shard, ((), None))
+        if mask is None or latest != key:
+            mask = upload([not used[owner] for owner in owners], torch.bool, device)
+            self._masks[shard] = key, mask
+        return mask
 
     def unused(self, flat: Tensor, *, shard: bool = False) -> Tensor:
         """Return which marked elements say that no rank has a gradient; on the device, so that nobody waits for it."""

@@ -179,6 +179,7 @@ def exit_forward(frame: Frame, output: Any) -> Any:
         except BaseException:
             calls.abort(frame)
             raise
+        unit.unguarded = frame.record is not None and frame.record.tracked and not root.saves_views()
         calls.close(frame)
         if not frame.replay:
             root.order.post_forward(root.index[unit])

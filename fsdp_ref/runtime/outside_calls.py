@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fsdp_ref.annotations import OWNERS_KEY
-from fsdp_ref.compat import method_called_on
+from fsdp_ref.compat import in_backward, method_called_on
 from fsdp_ref.errors import FsdpRuntimeError, explain, listing
 from fsdp_ref.handle.originals import Shown
 
@@ -39,6 +39,16 @@ def _refuse_sharded(module: nn.Module, args: Any) -> None:
             continue
         fqns = [site.fqn for managed in handle.originals.managed for site in managed.sites if site.module is module]
         method = method_called_on((unit.holder, unit.module, *unit.modules))
+        if in_backward():
+            raise FsdpRuntimeError(
+                explain(
+                    f"{type(module).__name__}, run again in backward (activation checkpointing)",
+                    expected=f"full parameters, which {unit!r} has from the first gradient of one of its outputs on",
+                    got=f"sharded ones: {listing(fqns)}; its outputs hold no tensor that could be seen",
+                    remedy="Return tensors from forward, or tuples, lists, dicts or dataclasses of them, and no object of "
+                    "another class, or make what is checkpointed a unit of its own",
+                )
+            )
         raise FsdpRuntimeError(
             explain(
                 f"{type(unit.module).__name__}.{method or 'forward of a module inside'}",

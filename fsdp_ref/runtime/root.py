@@ -187,6 +187,11 @@ class Root:
             return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
+    def saves_views(self) -> bool:
+        """Return whether what autograd saves now is packed by :meth:`watch_saved_tensors`, and not by somebody else's hooks."""
+        hooks = compat.saved_tensor_hooks()
+        return hooks is not None and hooks[0] is self._pack
+
     def end_forward(self) -> None:
         """The outermost forward call ended: free gathers that nobody used. What the graph needs it keeps by now."""
         # Outputs have their hooks, which keep the records from here on; a graph that is dropped drops them.

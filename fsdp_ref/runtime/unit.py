@@ -65,6 +65,7 @@ class Unit:
         ahead: who asked for full parameters ahead of need; None for nobody.
         state_dict_settings: in which form its state is saved and loaded.
         awaits_backward: an output of the latest forward may be differentiated.
+        unguarded: autograd saved views of the latest forward, and not by way of our hooks.
         backward_task: the backward pass that state BACKWARD began in, -1 in other states.
     """
 
@@ -101,6 +102,7 @@ class Unit:
         self.sync_gradients = True
         self.ahead: Ahead | None = None
         self.awaits_backward = False
+        self.unguarded = False
         self.backward_task = -1
         # Kept here, not by unit elsewhere: when collecting a state raises no hook comes after, and all goes together.
         self.open_state: OpenState | None = None
@@ -204,7 +206,7 @@ class Unit:
 
     def end_pass(self) -> None:
         """Forget what the latest forward and backward left to do; gathered parameters are another matter."""
-        self.awaits_backward = False
+        self.awaits_backward = self.unguarded = False
         self.backward_task = -1
 
     def reshard(self, reason: ReshardReason) -> None:
@@ -278,6 +280,10 @@ class Unit:
             return False
         # Where no output can be differentiated no backward will come that frees (one that enters elsewhere gathers anew).
         for_good = not torch.is_grad_enabled() or not self.awaits_backward
+        if for_good and self.unguarded:
+            # Under somebody else's hooks autograd holds the views themselves, and an output of a kind that nobody looks
+            # into (an object of the user's) may lead there: the end of backward frees.
+            return False
         return for_good or (self.config.reshards_after_forward and not self.is_root)
 
     def _frees_after_backward(self, handle: FlatHandle) -> bool:

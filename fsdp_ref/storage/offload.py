@@ -6,8 +6,21 @@ two do not block the host; who waits for them stands in ``comm.streams`` (``host
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+
+def upload(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a few values on a device, without stopping the host: from memory of other kinds it would wait for its copy."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def another_home(shard_S: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a copy of a shard at its home in ``dtype``, in memory of the same kind."""
+    copied = shard_S.detach().to(dtype, copy=True)
+    return copied.pin_memory() if shard_S.is_pinned() else copied
 
 
 def send_home(shard_S: Tensor, device: torch.device, *, offload: bool) -> Tensor:

@@ -70,7 +70,7 @@ def clip_grad_norm_(unit: Unit, max_norm: float, norm_type: float = 2.0) -> Tens
     own = _unmanaged(root, replicated=False)
     axis = root.tensor_group
     means = GradientPart(tuple(_means(own, unit)), counted=axis is None or axis.rank() == 0)
-    norm = total_norm([*parts, means], p, unit.config.device, axis)
+    norm = total_norm([*parts, means], p, unit.config.device, axis, _usual_dtype(root, own))
     scale_to([grad for part in parts for grad in part.grads], norm, max_norm)
     scale_to([param.grad for param in own if param.grad is not None], norm, max_norm)
     home = torch.device("cpu") if unit.config.cpu_offload.offload_params else unit.config.device
@@ -123,6 +123,14 @@ def _parts(root: Root) -> list[GradientPart]:
     found.setdefault((None, True), []).extend(whole)
     parts = sorted(found.items(), key=lambda item: item[0][0] is None)
     return [GradientPart(tuple(grads), group, equal_counts or not equal) for (group, equal), grads in parts]
+
+
+def _usual_dtype(root: Root, own: Sequence[nn.Parameter]) -> torch.dtype | None:
+    """Return the dtype that all gradients of the tree have, on all ranks, unless somebody replaced one; None for several."""
+    dtypes = {param.dtype for param in (*own, *_unmanaged(root, replicated=True))}
+    handles = [unit.handle for unit in root.units if unit.handle is not None]
+    dtypes |= {handle.precision.grad for handle in handles if any(handle.originals.trainable())}
+    return dtypes.pop() if len(dtypes) == 1 else None
 
 
 def _unmanaged(root: Root, *, replicated: bool) -> list[nn.Parameter]:

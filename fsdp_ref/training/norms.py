@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fsdp_ref.comm.collectives import collectives_for
 from fsdp_ref.errors import FsdpValueError, explain
+from fsdp_ref.storage.offload import upload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,11 +72,17 @@ class TotalNorm:
         The factor is computed from the unrounded value: a float16 infinity would turn all gradients into zeros.
         """
         low = self.value.to(self.dtype)
+        if self.dtype is not torch.float16:
+            return low  # of the same range as float32: nothing to look at, which the host would wait for
         return low if low.isfinite() or not self.value.isfinite() else self.value.to(torch.float32)
 
 
 def total_norm(
-    parts: Sequence[GradientPart], norm_type: float, device: torch.device, across: dist.ProcessGroup | None = None
+    parts: Sequence[GradientPart],
+    norm_type: float,
+    device: torch.device,
+    across: dist.ProcessGroup | None = None,
+    usual: torch.dtype | None = None,
 ) -> TotalNorm:
     """Return the norm of all gradients together, the same on every rank of each group.
 
@@ -85,6 +92,8 @@ def total_norm(
         device: where collectives run.
         across: ranks that hold other parts of the same parameters, and equal gradients of others (tensor parallelism).
             Of equal ones one rank's are ``counted``: all get the same number, whatever their last bits are.
+        usual: the dtype that all gradients of all ranks have unless somebody replaced some. A rank whose own have it
+            does not ask further: reading what others have would make the host wait for its device.
 
     Returns:
         The norm as a 0-dim tensor, with the dtype that the gradients of all ranks promote to; float32, after a warning,
@@ -104,6 +113,9 @@ def total_norm(
             sums = torch.maximum(sums, mine) if math.isinf(p) else sums + mine
     if across is not None:
         collectives_for(across, device).all_reduce(sums, across, "clip_grad_norm_", op=op).wait()
+    total = sums[0] if math.isinf(p) or p == 0 else sums[0].pow(1.0 / p)
+    if usual is not None and {grad.dtype for part in parts for grad in part.grads} == {usual}:
+        return TotalNorm(total, usual)
     dtypes = [dtype for dtype, count in zip(_DTYPES, sums[1:].tolist(), strict=True) if count]
     if not dtypes:
         warnings.warn(
@@ -113,7 +125,6 @@ def total_norm(
             stacklevel=4,
         )
         return TotalNorm(sums[0], torch.float32)
-    total = sums[0] if math.isinf(p) or p == 0 else sums[0].pow(1.0 / p)
     return TotalNorm(total, reduce(torch.promote_types, dtypes))
 
 
@@ -133,15 +144,20 @@ def _local_sums(grads: Sequence[Tensor], p: float, device: torch.device) -> Tens
     else:
         joined = torch.stack(powers).pow(p or 1.0).sum()
     present = {grad.dtype for grad in grads}
-    flags = torch.tensor([float(dtype in present) for dtype in _DTYPES], dtype=torch.float64, device=device)
+    flags = upload([float(dtype in present) for dtype in _DTYPES], torch.float64, device)
     return torch.cat([joined.reshape(1), flags])
 
 
 def scale_to(grads: Sequence[Tensor], norm: TotalNorm, max_norm: float) -> None:
     """Multiply ``grads`` in place by ``max_norm / (norm + 1e-6)``, at most 1.
 
-    The multiplication is made even where the factor is 1, so that no rank has to read the norm back from its device.
+    The multiplication is made even where the factor is 1, so that no rank has to read the norm back from its device;
+    only gradients that are on the host need it there.
     """
     factor = torch.clamp(float(max_norm) / (norm.value + 1e-6), max=1.0)
+    factors: dict[tuple[torch.device, torch.dtype], Tensor] = {}
     for grad in grads:
-        grad.detach().mul_(factor.to(device=grad.device, dtype=torch.promote_types(grad.dtype, torch.float32)))
+        kind = grad.device, torch.promote_types(grad.dtype, torch.float32)
+        if kind not in factors:
+            factors[kind] = factor.to(*kind)
+        grad.detach().mul_(factors[kind])

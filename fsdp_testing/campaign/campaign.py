@@ -237,7 +237,7 @@ class Campaign:
         rule = self._known_as(asked, note)
         if rule is not None and note.signature is not None:
             self._queue_variants(asked, note, rule)
-            if rule.asks_cause(note.signature) and self._is_sampled(rule):
+            if note.cause is None and rule.asks_cause(note.signature) and self._is_sampled(rule):
                 tally.statuses["suspect"] += 1
                 return True
             tally.known[rule.name] += 1
@@ -263,7 +263,7 @@ class Campaign:
         """The rule that knows a failure, as far as its looks say."""
         if note.signature is None:
             return None
-        rule = self._known.recognize(note.signature, asked.case, note.at)
+        rule = self._known.recognize(note.signature, asked.case, note.at, note.cause)
         if rule is None:
             rule = self._known.fitting(self._also.get(note.signature, ()), asked.case, note.at)
             if rule is None or (self.tally.known[rule.name] + 1) % _INVESTIGATED_LATER_ONE_IN == 0:
@@ -273,7 +273,7 @@ class Campaign:
     def _queue_variants(self, asked: Asked, note: CaseNote, rule: Rule) -> None:
         """Run the case without what brings about each known failure that it may be, for what that may have hidden."""
         assert note.signature is not None
-        others = self._known.recognizing(note.signature, asked.case, note.at)
+        others = self._known.recognizing(note.signature, asked.case, note.at, note.cause)
         for one in {one.name: one for one in (rule, *others)}.values():
             self._queue.add_variant(asked, one, self._drawer.shape, self._fair)
 
@@ -345,5 +345,6 @@ class Campaign:
                 turns=self._turns,
                 shard=self._plan.shard,
                 drawn_by=self._plan.drawn_by,
+                known_by=self._plan.known.digest,
             )
         )

@@ -106,15 +106,16 @@ class Investigator:
             self._cause(lane, kept.case) if confirmed and signature.kind in WRONG_NUMBERS else "",
         )
         # While it shrank it may have turned into what is known already.
-        again = known.recognize(signature, kept.case, kept.note.at, found.cause) if confirmed else None
+        cause = kept.note.cause if kept.note.cause is not None else found.cause
+        again = known.recognize(signature, kept.case, kept.note.at, cause) if confirmed else None
         return Investigated(met_as, found, again)
 
     def _recognized(self, lane: Lane, alone: CaseResult, known: KnownFailures) -> Rule | None:
         """The rule that knows a failure, by its cause where the rule names one."""
         signature, at = alone.note.signature, alone.note.at
         assert signature is not None
-        rule = known.recognize(signature, alone.case, at)
-        if rule is None or not rule.asks_cause(signature):
+        rule = known.recognize(signature, alone.case, at, alone.note.cause)
+        if rule is None or alone.note.cause is not None or not rule.asks_cause(signature):
             return rule
         return known.recognize(signature, alone.case, at, self._cause(lane, alone.case))
 

@@ -109,11 +109,13 @@ def joined_progress(states: list[Progress]) -> Progress:
         unfinished=tuple(sorted(unfinished)),
         turns={name: turn for state in states for name, turn in state.turns.items()},
         drawn_by=states[0].drawn_by,
+        known_by=states[0].known_by,
     )
 
 
 def _alike(state: Progress) -> dict[str, object]:
-    return {"implementation": state.implementation, "cases by": state.drawn_by}
+    rules = state.known_by or "not recorded"
+    return {"implementation": state.implementation, "cases by": state.drawn_by, "known failures": rules}
 
 
 def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:

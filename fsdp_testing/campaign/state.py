@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fsdp_testing.errors import InvalidRecord
-from fsdp_testing.records.document import Format, decode, read_text
+from fsdp_testing.records.document import ADDED_LATER, Format, decode, read_text
 from fsdp_testing.report.files import write_atomically
 
 FORMAT = Format("fsdp_testing/fuzz_state", 3)
@@ -35,6 +35,7 @@ class Progress:
         turns: In which run the example of each known failure ran last, the first run being 0.
         shard: `(i, n)`: it draws every n-th case, the i-th first; its own cases are numbered from 0.
         drawn_by: What cases follow from, besides the implementation: seed and options. Empty before version 3.
+        known_by: Digest of the known failures that were given; empty in states of earlier versions.
     """
 
     implementation: str
@@ -49,6 +50,7 @@ class Progress:
     turns: Mapping[str, int] = field(default_factory=dict)
     shard: tuple[int, int] = (1, 1)
     drawn_by: str = ""
+    known_by: str = field(default="", metadata=ADDED_LATER)
 
 
 def read_progress(path: Path) -> Progress:

@@ -193,31 +193,35 @@ class Exchange:
     def _run(self, place: Place, items: Sequence[Item]) -> Iterator[tuple[Item, Judged]]:
         for start in range(0, len(items), ITEMS_AT_ONCE):
             some = items[start : start + ITEMS_AT_ONCE]
-            done = 0
+            done, lost = 0, ""
             while done < len(some):
-                verdicts = self._attempt(place, some[done:])
+                verdicts, cause = self._attempt(place, some[done:])
+                if lost and verdicts[0].verdict is Verdict.PASS:
+                    # In this item ranks were lost, or by what an earlier one left behind.
+                    verdicts[0] = _twice(lost, "it held")
                 yield from zip(some[done:], verdicts)
-                done += len(verdicts)
+                done, lost = done + len(verdicts), cause
 
-    def _attempt(self, place: Place, items: Sequence[Item]) -> list[Judged]:
-        """Run items, and return the verdicts of those that came to an end; at least of one."""
+    def _attempt(self, place: Place, items: Sequence[Item]) -> tuple[list[Judged], str]:
+        """Run items, and return the verdicts of those that came to an end, at least of one, and what ended the next one."""
         outcome, judged = self._once(place, items)
         ended = judged.index(None) if None in judged else len(judged)
         verdicts = [verdict for verdict in judged[:ended] if verdict is not None]
         if not outcome.ok and ended == len(judged) and all(one.verdict is Verdict.PASS for one in verdicts):
             # Something went wrong that no item reported: after the last one, since the others had a next one.
-            return [*verdicts[:-1], Judged(Verdict.FAIL, _cause(outcome))]
+            return [*verdicts[:-1], Judged(Verdict.FAIL, _cause(outcome))], ""
         if verdicts:
-            return verdicts
+            return verdicts, _cause(outcome) if ended < len(judged) and _lost(outcome) else ""
         # The machine may have been slow: what dies or hangs has to do it alone too.
         again, judged = self._once(place, items[:1])
         if judged[0] is not None:
-            return [judged[0]]
+            held = judged[0].verdict is Verdict.PASS and _lost(outcome)
+            return [_twice(_cause(outcome), "it held") if held else judged[0]], ""
         # How the other ranks end depends on who notices first; a death is a death, and a hang a hang.
         died, died_again = (any(rank.fate is Fate.DIED for rank in one.ranks) for one in (outcome, again))
-        same = died == died_again
-        said = _cause(again) if same else f"different results: first {_cause(outcome)}; then, alone, {_cause(again)}"
-        return [Judged(Verdict.FAIL if same else Verdict.UNKNOWN, said[:_REASON_LENGTH])]
+        if died != died_again:
+            return [_twice(_cause(outcome), _cause(again))], ""
+        return [Judged(Verdict.FAIL, _cause(again)[:_REASON_LENGTH])], ""
 
     def _once(self, place: Place, items: Sequence[Item]) -> tuple[WorldOutcome, list[Judged | None]]:
         with tempfile.TemporaryDirectory(dir=self._scratch) as directory:
@@ -235,10 +239,9 @@ class Exchange:
                 judge.release()
         if not answer.ok:
             raise PoolBroken(f"the judge of {place.name} was lost. {answer.describe()}")
-        lost = any(rank.fate in (Fate.DIED, Fate.HUNG) for rank in outcome.ranks)
         verdicts: list[Judged | None] = answer.ranks[0].value
         # What survivors of a death raise is its echo.
-        return outcome, [None if one is not None and one.alone and lost else one for one in verdicts]
+        return outcome, [None if one is not None and one.alone and _lost(outcome) else one for one in verdicts]
 
 
 def _result(saver: str, loader: str, item: Item, judged: Judged) -> Result:
@@ -247,6 +250,14 @@ def _result(saver: str, loader: str, item: Item, judged: Judged) -> Result:
 
 def _has_optimizer(adapter: Adapter) -> bool:
     return "optim_state" in adapter.capabilities and "optimizer_pieces" in adapter.capabilities
+
+
+def _lost(outcome: WorldOutcome) -> bool:
+    return any(rank.fate in (Fate.DIED, Fate.HUNG) for rank in outcome.ranks)
+
+
+def _twice(first: str, then: str) -> Judged:
+    return Judged(Verdict.UNKNOWN, f"different results: first {first}; then, alone, {then}"[:_REASON_LENGTH])
 
 
 def _cause(outcome: WorldOutcome) -> str:

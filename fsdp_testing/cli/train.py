@@ -152,12 +152,12 @@ class _Listener:
 
 
 def _write(report: ScriptReport, options: argparse.Namespace, console: Output, seconds: float) -> None:
+    if options.html is None and options.json is None:
+        return
     from fsdp_testing.conformance import environment
     from fsdp_testing.report import write_atomically
     from fsdp_testing.report.script_page import script_text
 
-    if options.html is None and options.json is None:
-        return
     facts = {
         "arguments": options.arguments,
         "steps": options.steps,

@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdp_testing.findings.known import Rule
 from fsdp_testing.findings.tags import tags, tokens
-from fsdp_testing.judging.signature import Signature
+from fsdp_testing.judging.signature import Signature, as_pattern
 from fsdp_testing.records import Case, Overrun
 from fsdp_testing.records.document import Format, decode, encode
 
@@ -70,13 +70,14 @@ class Discovery:
         return f"{self.implementation}: after {what or 'wrapping'}: {self.signature}. {self.reason}"
 
     def rule(self) -> Rule:
-        """Return the rule by which a campaign knows it when it meets it again."""
-        names = tokens(self.case)
+        """Return the rule by which a campaign knows it when it meets it again: by its cause, where that was found."""
+        names, cause = tokens(self.case), as_pattern(self.cause.partition("; ")[0])
+        cause = cause if self.overrun is None else self.overrun.more
         plain = ("forward_backward", "step", "observe")
         return Rule(
             self.name,
             self.reason[:200],
-            signatures=(tuple(self.signature),),
+            signatures=((*self.signature, cause) if cause else tuple(self.signature),),
             operations=names,
             tags=tuple(sorted(tag for tag in tags(self.case) if tag not in (*_PLAIN, *_PLAIN_NEEDS))),
             without=next((name for name in reversed(names) if name not in plain), ""),

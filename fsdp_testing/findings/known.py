@@ -7,6 +7,7 @@ again: a rule whose example passes is dropped.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -21,7 +22,6 @@ from fsdp_testing.records import ENDS_RANKS, Case, FailureKind, ModelSpec, World
 from fsdp_testing.records.document import Format, decode, encode, load_json, to_json
 
 FORMAT = Format("fsdp_testing/known_failures", 2)
-WRONG_NUMBERS = frozenset({FailureKind.DIVERGED, FailureKind.DISAGREED})
 SHIPPED = Path(__file__).parent / "known_failures"
 
 
@@ -53,7 +53,9 @@ class Rule:
         reason: What goes wrong, in one sentence.
         link: Where it is reported or documented.
         signatures: What it looks like, in each way that it was seen: kind, quantity (of an exception its beginning),
-            operation; what is not given may be anything.
+            operation, and what one process would have to do to give its wrong numbers, as a pattern (fnmatch) of a part of
+            that sentence; what is not given may be anything. A campaign asks the cause of the first failures that it knows
+            by such a rule, and of every so many later ones.
         operations: Tokens that occur in this order (others may lie between them); empty matches any program. A token
             may end in `*`; `@backward`, `@local`, `@reduced`, `@trained`, `@new_model`, `@new_optimizer` and
             `@optimizer_saved` are any operation that does this (`tags.words_of`); `begin`, which is new too, stands before
@@ -64,8 +66,6 @@ class Rule:
             without them, for what it may have hidden. Empty where no such operation is known.
         instead: What of the case is other in that run, by field, where no operation brings the failure about:
             `{"world": {"mesh": [1, 2]}}` leaves the size of the world as it is.
-        cause: What one process would have to do to give its wrong numbers, or a part of that, as a pattern (fnmatch): a campaign
-            asks the first failures that it knows by this rule, and every so many later ones. Empty where no cause is found.
         example: A case that fails because of it, to notice when it no longer does.
         unlike: The case nearest to it that was seen to pass: the rule may not ask for less than what it lacks.
     """
@@ -79,7 +79,6 @@ class Rule:
     tags: tuple[str, ...] = ()
     without: str = ""
     instead: Mapping[str, Any] = field(default_factory=dict)
-    cause: str = ""
     example: Any = None
     unlike: Any = None
 
@@ -99,11 +98,15 @@ class Rule:
 
     def asks_cause(self, signature: Signature) -> bool:
         """Return whether a failure that looks so is this one only by its cause."""
-        return bool(self.cause) and signature.kind in WRONG_NUMBERS and " has another " not in signature.quantity
+        causes = self._causes(signature)
+        return bool(causes) and all(causes)
 
     def is_by_cause(self, signature: Signature, cause: str | None) -> bool:
         """Return whether the cause of a failure, where it was looked for, is that of this one."""
-        return cause is None or not self.asks_cause(signature) or fnmatchcase(cause, f"*{self.cause}*")
+        return cause is None or any(fnmatchcase(cause, f"*{known}*") for known in self._causes(signature))
+
+    def _causes(self, signature: Signature) -> list[str]:
+        return [(*known, "", "", "")[3] for known in self.signatures if _looks_like(known, signature)]
 
     def variant(self, case: Case) -> Case | None:
         """Return the case without what brings the failure about; None where nothing is left, or nobody knows how."""
@@ -176,6 +179,11 @@ class KnownFailures:
     """The known failures of one implementation."""
 
     rules: tuple[Rule, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """Return what differs where rules do."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def recognize(
         self, signature: Signature, case: Case, at: int | None = None, cause: str | None = None

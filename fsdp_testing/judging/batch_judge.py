@@ -52,6 +52,11 @@ class CaseNote:
     overrun: Overrun | None = None
     at: int | None = None
 
+    @property
+    def cause(self) -> str | None:
+        """Its cause, as far as the judge knows it: by how much communication is too much; None where nobody has looked."""
+        return self.overrun.more if self.overrun is not None and self.overrun.more else None
+
 
 def judge_batch(
     adapter: Adapter, cases: Sequence[Case], size: int, directory: str, observe_all: bool

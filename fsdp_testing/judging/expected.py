@@ -10,14 +10,13 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.judging.signature import alike, signature_of
+from fsdp_testing.judging.signature import alike, as_pattern, signature_of
 from fsdp_testing.records import (
     LOSES_RANKS,
     RAISES,
@@ -209,12 +208,11 @@ def look_of(finding: Finding) -> str:
 def entry_of(finding: Finding) -> ExpectedFailure:
     """Return the entry that expects a finding; its reason and page are for a person to write.
 
-    Numbers in the cause (of operations, ranks, and how many more are wrong) are left open.
+    What the cause says of operations, ranks, units and how many more are wrong is left open.
     """
     look = signature_of(finding)
     happened = finding.happened or (finding.shortest.happened if finding.shortest is not None else "")
-    cause = re.sub(r"\d+", "*", re.sub(r"[\[\]]", "?", happened))
-    return ExpectedFailure("WHY", look.kind, look.quantity, look.operation, cause=cause, page="PAGE")
+    return ExpectedFailure("WHY", look.kind, look.quantity, look.operation, cause=as_pattern(happened), page="PAGE")
 
 
 def entry_line(check: str, findings: Iterable[Finding]) -> str:

@@ -83,6 +83,11 @@ def alike(quantity: str, found: Signature) -> bool:
     return begins or found.quantity.strip() == quantity.strip()
 
 
+def as_pattern(cause: str) -> str:
+    """Return a cause as the pattern (fnmatch) of the same in another case: numbers and what is named in code are left open."""
+    return re.sub(r"`[^`]*`|\d+", "*", re.sub(r"[\[\]]", "?", cause))
+
+
 def operation_kind(case: Case, index: int) -> str:
     """Return the kind of operation `index`; building, and the end of the program, have names of their own."""
     if index < 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -50,6 +51,12 @@ def _make_call(key: tuple[Any, ...], waits_for: int) -> Call:
         return Call((operation, detail, text, sizes[0]), f"{name} {text}{list(shapes)}", waits_for)
     listed = list(map(list, shapes)) if len(shapes) <= 4 else f"[{len(shapes)} tensors]"
     return Call((operation, detail, text, sizes), f"{name} {text}{listed}", waits_for)
+
+
+@functools.lru_cache(maxsize=1024)
+def on_meta(call: Call) -> Call:
+    """Return the same collective of tensors on the meta device: torch takes it and moves nothing, so no peer can join it."""
+    return Call((*call.what, "meta"), f"{call.text} on the meta device (moves nothing)", WAITS_FOR_NOBODY)
 
 
 # By number: hashing and comparing the compiled enum costs more than the rest of the record.

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_testing.compat import collective_options, process_group_named
-from fsdp_testing.ledger.calls import call_for, reduce_op_name
+from fsdp_testing.ledger.calls import call_for, on_meta, reduce_op_name
 from fsdp_testing.ledger.records import WAITS_FOR_ALL, WAITS_FOR_NOBODY, Call
 
 
@@ -126,7 +126,11 @@ def _method(options: str, call: Callable[..., Call]) -> MethodReader:
             args = (*args, opts)
         if len(args) != count or args[-1].__class__ is not kind:
             return None
-        return call(group, *args), not args[-1].asyncOp
+        first = args[0]
+        while first.__class__ is list and first:
+            first = first[0]
+        found = call(group, *args)
+        return on_meta(found) if getattr(first, "is_meta", False) else found, not args[-1].asyncOp
 
     return read
 

@@ -17,7 +17,7 @@ from torch import nn
 from fsdp_testing.errors import HarnessError, InvalidArgument
 from fsdp_testing.implementations.registry import load
 from fsdp_testing.model_check.training import ModelSteps, ModelTraining, train_here
-from fsdp_testing.pool import Pool, default_pool
+from fsdp_testing.pool import Fate, Pool, WorldOutcome, default_pool
 from fsdp_testing.pool.targets import Target, target_of
 from fsdp_testing.training_check.comparison import (
     ROUNDINGS,
@@ -86,7 +86,8 @@ def check_model(
 
     Raises:
         ModelDiffers: It trains otherwise, or does not train at all, on the ranks.
-        ModelUndecided: It does not train, or does not repeat itself, in one process, or roundings alone decide.
+        ModelUndecided: It does not train, or does not repeat itself, in one process, roundings alone decide most of
+            a quantity, or it hung once and not again.
         InvalidArgument: Transformers, Accelerate, the family or the implementation is not there, or fewer than two ranks.
     """
     if world_size < 2:
@@ -157,22 +158,33 @@ class _Runner:
 
         Raises:
             InvalidArgument: The model cannot be made.
+            ModelUndecided: It hung once, and not again.
         """
         if isinstance(training.model, str):
             self.pool.expect(*_SLOW_TO_IMPORT)
-        world = self.pool.world(size)
-        try:
-            outcome = world.execute(
-                train_here, (training,), timeout=self.timeout, name=f"model {training.model}", lasting=_IMPORTED
-            )
-        finally:
-            world.release()
+        outcome = self._execute(training, size)
+        if any(rank.fate is Fate.HUNG for rank in outcome.ranks):
+            again = self._execute(training, size)  # the machine may have been slow
+            if again.ok:
+                raise ModelUndecided(
+                    f"{training.model}: {outcome.cause}; run again, it came to its end. Nothing is known of it."
+                )
+            outcome = again
         if outcome.ok:
             return _together(outcome.values)
         error = next((rank.error for rank in outcome.ranks if rank.error is not None), None)
         if error is not None and error.type_name == "InvalidArgument":
             raise InvalidArgument(error.message)
         return outcome.describe()
+
+    def _execute(self, training: ModelTraining, size: int) -> WorldOutcome:
+        world = self.pool.world(size)
+        try:
+            return world.execute(
+                train_here, (training,), timeout=self.timeout, name=f"model {training.model}", lasting=_IMPORTED
+            )
+        finally:
+            world.release()
 
 
 @functools.lru_cache(maxsize=4)

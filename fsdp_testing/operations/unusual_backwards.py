@@ -10,8 +10,12 @@ from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.operations.batch import Batch
 from fsdp_testing.operations.micro_batches import ForwardBackward, TrainingPass
 from fsdp_testing.operations.operation import Operation
+from fsdp_testing.operations.optimizing import Step
+from fsdp_testing.operations.user_code import expect_refusal
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from fsdp_testing.programs.execute import RankProgram, Values
     from fsdp_testing.programs.replay import Replay, Results
     from fsdp_testing.strategies.normal_form import ProgramContext
@@ -22,8 +26,9 @@ FORMS: Mapping[str, str] = {
     "penalty": "second_order",
     "after_no_sync": "backward_after_no_sync",
     "inner": "inner_forward",
+    "outdated": "outdated_backward",
 }
-"""Form of a backward -> the capability that it needs."""
+"""Form of a backward -> the capability that it needs. Those with a feature are drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +39,8 @@ class UnusualBackward(TrainingPass):
         batch: Inputs.
         form: `twice`: two backwards through one graph, which is kept for the second. `penalty`: the squared gradient by
             the inputs is part of the loss. `after_no_sync`: forward inside `no_sync`, backward outside of it. `inner`:
-            forward of the module inside the wrapper, where the wrapper is a module around it.
+            forward of the module inside the wrapper, where the wrapper is a module around it. `outdated`: between forward and
+            backward the optimizer steps by gradients from before, so that backward must be refused; then they are cleared.
     """
 
     kind: ClassVar[str] = "unusual_backward"
@@ -71,6 +77,11 @@ class UnusualBackward(TrainingPass):
     def most_passes(self, uses: int, *, frees_early: bool) -> int | None:
         return None
 
+    def may_stay_unsharded(self, before: frozenset[str], *, frees_early: bool, backward: bool) -> frozenset[str] | None:
+        if self.form == "outdated":
+            return None  # what is under way when backward is refused is given back when the model next runs
+        return TrainingPass.may_stay_unsharded(self, before, frees_early=frees_early, backward=backward)
+
     def token(self) -> str:
         return f"{self.kind}[{self.form}]"
 
@@ -84,15 +95,29 @@ class UnusualBackward(TrainingPass):
         else:
             forwarded = program.call(self.batch, inner=self.form == "inner", penalised=self.form == "penalty")
         values = forwarded.values()
+        if self.form == "outdated":
+            self._refused(program, forwarded.loss)
+            return values
         if self.form == "twice" and forwarded.loss.requires_grad:
             forwarded.loss.backward(retain_graph=True)
         program.backward(forwarded.loss)
         return values
 
+    def _refused(self, program: RankProgram, loss: Tensor) -> None:
+        Step().run(program)
+        expect_refusal(lambda: program.backward(loss))
+        program.zero_grad(set_to_none=True)
+
     def replay(self, replay: Replay) -> Results:
         replay.refresh()
         values: Results = {}
         ranks = []
+        if self.form == "outdated":
+            for rank in range(replay.size):
+                values |= replay.results(rank, replay.forward(rank, self.batch))
+            Step().replay(replay)
+            replay.clear_gradients()
+            return values
         for rank in range(replay.size):
             forwarded, gradients = replay.local_gradients(rank, self.batch, penalised=self.form == "penalty")
             values |= replay.results(rank, forwarded)

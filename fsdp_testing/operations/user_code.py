@@ -6,7 +6,7 @@ tensors that the implementation hands out; in any other file of the engine it wo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from fsdp_testing.errors import InvalidImplementation
@@ -78,3 +78,23 @@ def substitute(model: nn.Module, name: str, other: nn.Module | None, factor: flo
     for module in part(model, name).modules():
         for own, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, own, nn.Parameter(parameter.detach() * factor))
+
+
+class NotRefused(Exception):
+    """A backward ran on values that its forward did not compute with, and nothing was said."""
+
+
+def expect_refusal(backward: Callable[[], None]) -> None:
+    """Run a backward that autograd refuses in one process, since values that it needs have changed.
+
+    Raises:
+        NotRefused: It was not refused.
+    """
+    try:
+        backward()
+    except RuntimeError:
+        return
+    raise NotRefused(
+        "backward after a step: expected to be refused, since forward computed with other values, got gradients. "
+        "Compare the parameters' versions when backward asks for them."
+    )

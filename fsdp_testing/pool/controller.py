@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 MOST_PROCESSES = 256
 _MOST_IDLE_RANKS = 64
+_DESCRIPTORS = 6
 # So long may other workers' tests take until their devices are free.
 _DEVICE_SECONDS = 600.0
 # What ranks are made with and watched by. Windows has none of it, macOS some: asked when ranks are, never at import.
@@ -137,9 +138,15 @@ class Pool:
             kept = isolation == "warm" and backend_named(backend).makes_group
             try:
                 world = PooledWorld(self, key, kept=kept, lease=lease)
-            except BaseException:
+            except BaseException as error:
                 if lease is not None:
                     lease.release()
+                if isinstance(error, OSError):
+                    raise PoolBroken(
+                        f"pool.world: expected what a world of {size} ranks takes from the system (about {_DESCRIPTORS} "
+                        f"descriptors for each), got {type(error).__name__}: {error}. Close what you do not need, raise the "
+                        "limits of this process (`ulimit -n`), or use smaller worlds."
+                    ) from error
                 raise
             world.lend()
             self._worlds.append(world)

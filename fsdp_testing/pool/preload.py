@@ -18,6 +18,7 @@ FIRST = (
     "fsdp_testing.ledger.interception",
     "fsdp_testing.backends",
     "fsdp_testing.pool.hygiene",
+    "fsdp_testing.pool.private_store",
     "ctypes",
     "numpy.random",
 )

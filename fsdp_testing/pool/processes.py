@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_testing import env
+from fsdp_testing.errors import PoolBroken
 from fsdp_testing.ledger.reading import AreaView
 from fsdp_testing.pool.channel import Channel
 from fsdp_testing.pool.jobs import LOOPBACK, Bootstrap, Exit
@@ -26,7 +27,7 @@ _KEPT_BYTES = 1 << 20
 class RankProcess:
     """One rank's process: its channel, output files and exit status."""
 
-    def __init__(self, server: ForkServer, rank: int, ledger: tuple[int, AreaView], listen: int | None) -> None:
+    def __init__(self, server: ForkServer, rank: int, ledger: tuple[int, AreaView], more: dict[str, int]) -> None:
         self.rank = rank
         self.lost = False
         descriptor, self.ledger = ledger
@@ -42,11 +43,9 @@ class RankProcess:
             os.set_blocking(self._status, False)
             self._files: dict[str, int] = {}
             for name in _OUTPUTS:
-                self._files[name] = _memory_file(name)
+                self._files[name] = memory_file(name)
                 undo.callback(os.close, self._files[name])
-            fds = {"conn": theirs.fileno(), "ledger": descriptor, "status": status_write, **self._files}
-            if listen is not None:
-                fds["listen"] = listen
+            fds = {"conn": theirs.fileno(), "ledger": descriptor, "status": status_write, **self._files, **more}
             try:
                 self.pid = server.fork(fds)
             finally:
@@ -126,7 +125,8 @@ class RankProcess:
             os.close(fd)
 
 
-def _memory_file(name: str) -> int:
+def memory_file(name: str) -> int:
+    """Return a descriptor of a file in memory, to which what is written is appended."""
     import fcntl
 
     fd = os.memfd_create(f"fsdp_testing-{name}", os.MFD_CLOEXEC)
@@ -156,16 +156,50 @@ def listening_socket(address: str = LOOPBACK) -> socket.socket:
     return sock
 
 
+def loopback() -> str:
+    """Return the address at which processes of this machine reach one another: of version 4, or where that is not there, 6.
+
+    Raises:
+        PoolBroken: There is none.
+    """
+    problem: OSError | None = None
+    for address in (LOOPBACK, "::1"):
+        try:
+            with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as sock:
+                sock.connect((address, 9))  # nothing is sent
+        except OSError as error:
+            problem = error
+        else:
+            return address
+    raise PoolBroken(
+        f"world: expected a loopback address (127.0.0.1 or ::1), over which ranks talk, got none ({problem}). Bring the "
+        "interface up (`ip link set lo up`, as root), or run outside the sandbox that took it away."
+    )
+
+
 def start_rank(
-    server: ForkServer, boot: Bootstrap, ledger: tuple[int, AreaView], *, serves_store: bool
+    server: ForkServer,
+    boot: Bootstrap,
+    ledger: tuple[int, AreaView],
+    *,
+    serves_store: bool = False,
+    store: int | None = None,
 ) -> tuple[RankProcess, int]:
-    """Fork a rank and tell it where it belongs; returns it with the port of its world's store."""
+    """Fork a rank and tell it where it belongs; returns it with the port of its world's store, if that has one.
+
+    Args:
+        server: Who forks.
+        boot: What the rank is told.
+        ledger: Descriptor of its world's ledger, and the rank's own area.
+        serves_store: It is to serve a store that others reach by network.
+        store: The file of a store that nobody else reaches.
+    """
     with contextlib.ExitStack() as undo:
-        listen, port = None, boot.store_port
+        more, port = {} if store is None else {"store": store}, boot.store_port
         if serves_store:
             listener = undo.enter_context(listening_socket(boot.store_host))
-            listen, port = listener.fileno(), listener.getsockname()[1]
-        process = RankProcess(server, boot.rank, ledger, listen)
+            more["listen"], port = listener.fileno(), listener.getsockname()[1]
+        process = RankProcess(server, boot.rank, ledger, more)
     try:
         process.channel.send(replace(boot, store_port=port))
     except BaseException:

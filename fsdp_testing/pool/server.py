@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ from fsdp_testing.pool.forkserver import COMMAND, FAILED, FORK, READY, SUCCEED
 
 _READY_SECONDS = 120.0
 _FORK_SECONDS = 60.0
+_LOOK_SECONDS = 0.5
+_MOST_LOOKS = 6
 #: So many modules are worth a process more, and the tenth of a second that its memory takes to be put into large pages.
 WORTH_A_SUCCESSOR = 20
 _PACKAGE = Path(__file__).parents[1]
@@ -67,6 +71,8 @@ class ForkServer:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
+            # Who answers: the process itself, or later its successor.
+            self._current = self._process.pid
         finally:
             theirs.close()
             os.close(settings)
@@ -89,7 +95,7 @@ class ForkServer:
             while True:
                 try:
                     socket.send_fds(self._control, [FORK + json.dumps(list(fds)).encode()], list(fds.values()))
-                    answer = self._control.recv(1024)
+                    answer = self._answer(1024, _FORK_SECONDS)
                 except OSError as error:
                     answer, why = b"", str(error)
                 else:
@@ -110,14 +116,14 @@ class ForkServer:
     def _wait_ready(self) -> None:
         if self._ready:
             return
-        self._control.settimeout(_READY_SECONDS)
         try:
-            message = self._control.recv(4096)
+            message = self._answer(4096, _READY_SECONDS)
         except OSError as error:
             raise PoolBroken(self._lost(str(error))) from error
         if not message.startswith(READY):
             raise PoolBroken(self._lost("it ended while importing"))
-        threads = json.loads(message[1:])["threads"]
+        said = json.loads(message[1:])
+        threads, self._current = said["threads"], said["pid"]
         if threads > 1:
             self._broken = True
             raise PoolBroken(
@@ -126,6 +132,24 @@ class ForkServer:
             )
         self._control.settimeout(_FORK_SECONDS)
         self._ready = True
+
+    def _answer(self, size: int, seconds: float) -> bytes:
+        """Return the next message of the server, empty at its end; one that somebody has stopped is told to go on.
+
+        Raises:
+            OSError: It does not answer.
+        """
+        limit, looks = time.monotonic() + seconds, 0
+        while not readable(self._control, min(_LOOK_SECONDS, limit - time.monotonic())):
+            if _is_stopped(self._current):
+                looks += 1
+                if looks > _MOST_LOOKS:
+                    raise InterruptedError("none: it is stopped, and SIGCONT does not help")
+                with contextlib.suppress(OSError):
+                    os.kill(self._current, signal.SIGCONT)
+            if time.monotonic() >= limit:
+                raise TimeoutError("none in time")
+        return self._control.recv(size)
 
     def import_ahead(self, reported: Iterable[str]) -> None:
         """Begin to import, in a successor, what ranks reported that they had to import; nobody waits for it."""
@@ -185,7 +209,7 @@ class ForkServer:
             successor.close()
             return
         self._retired.append(self._control)
-        self._control = successor
+        self._control, self._current = successor, answer["pid"]
 
     def wait_for_successor(self, seconds: float) -> bool:
         """Wait until a successor has taken over, and return whether one has; for measurements."""
@@ -214,11 +238,22 @@ class ForkServer:
         for control in (self._successor, self._control, *self._retired):
             if control is not None:
                 control.close()
+        if _is_stopped(self._process.pid):
+            self._process.kill()  # it cannot hear that its end has come
         try:
             self._process.wait(5.0)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def _is_stopped(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+            in "Tt"
+        )
+    return False
 
 
 def directory() -> str:

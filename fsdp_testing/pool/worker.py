@@ -114,6 +114,7 @@ class _Rank:
         self._bootstrap = bootstrap
         self._listen = fds.get("listen")
         self._ledger_fd = fds["ledger"]
+        self._store_fd = fds.get("store")
         self._modules = modules
         self._recorder: Any = None
         self._device = "cpu"
@@ -163,6 +164,11 @@ class _Rank:
             return
         if env.get("GLOO_SOCKET_IFNAME") is None and self._bootstrap.interface:
             env.update({"GLOO_SOCKET_IFNAME": self._bootstrap.interface})
+        if self._store_fd is not None:
+            # Kept: torch's C++ code calls it for as long as there are groups.
+            self._store = self._private_store(self._store_fd, backend.torch_backend, size)
+            dist.init_process_group(backend.torch_backend, store=self._store, rank=rank, world_size=size)
+            return
         host, port = self._bootstrap.store_host, self._bootstrap.store_port
         if not backend.makes_group:
             env.update(env.as_launched(rank, size, host, port))
@@ -183,6 +189,17 @@ class _Rank:
             dist.init_process_group(backend.torch_backend, store=store, rank=rank, world_size=size)
         else:
             self._store = store
+
+    @staticmethod
+    def _private_store(descriptor: int, backend: str, size: int) -> Any:
+        if backend != "gloo":
+            import torch.distributed as dist
+
+            # Other backends have threads that look into the store, and they must not wait for Python's lock.
+            return dist.FileStore(f"/proc/self/fd/{descriptor}", size)
+        from fsdp_testing.pool.private_store import PrivateStore
+
+        return PrivateStore(descriptor)
 
     def _move(self, place: Place) -> None:
         current = world_place.current_world()

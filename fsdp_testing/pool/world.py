@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +71,30 @@ class World:
         gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, value, group=self.group)
         return gathered
+
+    @contextmanager
+    def check_streams(self) -> Iterator[None]:
+        """Fail if this rank uses memory on one stream that nothing orders after its use on another (docs/streams.md).
+
+        On the CPU `torch.cpu` has recorded streams and events inside. Make the model inside, too: streams that it made before
+        are not recorded. Collectives: none of its own.
+
+        Raises:
+            AssertionError: Lists every race with both places in the code, when the context ends without an exception.
+            HarnessError: The world is not on the CPU.
+        """
+        from fsdp_testing.streams.observation import observe
+        from fsdp_testing.streams.races import races, tell
+
+        if self.device.type != "cpu":
+            raise HarnessError(
+                f"world.check_streams: expected a world on the CPU, got one on {self.device.type}. "
+                "There, run the program under TORCH_CUDA_SANITIZER=1."
+            )
+        with observe() as history:
+            yield
+        if pairs := races(history):
+            raise AssertionError(f"rank {self.rank} has {len(pairs)} races on its streams:\n{tell(pairs)}")
 
     def assert_equal_across_ranks(self, tensor: torch.Tensor, name: str = "tensor") -> None:
         """Fail on every rank unless `tensor` has the same dtype, shape and bits on all ranks.

@@ -20,7 +20,7 @@ from fsdp_testing.pool.channel import dumps, readable
 from fsdp_testing.pool.device_slots import Lease
 from fsdp_testing.pool.jobs import Bootstrap, Job, Place
 from fsdp_testing.pool.outcome import Fate, WorldOutcome
-from fsdp_testing.pool.processes import RankProcess, environment_for_ranks, start_rank
+from fsdp_testing.pool.processes import RankProcess, environment_for_ranks, loopback, memory_file, start_rank
 from fsdp_testing.pool.remote_rank import RemoteRank, StartRank
 from fsdp_testing.pool.server import directory
 from fsdp_testing.pool.supervision import Supervision
@@ -78,7 +78,9 @@ class PooledWorld:
         self._ledger: memory.LedgerMemory
         self._open()
 
-    def _start(self, count: int, ledger_fd: int, settings: dict[str, Any]) -> list[RankProcess | RemoteRank]:
+    def _start(
+        self, count: int, ledger_fd: int, store: int | None, settings: dict[str, Any]
+    ) -> list[RankProcess | RemoteRank]:
         hosts = self._pool.hosts
         layout = hosts.layout(count, self._number) if hosts is not None else (None,) * count
         devices = self._lease.devices if self._lease is not None else ()
@@ -90,11 +92,11 @@ class PooledWorld:
             for rank, host in enumerate(layout):
                 mine = replace(boot, rank=rank)
                 mine = hosts.placed(mine, layout) if hosts is not None else mine
-                serves = rank == 0 and not self._single
+                serves = rank == 0 and not self._single and store is None
                 process: RankProcess | RemoteRank
                 if host is None:
                     ledger = ledger_fd, AreaView(self._ledger.areas[rank])
-                    process, port = start_rank(self._pool.server(), mine, ledger, serves_store=serves)
+                    process, port = start_rank(self._pool.server(), mine, ledger, serves_store=serves, store=store)
                 else:
                     process = host.start(StartRank(self._number, count, mine, serves))
                     port = process.store_port
@@ -268,12 +270,18 @@ class PooledWorld:
         self._directory = settings["directory"]
         self._environment = env.encoded()
         count = 1 if self._single else self.key.size
-        ledger_fd = memory.create(count)
-        try:
+        with contextlib.ExitStack() as opened:
+            ledger_fd = memory.create(count)
+            opened.callback(os.close, ledger_fd)
+            store = None
+            # Ranks of other hosts, and code that makes groups as under torchrun, can only be reached by network.
+            if self._lockstep and self._pool.hosts is None:
+                store = memory_file("store")
+                opened.callback(os.close, store)
             self._ledger = memory.LedgerMemory(ledger_fd, count)
-            self._processes = self._start(count, ledger_fd, settings)
-        finally:
-            os.close(ledger_fd)
+            if self._pool.hosts is None and not self._single:
+                settings["store_host"] = loopback()
+            self._processes = self._start(count, ledger_fd, store, settings)
 
     def _job(self, target: Target, name: str, arguments: bytes, lasting: frozenset[str] | None) -> Job:
         self._jobs += 1

@@ -141,7 +141,17 @@ class Replay:
         if self.precision.param_dtype is not None:
             inputs = models.Inputs(*models.cast_floats((inputs.args, dict(inputs.kwargs)), self.precision.param_dtype))
         run = models.penalised if penalised else models.forward
-        return run(self.replicas[rank], self.case, batch, rank, inputs)
+        counted = {fqn: parameter._version for fqn, parameter in self.compute.items()}
+        forwarded = run(self.replicas[rank], self.case, batch, rank, inputs)
+        self._keep_edits({fqn for fqn, parameter in self.compute.items() if parameter._version != counted[fqn]})
+        return forwarded
+
+    def _keep_edits(self, edited: set[str]) -> None:
+        """Store what a forward changed of its own parameters, where they do not share the stored ones' numbers."""
+        with torch.no_grad():
+            for fqn in edited:
+                if self.compute[fqn].data_ptr() != self.parameters[fqn].data_ptr():
+                    self.parameters[fqn].copy_(self.compute[fqn])
 
     def interrupted(self, rank: int, batch: Any) -> None:
         """Run the forward of a micro-batch whose backward raises: gradients come of neither."""

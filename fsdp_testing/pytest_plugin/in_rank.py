@@ -101,7 +101,8 @@ class RankSession:
             pytest_compat.know_location(item, task.location)
         nextitem = self._stand_in(chain[: min(task.keep, len(chain) - 1)])
         self._last, self._chain = item, chain[:-1]
-        self.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
+        with pytest_compat.own_notes(item):
+            self.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
 
     def _stand_in(self, nodes: Sequence[Any]) -> _Kept | None:
         if not nodes:

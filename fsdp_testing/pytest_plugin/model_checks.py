@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.judging.signature import as_pattern
 from fsdp_testing.model_check import MODELS, ModelDiffers, ModelReport, check_model
 from fsdp_testing.model_check.check import ACCELERATE, check_names
 from fsdp_testing.pool.targets import target_of
@@ -17,6 +19,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 IMPLEMENTATIONS = ("torch-ddp", "torch-fsdp2", ACCELERATE, "fsdp_ref-wrapper")
+
+
+class ModelDiffersAsExpected(ModelDiffers):
+    """A model trains otherwise, and the message is what `expected_failures` says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +34,35 @@ class BoundModel:
         implementation: "accelerate", or name or import string of an implementation.
         world_size: Number of ranks.
         steps: Optimizer steps.
+        reason: Why it is known to differ; empty if it is not.
+        says: A part of the message with which it does, as a pattern (fnmatch).
     """
 
     model: str | Callable[[], nn.Module]
     implementation: str
     world_size: int = 2
     steps: int = 2
+    reason: str = ""
+    says: str = ""
 
     def __call__(self) -> ModelReport:
-        """Compare with one process; raises as `fsdp_testing.model_check.check_model` does."""
-        return check_model(self.model, self.implementation, world_size=self.world_size, steps=self.steps)
+        """Compare with one process; raises as `fsdp_testing.model_check.check_model` does.
+
+        Raises:
+            ModelDiffersAsExpected: It trains otherwise, in the way that is known.
+        """
+        try:
+            return check_model(self.model, self.implementation, world_size=self.world_size, steps=self.steps)
+        except ModelDiffers as differs:
+            if not self.reason:
+                raise
+            if self.says and fnmatchcase(str(differs), f"*{self.says}*"):
+                raise ModelDiffersAsExpected(str(differs)) from differs
+            entry = {"reason": self.reason, "says": as_pattern(str(differs).splitlines()[0])}
+            known = (
+                f"by {self.says!r}, which this is not" if self.says else "without `says`, which would excuse anything"
+            )
+            raise ModelDiffers(f"{differs}\nListed as known {known}. If this is it: {entry}") from differs
 
 
 def parametrize_with_models(
@@ -45,7 +70,7 @@ def parametrize_with_models(
     implementations: Sequence[str] = IMPLEMENTATIONS,
     world_size: int = 2,
     steps: int = 2,
-    expected_failures: Mapping[str, str] | None = None,
+    expected_failures: Mapping[str, str | Mapping[str, str]] | None = None,
 ) -> pytest.MarkDecorator:
     """Parametrize a test function over models and implementations; its argument is `check`, and it calls `check()`.
 
@@ -55,7 +80,8 @@ def parametrize_with_models(
         implementations: "accelerate", or names or import strings of implementations.
         world_size: Number of ranks.
         steps: Optimizer steps that are compared.
-        expected_failures: Reason by name of a test ("llama-torch-fsdp2"); such a test is a strict xfail.
+        expected_failures: By name of a test ("llama-torch-fsdp2") `{"reason": ..., "says": ...}`: why it differs, and a part of
+            the message with which it does, as a pattern (fnmatch). Such a test is a strict xfail; what differs otherwise fails.
 
     Raises:
         InvalidArgument: Transformers or Accelerate is needed and not installed, an implementation is unknown, a function is
@@ -74,14 +100,20 @@ def parametrize_with_models(
         raise InvalidArgument(
             f"expected_failures: expected names as {next(iter(tests))!r}, got {unknown}. Correct them."
         )
-    parameters = [
-        pytest.param(
-            bound,
-            id=name,
-            marks=[pytest.mark.xfail(reason=expected[name], raises=ModelDiffers, strict=True)]
-            if name in expected
-            else [],
+    wrong = sorted(
+        name for name, entry in expected.items() if not isinstance(entry, str) and {*entry} != {"reason", "says"}
+    )
+    if wrong:
+        raise InvalidArgument(
+            f"expected_failures: expected entries with reason and says, got others for {wrong}. Correct them."
         )
-        for name, bound in tests.items()
-    ]
+    parameters = [_parameter(name, bound, expected.get(name)) for name, bound in tests.items()]
     return pytest.mark.parametrize("check", parameters)
+
+
+def _parameter(name: str, bound: BoundModel, entry: str | Mapping[str, str] | None) -> Any:
+    if entry is None:
+        return pytest.param(bound, id=name)
+    reason, says = (entry, "") if isinstance(entry, str) else (entry["reason"], entry["says"])
+    mark = pytest.mark.xfail(reason=reason, raises=ModelDiffersAsExpected, strict=True)
+    return pytest.param(replace(bound, reason=reason, says=says), id=name, marks=[mark])

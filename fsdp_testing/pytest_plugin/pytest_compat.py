@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -150,6 +151,18 @@ def end_fixtures(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     parts = [manager.get_plugin(name) for name in ("runner", "unraisableexception", "threadexception")]
     others = [plugin for plugin in manager.get_plugins() if plugin not in parts]
     manager.subset_hook_caller("pytest_runtest_teardown", remove_plugins=others)(item=item, nextitem=nextitem)
+
+
+@contextmanager
+def own_notes(item: pytest.Item) -> Iterator[None]:
+    """Have an item keep no notes of the run inside: it lives as long as the session, and so would they, of every test."""
+    storage = item.stash._storage
+    before = dict(storage)
+    try:
+        yield
+    finally:
+        storage.clear()
+        storage.update(before)
 
 
 def know_location(item: pytest.Item, location: tuple[str, int | None, str]) -> None:

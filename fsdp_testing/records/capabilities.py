@@ -46,6 +46,7 @@ CAPABILITIES: dict[str, str] = {
     "backward_twice": "a second backward may follow through a graph that was kept",
     "second_order": "a loss may be made of gradients",
     "backward_after_no_sync": "gradients of a forward inside no_sync are reduced if the backward is outside",
+    "outdated_backward": "a backward that needs values which a step has changed since is refused, as in one process",
     "inner_forward": "a forward may run through the module that is inside the wrapper",
     "inference_mode": "forward passes under torch.inference_mode",
     "late_optimizer": "the optimizer may be built after training has begun",
@@ -70,6 +71,7 @@ CAPABILITIES: dict[str, str] = {
     "opaque_outputs": "units that return objects of the user's own classes",
     "inplace_on_output": "a unit's output that is a view may be changed in place by the caller",
     "loss_bypasses_output": "a loss may use a tensor that a unit kept instead of what it returned",
+    "forward_edits": "what a forward changes of its own parameters in place, on all ranks alike, is kept",
     "buffers": "modules with buffers, which every rank computes from its own data",
     "uneven_batches": "ranks with different numbers of rows, none included",
     # numbers
@@ -106,6 +108,7 @@ CAPABILITIES: dict[str, str] = {
     "sync_module_states": "rank 0's parameters and buffers are broadcast while wrapping",
     "explicit_unshard": "units can be gathered and released by hand",
     "unit_trace": "unshard, reshard and free of every unit can be recorded",
+    "streams": "work runs on several streams of the device's module, `torch.cpu` under observation",
     "prefetch": "units are gathered before they are needed",
     "exception_recovery": "an exception in forward or backward leaves the model usable",
     # options that change no number

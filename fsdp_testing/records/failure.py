@@ -22,6 +22,8 @@ class FailureKind(enum.StrEnum):
     """Some ranks raised; the others went on or waited."""
     UNCOORDINATED = "uncoordinated"
     """Ranks issued different collectives, or events in an order that sharding forbids."""
+    RACE = "race"
+    """Nothing orders two uses of memory on different streams."""
     KEPT = "kept"
     """Full parameters stay in memory that must be given up."""
     EXCESS = "excess"

@@ -73,3 +73,13 @@ class Overrun:
             most = f"{self.limit} with all padding would do"
             return f"{self.measured} bytes are gathered on rank {self.rank}, {most}"
         return f"{self.measured} reductions are issued on rank {self.rank}, {self.limit} would do"
+
+    @property
+    def more(self) -> str:
+        """By how much, whatever the unit and the rank; empty for memory."""
+        times = self.measured - self.limit
+        return {
+            Measure.UNIT_GATHERS: f"a unit is gathered {times} times more than would do",
+            Measure.GATHERED_BYTES: f"{times} bytes more are gathered than would do",
+            Measure.REDUCTIONS: f"gradients are reduced {times} times more than would do",
+        }.get(self.measure, "")

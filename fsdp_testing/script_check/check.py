@@ -8,7 +8,6 @@ of the ranks in place of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -213,14 +212,13 @@ def _decided(pair: Pair) -> tuple[str, ...]:
     except Failed:
         if not (pair.feed.pads and _same_count(pair.reference, pair.run, 0)):
             raise
-        alike = with_parts_in_place(pair.reference, pair.runner.run(pair.run.size, feed=pair.feed))
-        with suppress(Failed):
-            decide(replace(pair, run=alike, own=pair.feed, kept={}))
-            raise Undecided(
-                "differs from one process only where rows are padded to another length: with the ranks' batches padded together "
-                "it trains as one process does. Mask what is padded in the model and in the loss, or pad to a fixed length."
-            ) from None
-        raise
+    # Judged with batches that are padded together: whatever differs still is no padding.
+    alike = with_parts_in_place(pair.reference, pair.runner.run(pair.run.size, feed=pair.feed))
+    decide(replace(pair, run=alike, own=pair.feed, kept={}))
+    raise Undecided(
+        "differs from one process only where rows are padded to another length: with the ranks' batches padded together it "
+        "trains as one process does. Mask what is padded in the model and in the loss, or pad to a fixed length."
+    )
 
 
 def _pair(runner: Runner, alone: WholeRun, run: WholeRun, taken: WholeRun) -> tuple[Pair, str]:

@@ -205,6 +205,9 @@ def decide(pair: Pair) -> tuple[str, ...]:
             "fewer steps (--steps), or in float32."
         )
     remarks += [f"not decided: {sentence}, as far as roundings alone move them" for sentence in decided.open.values()]
+    vanished = [name for name in decided.undecided if name in decided.excused]
+    if vanished:
+        remarks.append(f"not decided: {', '.join(vanished[:3])}: its gradient is zero but for roundings")
     remarks += _judge_logged(pair, scaled=any(GRADIENT.strip() in sentence for sentence in left))
     remarks += _generators(reference, run)
     return compared_lines(run, [*names, *({readings.LOSS} & {*run.quantities})], left, remarks)

@@ -20,7 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.script_check.conventions import AsRanks
-from fsdp_testing.script_check.loaders import LoaderSeen, LoaderWatch, Pass, copied
+from fsdp_testing.script_check.loaders import LoaderSeen, LoaderWatch, Pass, copied, of_training
 from fsdp_testing.training_check.batches import Call, on_cpu, row_digests
 
 
@@ -73,10 +73,10 @@ class Uncollated:
 
 @dataclass(slots=True)
 class FedLoader:
-    """What `len` of a loader gives (None to leave it), and the items of each pass."""
+    """What `len` of a loader gives, and the items of each pass; None leaves it what it has."""
 
-    length: int | None
-    passes: list[list[Any]]
+    length: int | None = None
+    passes: list[list[Any]] | None = None
 
 
 @dataclass(slots=True)
@@ -118,7 +118,8 @@ class Feeder:
         self._feed, self._keeps = feed, keeps
         self._waiting = iter(feed.batches)
         self._loaders: list[LoaderWatch] = []
-        self._forwards = self._items_taken = self._told = 0
+        self._out: list[Pass] = []  # passes with an item that no forward came after yet
+        self._items_taken = self._told = 0
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -143,7 +144,9 @@ class Feeder:
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Return the arguments with which the outermost forward is to be called."""
-        self._forwards += 1
+        for one in self._out:
+            one.trained += 1
+        self._out.clear()
         call = next(self._waiting, None) if self._feed.source is Source.FORWARD else None
         return (args, kwargs) if call is None else call
 
@@ -185,7 +188,7 @@ class Feeder:
         number, watched = self._watched(loader)
         one, own = watched.begin(lambda: real_iter(loader), self._told)
         fed = self._fed(number)
-        if fed is None:
+        if fed is None or fed.passes is None:
             return self._counted(one, own)
         turn = len(watched.seen.passes) - 1
         return self._counted(one, self._given(loader, fed.passes[turn] if turn < len(fed.passes) else [], own))
@@ -200,11 +203,12 @@ class Feeder:
     def _counted(self, one: Pass, items: Iterator[Any]) -> Iterator[Any]:
         for item in items:
             self._items_taken += 1
-            before = self._forwards
+            self._out.append(one)
             try:
                 yield item
             finally:
-                one.trained += self._forwards > before
+                if one in self._out:
+                    self._out.remove(one)
 
 
 _current: Feeder | None = None
@@ -303,6 +307,7 @@ def _loader_feeds(ranks: Sequence[Taken], together: Any, one_by_one: bool) -> It
     passes = [
         [rank.loaders[number].passes[turn] for rank in ranks if _has_pass(rank, number, turn)]
         for number, loader in enumerate(ranks[0].loaders)
+        if of_training(ranks[0].loaders)[number]
         for turn in range(len(loader.passes))
     ]
     shared = [ones for ones in passes if len(ones) == len(ranks)]
@@ -328,7 +333,7 @@ def _has_pass(rank: Taken, number: int, turn: int) -> bool:
 
 
 def _loader(ranks: Sequence[Taken], number: int, together: Any) -> FedLoader:
-    """Return a loader of all ranks; of passes that not every rank makes, those of rank 0.
+    """Return a loader of all ranks; of passes that not every rank makes, those of rank 0. What only validates is left alone.
 
     Args:
         ranks: What each took.
@@ -336,6 +341,8 @@ def _loader(ranks: Sequence[Taken], number: int, together: Any) -> FedLoader:
         together: Makes items of all ranks one; None: that is left to the loader's collator.
     """
     first = ranks[0].loaders[number]
+    if not of_training(ranks[0].loaders)[number]:
+        return FedLoader()
     passes: list[list[Any]] = []
     for turn, own in enumerate(first.passes):
         all_ranks = [rank.loaders[number].passes[turn] for rank in ranks if _has_pass(rank, number, turn)]

@@ -21,12 +21,12 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from fsdp_testing.training_check.batches import on_cpu, row_digests
 
-_MOST_INDICES = 2**20
+_MOST_INDICES = 2**18
 _PURE = frozenset({"torch", "accelerate", "transformers", "lightning", "builtins"})
 """Packages whose samplers may be asked for the rest of a pass: they only count and draw."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Pass:
     """One pass over a `DataLoader`.
 
@@ -37,7 +37,7 @@ class Pass:
         indices: Of its rows in the dataset, of all that the sampler gives where `planned`; empty of a stream.
         complete: Whether all that the loader has was taken.
         planned: Whether `indices` are those of a whole pass.
-        trained: Items after which the model's forward ran with gradients.
+        trained: Forwards with gradients that ran while an item of it was the last that was taken.
         epoch: The epoch by which its sampler shuffles; None without such a sampler.
         told: How often `set_epoch` of any `DistributedSampler` had been called before.
     """
@@ -84,6 +84,11 @@ class LoaderSeen:
     replaces: bool = False
     dataset: tuple[str, ...] = ()
     repeats: bool | None = None
+
+    @property
+    def trains(self) -> bool:
+        """Whether the model was trained on what it gives."""
+        return any(one.trained for one in self.passes)
 
     @property
     def repeats_order(self) -> str:
@@ -217,9 +222,9 @@ class LoaderWatch:
         if self._open is not None and not self._open[0].complete and _is_pure(loader):
             one, given, source = self._open
             with suppress(Exception):
-                given += islice(source, _MOST_INDICES)
-                one.indices = [index(row) for row in _flat(given)]
-                one.planned = next(source, None) is None
+                rows = [*_flat(given), *islice(_flat(source), _MOST_INDICES + 1)]
+                if len(rows) <= _MOST_INDICES:
+                    one.indices, one.planned = [index(row) for row in rows], True
         if self._drawn is not None:
             seen.dataset = _fingerprint(_base(loader)[0])
         kept = [(samples, item) for one in seen.passes for samples, item in zip(one.samples, one.items)]
@@ -228,6 +233,12 @@ class LoaderWatch:
                 samples, item = kept[0]
                 again = loader.collate_fn(copied(samples))
                 seen.repeats = row_digests(again) == row_digests(item)
+
+
+def of_training(loaders: Sequence[LoaderSeen]) -> list[bool]:
+    """Return of each loader whether it is one of the training: all are where nothing tells them from those of a validation."""
+    trains = [loader.trains for loader in loaders]
+    return trains if any(trains) else [True] * len(trains)
 
 
 def _samplers(loader: Any) -> Iterator[Any]:

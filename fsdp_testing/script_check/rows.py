@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
-from fsdp_testing.script_check.loaders import LoaderSeen, Pass
+from fsdp_testing.script_check.loaders import LoaderSeen, Pass, of_training
 from fsdp_testing.script_check.whole import WholeRun
 
 _UNKNOWN = (
-    "not compared: how the ranks share the rows of a DataLoader. They are drawn anew each time, or made for each rank, and no "
-    "index that means the same row on all ranks tells them apart"
+    "not compared: how the ranks share the rows of a DataLoader, which are drawn anew each time, made for each rank or not all "
+    "taken, and have no index that means the same row on all ranks"
 )
 
 
@@ -26,12 +26,12 @@ def strange_shares(alone: WholeRun, run: WholeRun) -> str:
 
 
 def unknown_shares(alone: WholeRun, run: WholeRun) -> tuple[str, ...]:
-    """Return a sentence on loaders of which nobody knows how the ranks share the rows, though a pass was taken."""
+    """Return a sentence where nobody knows how the ranks share the rows of a loader; empty if that is known of all."""
     for own, ranks in _loaders(alone, run):
         if own.replaces or _is_one_dataset(own, ranks):
             continue
         for expected, *shares in zip(own.passes, *(rank.passes for rank in ranks)):
-            if not {row for share in shares for row in share.rows} <= {*expected.rows} and expected.complete:
+            if not {row for share in shares for row in share.rows} <= {*expected.rows}:
                 return (_UNKNOWN,)
     return ()
 
@@ -66,8 +66,11 @@ def _of_passes(alone: WholeRun, run: WholeRun) -> str:
 
 
 def _loaders(alone: WholeRun, run: WholeRun) -> Iterator[tuple[LoaderSeen, list[LoaderSeen]]]:
-    """Yield each loader of one process beside those of all ranks."""
-    for number, own in enumerate(alone.ranks[0].taken.loaders):
+    """Yield each loader that one process trains on, beside those of all ranks; a validation may take all rows everywhere."""
+    loaders = alone.ranks[0].taken.loaders
+    for number, own in enumerate(loaders):
+        if not of_training(loaders)[number]:
+            continue
         ranks = [rank.taken.loaders[number] for rank in run.ranks if number < len(rank.taken.loaders)]
         if len(ranks) == run.size:
             yield own, ranks
@@ -90,7 +93,8 @@ def _of_pass(
         indexed: Whether indices say which row is which.
     """
     here = Counter(expected.indices if indexed else expected.rows)
-    there = Counter(row for share in shares for row in (share.indices if indexed else share.rows))
+    own_rows = [Counter(share.indices if indexed else share.rows) for share in shares]
+    there = sum(own_rows, Counter[str]())
     all_given = all(_is_whole(share, indexed) for share in shares)
     step = sum(loader.batch for loader in ranks)
     twice = sum(count - 1 for count in there.values())
@@ -98,8 +102,9 @@ def _of_pass(
         return ""
     if not all_given and own.due is None:
         return ""  # a stream may begin anew
-    if not all_given:  # padding comes last
-        return _sentence("", 0, twice) if twice else ""
+    if not all_given:  # padding comes last, and a rank that takes a row twice before that draws its rows
+        drawn = any(count > 1 for rows in own_rows for count in rows.values())
+        return _sentence("", 0, twice) if twice and not drawn else ""
     recognised = indexed or {*there} <= {*here}
     lost = (here - there).total() if recognised and _is_whole(expected, indexed) else 0
     size = len(ranks)

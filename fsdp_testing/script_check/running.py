@@ -203,7 +203,11 @@ def _put_together(size: int, ranks: list[RankReport]) -> WholeRun:
 
 
 def _ending(outcome: WorldOutcome) -> Exception:
-    """Return why a script did not end well: a hang or a mismatch of ranks is a failure, an error of the script is not."""
+    """Return why a script did not end well.
+
+    What one process runs to its end and several ranks do not (they raise, die, hang, or disagree) is a failure. What is
+    missing here (an accelerator, a download) says nothing.
+    """
     several = outcome.size > 1
     ended = [rank for rank in outcome.ranks if isinstance(rank.value, RankReport) and not rank.value.ended]
     if ended and len(ended) < outcome.size:
@@ -230,7 +234,8 @@ def _ending(outcome: WorldOutcome) -> Exception:
             output,
         )
     where = _places(outcome.ranks if first.fate in _WAITING else [first])
-    return Undecided(f"did not end well: {outcome.cause}.{where}", output)
+    said = f"did not end well: {outcome.cause}.{where}"
+    return Failed(said, output=output) if several else Undecided(said, output)
 
 
 _WAITING = (Fate.HUNG, Fate.STOPPED)

@@ -33,6 +33,7 @@ from fsdp_testing.suites import (
     saving,
     shared,
     sizes,
+    streams,
     summon,
     trace_rules,
     training,
@@ -74,6 +75,7 @@ _SUITES = (
     conversion,
     parts,
     trace_rules,
+    streams,
     real_models,
     hybrid,
 )

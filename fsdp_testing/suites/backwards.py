@@ -8,7 +8,7 @@ from functools import partial
 from fsdp_testing.operations import UnusualBackward
 from fsdp_testing.records import Batch, Case, Observe, Step, ZeroGrad
 from fsdp_testing.suites.check import PLAIN_SGD, Place, Suite
-from fsdp_testing.suites.schedules import micro_batch
+from fsdp_testing.suites.schedules import iteration, micro_batch
 
 SUITE = Suite()
 
@@ -26,3 +26,13 @@ for name, meaning, source, needs in (
     ("inner", "A forward of the module inside the wrapper is no way around the reduction.", "torch.nn.parallel", set()),
 ):  # fmt: skip
     SUITE.add(f"backward.{name}", meaning, partial(_cases, name), source=source, needs=needs)
+
+
+@SUITE.check("backward.outdated", source="torch.autograd: saved tensors and in-place operations")
+def _outdated(place: Place) -> Iterable[Case]:
+    """A backward whose values a step has changed since forward is refused on every rank, as one process refuses it."""
+    for model in ("mlp", "deep_nest"):
+        # From before the first step, and later; nothing follows, which a failed backward need not allow.
+        yield place.case(model, micro_batch(0), UnusualBackward(Batch(1), "outdated"), optimizer=PLAIN_SGD)
+        program = (*iteration(0), micro_batch(1), UnusualBackward(Batch(2), "outdated"))
+        yield place.case(model, *program, optimizer=PLAIN_SGD)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.records import BuildOptimizer, Case, Observe, OptimizerSpec, SetLr, Step, ZeroGrad
 from fsdp_testing.suites.check import ADAMW, MOMENTUM, PLAIN_SGD, Place, Suite
-from fsdp_testing.suites.schedules import iteration, iterations, micro_batch, micro_batches
+from fsdp_testing.suites.schedules import forward, iteration, iterations, micro_batch, micro_batches
 
 SUITE = Suite(source="PyTorch FSDP, VLDB 2023, section 3.2")
 
@@ -43,6 +43,15 @@ def _bitwise(place: Place) -> Iterable[Case]:
     for dtype in ("float64", "float32"):
         for model in ("mlp", "uneven"):
             yield place.case(model, *iterations(2), micro_batch(9), optimizer=ADAMW, dtype=dtype)
+
+
+@SUITE.check(
+    "training.changed_in_forward", source="torch.nn.Module: parameters are the module's own", needs={"forward_edits"}
+)
+def _changed_in_forward(place: Place) -> Iterable[Case]:
+    """Modules that clip their own weights in forward train as in one process, and so they do in evaluation."""
+    for optimizer in (MOMENTUM, ADAMW):
+        yield place.case("self_clipping", *iterations(3), forward(7, "no_grad"), *iteration(4), optimizer=optimizer)
 
 
 @SUITE.check("training.learning_rate_changes")

@@ -26,6 +26,8 @@ CLEAR_ROUNDINGS = 4096
 """More than roundings make of a short training in its own dtype. Hints look no closer; it decides nothing."""
 FEW_ROUNDINGS = 4
 """The most of either for dtypes narrower than float32, in which that many roundings would admit anything."""
+_STILL = 2**-10
+"""Part of the largest movement in a tensor below which a number counts as one that few disturbed runs have not moved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Decided:
         numbers: How many numbers of each quantity were compared, all steps together.
         undecided: How many of them are undecided.
         open: A sentence on each quantity and step with undecided numbers that are off by more than their own rounding.
-        excused: Quantities that may stay undecided, since they are zero but for roundings.
+        excused: Quantities that may stay undecided, since they are zero but for roundings; of these there are no sentences.
     """
 
     numbers: Counter[str] = field(default_factory=Counter)
@@ -75,7 +77,7 @@ class Decided:
         """Take note of what another comparison decided."""
         self.numbers += other.numbers
         self.undecided += other.undecided
-        self.open |= other.open
+        self.open |= {n: said for n, said in other.open.items() if n.split(" at step ")[0] not in self.excused}
 
 
 def first_difference(
@@ -177,13 +179,11 @@ def _room_of(spread: Room, runs: int) -> Room:
 
     numbers = sum(tensor.numel() for tensor in spread.values())
     if runs < RUNS:
-        # A number that was rounded once, to a coarse grid, may stay where it is by chance beside others that move: wait for more.
-        # A single number has none beside it; what an optimizer is set by is not rounded.
-        unmoved = {
-            place: (tensor == 0) & (bool(tensor.any()) or (tensor.numel() == 1 and not place[0].startswith(_SET)))
-            for place, tensor in spread.items()
-        }
-        spread = {place: tensor.masked_fill(unmoved[place], torch.inf) for place, tensor in spread.items()}
+        # On a coarse grid a number may stay where it is by chance, or come to its negative before it is squared, beside others
+        # that move: wait for more. A single number has none beside it; what an optimizer is set by is not rounded.
+        still = {place: tensor < _STILL * _largest(tensor) for place, tensor in spread.items()}
+        still |= {place: t == 0 for place, t in spread.items() if t.numel() == 1 and not place[0].startswith(_SET)}
+        spread = {place: tensor.masked_fill(still[place], torch.inf) for place, tensor in spread.items()}
     return {place: room(tensor, numbers, runs) for place, tensor in spread.items()}
 
 

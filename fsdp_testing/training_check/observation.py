@@ -187,11 +187,8 @@ class Observer:
                 replacement = self._seeing_messages(getattr(dist, name))
                 for place in (dist, dist.distributed_c10d):
                     stack.enter_context(mock.patch.object(place, name, replacement))
-            for register, hook in (
-                (register_optimizer_step_pre_hook, self._before_step),
-                (register_optimizer_step_post_hook, self._end_step),
-            ):
-                stack.callback(register(hook).remove)
+            stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+            stack.callback(register_optimizer_step_post_hook(self._end_step).remove)
             yield
 
     def _seeing_calls(self, original: Any) -> Any:

@@ -281,7 +281,7 @@ def vanishing(runs: Sequence[Quantities], roundoff: float) -> list[str]:
     for name in runs[0]:
         parameter = name.removeprefix(GRADIENT)
         if name.startswith(GRADIENT) and all(_vanishes(name, run, roundoff) for run in runs if name in run):
-            found += [parameter, *(kind + parameter for kind in (UNCLIPPED, GRADIENT, PARAMETER, END))]
+            found += [parameter, *(kind + parameter for kind in (UNCLIPPED, GRADIENT, PARAMETER, COPIED, END))]
             found += [one for one in runs[0] if one.startswith(MOMENT) and one.endswith(f" of {parameter}")]
     return found
 

@@ -52,6 +52,23 @@ def mlp() -> nn.Module:
     return Layers(8, 8, 8, 8)
 
 
+class Clipped(nn.Linear):
+    """A layer that keeps its weights small by itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.2, 0.2)
+        return super().forward(x)
+
+
+@ZOO.model("self_clipping", float_input(8), ("layers.0", "layers.1", "layers.2"))
+def self_clipping() -> nn.Module:
+    """Layers that change their own weights in forward, on all ranks alike."""
+    model = Layers(8, 8, 8, 8)
+    model.layers = nn.ModuleList(Clipped(8, 8) for _ in range(3))
+    return model
+
+
 class Level(nn.Module):
     """One level of a nest: its own weights before and after the level below."""
 

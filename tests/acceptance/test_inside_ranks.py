@@ -400,3 +400,28 @@ def test_what_a_rank_says_cannot_steer_the_terminal(run: Runner, options: tuple[
         assert f"{said} \\x1b[2J\\x1b[1A\\x1b]0;title\\x07" in verdict.text, verdict.text
     assert not {"\x1b[2J", "\x1b[1A", "\x07"} & set(re.findall("\x1b\\[[0-9]*[A-Z]|\x07", verdict.text))
     assert "printed \\x1b[2J\\x1b[1A\\x1b]0;title\\x07\x1b[31mred" in verdict.text, "colours stay"
+
+
+MANY = """
+import gc, sys
+COUNTS = []
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("i", range(301))
+def test_it(world, i, record_property):
+    total = torch.ones(2)
+    dist.all_reduce(total)
+    if i in (100, 300):
+        gc.collect()
+        COUNTS.append((len(gc.get_objects()), sys.getallocatedblocks()))
+    if i == 300:
+        (objects, blocks), (objects_now, blocks_now) = COUNTS
+        assert (objects_now - objects) < 1.5 * 200, COUNTS
+        assert (blocks_now - blocks) < 3 * 200, COUNTS
+"""
+
+
+def test_hundreds_of_tests_leave_next_to_nothing_in_ranks(run: Runner) -> None:
+    """Of each test its item stays, as in any session, and pytest opens a dictionary of it; no notes of its run do."""
+    verdict = run(MANY)
+    assert verdict.counts() == (301, 0, 0), verdict.text

@@ -30,6 +30,7 @@ BESIDE_CASES = {
     "accumulation_hooks": "whoever runs a case registers hooks around it; no case says so",
     "error_if_nonfinite": "gradients that are not finite are put there around a case, since the oracle has none",
     "unit_trace": "whoever runs a case records its units; no case says so",
+    "streams": "whoever runs a case records its streams; no case says so",
 }
 """Capabilities that no operation, option or model of a case asks for, with the reason."""
 

@@ -41,6 +41,8 @@ REPLICATED = EVERYWHERE | {
     "mixed_dtype_units",
     "loss_bypasses_output",
     "inplace_on_output",
+    "outdated_backward",
+    "forward_edits",
     "error_if_nonfinite",
     "tensor_hooks",
     "summon_writeback",
@@ -59,5 +61,6 @@ SHARDED = EVERYWHERE | {
     "dtype_cast",
     "prefetch",
     "unit_trace",
+    "streams",
 }
 """Of FSDP1 and FSDP2 both."""

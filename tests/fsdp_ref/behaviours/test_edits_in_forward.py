@@ -12,7 +12,10 @@ from fsdp_ref import MixedPrecision, ShardingStrategy
 from fsdp_ref.errors import ParametersChangedError
 
 S = ShardingStrategy
-pytestmark = pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:code has both parameters with requires_grad:UserWarning"),
+]
 strategies = pytest.mark.parametrize("strategy", [S.FULL_SHARD, S.SHARD_GRAD_OP, S.NO_SHARD], ids=lambda s: s.name)
 
 

@@ -47,6 +47,11 @@ class KillsHost(Toy):
     """
 
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        self.kill()
+        return super().clip(max_norm, norm_type)
+
+    @staticmethod
+    def kill() -> None:
         asked = os.environ.get("KILL_THIS_HOST", "")
         if Path(asked).is_fifo():
             Path(asked).write_text("now", encoding="ascii")
@@ -59,7 +64,14 @@ class KillsHost(Toy):
             if b"fsdp_testing.cli.main" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 os.kill(pid, signal.SIGKILL)
             threading.Event().wait()
-        return super().clip(max_norm, norm_type)
+
+
+class KillsHostAtOnce(KillsHost):
+    """Already when a module is wrapped, which an adapter is examined by."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.kill()
+        super().__init__(*arguments)
 
 
 class Hangs(Toy):
@@ -181,6 +193,7 @@ RAISES_IN_CLIP = ToyAdapter(Raises, "RAISES_IN_CLIP")
 ONE_RAISES_IN_CLIP = ToyAdapter(OneRaises, "ONE_RAISES_IN_CLIP")
 DIES_IN_CLIP = ToyAdapter(Dies, "DIES_IN_CLIP")
 KILLS_HOST = ToyAdapter(KillsHost, "KILLS_HOST")
+KILLS_HOST_AT_ONCE = ToyAdapter(KillsHostAtOnce, "KILLS_HOST_AT_ONCE")
 HANGS_IN_CLIP = ToyAdapter(Hangs, "HANGS_IN_CLIP")
 LEAKS_IN_CLIP = ToyAdapter(Leaks, "LEAKS_IN_CLIP")
 GATHERS_MORE_IN_CLIP = ToyAdapter(GathersMore, "GATHERS_MORE_IN_CLIP")

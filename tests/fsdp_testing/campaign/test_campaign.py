@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -95,6 +96,20 @@ def test_a_finding_as_plain_as_one_micro_batch_discards_no_case(tmp_path: Path):
     mended = campaign("toy:UNBROKEN", tmp_path / "mended", 24, KnownFailures((finding.rule(),)))
     assert mended.gone == [finding.name]
     assert mended.statuses == {"passed": 24}
+
+
+def test_a_failure_that_looks_known_and_has_another_cause_is_found(tmp_path: Path):
+    """The first ones that look like a known failure are asked their cause; where it is that one, nothing is reported."""
+    first = campaign("fuzz_faults:WRONG_MEAN", tmp_path / "a", 300, stop_at_first=True).discovered[0]
+    rule = first.rule()
+    ((*looks, cause),) = rule.signatures
+    assert cause, first.cause
+    same = campaign("fuzz_faults:WRONG_MEAN", tmp_path / "b", 24, KnownFailures((rule,)))
+    assert first.key not in [found.key for found in same.discovered]
+    assert same.known[rule.name]
+    other = replace(rule, signatures=((*looks, "the weights from before operation *"),))
+    hidden = campaign("fuzz_faults:WRONG_MEAN", tmp_path / "c", 24, KnownFailures((other,)))
+    assert first.key in [found.key for found in hidden.discovered]
 
 
 def test_a_known_failure_is_counted_and_one_whose_example_passes_is_dropped(tmp_path: Path):

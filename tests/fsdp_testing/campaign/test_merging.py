@@ -120,6 +120,7 @@ def test_parts_that_do_not_belong_together_are_refused_before_anything_is_writte
         ("d", 2, {"shard": (2, 3)}),
         ("e", 1, {"shard": (1, 1)}),
         ("f", 2, {"implementation": "other"}),
+        ("g", 2, {"known_by": "of another list"}),
     ):
         part(tmp_path / name, number, **more)
     for names, said in (
@@ -129,6 +130,7 @@ def test_parts_that_do_not_belong_together_are_refused_before_anything_is_writte
         ("ad", "number of parts 3"),
         ("ae", "e is no part but a whole run"),
         ("af", "f has implementation other"),
+        ("ag", "g has known failures of another list, .* not recorded"),
     ):
         with pytest.raises(InvalidArgument, match=said):
             merge_campaigns([tmp_path / name for name in names], tmp_path / "all")

@@ -66,6 +66,22 @@ def test_run_on_two_hosts_names_the_one_that_vanishes(launched: Callable[..., An
     assert lost in (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
 
 
+def test_run_writes_its_files_when_a_host_vanishes_while_adapters_are_examined(
+    launched: Callable[..., Any], tmp_path: Path
+) -> None:
+    files = ("--json", "r.json", "--junit", "r.xml", "--html", "page")
+    ended = launched("run", "fuzz_faults:KILLS_HOST_AT_ONCE", "--check", "training.sgd_momentum", *files)
+    assert ended.code == 3, ended
+    (result,) = RunReport.from_json((tmp_path / "r.json").read_text(encoding="utf-8")).results
+    assert result.verdict is Verdict.UNKNOWN
+    said = "process 1 of the launcher on host"
+    assert said in str(result)
+    assert said in ended.out + ended.err
+    (unknown,) = ET.parse(tmp_path / "r.xml").getroot().findall(".//testcase/error")
+    assert said in (unknown.text or "") + str(unknown.get("message"))
+    assert said in (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
+
+
 def test_fuzz_on_two_hosts_names_the_one_that_vanishes(launched: Callable[..., Any], tmp_path: Path) -> None:
     ended = launched("fuzz", "fuzz_faults:KILLS_HOST", "--examples", "60", "--jobs", "1", "--state", "s")
     assert ended.code == 3, ended

@@ -24,7 +24,9 @@ from fsdp_testing.records import (
     FailureKind,
     Forward,
     ForwardBackward,
+    Measure,
     Operation,
+    Overrun,
     Reload,
     Step,
     ZeroGrad,
@@ -113,6 +115,49 @@ def test_of_a_message_the_beginning_is_enough():
         rule, micro(1), signature=Signature(FailureKind.RAISED, "ValueError: expected to be in states _", "step")
     )
     assert not known(rule, micro(1), signature=Signature(FailureKind.RAISED, "ValueError: no", "step"))
+
+
+def test_what_comes_after_a_failure_did_not_bring_it_about():
+    rule = KnownFailures((STALE,))
+    met = case(micro(1), EVAL, Step(), EVAL)
+    assert rule.recognize(OFF, met, at=3) is STALE
+    assert rule.recognize(OFF, met, at=1) is None, "the step is still to come"
+    assert rule.recognize(OFF, met) is STALE, "where it failed is not known"
+
+
+def test_a_failure_is_known_by_its_cause_where_the_rule_names_one():
+    looks = ("diverged", "output", "forward")
+    caused = Rule("caused", "why", signatures=((*looks, "the weights from before operation *, step"),))
+    rules, met = KnownFailures((caused,)), case(micro(1), EVAL)
+    assert caused.asks_cause(OFF)
+    assert rules.recognize(OFF, met) is caused, "as far as its looks say"
+    assert (
+        rules.recognize(OFF, met, cause="the weights from before operation 2, step, are still in use; `a` is wrong")
+        is caused
+    )
+    assert rules.recognize(OFF, met, cause="what is wrong is half of what is due") is None
+    assert rules.recognize(OFF, met, cause="") is None
+    plain = Rule("plain", "why", signatures=(looks,))
+    assert not plain.asks_cause(OFF)
+    assert KnownFailures((caused, plain)).recognizing(OFF, met, cause="half") == [plain]
+    assert read_known(rules.to_json(), "here") == rules
+
+
+def test_gathers_in_excess_are_known_by_how_many():
+    """A rule for one needless gather knows nothing of two."""
+    shipped = shipped_known("torch-fsdp2")
+    excess = Signature(FailureKind.EXCESS, "gathers", "forward_backward")
+    met = case(EVAL, micro(1))
+
+    def known_by(times: int) -> Rule | None:
+        overrun = Overrun(Measure.UNIT_GATHERS, 1, 0, 2 + times, 2, (("a", 0),))
+        return shipped.recognize(excess, met, 1, overrun.more)
+
+    rule = known_by(1)
+    assert rule is not None
+    assert rule.name == "prefetch-after-lone-forward"
+    assert without(rule, EVAL, micro(1)) == ("forward_backward",), "what it may hide is looked at without it"
+    assert known_by(2) is None
 
 
 def test_features_alone_know_nothing():

@@ -104,6 +104,15 @@ def object_against_tensor() -> None:
         dist.all_reduce(torch.ones(4))
 
 
+def meta_tensor() -> None:
+    dist.all_reduce(torch.ones(4, device="meta" if me() else "cpu"))
+
+
+def meta_gather() -> None:
+    device = "meta" if me() else "cpu"
+    single(torch.ones(8, device=device), torch.ones(4, device=device))
+
+
 REFUSED: dict[Callable[[], None], tuple[str, str]] = {
     other_operation: ("all_reduce(sum) float32[4]", "broadcast(root=0) float32[4]"),
     gather_against_scatter: ("reduce_scatter_single(sum) float32[8]", "all_gather_single float32[8]"),
@@ -115,6 +124,8 @@ REFUSED: dict[Callable[[], None], tuple[str, str]] = {
     other_reduce_op: ("all_reduce(sum) float32[4]", "all_reduce(max) float32[4]"),
     other_reduce_op_of_scatter: ("reduce_scatter_single(sum) float32[4]", "reduce_scatter_single(max) float32[4]"),
     other_order: ("all_reduce(sum) float32[5]", "all_reduce(sum) float32[3]"),
+    meta_tensor: ("all_reduce(sum) float32[4]", "all_reduce(sum) float32[4] on the meta device (moves nothing)"),
+    meta_gather: ("all_gather_single float32[8]", "all_gather_single float32[8] on the meta device (moves nothing)"),
     other_root: ("broadcast(root=0) float32[4]", "broadcast(root=1) float32[4]"),
     other_destination: ("reduce(sum, root=0) float32[4]", "reduce(sum, root=1) float32[4]"),
     skipped_call: ("all_reduce(sum) float32[2]", "all_reduce(sum) float32[3]"),

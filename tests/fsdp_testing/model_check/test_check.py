@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -14,6 +17,10 @@ from torch import nn
 import fsdp_testing
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.model_check import MODELS, ModelDiffers, ModelUndecided, check_model
+from fsdp_testing.pool import Fate, RankOutcome, WorldOutcome, default_pool
+from fsdp_testing.pool.cause import Hung
+from fsdp_testing.pytest_plugin import model_checks
+from fsdp_testing.pytest_plugin.model_checks import ModelDiffersAsExpected
 
 PLAIN = ("torch-ddp", "torch-fsdp2", "fsdp_ref-wrapper")
 
@@ -72,6 +79,18 @@ def ranked():
     return RankedModel()
 
 
+class NearlyRight(TiedModel):
+    """Scales its loss a little where there are several ranks."""
+
+    def forward(self, input_ids, labels):
+        loss = super().forward(input_ids, labels).loss
+        return Output(loss * (1.0001 if len(input_ids) < 4 else 1.0))
+
+
+def nearly():
+    return NearlyRight()
+
+
 @fsdp_testing.parametrize_with_models(tied, implementations=PLAIN)
 def test_a_right_model_passes_and_says_what_was_compared(check):
     report = str(check())
@@ -95,6 +114,36 @@ def test_a_model_that_fails_on_ranks_alone_differs():
         check_model(ranked)
 
 
+def test_a_gradient_that_is_off_by_a_ten_thousandth_differs():
+    with pytest.raises(ModelDiffers, match=r"(loss|gradient of .*) at step 0 is off by"):
+        check_model(nearly)
+
+
+class SlowOnce:
+    """A pool whose first world of two ranks is said to have hung."""
+
+    def __init__(self):
+        self.hung = False
+
+    def expect(self, *modules):
+        default_pool().expect(*modules)
+
+    def world(self, size):
+        world = default_pool().world(size)
+        return world if self.hung or size == 1 else self.slow(world)
+
+    def slow(self, world):
+        self.hung = True
+        ranks = tuple(RankOutcome(rank, Fate.HUNG) for rank in range(2))
+        outcome = WorldOutcome("model", 2, "gloo", ranks, Hung((0, 1), 1.0, (), ()))
+        return SimpleNamespace(execute=lambda *_, **__: outcome, release=world.release)
+
+
+def test_of_a_model_that_hung_once_nothing_is_known():
+    with pytest.raises(ModelUndecided, match="run again, it came to its end"):
+        check_model(tied, pool=SlowOnce())
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -109,14 +158,50 @@ def test_what_says_nothing_is_undecided(model, message):
 
 
 def test_expected_failures_are_strict_and_have_to_exist():
+    entry = {"reason": "known", "says": "differs from one process: loss"}
     mark = fsdp_testing.parametrize_with_models(
-        tied, implementations=PLAIN, expected_failures={"tied-torch-ddp": "known"}
+        tied, implementations=PLAIN, expected_failures={"tied-torch-ddp": entry}
     )
     expected = {parameter.id: [mark.kwargs for mark in parameter.marks] for parameter in mark.args[1]}
     assert expected["tied-torch-fsdp2"] == []
-    assert expected["tied-torch-ddp"] == [{"reason": "known", "raises": ModelDiffers, "strict": True}]
+    assert expected["tied-torch-ddp"] == [{"reason": "known", "raises": ModelDiffersAsExpected, "strict": True}]
     with pytest.raises(InvalidArgument, match="expected names as 'tied-torch-ddp', got \\['other'\\]"):
         fsdp_testing.parametrize_with_models(tied, implementations=PLAIN, expected_failures={"other": "known"})
+    with pytest.raises(InvalidArgument, match="entries with reason and says, got others for \\['tied-torch-ddp'\\]"):
+        fsdp_testing.parametrize_with_models(
+            tied, implementations=PLAIN, expected_failures={"tied-torch-ddp": {"reason": "known"}}
+        )
+
+
+@pytest.mark.parametrize(
+    ("entry", "raised"),
+    [
+        ({"reason": "known", "says": "differs from one process: loss*off"}, ModelDiffersAsExpected),
+        ({"reason": "known", "says": "ranks hold different numbers"}, ModelDiffers),
+        ("known", ModelDiffers),
+    ],
+)
+def test_a_model_is_known_to_differ_by_what_the_message_says(monkeypatch, entry, raised):
+    def differs(*_, **__):
+        raise ModelDiffers("tied under torch-ddp on 2 ranks differs from one process: loss 0.3 is 0.1 off.")
+
+    monkeypatch.setattr(model_checks, "check_model", differs)
+    mark = fsdp_testing.parametrize_with_models(
+        tied, implementations=PLAIN, expected_failures={"tied-torch-ddp": entry}
+    )
+    (bound,) = [parameter.values[0] for parameter in mark.args[1] if parameter.id == "tied-torch-ddp"]
+    with pytest.raises(ModelDiffers) as caught:
+        bound()
+    assert type(caught.value) is raised
+    if raised is ModelDiffers:
+        said = re.search(r"If this is it: (\{.*\})$", str(caught.value))
+        assert said is not None
+        again = fsdp_testing.parametrize_with_models(
+            tied, implementations=PLAIN, expected_failures={"tied-torch-ddp": ast.literal_eval(said[1])}
+        )
+        (bound,) = [parameter.values[0] for parameter in again.args[1] if parameter.id == "tied-torch-ddp"]
+        with pytest.raises(ModelDiffersAsExpected):
+            bound()
 
 
 def test_packages_that_are_not_installed_are_named(monkeypatch):

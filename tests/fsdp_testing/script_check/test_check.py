@@ -85,6 +85,7 @@ def test_a_right_script_passes_as_it_is(script, arguments, sizes, how):
         ("indices", ("--mistake", "unreduced"), r"differs between ranks 0 and 1 .* gradients are not reduced"),
         ("indices", ("--mistake", "step skipped"), r"ranks make different numbers of optimizer steps: 3, 2"),
         ("indices", ("--mistake", "hang"), r"ranks disagree: .*barrier.*do not run the same collectives"),
+        ("indices", ("--mistake", "exit"), r"2 ranks: FAIL: did not end well: .*died with exit code 0"),
     ],
 )
 def test_each_mistake_is_found_and_its_cause_named(script, arguments, message):
@@ -97,7 +98,6 @@ def test_each_mistake_is_found_and_its_cause_named(script, arguments, message):
     ("arguments", "message"),
     [
         (("--loss", "outside"), r"2 ranks: unknown: .*Mark the line .*`x, y = fsdp_testing.batch\(x, y\)`"),
-        (("--mistake", "exit"), r"2 ranks: unknown: did not end well: .*died with exit code 0"),
         (("--mistake", "argument"), r"one process .*usage: with_indices.py --mistake argument CONFIG"),
         (("--mistake", "spawn"), r"one process starts processes of its own with torch.multiprocessing"),
         (("--mistake", "download"), r"one process downloads something: it asked for weights.invalid and got URLError"),

@@ -73,3 +73,16 @@ def test_arguments_of_forward_are_tried_after_the_items_of_loaders():
     """An augmentation in the loop comes between these."""
     ranks = [rank([torch.zeros(1, 2)], calls=[Call((torch.ones(1, 2),), {}, determines_loss=True)]) for _ in range(2)]
     assert [feed.source for feed in feeds_of(ranks, 1, 1)] == [Source.LOADER, Source.FORWARD]
+
+
+def test_a_loader_that_only_validates_keeps_its_own_items():
+    ranks = [rank([torch.ones(1, 2)]) for _ in range(2)]
+    for one in ranks:
+        one.loaders[0].passes[0].trained = 1
+        one.loaders.append(LoaderSeen(length=3, passes=[Pass(items=[torch.ones(5, 3)])]))
+    [feed] = feeds_of(ranks, 1, 1)
+    assert [loader.passes is None for loader in feed.loaders] == [False, True]
+    feeder, loaders = Feeder(feed, keeps=False), [DataLoader(torch.zeros(4, 2), batch_size=2) for _ in range(2)]
+    with feeder.watch():
+        assert [[len(item) for item in loader] for loader in loaders] == [[2], [2, 2]]
+        assert [len(loader) for loader in loaders] == [2, 2]

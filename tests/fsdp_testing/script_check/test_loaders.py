@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
 
+from fsdp_testing.script_check import loaders as loaders_module
 from fsdp_testing.script_check.feeding import Feed, Feeder
+from fsdp_testing.script_check.loaders import of_training
 
 
 class Augmented(Dataset):
@@ -110,3 +112,23 @@ def test_a_collator_repeats_itself_unless_it_draws(draws, repeats):
     seen = taken(DataLoader([dict(row) for row in rows], batch_size=2, collate_fn=collate))
     assert seen.repeats is repeats
     assert [sorted(sample) for sample in seen.passes[0].samples[0]] == [["x"], ["x"]]
+
+
+def test_a_loader_that_only_validates_is_told_from_those_of_the_training():
+    feeder = Feeder(Feed(), keeps=True)
+    training, validation = DataLoader(Augmented(), batch_size=4), DataLoader(Augmented(), batch_size=8)
+    with feeder.watch():
+        for _ in training:
+            feeder.forward((), {})
+        list(validation)
+        next(iter(validation))
+    loaders = feeder.taken.loaders
+    assert [[one.trained for one in loader.passes] for loader in loaders] == [[2], [0, 0]]
+    assert of_training(loaders) == [True, False]
+    assert of_training(loaders[1:]) == [True]  # nothing tells them apart
+
+
+def test_the_rest_of_a_pass_is_not_kept_of_a_very_large_dataset(monkeypatch):
+    monkeypatch.setattr(loaders_module, "_MOST_INDICES", 4)
+    [one] = taken(DataLoader(Augmented(), batch_size=2), items=1).passes
+    assert (one.indices, one.planned) == (["0", "1"], False)

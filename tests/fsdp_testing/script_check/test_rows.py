@@ -27,6 +27,7 @@ def run(*ranks, steps=(), due=2, indices=None, dataset=(), **options):
         (("ac", "bd"), {}),  # dropped: of five rows the last
         (("aaaa", "aaaa"), {"due": None, "complete": False}),  # a stream that begins anew
         (("ac", "bd"), {"complete": False}),
+        (("aca", "bcd"), {"complete": False}),  # drawn, by a sampler of the script's own
     ],
 )
 def test_what_samplers_and_streams_do_is_no_mistake(ranks, options):
@@ -97,6 +98,20 @@ def test_indices_into_other_data_say_nothing(dataset):
     # Rows that one process takes too are known by their digests, augmented or not.
     assert "4 of the rows that one process" in strange_shares(alone, run("abcd", "abcd", indices=["0123"] * 2))
     assert unknown_shares(alone, run("aceg", "bdfh", indices=["0123"] * 2)) == ()
+
+
+def test_rows_of_a_validation_may_be_taken_by_every_rank():
+    def with_validation(*shares, held_out="xyzuvw"):
+        one = run(*shares)
+        for rank in one.ranks:
+            rank.taken.loaders[0].passes[0].trained = 2
+            rank.taken.loaders.append(LoaderSeen(passes=[Pass(rows=list(held_out), complete=True)], batch=2, due=3))
+        return one
+
+    assert strange_shares(with_validation("abcdefgh"), with_validation("aceg", "bdfh")) == ""
+    assert "4 of the rows that one process" in strange_shares(
+        with_validation("abcdefgh"), with_validation("abcd", "abcd")
+    )
 
 
 def passes(*orders, **options):

@@ -285,9 +285,18 @@ def with_an_odd_optimizer(world):
     return {"x": torch.ones(1)}
 
 
+def with_an_odd_optimizer_after_a_backward(world):
+    torch.ones(2, requires_grad=True).sum().backward()
+    return with_an_odd_optimizer(world)
+
+
 def test_what_cannot_be_seen_does_not_end_the_loop():
+    check_training(with_an_odd_optimizer, world_sizes=(1, 2))
+
+
+def test_parameters_that_cannot_be_read_are_told():
     with pytest.warns(TrainingPartlyUndecided, match="Parameters could not be read .* only what the loop returns"):
-        check_training(with_an_odd_optimizer, world_sizes=(1, 2))
+        check_training(with_an_odd_optimizer_after_a_backward, world_sizes=(1, 2))
 
 
 def metric_not_awaited(world):

@@ -209,6 +209,13 @@ def test_a_number_that_stays_where_it_is_by_chance_beside_others_is_no_bound():
         return [(reference, {"a": [moved]})]
 
     assert beyond_roundings(reference, other, 4096, pairs, Decided()) is None
+
+    def squares(
+        seed,
+    ):  # the first two runs move the number to its negative, whose square is the same but for its own rounding
+        return [(reference, {"a": [torch.tensor([1.01 if seed == 3 else 1.0000001, 1.001])]})]
+
+    assert beyond_roundings(reference, other, 4096, squares, Decided()) is None
     never = beyond_roundings(
         reference, other, 4096, lambda _: [(reference, {"a": [torch.tensor([1.0, 1.001])]})], Decided()
     )
@@ -217,3 +224,32 @@ def test_a_number_that_stays_where_it_is_by_chance_beside_others_is_no_bound():
         reference, other, 4096, lambda seed: [(reference, reference)] if seed == 1 else 1 / 0, Decided()
     )
     assert "off by 0.01" in str(exact)  # nothing is rounded there: one run says so
+
+
+def test_a_matrix_of_garbage_is_not_outvoted_by_one_that_is_right():
+    draw = torch.Generator().manual_seed(0)
+    garbage = [torch.randn(4, 4, generator=draw).bfloat16() for _ in range(4)]
+    right = torch.randn(4, 5, generator=draw)
+
+    def quantities(number):
+        return {"coarse": [garbage[number]], "right": [right]}
+
+    decided = Decided()
+    pairs = [(quantities(0), quantities(2)), (quantities(1), quantities(3))]
+    assert beyond_roundings(quantities(0), quantities(1), 8, lambda _: pairs, decided) is None
+    assert decided.unknown == ["coarse"]
+    assert not decided.enough
+    decided.excused.add("coarse")
+    assert decided.enough
+
+
+def test_a_weight_is_decided_by_how_far_it_was_moved():
+    start, reference = torch.full((3,), 1.0), torch.full((3,), 1.0 + 2e-6)
+    other = torch.full((3,), 1.0 + 4e-6)
+    moved = {"a": [reference + 1e-6]}
+    for known, undecided in (({"a": [start]}, ["a"]), (None, [])):
+        decided = Decided()
+        beyond = beyond_roundings(
+            {"a": [reference]}, {"a": [other]}, 8, lambda _: [({"a": [reference]}, moved)], decided, known
+        )
+        assert (beyond, decided.unknown) == (None, undecided)

@@ -14,6 +14,7 @@ import faults_parameters  # noqa: F401 - registers its faults
 import faults_saving  # noqa: F401 - registers its faults
 import faults_schedules  # noqa: F401 - registers its faults
 import faults_state  # noqa: F401 - registers its faults
+import faults_streams  # noqa: F401 - registers its faults
 import faults_trace  # noqa: F401 - registers its faults
 import toy_engine  # noqa: F401 - registers its faults
 from fault import FAULTS

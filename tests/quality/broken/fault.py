@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from toy import Toy, ToyAdapter
 from toy_more import MoreAdapter, MoreToy
@@ -17,11 +18,13 @@ class Fault:
         adapter: Implementation that has it.
         caught_by: Name of the check that must fail.
         story: What is wrong, in a few words.
+        unbroken: The implementation without the fault, where it is not a toy.
     """
 
-    adapter: ToyAdapter
+    adapter: Any
     caught_by: str
     story: str
+    unbroken: str = ""
 
 
 FAULTS: dict[str, Fault] = {}

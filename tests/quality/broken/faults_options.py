@@ -223,6 +223,40 @@ class SecondIsLocal(Counting):
         return mean if self.backwards == 1 else contribution
 
 
+@fault("backward.outdated")
+class StepsUnnoticed(Toy):
+    """A step between forward and backward is not noticed: gradients are those of no weights."""
+
+    def watch_versions(self, output: Any) -> None:
+        pass
+
+
+@fault("backward.outdated")
+class StepsNoticedByOne(Toy):
+    """Only the first rank notices it."""
+
+    def watch_versions(self, output: Any) -> None:
+        if self.rank == 0:
+            super().watch_versions(output)
+
+
+@fault("training.changed_in_forward")
+class EditsAreLost(Toy):
+    """What a forward changes of its own parameters is gone with the gathered copy."""
+
+    def keep_edits(self, edited: set[str]) -> None:
+        pass
+
+
+@fault("training.changed_in_forward")
+class EditsOfOneRank(Toy):
+    """Only the first rank keeps what a forward changed of its piece."""
+
+    def keep_edits(self, edited: set[str]) -> None:
+        if self.rank == 0:
+            super().keep_edits(edited)
+
+
 @fault("backward.after_no_sync")
 class ForwardDecides(Counting):
     """Whether a backward is reduced was decided in forward (B160)."""

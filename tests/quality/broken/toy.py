@@ -24,7 +24,7 @@ NOT_CLAIMED = {
     "shard_grad_op", "hybrid", "nested_wrapping", "policy_wrapping", "ignored_parameters", "cpu_offload",
     "full_state_dict", "sharded_state_dict", "local_state_dict", "optim_state", "comm_hook",
     "activation_checkpointing", "reentrant_checkpointing", "meta_init", "dtype_cast",
-    "sync_module_states", "unit_trace", "explicit_unshard", "prefetch", "exception_recovery", "parameter_replacement",
+    "sync_module_states", "unit_trace", "streams", "explicit_unshard", "prefetch", "exception_recovery", "parameter_replacement",
     "tensor_hooks", "accumulation_hooks", "error_if_nonfinite", "dtype_cast_later", "deep_copies",
     "storage_replacement", "modules_replaced", "parameters_replaced", "unit_alone", "tensor_parallel", "sub_groups",
     *SETTINGS,
@@ -71,9 +71,30 @@ class Toy(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.unshard()
+        counted = {fqn: parameter._version for fqn, parameter in self.full.items()}
         output = self.inner(*self.cast_inputs(args), **self.cast_inputs(kwargs))
+        self.keep_edits({fqn for fqn, parameter in self.full.items() if parameter._version != counted[fqn]})
         self.watch(output)
+        self.watch_versions(output)
         return output
+
+    def keep_edits(self, edited: set[str]) -> None:
+        """What forward changed of its own parameters."""
+        for fqn in edited:
+            start, stop = self.span(self.full[fqn].numel())
+            self.shards[fqn].data.copy_(self.full[fqn].detach().reshape(-1)[start:stop])
+
+    def watch_versions(self, output: Any) -> None:
+        """Refuse a backward of values that were stepped since."""
+        versions = [shard._version for shard in self.shards.values()]
+
+        def check(_: torch.Tensor) -> None:
+            if versions != [shard._version for shard in self.shards.values()]:
+                raise RuntimeError("parameters were modified by an inplace operation since forward")
+
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(check)
 
     def unshard(self) -> None:
         for fqn, parameter in self.full.items():

@@ -16,7 +16,7 @@ from torch import nn
 
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.implementations import single_process
-from fsdp_testing.implementations.protocol import Piece
+from fsdp_testing.implementations.protocol import Piece, Setup
 from fsdp_testing.implementations.shared import pieces
 
 ONCE = "CONTRACT_HANGS_ONCE"
@@ -36,6 +36,26 @@ def _stepping(name: str, before: Fault, **more: Any) -> Any:
         optimizer.step()
 
     return replace(_SOUND, name=name, step=step, **more)
+
+
+def _wrapping(name: str, fault: Fault) -> Any:
+    """Return an implementation that does something before each forward, for doors that make steps of their own."""
+
+    def wrap(module: nn.Module, setup: Setup) -> nn.Module:
+        wrapped = single_process.wrap(module, setup)
+
+        def before(model: nn.Module, _args: object) -> None:
+            fault(model)
+
+        wrapped.register_forward_pre_hook(before)
+        return wrapped
+
+    return replace(_SOUND, name=name, wrap=wrap)
+
+
+def _doubles_from_now_on(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient * 2)
 
 
 def _doubles(model: nn.Module) -> None:
@@ -124,6 +144,13 @@ HANGS_ONCE = _stepping("HANGS_ONCE", _hangs_once)
 LEAKS = _stepping("LEAKS", KEPT.append)
 UNDECIDED = _stepping("UNDECIDED", _blinds, local_pieces=_pieces)
 KNOWN_AND_NEW = _stepping("KNOWN_AND_NEW", Fails())
+MODEL_WRONG = _wrapping("MODEL_WRONG", _doubles_from_now_on)
+MODEL_DISAGREES = _wrapping("MODEL_DISAGREES", _parts)
+MODEL_REFUSES = _wrapping("MODEL_REFUSES", _raises(NotImplementedError, "this model is not supported"))
+MODEL_ONE_RAISES = _wrapping("MODEL_ONE_RAISES", _raises(ValueError, "rank 1 cannot go on", (1,)))
+MODEL_ALL_RAISE = _wrapping("MODEL_ALL_RAISE", _raises(ValueError, "nobody can go on"))
+MODEL_DIES = _wrapping("MODEL_DIES", _dies)
+MODEL_HANGS = _wrapping("MODEL_HANGS", _hangs)
 CLAIMS_NOTHING = replace(_SOUND, name="CLAIMS_NOTHING", capabilities=frozenset({"no_shard"}))
 CLAIMS_LESS = replace(_SOUND, name="CLAIMS_LESS", capabilities=_SOUND.capabilities - {"no_shard"})
 
@@ -175,17 +202,26 @@ def train_dying(world: Any) -> dict[str, Any]:
     return train(world, _dies)
 
 
+def train_dying_late(world: Any) -> dict[str, Any]:
+    return train(world, _dies_late)
+
+
+def train_hanging_once(world: Any) -> dict[str, Any]:
+    return train(world, _hangs_once)
+
+
 def train_hanging(world: Any) -> dict[str, Any]:
     return train(world, _hangs)
 
 
 def train_chaotically(world: Any) -> dict[str, Any]:
     """Roundings grow until they decide every number."""
-    torch.manual_seed(0)
-    x = torch.full((4,), 0.3, dtype=torch.float64) / world.size * world.size + 1e-16 * world.size
-    for _ in range(200):
-        x = 3.99 * x * (1 - x)
-    return {"x": x * (1 + 0 * world.rank)}
+    numbers = torch.linspace(0.01, 0.03, 12)[world.rank :: world.size].sum()
+    dist.all_reduce(numbers)
+    chaos = numbers.repeat(4)
+    for _ in range(60):
+        chaos = 3.99 * chaos * (1 - chaos)
+    return {"chaos": chaos}
 
 
 def train_nothing(_world: Any) -> dict[str, Any]:

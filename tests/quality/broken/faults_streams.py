@@ -1,0 +1,120 @@
+"""Races: waits that the reference, FSDP2 or FSDP1 leaves out, and memory that one of them gives back too early.
+
+Numbers stay right on the CPU. The faults are planted in the real implementations, whose unbroken selves are the control.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from fault import FAULTS, Fault
+from torch import nn
+from torch.distributed.fsdp import _runtime_utils
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp2
+
+from fsdp_ref.comm.streams import DeviceStreams
+from fsdp_testing.implementations import registry
+from fsdp_testing.implementations.adapter import Adapter
+from fsdp_testing.museum.planting import instead, planting
+
+
+def race(unbroken: str, owner: Any, name: str, caught_by: str) -> Callable[[Callable[..., Any]], Adapter]:
+    """Plant the decorated function, which gets the original as its first argument, while a model is in use."""
+
+    def register(mutation: Callable[..., Any]) -> Adapter:
+        sound, plant, planted = registry.adapter_of(unbroken), planting((owner, name, instead(mutation))), ExitStack()
+
+        def wrap(module: nn.Module, setup: Any) -> nn.Module:
+            planted.close()
+            planted.enter_context(plant())
+            return sound.wrap(module, setup)
+
+        def finish(model: nn.Module) -> None:
+            planted.close()
+            sound.finish(model)
+
+        target = f"{__name__}:{mutation.__name__}"
+        adapter = dataclasses.replace(sound, name=mutation.__name__, reference=target, wrap=wrap, finish=finish)
+        FAULTS[target] = Fault(adapter, caught_by, (mutation.__doc__ or "").strip(), unbroken)
+        return adapter
+
+    return register
+
+
+def reference(method: str, caught_by: str) -> Callable[[Callable[..., Any]], Adapter]:
+    return race("fsdp_ref-wrapper", DeviceStreams, method, caught_by)
+
+
+@reference("compute_after_gather", "streams.mixed_precision")
+def computes_before_gathered(_original: Any, _streams: DeviceStreams) -> None:
+    """Compute does not wait for the unshard stream, which casts what is not gathered."""
+
+
+@reference("reduce_after_compute", "streams.accumulation")
+def reduces_before_computed(_original: Any, _streams: DeviceStreams) -> None:
+    """The reduction does not wait for the gradients."""
+
+
+@reference("used_by_compute", "streams.forward_only")
+def frees_what_compute_reads(_original: Any, _streams: DeviceStreams, _tensor: Any) -> None:
+    """Full parameters are freed without a word to the allocator."""
+
+
+@reference("used_by_reduce", "streams.accumulation")
+def frees_what_is_reduced(_original: Any, _streams: DeviceStreams, _tensor: Any) -> None:
+    """Full gradients are freed while the reduction reads them."""
+
+
+@reference("gather_after_compute", "streams.training")
+def gathers_before_the_step(_original: Any, _streams: DeviceStreams) -> None:
+    """Gathers do not wait for the optimizer's step (pytorch PR 74998)."""
+
+
+@reference("gather_after_compute", "streams.summon")
+def gathers_before_the_edit(_original: Any, _streams: DeviceStreams) -> None:
+    """Gathers do not wait for an edit of full parameters."""
+
+
+@reference("gather_after_prepare", "streams.mixed_precision")
+def gathers_before_the_cast(_original: Any, _streams: DeviceStreams) -> None:
+    """The gather does not wait for the cast of its shard."""
+
+
+@reference("compute_after_reduce", "streams.clipping")
+def clips_before_reduced(_original: Any, _streams: DeviceStreams) -> None:
+    """Clipping and the step do not wait for reductions."""
+
+
+@race("torch-fsdp2", fsdp2.FSDPParamGroup, "_wait_all_gather_streams_on_event", "streams.prefetch")
+def copies_in_too_early(_original: Any, _group: Any, _event: Any) -> None:
+    """The next gather does not wait until the last one was copied out."""
+
+
+@race("torch-fsdp2", fsdp2, "foreach_all_gather", "streams.unshard")
+def records_the_event_too_early(original: Any, params: Any, group: Any, async_op: bool, *rest: Any) -> Any:
+    """The event of a gather is recorded before the gather is issued."""
+    event = rest[1].record_event()
+    result = original(params, group, async_op, *rest)
+    return None if result is None else result._replace(all_gather_event=event)
+
+
+@race("torch-fsdp2", fsdp2, "foreach_reduce", "streams.training")
+def reuses_a_buffer_that_is_read(original: Any, *arguments: Any) -> Any:
+    """The reduce-scatter's input is not held until it has been read (pytorch PR 177319)."""
+    first, *others = original(*arguments)
+    return (first[:0].clone(), *others)
+
+
+@race("torch-fsdp2", fsdp2, "foreach_reduce", "streams.hybrid")
+def frees_before_the_second_reduction(original: Any, *arguments: Any) -> Any:
+    """The input of the reduction over replicas is not held (pytorch PR 140044, 180900)."""
+    *others, all_reduce_input, event, partial = original(*arguments)
+    return (*others, None if all_reduce_input is None else all_reduce_input[:0].clone(), event, partial)
+
+
+@race("torch-fsdp1", _runtime_utils, "_wait_for_computation_stream", "streams.state")
+def unshards_before_the_step(_original: Any, *_arguments: Any) -> None:
+    """Gathers do not wait for the step, nor for a loaded state."""
