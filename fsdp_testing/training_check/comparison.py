@@ -171,16 +171,19 @@ def _widen(spread: dict[tuple[str, int], torch.Tensor], here: Quantities, there:
         spread[place] = torch.maximum(spread[place], distance) if place in spread else distance
 
 
+_SET = ("learning rate", "setting ")
+
+
 def _room_of(spread: Room, runs: int) -> Room:
     import torch
 
     numbers = sum(tensor.numel() for tensor in spread.values())
     if runs < RUNS:
         # On a coarse grid a number may stay where it is by chance, or come to its negative before it is squared, beside others
-        # that move: wait for more.
-        spread = {
-            place: tensor.masked_fill(tensor < _STILL * _largest(tensor), torch.inf) for place, tensor in spread.items()
-        }
+        # that move: wait for more. A single number has none beside it; what an optimizer is set by is not rounded.
+        still = {place: tensor < _STILL * _largest(tensor) for place, tensor in spread.items()}
+        still |= {place: t == 0 for place, t in spread.items() if t.numel() == 1 and not place[0].startswith(_SET)}
+        spread = {place: tensor.masked_fill(still[place], torch.inf) for place, tensor in spread.items()}
     return {place: room(tensor, numbers, runs) for place, tensor in spread.items()}
 
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from fsdp_testing.implementations.protocol import Piece
 from fsdp_testing.implementations.shared import pieces
+from fsdp_testing.records.tolerance import UNIT_ROUNDOFF
 from fsdp_testing.training_check.deepspeed_engine import is_engine
 from fsdp_testing.training_check.held import (
     Held,
@@ -176,10 +177,17 @@ def _same_values(held: Sequence[Piece], tensor: torch.Tensor) -> bool:
         return False
     pairs = [(one.value, two.value) for one, two in zip(held, own)]
     placed = [(p.start, p.stop, p.shape) for p in held] == [(p.start, p.stop, p.shape) for p in own]
-    return placed and all(
-        one is not None and two is not None and torch.equal(one.reshape(-1), two.reshape(-1).to(one.dtype))
-        for one, two in pairs
-    )
+    return placed and all(one is not None and two is not None and _is_rounded(one, two) for one, two in pairs)
+
+
+def _is_rounded(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether `one` is `other` in its own dtype; nothing is cast to it here, since each cast may be made to round otherwise."""
+    one, other = one.reshape(-1), other.reshape(-1)
+    if one.dtype == other.dtype:
+        return torch.equal(one, other)
+    unit = UNIT_ROUNDOFF.get(str(one.dtype).removeprefix("torch."), 0.0)
+    wide = one.double()
+    return bool(((wide - other.double()).abs() <= 1.001 * unit * wide.abs()).all())
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, tuple[float, ...]]:
