@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fsdp_testing.records import Case, Clip, Observe, Step, ZeroGrad
+import torch
+
+from fsdp_testing.implementations import registry
+from fsdp_testing.implementations.adapter import Adapter
+from fsdp_testing.judging.case_runner import RunMode
+from fsdp_testing.pool import Failed
+from fsdp_testing.pool.world import current_world
+from fsdp_testing.programs import rank_jobs
+from fsdp_testing.programs.execute import RankProgram
+from fsdp_testing.records import Batch, Case, Clip, Observe, RankObservation, Step, ZeroGrad
 from fsdp_testing.suites.check import ADAMW, HYBRID, Place, Suite
 from fsdp_testing.suites.schedules import accumulated, iterations, micro_batch, micro_batches
 
@@ -33,3 +42,35 @@ def _schedule(place: Place) -> Iterable[Case]:
 def _gradients(place: Place) -> Iterable[Case]:
     """Groups of one rank: replicas are still averaged, shards still put together."""
     yield place.case("mlp", micro_batch(0), Observe(), Step())
+
+
+class _FirstReplicaEvaluates(RankProgram):
+    """Before its program, the ranks of the first replica run a forward that the others do not run."""
+
+    def run_operations(self, *, observe_all: bool = False) -> None:
+        if self.rank < self.case.world.mesh_shape[-1]:
+            with torch.no_grad():
+                self.call(Batch(9))
+        super().run_operations(observe_all=observe_all)
+
+
+def run_after_one_replica(adapter: Adapter, case: Case, observe_all: bool) -> RankObservation | Failed:
+    """Run the case on this rank after an evaluation by one replica.
+
+    Collectives: those of the implementation; every rank of the world runs the same call.
+    """
+    return rank_jobs.run_program(
+        _FirstReplicaEvaluates(case, registry.adapter_of(adapter), current_world().rank), observe_all
+    )
+
+
+@SUITE.check(
+    "hybrid.one_replica_evaluates",
+    source="uneven validation batches per replica: gathers travel inside a shard group only",
+    mode=RunMode(run_after_one_replica, besides="the evaluation by one replica"),
+    meshes=_EVEN,
+    needs={"forward_only"},
+)
+def _alone(place: Place) -> Iterable[Case]:
+    """One replica evaluates alone, then all of them train."""
+    yield place.case("mlp", *iterations(2))

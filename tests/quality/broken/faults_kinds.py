@@ -230,6 +230,16 @@ class GroupOfOneIsLeftAlone(HybridToy):
         return contribution / self.size if alone else mean
 
 
+@kind(HybridAdapter, "hybrid.one_replica_evaluates")
+class EveryForwardMeetsAll(HybridToy):
+    """Each forward sends rank 0's parameters to all replicas."""
+
+    def unshard(self) -> None:
+        super().unshard()
+        for parameter in self.full.values():
+            self.all_reduce(parameter.data.clone())
+
+
 # ----------------------------------------------------------------------------------------------- real models
 
 
