@@ -23,6 +23,7 @@ from fsdp_ref.runtime import backward
 from fsdp_ref.runtime.calls import Frame, abort_interrupted
 from fsdp_ref.runtime.execution_order import ExecutionOrder
 from fsdp_ref.runtime.grad_sync import GradSync
+from fsdp_ref.runtime.idle_steps import watch_steps
 from fsdp_ref.runtime.unit import Ahead, Unit
 from fsdp_ref.runtime.unmanaged import TreeWatch
 from fsdp_ref.runtime.wire_order import WireOrder
@@ -86,6 +87,7 @@ class Root:
         partial: units whose gradients came from passes inside the present one, which may bring more.
         watch: notices modules that are changed after sharding.
         offloads: whether gradients of some unit are copied to the host.
+        awaits_backward: whether no backward has come since a forward that autograd saw.
         reads_late: whether the host learns at the next forward only whether ranks did the same.
         tensor_group: ranks with other parts of the same parameters (tensor parallelism); None without.
     """
@@ -106,12 +108,14 @@ class Root:
         self.streams = streams_for(unit.config.device, limit_all_gathers=unit.config.limit_all_gathers)
         self._passes: dict[int, weakref.ref[_PassEnd]] = {}
         self._dirty = False
+        self.awaits_backward = False
         self._ties: dict[GraphTie, None] = {}
         self.open_records: list[PassRecord] = []
         self._storages = UnitsByStorage()
         self._pack = pack_with(self._storages)
         self._unpack = unpack_with(backward.demand)
         self._adopt(unit)
+        watch_steps(self)
 
     # ------------------------------------------------------------------ members
 
@@ -196,6 +200,7 @@ class Root:
         """The outermost forward call ended: free gathers that nobody used. What the graph needs it keeps by now."""
         # Outputs have their hooks, which keep the records from here on; a graph that is dropped drops them.
         self.open_records.clear()
+        self.awaits_backward |= torch.is_grad_enabled()
         for unit in self.units:
             if unit.life.state is UnitState.GATHERING and unit.ahead is not Ahead.USER:
                 unit.reshard(ReshardReason.UNUSED)
@@ -208,6 +213,7 @@ class Root:
 
     def enter_backward(self) -> int:
         """Be called back at the end of the backward pass that runs now; return its number."""
+        self.awaits_backward = False
         task = compat.graph_task_id()
         if task not in self._passes or self._passes[task]() is None:
             if not self._live_passes():
