@@ -196,7 +196,7 @@ def process_wait(process: subprocess.Popen[bytes], seconds: float) -> None:
     [
         (["nobody"], "expected one of"),
         (["torch-ddp", "--without", "tree.what"], "tree.what"),
-        (["torch-ddp", "--known", "none.json"], "readable file"),
+        (["torch-ddp", "--known", "none.json"], "expected a file of known failures for --known"),
         (["torch-ddp", "--seconds", "-1"], "positive number"),
         (["torch-ddp", "--world-size", "0"], "at least 1"),
         ([], "expected NAME"),
