@@ -41,8 +41,9 @@ _MORE = (
     "torch.distributed.distributed_c10d", "torch.utils.data", "torch.utils.checkpoint", "torch.cuda", "torch.linalg",
     "torch.fft", "torch.special", "torch.nn.utils", "torch.amp", "torch.multiprocessing", "torch.serialization",
     "time", "os", "subprocess", "threading", "shutil", "tempfile", "json", "copy", "math", "signal", "random",
-    "numpy", "numpy.random", "socket", "uuid", "inspect", "functools", "contextlib", "pickle", "datetime", "warnings",
+    "numpy", "numpy.random", "socket", "uuid", "inspect", "functools", "contextlib", "pickle", "datetime",
 )  # fmt: skip
+# Not `warnings`: pytest replaces its functions around each test, and while a fixture of several tests ends.
 _NAMED = 5
 _NOTHING = object()
 
