@@ -7,12 +7,10 @@ from typing import Any
 import torch
 
 from fsdp_ref.runtime import backward, forward
-from fsdp_ref.runtime.root import Root
 from fsdp_ref.runtime.unit import Unit
 from fsdp_ref.states import ReshardReason, UnitState
 from fsdp_testing.museum.exhibit import Hall
-from fsdp_testing.museum.halls.unsharded_state import unwatched
-from fsdp_testing.museum.planting import instead
+from fsdp_testing.museum.halls.unsharded_state import UNWATCHED
 
 HALL = Hall()
 
@@ -50,7 +48,7 @@ def unused_stay_gathered(original: Any, self: Any, reason: Any) -> None:
     "hook_outputs",
     "pytorch issue 181832, PR 181850",
     "outputs.views_changed_in_place",
-    also=[(Root, "watch_saved_tensors", instead(unwatched))],
+    also=UNWATCHED,
     silent=False,
 )
 def no_hook_on_views(original: Any, unit: Any, output: Any, inputs: Any) -> Any:

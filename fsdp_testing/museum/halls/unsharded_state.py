@@ -12,7 +12,7 @@ from fsdp_ref.runtime.root import Root
 from fsdp_ref.runtime.unit import Unit
 from fsdp_ref.states import ReshardReason
 from fsdp_testing.museum.exhibit import Hall
-from fsdp_testing.museum.planting import instead
+from fsdp_testing.museum.planting import Change, instead
 
 HALL = Hall()
 
@@ -36,13 +36,25 @@ def unwatched(original: Any, self: Any) -> Any:
     return nullcontext()
 
 
+def thought_watched(original: Any, self: Any) -> bool:
+    """Take units for watched that are not, so that they are freed after forward."""
+    return True
+
+
+UNWATCHED: tuple[Change, ...] = (
+    (Root, "watch_saved_tensors", instead(unwatched)),
+    (Root, "saves_views", instead(thought_watched)),
+)
+"""Backward gathers by the hooks on outputs alone."""
+
+
 @HALL.exhibit(
     "B075",
     backward,
     "hook_outputs",
     "pytorch issue 77812",
     "outputs.containers",
-    also=[(Root, "watch_saved_tensors", instead(unwatched))],
+    also=UNWATCHED,
     silent=False,
 )
 def plain_outputs_only(original: Any, unit: Any, output: Any, inputs: Any) -> Any:
@@ -72,12 +84,17 @@ def stale_on_last_rank(original: Any, self: Any) -> Any:
         self.shard_S = current
 
 
+def dropped_by_nobody(original: Any, self: Any) -> None:
+    """Keep what was gathered before parameters changed."""
+
+
 @HALL.exhibit(
     "F001",
     Unit,
     "reshard",
     "docs/findings/unsharded-weights-survive-the-optimizer-step.md",
     "forward_only.eval accumulation.forward_between",
+    also=[(Unit, "drop_out_of_date", instead(dropped_by_nobody))],
 )
 def kept_through_steps(original: Any, self: Any, reason: Any) -> None:
     """Gathered weights survive the optimizer's step.
