@@ -231,8 +231,7 @@ class _Summoned:
         keeps = self._options.writeback and problem is None
         if keeps and self._options.rank0_only:
             edited = self._broadcast(edited)
-        # Before the early end: edits that are discarded count for nothing.
-        handle.versions.settle(self._before, edited if keeps or self._full_F is handle.shard_S else ())
+        changed = edited if keeps or self._full_F is handle.shard_S else ()
         if keeps:
             with torch.no_grad():
                 if handle.sharded:
@@ -240,12 +239,16 @@ class _Summoned:
                     handle.shard_S[: span.numel].copy_(self._full_F[span.as_slice()])
                 elif self._full_F is not handle.shard_S:
                     handle.shard_S.copy_(self._full_F)
+                # After the copies, which a flat parameter counts: edits that are discarded, or that nobody made, count for nothing.
+                handle.versions.settle(self._before, changed)
                 if resumes in READABLE and handle.needs_buffer:
                     handle.full_F().copy_(self._full_F)
                     handle.versions.note_gather()
             handle.streams.gather_after_compute()  # the shard was written to on the current stream just now
             if self._grads is not None:
                 self._grads.keep_edits(self._shown)
+        else:
+            handle.versions.settle(self._before, changed)
         if problem is not None:
             raise problem
 

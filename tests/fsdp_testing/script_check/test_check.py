@@ -104,7 +104,7 @@ def test_each_mistake_is_found_and_its_cause_named(script, arguments, message):
         (("--mistake", "never"), r"one process never steps an optimizer"),
         (("--mistake", "unseeded"), r"one process does not repeat itself: two runs differ, first in loss at step 0"),
         (("--mistake", "shape"), r"2 ranks: unknown: has other parameters than one process, first parameter head"),
-        (("--nonsense",), r"one process ended with exit code 2.*unrecognized arguments: --nonsense"),
+        (("--nonsense",), r"(?s)one process ended with exit code 2.*unrecognized arguments: --nonsense"),
     ],
 )
 def test_what_cannot_be_judged_is_unknown_with_one_sentence(arguments, message, tmp_path, monkeypatch):
