@@ -135,9 +135,15 @@ def _is_open(number: int) -> bool:
 def _tell_descriptors(before: Sequence[str], now: Sequence[str]) -> Iterator[str]:
     new = sorted(set(now) - set(before), key=int)
     named = list(filter(None, map(_descriptor, new)))
-    yield from named[:_NAMED]
-    if len(named) > _NAMED:
-        yield f"{len(named) - _NAMED} more descriptors are open"
+    # Apart: process groups hold sockets, which end in a bracket as their names do.
+    sockets = [text for text in named if text.endswith("]")]
+    for texts, ending in (
+        ([text for text in named if text not in sockets], "on files"),
+        (sockets, "on [sockets or pipes]"),
+    ):
+        yield from texts[:_NAMED]
+        if len(texts) > _NAMED:
+            yield f"{len(texts) - _NAMED} more descriptors are open {ending}"
     if len(new) - len(named) > _KEPT_DESCRIPTORS:
         yield f"{len(new) - len(named)} descriptors of devices, events or memory are open"
 
