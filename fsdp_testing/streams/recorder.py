@@ -224,6 +224,8 @@ def run_noted(recorder: Recorder, operator: Operator, args: tuple[Any, ...], kwa
     for tensor in (*reads, *writes):
         recorder.block(tensor)
     result = operator.call(*args, **kwargs)
+    if operator.name == "lift_fresh":
+        recorder.block(result, made=True)  # of `torch.tensor`, which makes it out of sight, just now
     made = [each for each in _tensors(result) if each.numel() and _key(each) not in known]
     for tensor in made:
         recorder.block(tensor, made=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from fsdp_testing.checkers.comparison import Comparison
 from fsdp_testing.checkers.explain import finding
 from fsdp_testing.checkers.quantities import Expectation
 from fsdp_testing.errors import InvalidImplementation
@@ -116,7 +117,7 @@ def _accumulated(place: Place) -> Iterable[Case]:
     yield place.case("deep_nest", *accumulated(0, 1), Step(), ZeroGrad(), *accumulated(2, 3), Step())
 
 
-@SUITE.check("streams.mixed_precision")
+@SUITE.check("streams.mixed_precision", comparison=Comparison(lockstep=True))
 def _mixed_precision(place: Place) -> Iterable[Case]:
     """Casts before gathers and around reductions."""
     yield place.case("mlp", *iterations(2), dtype="float32", precision=MixedPrecisionSpec("bfloat16", "float32"))
@@ -161,7 +162,13 @@ def _saved(place: Place) -> Iterable[Case]:
     yield place.case("mlp", *iteration(0), Reload("full"), *iteration(1), optimizer=ADAMW)
 
 
-@SUITE.check("streams.hybrid", strategies=HYBRID, meshes={4: ((2, 2),), 2: ((1, 2),)}, needs={"hybrid"})
+@SUITE.check(
+    "streams.hybrid",
+    comparison=Comparison(lockstep=True),
+    strategies=HYBRID,
+    meshes={4: ((2, 2),), 2: ((1, 2),)},
+    needs={"hybrid"},
+)
 def _hybrid(place: Place) -> Iterable[Case]:
     """The second reduction, over replicas, waits for the first one, and its input is held until it is over."""
     yield place.case("deep_nest", *iterations(2))

@@ -142,5 +142,7 @@ def test_an_unknown_convention_is_refused_before_anything_runs():
 
 def test_a_script_that_ends_itself_with_words_is_quoted():
     text = said(judge("conventions", "--kind", "message"), Verdict.UNKNOWN)
-    assert 'ended itself by sys.exit("no data here: make them first"). Mend what it says there.' in text
+    assert (
+        'ended itself by sys.exit("no data here: make them first") at with_conventions.py:17. Mend what it says' in text
+    )
     assert "arguments it needs" not in text
