@@ -239,7 +239,7 @@ class _Summoned:
                     handle.shard_S[: span.numel].copy_(self._full_F[span.as_slice()])
                 elif self._full_F is not handle.shard_S:
                     handle.shard_S.copy_(self._full_F)
-                # After the copies, which a flat parameter counts: edits that are discarded, or that nobody made, count for nothing.
+                # After the copies, which a flat parameter counts: edits that nobody made count for nothing.
                 handle.versions.settle(self._before, changed)
                 if resumes in READABLE and handle.needs_buffer:
                     handle.full_F().copy_(self._full_F)
