@@ -186,3 +186,13 @@ def test_a_world_checks_streams(world: World) -> None:
         value.sum()
     with pytest.raises(ZeroDivisionError), world.check_streams():
         1 / 0  # noqa: B018 - what the test raises is told, not its races
+
+
+@pytest.mark.world(2)
+def test_what_torch_tensor_makes_on_a_side_stream_is_that_streams(world: World) -> None:
+    with observe() as history:
+        _, side = side_stream()
+        with torch.cpu.stream(side):
+            torch.cat([torch.tensor([1, 2]), torch.tensor([3])])
+        torch.ones(4)
+    assert not races(history)
