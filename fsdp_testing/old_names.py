@@ -1,4 +1,4 @@
-"""Modules that stood elsewhere until 0.2: an import of the old name gives the new module, with a warning that names it."""
+"""Modules that moved: an import of the old name gives the new module, with a warning that names it."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class OldNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         """Return the module of the new name itself: classes are the same whichever name imported them."""
         assert spec.origin is not None
-        said = f"{spec.name} is now {spec.origin}: import that; the old name goes in 1.0."
+        said = f"{spec.name} is now {spec.origin}: import that, the old name will go."
         warnings.warn(said, DeprecationWarning, stacklevel=2)
         module = importlib.import_module(spec.origin)
         self._specs[spec.name] = module.__spec__

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from fsdp_testing.cases.records import Case, Finding, RankObservation
 from fsdp_testing.errors import HarnessError
-from fsdp_testing.judging.checkers import agreement, gathered_state
+from fsdp_testing.judging.checkers import agreement
+from fsdp_testing.oracle import gathered_state
 from fsdp_testing.oracle.comparison import Comparison
 from fsdp_testing.oracle.quantities import Expectation, Expected, ExpectedPoint, Quantity
 
