@@ -21,7 +21,7 @@ from fsdp_ref.build.plan import PlannedUnit, check_frozen, make_plan
 from fsdp_ref.build.resolve import ResolvedUnit, resolve_units
 from fsdp_ref.build.targets import choose_targets
 from fsdp_ref.handle.flat_handle import FlatHandle
-from fsdp_ref.runtime.outside_calls import watch_modules
+from fsdp_ref.runtime.guards import UNIT_WATCHES
 from fsdp_ref.runtime.unit import Unit
 from fsdp_ref.storage.param_sites import ManagedParam
 
@@ -95,5 +95,6 @@ def _make(unit: ResolvedUnit, params: Sequence[ManagedParam], connect: Connect, 
     called = connect(planned)
     made = Unit(planned.module, called, handle, config, planned.modules, ignored)
     set_unit(called, made)
-    watch_modules(made)
+    for watch in UNIT_WATCHES:
+        watch(made)
     return made

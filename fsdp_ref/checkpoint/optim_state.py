@@ -17,7 +17,6 @@ from fsdp_ref.annotations import units_in
 from fsdp_ref.checkpoint.optim_index import ModelIndex, refuse_in_no_sync, stepped_groups, tensors_of
 from fsdp_ref.checkpoint.optim_load import Source, load_optim_state
 from fsdp_ref.checkpoint.optim_save import save_optim_state
-from fsdp_ref.checkpoint.own_state import guard
 from fsdp_ref.checkpoint.settings import get_state_dict_type
 from fsdp_ref.config import (
     FullOptimStateDictConfig,
@@ -30,6 +29,7 @@ from fsdp_ref.config import (
     coerce_enum,
 )
 from fsdp_ref.errors import FsdpValueError, explain, listing
+from fsdp_ref.fence.own_state import guard
 from fsdp_ref.naming import clean_tensor_name
 
 _FULL: Final = StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())

@@ -24,8 +24,8 @@ from fsdp_ref.compat import labelled
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.gradients import fill_flat
 from fsdp_ref.runtime.events import UnitEventKind
+from fsdp_ref.runtime.guards import Traffic
 from fsdp_ref.runtime.unit import Unit
-from fsdp_ref.runtime.wire_order import REDUCE
 from fsdp_ref.storage.scratch import ScratchPool
 
 IN_FLIGHT = 2
@@ -112,7 +112,8 @@ class GradSync:
         assert handle is not None  # only units with parameters have gradients
         unit.note(UnitEventKind.REDUCE)
         if unit.root is not None:
-            unit.root.wire_order.notes.append((unit, REDUCE))
+            for look in unit.root.guards.sends:
+                look(unit, Traffic.REDUCE)
         streams = handle.streams
         # Gradients were made by kernels of the current stream and are read on the post-backward stream, which therefore
         # waits; autograd frees them when this returns, and the allocator must not hand their memory out before.

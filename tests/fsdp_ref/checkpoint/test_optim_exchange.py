@@ -11,6 +11,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp_ref.checkpoint.own_state import guard
 from torch import nn
 
 from fsdp_ref import (
@@ -21,7 +22,6 @@ from fsdp_ref import (
     optim_state_dict_to_load,
     set_state_dict_type,
 )
-from fsdp_ref.checkpoint.own_state import guard
 from fsdp_ref.storage.views import mark_flattened
 from fsdp_ref.wrap import ModuleWrapPolicy
 
