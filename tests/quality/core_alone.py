@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+import fsdp_ref.api  # noqa: F401 - it puts the guards up
 from fsdp_ref import fence
-from fsdp_testing.adapters.ref import adapters
+from fsdp_testing.adapters.ref.adapters import COMPOSABLE, WRAPPER
 
 fence.remove()
+
+__all__ = ["COMPOSABLE", "WRAPPER"]
