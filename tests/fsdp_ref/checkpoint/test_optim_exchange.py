@@ -11,7 +11,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_ref.checkpoint.own_state import guard
+from fsdp_ref.fence.own_state import guard
 from torch import nn
 
 from fsdp_ref import (
