@@ -24,7 +24,7 @@ from fsdp_ref.compat import labelled
 from fsdp_ref.config import ShardingStrategy, UnitConfig
 from fsdp_ref.errors import FsdpRuntimeError, FsdpTypeError
 from fsdp_ref.handle.flatten import build_layout, cut_shard, flatten
-from fsdp_ref.handle.gradients import GradientStore
+from fsdp_ref.handle.gradients import Gradients
 from fsdp_ref.handle.marked_parameter import DESCRIBERS, FlatParameter, like_flat
 from fsdp_ref.handle.originals import Originals, Shown
 from fsdp_ref.handle.versions import ParameterVersions
@@ -99,7 +99,7 @@ class FlatHandle:
         self.flat_param: nn.Parameter = FlatParameter(self.shard_S, requires_grad=requires_grad)
         mark_flattened(self.flat_param)
         self.originals = Originals(self, params)
-        self.grads = GradientStore(self, self.originals)
+        self.grads = Gradients(self, self.originals)
         self.versions = ParameterVersions(self)
         self.originals.take_over()
         for describe in DESCRIBERS:
@@ -143,7 +143,7 @@ class FlatHandle:
     def set_precision(self, dtype: torch.dtype) -> None:
         """Make ``dtype`` the original dtype: the user cast the whole model. The shard is converted, buffers dropped."""
         self.reshard()
-        self.precision = Precision.of(dtype, self.config.mixed_precision)
+        self.precision = self.grads.sum.precision = Precision.of(dtype, self.config.mixed_precision)
         self.replace_shard(offload.another_home(self.shard_S, dtype))
         for buffer in self._buffers.values():
             buffer.free()
@@ -312,7 +312,7 @@ class FlatHandle:
         set_data(flat, copied.shard_S)
         vars(copied)["flat_param"] = flat
         originals = self.originals.copied(copied, memo)
-        vars(copied).update(originals=originals, grads=GradientStore(copied, originals))
+        vars(copied).update(originals=originals, grads=Gradients(copied, originals))
         vars(copied)["versions"] = ParameterVersions(copied)
         for describe in DESCRIBERS:
             describe(copied)

@@ -18,7 +18,7 @@ from fsdp_ref.autograd.graph_hooks import InputsWatch, OutputHook, TakenInputs
 from fsdp_ref.compat import labelled, waited
 from fsdp_ref.config import BackwardPrefetch
 from fsdp_ref.errors import UnshardConflictError, explain
-from fsdp_ref.handle.gradients import dense
+from fsdp_ref.handle.accumulated import dense
 from fsdp_ref.handle.param_hooks import run_after_accumulation, run_tensor_hooks
 from fsdp_ref.handle.writeback import absorb_params, check_unchanged
 from fsdp_ref.runtime import prefetch
